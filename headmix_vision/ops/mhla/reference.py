@@ -1,0 +1,58 @@
+"""MHLA written as in the paper, equation 5: the dense N x N form. The specification of the other implementations.
+
+B batch, N tokens, H heads, D and Dv head dims, M blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headmix_vision.ops.feature_maps import apply_feature_map
+from headmix_vision.ops.precision import accumulation_dtype, autocast_off
+from headmix_vision.ops.token_blocks import TokenBlocks
+
+
+def mhla_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    blocks: TokenBlocks,
+    normalizer: str | None,
+    feature_map: str,
+    eps: float,
+) -> Tensor:
+    """See :func:`headmix_vision.ops.mhla`."""
+    with autocast_off(q):
+        out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
+        q, k, v, mixing = (x.to(dtype) for x in (q, k, v, mixing))
+        q, k = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps)
+
+        block = blocks.tables(q).block_of_token
+        token_mixing = mixing[..., block[:, None], block[None, :]]  # [(H,) N, N]
+        weights = token_mixing * torch.einsum("bihd,bjhd->bhij", q, k)
+        out = torch.einsum("bhij,bjhe->bihe", weights, v)
+        if normalizer == "paper":
+            out = out / weights.sum(-1).transpose(1, 2)[..., None]
+        elif normalizer == "source_block":
+            out = out / (_source_block_denominator(q, k, mixing, blocks) + eps).transpose(1, 2)[..., None]
+        return out.to(out_dtype)
+
+
+def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, blocks: TokenBlocks) -> Tensor:
+    """sum_b m[i, b] (q_b . z_b) for each token, q_b at the token's place of block b: [B, H, N]."""
+    tables = blocks.tables(q)
+    rows = mixing.expand(q.shape[2], *mixing.shape[-2:])  # [H, M, M]
+    denominator = torch.zeros(q.shape[0], q.shape[2], q.shape[1], dtype=q.dtype, device=q.device)
+    for source, members in enumerate(tables.tokens):
+        z = k[:, members[members >= 0]].sum(1)  # [B, H, D]
+        for place, token in enumerate(members.tolist()):
+            if token < 0:
+                continue
+            score = (q[:, token] * z).sum(-1)  # [B, H]
+            targets = tables.tokens[:, place]
+            present = targets >= 0
+            contribution = rows[:, present, source] * score[..., None]  # [B, H, targets]
+            denominator = denominator.index_add(2, targets[present], contribution)
+    return denominator

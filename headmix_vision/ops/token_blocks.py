@@ -1,0 +1,160 @@
+"""Partition of a raster-ordered token sequence into blocks (the "token-level heads" of MHLA).
+
+N tokens, M blocks, n the largest number of tokens in one block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class BlockTables(NamedTuple):
+    """Index tables of a :class:`TokenBlocks`; all int64 on one device.
+
+    Attributes:
+        block_of_token: [N], the block of each token.
+        tokens: [M, n], the tokens of each block in raster order, -1 where a block has fewer than n.
+        slot_of_token: [N], the flat position of each token in ``tokens``.
+    """
+
+    block_of_token: Tensor
+    tokens: Tensor
+    slot_of_token: Tensor
+
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """Blocks of a 1-D, 2-D or 3-D token grid, preceded by optional prefix tokens.
+
+    Tokens stay in raster order; a block is a set of indices. Along an axis of ``g`` tokens cut into ``b`` blocks,
+    token ``i`` belongs to block ``i * b // g``, so sizes differ by at most one when ``g`` is no multiple of ``b``.
+    Prefix tokens (class, register, distillation) form one block of their own, the first.
+
+    Use :meth:`from_grid`, which validates. Instances are hashable and compare by value.
+    """
+
+    grid: tuple[int, ...]
+    block_grid: tuple[int, ...]
+    num_prefix_tokens: int = 0
+
+    @classmethod
+    def from_grid(
+        cls, grid: tuple[int, ...] | list[int], block_grid: tuple[int, ...] | list[int], num_prefix_tokens: int = 0
+    ) -> TokenBlocks:
+        """Divide a token grid into blocks.
+
+        Args:
+            grid: tokens along each axis, (H, W) for images or (T, H, W) for videos.
+            block_grid: blocks along each axis, as many axes as ``grid``.
+            num_prefix_tokens: tokens in front of the grid which form block 0 when there are any.
+
+        Raises:
+            ValueError: if the axes do not match, or a block would hold no token.
+        """
+        grid, block_grid = tuple(grid), tuple(block_grid)
+        if not 1 <= len(grid) <= 3 or len(grid) != len(block_grid):
+            raise ValueError(
+                f"grid {grid} and block_grid {block_grid} must have the same number of axes, one to three."
+            )
+        if min(grid) < 1 or min(block_grid) < 1:
+            raise ValueError(f"grid {grid} and block_grid {block_grid} must be positive.")
+        if any(b > g for g, b in zip(grid, block_grid, strict=True)):
+            raise ValueError(
+                f"block_grid {block_grid} is larger than the token grid {grid}: some blocks would be empty."
+            )
+        if num_prefix_tokens < 0:
+            raise ValueError(f"num_prefix_tokens must not be negative, got {num_prefix_tokens}.")
+        return cls(grid, block_grid, num_prefix_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """N, prefix tokens included."""
+        return self.num_prefix_tokens + math.prod(self.grid)
+
+    @property
+    def num_blocks(self) -> int:
+        """M, the prefix block included."""
+        return self.num_prefix_blocks + math.prod(self.block_grid)
+
+    @property
+    def num_prefix_blocks(self) -> int:
+        return int(self.num_prefix_tokens > 0)
+
+    @property
+    def max_block_size(self) -> int:
+        """n, tokens in the largest block."""
+        largest = math.prod([-(-g // b) for g, b in zip(self.grid, self.block_grid, strict=True)])
+        return max(largest, self.num_prefix_tokens)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all blocks hold the same number of tokens."""
+        return self.num_tokens == self.num_blocks * self.max_block_size
+
+    def tables(self, like: Tensor) -> BlockTables:
+        """Index tables on the device of ``like``, cached for plain tensors.
+
+        Under a tracer or in a fake-tensor mode they are computed anew: a cached constant would leak between modes.
+        """
+        if torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):
+            return _build_tables(self, like.device)
+        return _cached_tables(self, like.device)
+
+    def block_centers(self) -> Tensor:
+        """Mean coordinates, in tokens, of the grid's blocks (prefix block left out): float64 [M - prefix, axes]."""
+        axes = [_axis_centers(g, b) for g, b in zip(self.grid, self.block_grid, strict=True)]
+        return torch.cartesian_prod(*axes).reshape(math.prod(self.block_grid), len(self.grid))
+
+
+def _axis_starts(size: int, blocks: int, device: torch.device) -> Tensor:
+    """First token of each block along one axis, and the axis length at the end: [blocks + 1]."""
+    return (torch.arange(blocks + 1, device=device) * size + blocks - 1) // blocks
+
+
+def _axis_centers(size: int, blocks: int) -> Tensor:
+    starts = _axis_starts(size, blocks, torch.device("cpu")).double()
+    return (starts[:-1] + starts[1:] - 1) / 2
+
+
+def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
+    n = blocks.max_block_size
+    prefix, prefix_blocks = blocks.num_prefix_tokens, blocks.num_prefix_blocks
+
+    # Raster index of every (block, place in block); an axis whose block is short is marked by -1, and so the product.
+    block_of_token = torch.zeros((), dtype=torch.long, device=device)
+    slot_in_block = torch.zeros((), dtype=torch.long, device=device)
+    index = torch.zeros((1, 1), dtype=torch.long, device=device)
+    for size, count in zip(blocks.grid, blocks.block_grid, strict=True):
+        length = -(-size // count)
+        starts = _axis_starts(size, count, device)
+        place = torch.arange(length, device=device)
+        table = starts[:-1, None] + place
+        table = torch.where(table < starts[1:, None], table, -1)
+        combined = index[:, None, :, None] * size + table[None, :, None, :]
+        absent = (index[:, None, :, None] < 0) | (table[None, :, None, :] < 0)
+        index = torch.where(absent, -1, combined).reshape(index.shape[0] * count, index.shape[1] * length)
+        token = torch.arange(size, device=device)
+        block = token * count // size
+        block_of_token = (block_of_token[..., None] * count + block).reshape(-1)
+        slot_in_block = (slot_in_block[..., None] * length + token - starts[block]).reshape(-1)
+
+    index = torch.where(index < 0, -1, index + prefix)
+    index = torch.nn.functional.pad(index, (0, n - index.shape[1]), value=-1)
+    if prefix:
+        first = torch.nn.functional.pad(torch.arange(prefix, device=device), (0, n - prefix), value=-1)
+        index = torch.cat([first[None], index])
+        block_of_token = torch.cat([block_of_token.new_zeros(prefix), block_of_token + prefix_blocks])
+        slot_in_block = torch.cat([torch.arange(prefix, device=device), slot_in_block])
+    return BlockTables(block_of_token, index, block_of_token * n + slot_in_block)
+
+
+@lru_cache(maxsize=256)
+def _cached_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
+    with torch.inference_mode(False), torch.no_grad():
+        return _build_tables(blocks, device)
