@@ -1,0 +1,175 @@
+"""The learned block mixing matrix of MHLA (arXiv 2601.07832, section 4.2)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headmix_vision.ops import TokenBlocks
+
+MIXING_INITS = ("locality", "uniform")
+LOWER, UPPER = 1e-6, 1.0
+
+
+class MixingMatrix(nn.Module):
+    """Non-negative M x M weights of key blocks (columns) for query blocks (rows).
+
+    The paper clips the weights to (0, 1) at every update. Here the clipping is part of the module, so any optimizer and
+    trainer keeps it: ``forward`` returns the clipped weights, and at a bound only the gradient that leads back inside
+    passes, so a weight never drifts away out of reach.
+
+    Args:
+        blocks: partition of the tokens; M is its number of blocks.
+        num_heads: None for one matrix shared by the heads (the paper), H for one per head.
+        init: ``"locality"`` (the paper: ``1 - dist(i, j) / max_k dist(i, k)`` between block centres, rows normalised
+            to sum 1; the prefix block is at distance 0 from every block and weighs all blocks alike) or ``"uniform"``.
+        trainable: False keeps the initial weights as a buffer of the same name.
+
+    Shape:
+        ``forward() -> [M, M]`` or ``[H, M, M]``.
+
+    Raises:
+        ValueError: for an unknown ``init``.
+    """
+
+    def __init__(
+        self,
+        blocks: TokenBlocks,
+        num_heads: int | None = None,
+        init: str = "locality",
+        trainable: bool = True,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if init not in MIXING_INITS:
+            raise ValueError(f"mixing init must be one of {MIXING_INITS}, got {init!r}.")
+        self.blocks, self.init = blocks, init
+        heads = () if num_heads is None else (num_heads,)
+        weight = torch.empty(*heads, blocks.num_blocks, blocks.num_blocks, device=device, dtype=dtype)
+        if trainable:
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_buffer("weight", weight)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        m = self.blocks.num_blocks
+        weight = locality_weights(self.blocks) if self.init == "locality" else torch.full((m, m), 1 / m)
+        self.weight.copy_(weight)
+
+    def forward(self) -> Tensor:
+        return clip_keep_inward_gradient(self.weight)
+
+    def set_blocks(self, blocks: TokenBlocks) -> None:
+        """Adopt another partition; a changed block grid resamples the weights (in place of the parameter)."""
+        if blocks.num_prefix_blocks != self.blocks.num_prefix_blocks:
+            raise ValueError("a mixing matrix cannot gain or lose its prefix block.")
+        if blocks.block_grid != self.blocks.block_grid:
+            weight = resample_mixing(
+                self.weight.detach(), self.blocks.block_grid, blocks.block_grid, blocks.num_prefix_blocks
+            )
+            self.weight = nn.Parameter(weight) if isinstance(self.weight, nn.Parameter) else weight
+        self.blocks = blocks
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Resample weights stored for another block grid, then load as usual."""
+        key = prefix + "weight"
+        stored = state_dict.get(key)
+        if stored is not None and stored.shape[-1] != self.weight.shape[-1]:
+            old = infer_block_grid(stored.shape[-1] - self.blocks.num_prefix_blocks, self.blocks.block_grid)
+            state_dict[key] = resample_mixing(stored, old, self.blocks.block_grid, self.blocks.num_prefix_blocks)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return f"{self.blocks}, init={self.init}, shape={tuple(self.weight.shape)}"
+
+
+class _ClipKeepInwardGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.clamp(LOWER, UPPER)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (weight,), (grad,) = ctx.saved_tensors, grads
+        outward = ((weight <= LOWER) & (grad > 0)) | ((weight >= UPPER) & (grad < 0))
+        return grad.masked_fill(outward, 0)
+
+
+@torch.fx.wrap
+def clip_keep_inward_gradient(weight: Tensor) -> Tensor:
+    """Clip to (0, 1); the gradient is the identity but for steps that would leave the interval."""
+    return _ClipKeepInwardGradient.apply(weight)
+
+
+def locality_weights(blocks: TokenBlocks) -> Tensor:
+    """The paper's initial mixing matrix (section 4.2), rows summing to 1: float64 [M, M]."""
+    centers = blocks.block_centers()
+    distance = torch.cdist(centers, centers)
+    weight = 1 - distance / distance.amax(1, keepdim=True).clamp(min=torch.finfo(distance.dtype).tiny)
+    weight = nn.functional.pad(weight, (blocks.num_prefix_blocks, 0, blocks.num_prefix_blocks, 0), value=1.0)
+    return weight / weight.sum(1, keepdim=True)
+
+
+def resample_mixing(
+    weight: Tensor, old_block_grid: tuple[int, ...], new_block_grid: tuple[int, ...], num_prefix_blocks: int = 0
+) -> Tensor:
+    """Carry mixing weights over to another block grid.
+
+    A weight is a function of two positions, constant on pairs of blocks; the new weight is its mean over the new pair
+    of blocks. Splitting blocks therefore leaves the attention exactly as it was, and weights stay within their bounds.
+
+    Args:
+        weight: [..., M, M] for ``old_block_grid``, prefix blocks first.
+        old_block_grid, new_block_grid: blocks along each axis, equally many axes.
+        num_prefix_blocks: leading rows and columns without a position.
+
+    Returns:
+        [..., M', M'] for ``new_block_grid``.
+
+    Raises:
+        ValueError: if ``weight`` does not fit ``old_block_grid`` or the number of axes changes.
+    """
+    m = num_prefix_blocks + math.prod(old_block_grid)
+    if len(old_block_grid) != len(new_block_grid):
+        raise ValueError(f"block grids {old_block_grid} and {new_block_grid} differ in their number of axes.")
+    if tuple(weight.shape[-2:]) != (m, m):
+        raise ValueError(
+            f"mixing of shape {tuple(weight.shape)} does not fit the block grid {old_block_grid}: {m} blocks."
+        )
+    mean = torch.ones(1, 1, dtype=torch.float64)
+    for old, new in zip(old_block_grid, new_block_grid, strict=True):
+        mean = torch.kron(mean, _overlap(old, new))
+    mean = torch.block_diag(torch.eye(num_prefix_blocks, dtype=torch.float64), mean).to(weight.device)
+    return (mean @ weight.double() @ mean.T).to(weight.dtype)
+
+
+def _overlap(old: int, new: int) -> Tensor:
+    """Share of each of ``new`` equal cells of the unit interval in each of ``old`` cells: float64 [new, old]."""
+    new_edges = torch.arange(new + 1, dtype=torch.float64)[:, None] / new
+    old_edges = torch.arange(old + 1, dtype=torch.float64)[None, :] / old
+    upper = torch.minimum(new_edges[1:], old_edges[:, 1:])
+    lower = torch.maximum(new_edges[:-1], old_edges[:, :-1])
+    return (upper - lower).clamp(min=0) * new
+
+
+def infer_block_grid(num_blocks: int, like: tuple[int, ...]) -> tuple[int, ...]:
+    """The block grid of ``num_blocks`` blocks in the proportions of ``like``.
+
+    Raises:
+        ValueError: if there is none; the weights must then be resampled with :func:`resample_mixing` before loading.
+    """
+    scale = (num_blocks / math.prod(like)) ** (1 / len(like))
+    grid = tuple(round(axis * scale) for axis in like)
+    if math.prod(grid) != num_blocks:
+        raise ValueError(
+            f"mixing of {num_blocks} grid blocks fits no block grid in the proportions of {like}; "
+            "carry it over with headmix_vision.layers.resample_mixing first."
+        )
+    return grid

@@ -1,0 +1,114 @@
+import pytest
+import timm.layers
+import torch
+
+from headmix_vision.layers import CORES, ConvPositionEncoding, HeadMixAttention
+from headmix_vision.ops import TokenBlocks, mhla
+
+CORE_NAMES = tuple(CORES)
+
+
+def make_layer(core="mhla", **kwargs):
+    torch.manual_seed(0)
+    return HeadMixAttention(24, 3, core=core, **{"grid": (5, 6), "block_grid": (2, 3), **kwargs})
+
+
+def test_softmax_core_equals_timms_attention():
+    ours = make_layer("softmax", qkv_bias=True).eval()
+    theirs = timm.layers.Attention(24, 3, qkv_bias=True).eval()
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 30, 24)
+    torch.testing.assert_close(ours(x), theirs(x))
+    mask = torch.rand(2, 1, 30, 30) > 0.3
+    torch.testing.assert_close(ours(x, attn_mask=mask), theirs(x, attn_mask=mask))
+
+
+def test_mhla_core_is_the_op_between_two_projections():
+    layer = make_layer(num_prefix_tokens=1).double()
+    x = torch.randn(2, 31, 24, dtype=torch.float64)
+    q, k, v = layer.qkv(x).unflatten(-1, (3, 3, 8)).unbind(2)
+    blocks = TokenBlocks.from_grid((5, 6), (2, 3), 1)
+    expected = layer.proj(mhla(q, k, v, layer.core.mixing(), blocks, impl="reference").flatten(2))
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_linear_core_is_mhla_in_one_block():
+    layer, one_block = make_layer("linear"), make_layer(block_grid=(1, 1))
+    one_block.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(2, 30, 24)
+    torch.testing.assert_close(layer(x), one_block(x))
+
+
+@pytest.mark.parametrize("core", CORE_NAMES)
+@pytest.mark.parametrize("options", [(), ("cpe",), ("qk_norm",), ("output_norm",), ("output_gate",), ("scale_norm",)])
+def test_every_option_changes_the_output_and_trains(core, options):
+    layer = make_layer(core, num_prefix_tokens=2, **dict.fromkeys(options, True))
+    x = torch.randn(2, 32, 24)
+    out = layer(x)
+    out.square().sum().backward()
+    assert out.shape == x.shape
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    if options:
+        plain = make_layer(core, num_prefix_tokens=2)
+        plain.load_state_dict({n: p for n, p in layer.state_dict().items() if n in plain.state_dict()})
+        assert (plain(x) - out).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_cpe_is_a_depthwise_convolution_on_the_grid(axes):
+    grid = (4, 3, 5)[:axes]
+    cpe = ConvPositionEncoding(6, axes)
+    x = torch.randn(2, 2 + torch.Size(grid).numel(), 6)
+    out = cpe(x, grid, 2)
+    image = x[:, 2:].reshape(2, *grid, 6).movedim(-1, 1)
+    assert torch.equal(out[:, :2], x[:, :2])
+    torch.testing.assert_close(out[:, 2:].reshape(2, *grid, 6).movedim(-1, 1), image + cpe.proj(image))
+
+
+def test_three_axes():
+    layer = make_layer(grid=(2, 4, 5), block_grid=(2, 2, 1), cpe=True)
+    assert layer(torch.randn(1, 40, 24)).shape == (1, 40, 24)
+
+
+def test_set_grid_keeps_the_mixing():
+    layer = make_layer(cpe=True)
+    before = layer.core.mixing.weight
+    layer.set_grid((8, 9))
+    assert layer(torch.randn(1, 72, 24)).shape == (1, 72, 24)
+    assert layer.core.mixing.weight is before
+    layer.core.set_block_grid((4, 4))
+    assert layer.core.mixing().shape == (16, 16)
+
+
+@pytest.mark.parametrize("core", CORE_NAMES)
+def test_autocast_keeps_accumulation_in_float32(core):
+    layer = make_layer(core, core_args={} if core == "softmax" else {"feature_map": "elu1"})
+    x = torch.randn(2, 30, 24)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+    assert out.dtype is torch.bfloat16
+    assert (out.float() - layer(x)).abs().max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": 5}, "num_heads=5 does not divide the width dim=24"),
+        ({"core": "quadratic"}, "core must be one of .*'mhla'.* got 'quadratic'"),
+        ({"head_mix": "mea"}, "head_mix must be None"),
+        ({"block_grid": (6, 3)}, "larger than the token grid"),
+        ({"attn_drop": 0.1}, "needs the 'softmax' core"),
+        ({"core_args": {"mixing_init": "none"}}, "mixing init must be one of"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        HeadMixAttention(**{"dim": 24, "num_heads": 3, "grid": (5, 6), "block_grid": (2, 3), **arguments})
+
+
+def test_wrong_calls_are_refused():
+    with pytest.raises(ValueError, match="31 tokens given, but the layer expects 30: 0 prefix tokens and a 5x6 grid"):
+        make_layer()(torch.randn(1, 31, 24))
+    for core in ("linear", "mhla"):
+        with pytest.raises(ValueError, match="attn_mask and is_causal need the 'softmax' core"):
+            make_layer(core)(torch.randn(1, 30, 24), is_causal=True)

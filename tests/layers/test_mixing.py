@@ -1,0 +1,101 @@
+import pytest
+import torch
+
+from headmix_vision.layers import MixingMatrix, resample_mixing
+from headmix_vision.layers.mixing import LOWER, locality_weights
+from headmix_vision.ops import TokenBlocks, mhla
+
+BLOCKS = TokenBlocks.from_grid((16, 16), (4, 4))
+
+
+def test_locality_init_is_the_papers():
+    """m_ij ∝ 1 - dist(i, j) / max_k dist(i, k), rows summing to one (section 4.2)."""
+    weights = locality_weights(BLOCKS)
+    assert torch.allclose(weights.sum(1), torch.ones(16, dtype=weights.dtype))
+    corner = torch.tensor([[1 - (y**2 + x**2) ** 0.5 / 18**0.5 for x in range(4)] for y in range(4)]).double()
+    torch.testing.assert_close(weights[0], (corner / corner.sum()).flatten(), rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(weights.sum(0), torch.ones(16, dtype=weights.dtype), atol=0.05)
+
+
+def test_uneven_blocks_use_their_true_centres():
+    weights = locality_weights(TokenBlocks.from_grid((5, 1), (2, 1)))
+    assert weights.shape == (2, 2)
+    assert locality_weights(TokenBlocks.from_grid((4, 4), (1, 1))).item() == 1
+
+
+def test_prefix_block_weighs_all_blocks_alike():
+    weights = locality_weights(TokenBlocks.from_grid((4, 4), (2, 2), 1))
+    assert torch.equal(weights[0], torch.full((5,), 0.2, dtype=weights.dtype))
+    assert torch.equal(weights[1:, 0], weights[1:].amax(1))
+
+
+def test_uniform_per_head_and_frozen():
+    assert torch.equal(MixingMatrix(BLOCKS, num_heads=3, init="uniform")(), torch.full((3, 16, 16), 1 / 16))
+    frozen = MixingMatrix(BLOCKS, trainable=False)
+    assert not list(frozen.parameters())
+    assert list(frozen.state_dict()) == list(MixingMatrix(BLOCKS).state_dict()) == ["weight"]
+    with pytest.raises(ValueError, match="mixing init"):
+        MixingMatrix(BLOCKS, init="random")
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_any_optimizer_keeps_the_weights_inside_and_movable(optimizer):
+    mixing = MixingMatrix(TokenBlocks.from_grid((2, 2), (2, 2)))
+    steps = optimizer(mixing.parameters(), lr=0.1)
+    for direction, bound in ((1.0, LOWER), (-1.0, 1.0), (1.0, LOWER)):
+        for _ in range(40):
+            steps.zero_grad()
+            (direction * mixing().sum()).backward()
+            steps.step()
+        assert torch.allclose(mixing(), torch.full((4, 4), bound), atol=1e-7)
+        assert (mixing.weight - bound).abs().max() < 1.5  # pushed against the bound it does not drift away
+
+
+def test_gradient_inside_the_bounds_is_the_identity():
+    mixing = MixingMatrix(BLOCKS, init="uniform")
+    gradient = torch.randn(16, 16)
+    mixing().backward(gradient)
+    assert torch.equal(mixing.weight.grad, gradient)
+
+
+def test_splitting_blocks_leaves_the_attention_as_it_was():
+    coarse, fine = (TokenBlocks.from_grid((8, 12), grid, 1) for grid in ((2, 2), (4, 6)))
+    q, k, v = torch.randn(3, 2, 97, 2, 4, dtype=torch.float64).unbind()
+    mixing = torch.rand(5, 5, dtype=torch.float64)
+    finer = resample_mixing(mixing, (2, 2), (4, 6), num_prefix_blocks=1)
+    torch.testing.assert_close(mhla(q, k, v, finer, fine), mhla(q, k, v, mixing, coarse))
+    torch.testing.assert_close(resample_mixing(finer, (4, 6), (2, 2), num_prefix_blocks=1), mixing)
+
+
+def test_resampling_between_unrelated_grids_keeps_bounds_and_constants():
+    mixing = torch.rand(3, 16, 16)
+    out = resample_mixing(mixing, (4, 4), (3, 5))
+    assert out.shape == (3, 15, 15)
+    assert out.min() >= mixing.min() and out.max() <= mixing.max()
+    torch.testing.assert_close(resample_mixing(torch.ones(16, 16), (4, 4), (3, 5)), torch.ones(15, 15))
+
+
+def test_set_blocks_resamples_only_when_the_block_grid_changes():
+    mixing = MixingMatrix(BLOCKS)
+    before = mixing.weight
+    mixing.set_blocks(TokenBlocks.from_grid((24, 24), (4, 4)))
+    assert mixing.weight is before
+    mixing.set_blocks(TokenBlocks.from_grid((24, 24), (8, 8)))
+    assert mixing().shape == (64, 64)
+    with pytest.raises(ValueError, match="prefix block"):
+        mixing.set_blocks(TokenBlocks.from_grid((24, 24), (8, 8), 1))
+
+
+def test_loading_resamples_to_the_block_grid_of_the_module():
+    source, target = MixingMatrix(BLOCKS), MixingMatrix(TokenBlocks.from_grid((16, 16), (8, 8)))
+    target.load_state_dict(source.state_dict())
+    torch.testing.assert_close(target.weight.detach(), resample_mixing(source.weight.detach(), (4, 4), (8, 8)))
+    with pytest.raises(ValueError, match="fits no block grid"):
+        target.load_state_dict({"weight": torch.ones(15, 15)})
+
+
+def test_wrong_resampling_is_refused():
+    with pytest.raises(ValueError, match="does not fit the block grid"):
+        resample_mixing(torch.ones(15, 15), (4, 4), (2, 2))
+    with pytest.raises(ValueError, match="number of axes"):
+        resample_mixing(torch.ones(16, 16), (4, 4), (2, 2, 4))
