@@ -1,0 +1,161 @@
+"""From a decoded image to a normalised tensor, by timm's transforms."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Transform = Callable[[Any], Tensor]
+
+TENSOR_INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
+INTERPOLATIONS = (*TENSOR_INTERPOLATIONS, "box", "hamming", "lanczos")
+ERASE_MODES = ("const", "rand", "pixel")
+
+
+@dataclass
+class Augmentation:
+    """Training augmentation, with timm's names and values. The defaults change nothing but the size.
+
+    Args:
+        scale: Range of the area of the random crop, as a share of the image. (1, 1) with ratio (1, 1) is the whole
+            centre square.
+        ratio: Range of the aspect ratio of the random crop.
+        interpolation: Resizing of the crop: nearest, bilinear, bicubic, box, hamming, lanczos, or random (bilinear
+            or bicubic). None: as in evaluation.
+        hflip: Probability of a horizontal flip.
+        vflip: Probability of a vertical flip.
+        auto_augment: timm policy, for example rand-m9-mstd0.5-inc1. Needs decoded images, so not for digits.
+        color_jitter: Strength of brightness, contrast and saturation jitter; as in timm, an auto_augment policy
+            replaces it.
+        reprob: Probability of erasing a random rectangle.
+        remode: Fill of the erased rectangle: const, rand or pixel.
+        recount: Largest number of erased rectangles.
+        repeats: Repeated augmentation: each image this many times in a row, the epoch keeping its length.
+        degrees: Random rotation in [-degrees, degrees], in degrees; like the next two for drawings on black.
+        translate: Random shift, up to this share of the image size.
+        rescale: Range of a random zoom factor.
+    """
+
+    scale: tuple[float, float] = (1.0, 1.0)
+    ratio: tuple[float, float] = (1.0, 1.0)
+    interpolation: str | None = None
+    hflip: float = 0.0
+    vflip: float = 0.0
+    auto_augment: str | None = None
+    color_jitter: float = 0.0
+    reprob: float = 0.0
+    remode: str = "pixel"
+    recount: int = 1
+    repeats: int = 1
+    degrees: float = 0.0
+    translate: float = 0.0
+    rescale: tuple[float, float] = (1.0, 1.0)
+
+    def check(self) -> None:
+        """Raise ValueError, naming the option, for a value that is out of range."""
+        for name in ("hflip", "vflip", "reprob", "translate"):
+            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
+        for name in ("scale", "ratio", "rescale"):
+            low, high = getattr(self, name)
+            _require(0 < low <= high, name, getattr(self, name), "(low, high) with 0 < low <= high")
+        _require(self.scale[1] <= 1, "scale", self.scale, "at most 1")
+        for name in ("recount", "repeats"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("color_jitter", "degrees"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        _require(self.remode in ERASE_MODES, "remode", self.remode, f"one of {', '.join(ERASE_MODES)}")
+        if self.interpolation is not None:
+            check_interpolation("augmentation.interpolation", self.interpolation, (*INTERPOLATIONS, "random"))
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether rotation, shift or zoom is on."""
+        return bool(self.degrees or self.translate or tuple(self.rescale) != (1.0, 1.0))
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"augmentation.{name} is {value}, it must be {allowed}")
+
+
+def check_interpolation(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is an allowed interpolation."""
+    if value not in allowed:
+        raise ValueError(f"{option} is {value!r}, it must be one of {', '.join(allowed)}")
+
+
+def check_tensor_images(dataset: str, augmentation: Augmentation, interpolation: str) -> None:
+    """Raise ValueError for what cannot be done to images that come as tensors."""
+    if augmentation.auto_augment is not None:
+        raise ValueError(f"augmentation.auto_augment needs decoded images; {dataset} are numbers, set it to null")
+    check_interpolation(f"interpolation ({dataset})", interpolation, TENSOR_INTERPOLATIONS)
+    if augmentation.interpolation is not None:
+        allowed = (*TENSOR_INTERPOLATIONS, "random")
+        check_interpolation(f"augmentation.interpolation ({dataset})", augmentation.interpolation, allowed)
+
+
+def train_transform(data_config: dict[str, Any], augmentation: Augmentation) -> Transform:
+    """Random transform of one training image.
+
+    Args:
+        data_config: timm's resolved data configuration (input_size, interpolation, mean, std).
+        augmentation: What to do; checked by its `check`.
+
+    Returns:
+        A function from a PIL image, or a float32 tensor [C, H, W] in [0, 1], to a normalised float32 tensor of the
+        model's input size. It draws from the global generators (see `seeding.seeded`).
+
+    Raises:
+        ValueError: timm does not understand the auto_augment policy.
+    """
+    from timm.data import create_transform
+    from timm.data.transforms import MaybeToTensor
+    from torchvision import transforms
+
+    options: dict[str, Any] = {
+        "scale": augmentation.scale,
+        "ratio": augmentation.ratio,
+        "interpolation": augmentation.interpolation or data_config["interpolation"],
+        "hflip": augmentation.hflip,
+        "vflip": augmentation.vflip,
+        "auto_augment": augmentation.auto_augment,
+        "color_jitter": augmentation.color_jitter or None,
+        "re_prob": augmentation.reprob,
+        "re_mode": augmentation.remode,
+        "re_count": augmentation.recount,
+        "mean": data_config["mean"],
+        "std": data_config["std"],
+    }
+    try:
+        parts = create_transform(data_config["input_size"], is_training=True, separate=True, **options)
+    except (AssertionError, KeyError) as error:
+        raise ValueError(f"augmentation.auto_augment {augmentation.auto_augment!r} is not a timm policy") from error
+    geometry, colour, normalise = parts
+    steps = [*geometry.transforms, *colour.transforms]
+    if augmentation.is_affine:
+        # Between decoding and normalisation, where black, the fill of the uncovered border, is 0.
+        steps += [MaybeToTensor(), _random_affine(augmentation)]
+    return transforms.Compose([*steps, *normalise.transforms])
+
+
+def _random_affine(augmentation: Augmentation) -> Transform:
+    from torchvision.transforms import InterpolationMode, v2
+
+    return v2.RandomAffine(
+        degrees=augmentation.degrees,
+        translate=(augmentation.translate, augmentation.translate),
+        scale=tuple(augmentation.rescale),
+        interpolation=InterpolationMode.BILINEAR,
+    )
+
+
+def eval_transform(data_config: dict[str, Any]) -> Transform:
+    """Deterministic transform of one image for evaluation and prediction: resize, centre crop, normalise.
+
+    Args:
+        data_config: timm's resolved data configuration (input_size, interpolation, crop_pct, crop_mode, mean, std).
+    """
+    from timm.data import create_transform
+
+    return create_transform(**data_config, is_training=False)

@@ -1,0 +1,247 @@
+"""The data module on embedded and fake images."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from headmix_vision.data import Augmentation, ClassificationData
+from headmix_vision.data.samples import TrainSamples
+from headmix_vision.data.sampling import SampleKey
+from headmix_vision.data.sources import Digits
+
+from .helpers import Recorder, attach, make_trainer
+
+
+def test_digits_are_the_official_values() -> None:
+    images, targets = load_digits(return_X_y=True)
+    source = Digits("train")
+    for i, original in enumerate(source.indices[:50]):
+        image, target = source.read(i)
+        assert image.shape == (1, 8, 8) and image.dtype == torch.float32
+        assert np.array_equal(image.numpy().ravel() * 16, images[original])
+        assert target == targets[original]
+
+
+def test_digits_split_is_fixed_disjoint_and_stratified() -> None:
+    train, val = Digits("train"), Digits("validation")
+    assert (len(train), len(val)) == (1437, 360)
+    assert sorted([*train.indices, *val.indices]) == list(range(1797))
+    shares = [np.bincount(source.targets, minlength=10) / len(source) for source in (train, val)]
+    assert np.abs(shares[0] - shares[1]).max() < 2e-3
+    assert val.indices[:5].tolist() == [21, 24, 28, 34, 35]
+    with pytest.raises(ValueError, match="'test' does not exist"):
+        Digits("test")
+
+
+def test_digits_batches() -> None:
+    data = ClassificationData(batch_size=100, eval_batch_size=128)
+    module = attach(data)
+    assert data.num_classes == 10
+    assert data.class_names == [str(i) for i in range(10)]
+    images, targets = next(iter(data.train_dataloader()))
+    assert images.shape == (100, 1, 8, 8) and images.dtype == torch.float32
+    assert targets.shape == (100,) and targets.dtype == torch.int64
+    batches = list(data.val_dataloader())
+    assert [len(targets) for _, targets in batches] == [128, 128, 104]
+    values = (batches[0][0] * data._data_config["std"][0] + data._data_config["mean"][0]) * 16
+    assert torch.allclose(values, values.round(), atol=1e-4)
+    assert module.net.num_classes == 10
+
+
+def test_digits_follow_the_model() -> None:
+    data = ClassificationData(batch_size=10)
+    attach(data, img_size=16, in_chans=3)
+    images, _ = next(iter(data.val_dataloader()))
+    assert images.shape == (10, 3, 16, 16)
+    pixels = torch.stack([data._splits["val"].read(i)[0][:1] for i in range(10)])
+    expected = torch.nn.functional.interpolate(pixels, size=16, mode="bilinear")
+    mean, std = (torch.tensor(data._data_config[name]).view(3, 1, 1) for name in ("mean", "std"))
+    torch.testing.assert_close(images, (expected - mean) / std)
+
+
+def test_default_augmentation_leaves_digits_alone() -> None:
+    data = ClassificationData(batch_size=10)
+    attach(data)
+    samples = data.train_dataloader().dataset
+    assert isinstance(samples, TrainSamples)
+    config = data._data_config
+    expected = (samples.source.read(5)[0] - config["mean"][0]) / config["std"][0]
+    assert torch.equal(samples[SampleKey(5, 0, 0)][0], expected)
+
+
+AUGMENTATION = Augmentation(scale=(0.5, 1.0), hflip=0.5, color_jitter=0.3, reprob=0.5, degrees=15, translate=0.1)
+
+
+def augmented(workers: int, epochs: int = 1, **options: int) -> list[torch.Tensor]:
+    data = ClassificationData(batch_size=400, num_workers=workers, augmentation=AUGMENTATION, **options)
+    module = Recorder()
+    make_trainer(max_epochs=epochs, limit_val_batches=0).fit(module, datamodule=data)
+    return [images for _, images, _ in module.train_batches]
+
+
+def test_pixels_do_not_depend_on_workers() -> None:
+    alone, shared = augmented(0, epochs=2), augmented(2, epochs=2)
+    assert len(alone) == 6
+    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+
+
+def test_augmentation_differs_by_epoch_repeat_and_seed() -> None:
+    data = ClassificationData(batch_size=10, augmentation=AUGMENTATION)
+    attach(data)
+    samples = data.train_dataloader().dataset
+    keys = [SampleKey(3, 0, 0), SampleKey(3, 1, 0), SampleKey(3, 0, 1), SampleKey(3, 0, 0)]
+    images = [samples[key][0] for key in keys]
+    assert torch.equal(images[0], images[3])
+    assert not torch.equal(images[0], images[1]) and not torch.equal(images[0], images[2])
+    samples.seed = 1
+    assert not torch.equal(samples[keys[0]][0], images[0])
+
+
+def test_reading_data_leaves_the_random_state_of_training_alone() -> None:
+    data = ClassificationData(batch_size=10, augmentation=AUGMENTATION)
+    attach(data)
+    samples = data.train_dataloader().dataset
+    state = torch.get_rng_state()
+    samples[SampleKey(3, 0, 0)]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_spawned_workers_read_the_same() -> None:
+    data = ClassificationData(batch_size=700, augmentation=AUGMENTATION)
+    attach(data)
+    loader = data.train_dataloader()
+    spawned = torch.utils.data.DataLoader(
+        loader.dataset,
+        batch_sampler=loader.batch_sampler,
+        collate_fn=loader.collate_fn,
+        num_workers=1,
+        multiprocessing_context="spawn",
+    )
+    for (images, _), (expected, _) in zip(spawned, loader, strict=True):
+        assert torch.equal(images, expected)
+
+
+def test_ranks_share_training_and_validation() -> None:
+    whole = ClassificationData(batch_size=64, augmentation=AUGMENTATION)
+    attach(whole)
+    halves = []
+    for rank in range(2):
+        data = ClassificationData(batch_size=32, augmentation=AUGMENTATION)
+        attach(data, rank=rank, world_size=2)
+        halves.append(data)
+    images, targets = next(iter(whole.train_dataloader()))
+    for rank, data in enumerate(halves):
+        part, part_targets = next(iter(data.train_dataloader()))
+        assert torch.equal(part, images[rank::2]) and torch.equal(part_targets, targets[rank::2])
+    assert sum(len(targets) for data in halves for _, targets in data.val_dataloader()) == 360
+
+
+def test_fake_images_have_the_models_shape_and_take_every_augmentation() -> None:
+    augmentation = Augmentation(
+        scale=(0.08, 1.0),
+        ratio=(0.75, 1.33),
+        interpolation="random",
+        auto_augment="rand-m9-mstd0.5-inc1",
+        color_jitter=0.4,
+        hflip=0.5,
+        reprob=0.25,
+    )
+    data = ClassificationData(dataset="fake", batch_size=4, num_workers=0, augmentation=augmentation)
+    attach(data, img_size=32, in_chans=3, num_classes=7)
+    assert data.num_classes == 7
+    images, _ = next(iter(data.train_dataloader()))
+    assert images.shape == (4, 3, 32, 32)
+    first, second = (next(iter(data.val_dataloader())) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert first[1].tolist() == [0, 1, 2, 3]
+
+
+def test_repeats_reach_the_batches() -> None:
+    data = ClassificationData(batch_size=12, augmentation=Augmentation(repeats=3, degrees=20))
+    attach(data)
+    images, targets = next(iter(data.train_dataloader()))
+    assert len(data.train_dataloader()) == 1437 // 12
+    assert targets.view(4, 3).unique(dim=1).shape[1] <= 3 and (targets.view(4, 3)[:, :1] == targets.view(4, 3)).all()
+    assert not torch.equal(images[0], images[1])
+
+
+def test_evaluation_stages_run_without_training_data() -> None:
+    module, data = Recorder(), ClassificationData(batch_size=200, test_split="train")
+    trainer = make_trainer()
+    trainer.validate(module, datamodule=data, verbose=False)
+    trainer.test(module, datamodule=data, verbose=False)
+    sizes = [len(targets) for _, targets in module.eval_batches]
+    assert sizes == [200, 160, *[200] * 7, 37]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": "digit"}, "dataset 'digit' is unknown, it must be one of digits, fake, folder"),
+        ({"dataset": "torch/"}, "dataset 'torch/' is unknown"),
+        ({"batch_size": 0}, "batch_size is 0, it must be at least 1"),
+        ({"eval_batch_size": -1}, "eval_batch_size is -1"),
+        ({"num_workers": -1}, "num_workers is -1"),
+        ({"max_unreadable": 1.5}, r"max_unreadable is 1.5, it must be in \[0, 1\]"),
+        ({"crop_pct": 0.0}, "crop_pct is 0.0"),
+        ({"interpolation": "cubic"}, "interpolation is 'cubic', it must be one of bilinear, bicubic, nearest"),
+        ({"augmentation": Augmentation(hflip=2)}, r"augmentation.hflip is 2, it must be in \[0, 1\]"),
+        ({"augmentation": Augmentation(scale=(1.0, 0.5))}, "augmentation.scale is"),
+        ({"augmentation": Augmentation(repeats=0)}, "augmentation.repeats is 0, it must be at least 1"),
+        ({"augmentation": Augmentation(remode="noise")}, "augmentation.remode is noise"),
+        ({"augmentation": Augmentation(interpolation="cubic")}, "augmentation.interpolation is 'cubic'"),
+        ({"dataset": "wds/", "augmentation": Augmentation(repeats=2)}, "must be 1 for dataset 'wds/'"),
+    ],
+)
+def test_wrong_options(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        ClassificationData(**options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "stage", "message"),
+    [
+        ({"batch_size": 2000}, "fit", "has 1437 images, fewer than one global batch of 2000"),
+        ({"val_split": "dev"}, "validate", "split 'dev' does not exist"),
+        ({"augmentation": Augmentation(auto_augment="rand-m9")}, "fit", "auto_augment needs decoded images"),
+        ({"interpolation": "lanczos"}, "fit", "it must be one of bilinear, bicubic, nearest"),
+        ({"dataset": "fake", "augmentation": Augmentation(auto_augment="rnd-m9")}, "fit", "'rnd-m9' is not a timm"),
+        ({"dataset": "folder"}, "fit", "dataset 'folder' needs root"),
+        ({"dataset": "folder", "root": "/no/where"}, "fit", "root '/no/where' does not exist"),
+        ({"dataset": "torch/cifar10", "root": "/no/where"}, "fit", "root '/no/where' does not exist"),
+        ({}, "predict", "predict_path is not given"),
+        ({"predict_path": "/no/where.png"}, "predict", "'/no/where.png' is neither a file nor a folder"),
+    ],
+)
+def test_wrong_set_up(options: dict, stage: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        attach(ClassificationData(**options), stage)
+    assert "\n" not in str(error.value)
+
+
+def test_model_with_another_number_of_channels() -> None:
+    with pytest.raises(ValueError, match="takes 4 input channels, images have 1 or 3"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attach(ClassificationData(), in_chans=4)
+
+
+def test_lightning_must_not_add_its_own_distributed_sampler() -> None:
+    with pytest.raises(ValueError, match="use_distributed_sampler to false"):
+        attach(ClassificationData(), world_size=2, use_distributed_sampler=True)
+
+
+def test_options_reach_the_command_line() -> None:
+    import jsonargparse
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ClassificationData, "data")
+    config = parser.parse_args(["--data.augmentation.scale=[0.5,1]", "--data.augmentation.hflip=0.5"])
+    data = parser.instantiate(config).data
+    assert data.augmentation == Augmentation(scale=(0.5, 1.0), hflip=0.5)
+    help_text = parser.format_help()
+    assert "Largest share of unreadable images" in help_text
+    assert "Probability of erasing a random rectangle" in help_text
