@@ -1,0 +1,78 @@
+"""Time of mhla(impl="torch") on a CPU against the number of tokens, at a fixed number of blocks.
+
+    python benchmarks/bench_mhla_cpu.py
+
+The form is linear in N: from 4,096 to 16,384 tokens the time should grow 4 times. Before any time is printed the
+result is compared with the float64 reference.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from headmix_vision.ops import TokenBlocks, mhla
+
+BATCH, HEADS, DIM, BLOCK_GRID = 1, 6, 64, (8, 8)
+
+
+def make_inputs(side: int, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], TokenBlocks]:
+    blocks = TokenBlocks.from_grid((side, side), BLOCK_GRID)
+    generator = torch.Generator().manual_seed(side)
+    packed = torch.randn(BATCH, side * side, 3, HEADS, DIM, generator=generator, dtype=dtype)
+    mixing = torch.rand(blocks.num_blocks, blocks.num_blocks, generator=generator, dtype=dtype)
+    return [x.contiguous().requires_grad_() for x in (*packed.unbind(2), mixing)], blocks
+
+
+def check_correctness() -> None:
+    """Refuse to time a wrong result: values and gradients against the float64 reference."""
+    inputs, blocks = make_inputs(24)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out, expected = mhla(*inputs, blocks, impl="torch"), mhla(*exact, blocks, impl="reference")
+    pairs = [
+        (out, expected),
+        *zip(*(torch.autograd.grad(o.sum(), x) for o, x in ((out, inputs), (expected, exact))), strict=True),
+    ]
+    worst = max(((a.double() - b).norm() / b.norm().clamp(min=1e-6)).item() for a, b in pairs)
+    if not worst < 1e-4:
+        raise SystemExit(f"error: relative error {worst:.1e} against the reference, nothing timed.")
+    print(f"correct: relative error {worst:.1e} against the float64 reference")
+
+
+def seconds(side: int, repeats: int) -> tuple[float, float]:
+    """Median time of a forward and of a forward with backward pass, in seconds."""
+    inputs, blocks = make_inputs(side)
+    forward, both = [], []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        out = mhla(*inputs, blocks, impl="torch")
+        middle = time.perf_counter()
+        out.sum().backward()
+        forward.append(middle - start)
+        both.append(time.perf_counter() - start)
+    return statistics.median(forward[2:]), statistics.median(both[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sides", type=int, nargs="+", default=[32, 64, 128, 256], help="token grid sides")
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    check_correctness()
+    print(f"B={BATCH} H={HEADS} D={DIM} M={BLOCK_GRID[0] * BLOCK_GRID[1]}, {torch.get_num_threads()} threads, float32")
+    print(f"{'tokens':>8} {'forward ms':>11} {'fwd+bwd ms':>11} {'x forward':>10} {'x fwd+bwd':>10}")
+    previous: tuple[float, float] | None = None
+    for side in arguments.sides:
+        times = seconds(side, arguments.repeats)
+        ratios = (
+            [f"{now / before:10.2f}" for now, before in zip(times, previous, strict=True)]
+            if previous
+            else [" " * 10] * 2
+        )
+        print(f"{side * side:8d} {times[0] * 1e3:11.2f} {times[1] * 1e3:11.2f} {' '.join(ratios)}")
+        previous = times
+
+
+if __name__ == "__main__":
+    main()
