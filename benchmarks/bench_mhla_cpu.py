@@ -14,7 +14,7 @@ import torch
 
 from headmix_vision.ops import TokenBlocks, mhla
 
-BATCH, HEADS, DIM, BLOCK_GRID = 1, 6, 64, (8, 8)
+BATCH, HEADS, DIM, BLOCK_GRID = 1, 6, 64, (4, 4)
 
 
 def make_inputs(side: int, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], TokenBlocks]:

@@ -1,0 +1,65 @@
+"""Learning curves as a picture."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from headmix_vision.training.files import atomic_path
+
+Rows = list[dict[str, float]]
+
+
+class LearningCurves(Callback):
+    """Draw loss, accuracy and learning rate over the epochs into a PNG: after validations, and at the end.
+
+    Args:
+        path: The picture.
+        rows: Gives the logged metrics, one dictionary per row.
+        min_interval_s: Least time between two drawings, in seconds; drawing takes about one.
+    """
+
+    def __init__(self, path: Path, rows: Callable[[], Rows], min_interval_s: float = 60.0) -> None:
+        self.path = path
+        self.rows = rows
+        self.min_interval_s = min_interval_s
+        self._drawn_at_s = 0.0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the epochs before this one."""
+        if time.monotonic() - self._drawn_at_s >= self.min_interval_s:
+            self._draw(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the whole run."""
+        self._draw(trainer)
+
+    def _draw(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero and any("val/top1" in row for row in self.rows()):
+            draw_curves(self.path, self.rows())
+            self._drawn_at_s = time.monotonic()
+
+
+def draw_curves(path: Path, rows: Rows) -> None:
+    """Draw the learning curves of logged rows into a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = {
+        "loss": ["train/loss", "val/loss"],
+        "accuracy": ["val/top1", "val/top5"],
+        "learning rate": ["lr"],
+    }
+    for axes, (title, names) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        for name in names:
+            points = [(row["epoch"] + 1, row[name]) for row in rows if name in row]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 40 else None)
+        axes.set(title=title, xlabel="epoch")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)

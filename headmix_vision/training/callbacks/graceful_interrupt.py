@@ -1,0 +1,97 @@
+"""End a run on SIGINT or SIGTERM so that it can be continued."""
+
+import signal
+import sys
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint, can_resume_after_batch
+from headmix_vision.training.interrupt import InterruptRequest
+
+
+class GracefulInterrupt(Callback):
+    """Finish the optimizer step, save `last.ckpt`, say how to resume, exit with status 128 + signal number.
+
+    Before the first step the process simply ends; checkpoints of an earlier run stay as they are. During validation it
+    ends after the current batch: `last.ckpt` was written when that validation began, and resuming repeats it. All
+    ranks stop at the same step, whichever of them got the signal.
+
+    Args:
+        request: The signal handler, installed by this callback whenever Lightning has put its own in place.
+        last: The callback which writes `last.ckpt`; None outside training.
+        resume_command: The command to print.
+    """
+
+    def __init__(self, request: InterruptRequest, last: LastCheckpoint | None = None, resume_command: str = "") -> None:
+        self.request = request
+        self.last = last
+        self.resume_command = resume_command
+        self._last_step = 0
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals back from Lightning."""
+        self.request.install()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals back from Lightning."""
+        self.request.install()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals back from Lightning."""
+        self.request.install()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """From here on, a signal is noted and acted upon between two steps."""
+        self._last_step = trainer.global_step
+        self.request.deferred = True
+        self.request.install()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save and stop, if asked to, after a whole optimizer step."""
+        stepped, self._last_step = trainer.global_step != self._last_step, trainer.global_step
+        if stepped and can_resume_after_batch(trainer) and self._requested(trainer):
+            assert self.last is not None
+            self.last.save(trainer)
+            self._stop(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop, if asked to; `LastCheckpoint`, which comes earlier in the list, has just saved."""
+        self.request.install()
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and self._requested(trainer):
+            self._stop(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        """Stop, if this process was asked to; ranks may have different numbers of batches and cannot agree here."""
+        if self.request.signum is not None:
+            launcher = trainer.strategy.launcher
+            if launcher is not None:
+                launcher.kill(self.request.signum)
+            self._stop(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop, if asked to; `LastCheckpoint` has just saved."""
+        if self._requested(trainer):
+            self._stop(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Nothing is left to save."""
+        self.request.deferred = False
+
+    def _requested(self, trainer: Trainer) -> bool:
+        return trainer.strategy.reduce_boolean_decision(self.request.signum is not None, all=False)
+
+    def _stop(self, trainer: Trainer) -> None:
+        self.request.deferred = False
+        if not trainer.is_global_zero:
+            raise SystemExit(0)
+        assert self.last is not None
+        signum = self.request.signum or signal.SIGTERM
+        name = signal.Signals(signum).name
+        where = f"interrupted by {name} at step {trainer.global_step}; saved {self.last.path}"
+        print(f"\n{where}; resume: {self.resume_command}", file=sys.stderr, flush=True)
+        raise SystemExit(128 + signum)

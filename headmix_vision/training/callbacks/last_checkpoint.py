@@ -1,0 +1,72 @@
+"""`last.ckpt`: everything that is needed to continue."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class LastCheckpoint(Callback):
+    """Keep `last.ckpt` current: before each validation, after each epoch, and every so many steps.
+
+    The one before validation makes Lightning go straight back to that validation, so that neither a crash nor an
+    interruption there costs an epoch. Nothing is written while a gradient is half accumulated or while the averaged
+    weights stand in for the trained ones.
+
+    Args:
+        path: The file, usually `checkpoints/last.ckpt` of the run directory.
+        every_n_steps: Also write after every so many optimizer steps; not when None.
+    """
+
+    def __init__(self, path: Path, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"checkpoint_every_n_steps must be null or at least 1, got {every_n_steps}")
+        self.path = path
+        self.every_n_steps = every_n_steps
+        self._last_step = 0
+
+    def save(self, trainer: Trainer) -> None:
+        """Write the checkpoint (not in a `fast_dev_run`); to be called on all ranks between two optimizer steps."""
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            trainer.save_checkpoint(self.path, weights_only=False)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember where this run starts."""
+        self._last_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save every `every_n_steps` steps."""
+        stepped, self._last_step = trainer.global_step != self._last_step, trainer.global_step
+        due = stepped and self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
+        if due and can_resume_after_batch(trainer):
+            self.save(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save with the validation marked as begun, which is what makes Lightning repeat it on resuming."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        before = progress.state_dict()
+        progress.increment_ready()
+        progress.increment_started()
+        try:
+            self.save(trainer)
+        finally:
+            progress.load_state_dict(before)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the finished epoch."""
+        self.save(trainer)
+
+
+def can_resume_after_batch(trainer: Trainer) -> bool:
+    """Whether a checkpoint written in `on_train_batch_end` loses nothing.
+
+    Lightning resumes from such a checkpoint with the next batch: it would skip a validation due after this one, and
+    the hooks at the end of the epoch.
+    """
+    loop = trainer.fit_loop
+    validation_is_due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type]
+    return not (trainer.is_last_batch or validation_is_due)

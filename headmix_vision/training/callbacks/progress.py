@@ -1,0 +1,38 @@
+"""Progress bar with loss, accuracy and images per second."""
+
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+
+class ImagesPerSecondBar(TQDMProgressBar):
+    """Lightning's progress bar, with the number of images trained per second by all devices in this epoch."""
+
+    def __init__(self, refresh_rate: int = 10) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self._start_s = 0.0
+        self._images = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Start counting."""
+        super().on_train_epoch_start(trainer)
+        self._start_s, self._images = time.monotonic(), 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the images of the batch."""
+        self._images += len(batch[0]) * trainer.world_size
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """What the bar shows."""
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        if trainer.training and self._images:
+            metrics["images/s"] = f"{self._images / (time.monotonic() - self._start_s):.0f}"
+        return metrics

@@ -1,0 +1,124 @@
+"""Reading and writing checkpoints: complete files only, and nothing unpickled from a foreign one."""
+
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
+
+from headmix_vision.training.files import atomic_path
+
+DESCRIPTION_KEY = "headmix_vision"
+MODEL_PREFIX = "net."
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Write checkpoints beside their target, then rename.
+
+    Lightning's default writes to the system's temporary folder and moves the file from there, which is a plain copy,
+    and may be torn, when that folder is on another file system.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Save the checkpoint to `path`; `storage_options` is not supported."""
+        if storage_options is not None:
+            raise TypeError("storage_options are not supported")
+        with atomic_path(path) as temporary:
+            torch.save(checkpoint, temporary)
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint written by training, on the CPU, without unpickling anything but tensors and plain values.
+
+    Args:
+        path: The `.ckpt` file.
+
+    Returns:
+        Lightning's checkpoint dictionary; entry `headmix_vision` describes the model.
+
+    Raises:
+        ValueError: If the file is absent, truncated, holds other objects, or was not written by this package.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at {path}")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not a checkpoint, or it is truncated ({path.stat().st_size} bytes)")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:
+        raise ValueError(f"{path} holds objects other than tensors and plain values; nothing was loaded") from None
+    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or damaged: {str(error).splitlines()[0]}") from None
+    if not isinstance(checkpoint, dict) or DESCRIPTION_KEY not in checkpoint or "state_dict" not in checkpoint:
+        raise ValueError(f"{path} was not written by this package (no entry {DESCRIPTION_KEY!r})")
+    return checkpoint
+
+
+def model_state(checkpoint: dict[str, Any], *, raw: bool = False) -> dict[str, Tensor]:
+    """The network's weights under timm's own names.
+
+    Args:
+        checkpoint: As returned by `read_checkpoint`.
+        raw: The weights being trained instead of their moving average (the same thing in runs without an average).
+    """
+    state = checkpoint.get("current_model_state", checkpoint["state_dict"]) if raw else checkpoint["state_dict"]
+    return {name.removeprefix(MODEL_PREFIX): value for name, value in state.items() if name.startswith(MODEL_PREFIX)}
+
+
+def check_description(checkpoint: dict[str, Any], name: str, num_classes: int | None) -> None:
+    """Raise `ValueError` if a checkpoint belongs to another model or another number of classes.
+
+    Args:
+        checkpoint: As returned by `read_checkpoint`.
+        name: Name of the model it is meant for.
+        num_classes: Its number of classes; not compared when None.
+    """
+    description = checkpoint[DESCRIPTION_KEY]
+    if description["name"] != name:
+        raise ValueError(f"the checkpoint is of model {description['name']}, not of {name} (option model.name)")
+    if num_classes is not None and description["num_classes"] != num_classes:
+        raise ValueError(
+            f"the checkpoint has {description['num_classes']} classes,"
+            f" the model {num_classes} (option model.num_classes)"
+        )
+
+
+def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    """Raise a one-line `ValueError` if a state dict does not fit exactly.
+
+    Args:
+        state: The weights to load.
+        target: State dict of the module that they are for.
+    """
+    missing, unexpected = sorted(target.keys() - state.keys()), sorted(state.keys() - target.keys())
+    shapes = [name for name in target if name in state and target[name].shape != state[name].shape]
+    for problem, names in (("lacks", missing), ("has the unknown", unexpected)):
+        if names:
+            raise ValueError(
+                f"the checkpoint {problem} {len(names)} weights, first {names[0]} (options model.model_args)"
+            )
+    if shapes:
+        first = shapes[0]
+        raise ValueError(
+            f"{len(shapes)} weights of the checkpoint have another shape, first {first}:"
+            f" {list(state[first].shape)}, expected {list(target[first].shape)}"
+        )
+
+
+def find_checkpoint(run_dir: str | os.PathLike[str], which: str) -> Path:
+    """Path of a checkpoint: `best` or `last` of the run directory, or `which` itself as a path.
+
+    Raises:
+        ValueError: If the file does not exist.
+    """
+    path = Path(run_dir) / "checkpoints" / f"{which}.ckpt" if which in ("best", "last") else Path(which)
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at {path} (asked for {which})")
+    return path

@@ -1,0 +1,77 @@
+"""Making the network of a run by its timm name, optionally from start weights."""
+
+import difflib
+import os
+import pickle
+from pathlib import Path
+from typing import Any, cast
+
+import timm
+from timm.models import get_pretrained_cfg_value, load_state_dict
+from torch import Tensor, nn
+
+import headmix_vision  # noqa: F401  (registers the models with timm)
+from headmix_vision.training.checkpoints import model_state, read_checkpoint
+
+
+def create_network(
+    name: str,
+    num_classes: int | None = None,
+    img_size: int | list[int] | None = None,
+    model_args: dict[str, Any] | None = None,
+    checkpoint: str | None = None,
+) -> nn.Module:
+    """Create a timm model, with a short error for a misspelt name or weights that do not belong to it.
+
+    Args:
+        name: Name of the model in timm.
+        num_classes: Number of classes; the model's default when None.
+        img_size: Image size in pixels, one number or [height, width]; the model's default when None.
+        model_args: Further arguments of `timm.create_model`.
+        checkpoint: Start weights: an exported `.safetensors`, a `.pth` of timm, or a `.ckpt` of this package. They
+            may be of another resolution, which the model resamples.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the name is unknown, or the start weights are unreadable, of another number of classes, or do
+            not fit the model.
+    """
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else "; timm.list_models() lists the known ones"
+        raise ValueError(f"unknown model {name!r}{hint}")
+    arguments = {"num_classes": num_classes, "img_size": img_size, **(model_args or {})}
+    if checkpoint is None:
+        return timm.create_model(name, **arguments)
+
+    state = _start_weights(checkpoint)
+    classes = num_classes if num_classes is not None else get_pretrained_cfg_value(name, "num_classes")
+    classifier = get_pretrained_cfg_value(name, "classifier")
+    head = state.get(f"{classifier}.weight")
+    if head is not None and head.shape[0] != classes:
+        raise ValueError(f"{checkpoint} has {head.shape[0]} classes, the model {classes} (option model.num_classes)")
+    overlay = {"state_dict": state, "num_classes": classes}
+    try:
+        network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{checkpoint} does not fit model {name}: {reason}") from None
+    cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
+    return network
+
+
+def _start_weights(checkpoint: str) -> dict[str, Tensor]:
+    if Path(checkpoint).suffix == ".ckpt":
+        return model_state(read_checkpoint(checkpoint))
+    if not os.path.isfile(checkpoint):
+        raise ValueError(f"no checkpoint at {checkpoint} (option model.checkpoint)")
+    try:
+        return load_state_dict(checkpoint, weights_only=True)
+    except (RuntimeError, EOFError, OSError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{checkpoint} holds no readable weights: {str(error).splitlines()[0]}") from None
+    except Exception as error:
+        if type(error).__name__ == "SafetensorError":
+            raise ValueError(f"{checkpoint} is truncated or no safetensors file: {error}") from None
+        raise

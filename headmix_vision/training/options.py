@@ -1,0 +1,133 @@
+"""Groups of training options. The defaults are those of the ImageNet recipe of MHLA (arXiv 2601.07832)."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ValueError(message)` unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass
+class OptimizerConfig:
+    """Optimizer, made by `timm.optim.create_optimizer_v2`.
+
+    Biases, norms and whatever the model lists in `no_weight_decay()` are not decayed.
+
+    Args:
+        opt: Name of the optimizer in timm, for example `adamw`, `lamb`, `sgd`.
+        lr: Peak learning rate; it is not scaled by the batch size.
+        weight_decay: Weight decay.
+        layer_decay: Factor of the learning rate from each layer to the one below it; none when null.
+        args: Further arguments of the optimizer, for example `{betas: [0.9, 0.95]}`.
+    """
+
+    opt: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    layer_decay: float | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
+        require(self.weight_decay >= 0, f"optimizer.weight_decay must not be negative, got {self.weight_decay}")
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate over the optimizer steps of the run, made by `timm.scheduler.create_scheduler_v2`.
+
+    Its length is that of the run (`trainer.max_epochs` or `trainer.max_steps`).
+
+    Args:
+        sched: `cosine`, `wsd` (constant, then a decay over the last fifth) or `constant`; all after the warm-up.
+        warmup_epochs: Epochs of linear warm-up, part of the run; fractions are allowed.
+        warmup_lr: Learning rate of the first step.
+        min_lr: Learning rate at the end.
+    """
+
+    sched: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_epochs: float = 10.0
+    warmup_lr: float = 1e-6
+    min_lr: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_epochs", "warmup_lr", "min_lr"):
+            value = getattr(self, name)
+            require(value >= 0, f"schedule.{name} must not be negative, got {value}")
+
+
+@dataclass
+class LossConfig:
+    """Training loss from `timm.loss`.
+
+    Args:
+        kind: `cross_entropy`, or `bce`: one binary cross entropy per class.
+        smoothing: Label smoothing.
+        bce_target_threshold: With `bce`, soft targets above this become 1 and the rest 0; kept soft when null.
+    """
+
+    kind: Literal["cross_entropy", "bce"] = "cross_entropy"
+    smoothing: float = 0.1
+    bce_target_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        require(0 <= self.smoothing < 1, f"loss.smoothing must be in [0, 1), got {self.smoothing}")
+        require(
+            self.bce_target_threshold is None or self.kind == "bce",
+            f"loss.bce_target_threshold applies to loss.kind=bce only, got loss.kind={self.kind}",
+        )
+
+
+@dataclass
+class MixupConfig:
+    """Mixup and CutMix by `timm.data.Mixup`, applied to the batch on its device; off when both alphas are 0.
+
+    Args:
+        mixup_alpha: Beta distribution of mixup; 0 turns it off.
+        cutmix_alpha: Beta distribution of CutMix; 0 turns it off.
+        prob: Probability of mixing a batch (or an image, by `mode`).
+        switch_prob: Probability of CutMix instead of mixup when both are on.
+        mode: Draw per `batch`, per `pair` of images or per image (`elem`).
+    """
+
+    mixup_alpha: float = 0.2
+    cutmix_alpha: float = 1.0
+    prob: float = 1.0
+    switch_prob: float = 0.5
+    mode: Literal["batch", "pair", "elem"] = "batch"
+
+    def __post_init__(self) -> None:
+        for name in ("mixup_alpha", "cutmix_alpha"):
+            value = getattr(self, name)
+            require(value >= 0, f"mixup.{name} must not be negative, got {value}")
+        for name in ("prob", "switch_prob"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"mixup.{name} must be in [0, 1], got {value}")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether batches are mixed at all."""
+        return self.prob > 0 and (self.mixup_alpha > 0 or self.cutmix_alpha > 0)
+
+
+@dataclass
+class EmaConfig:
+    """Exponential moving average of the weights, which is then what is validated and exported.
+
+    Args:
+        decay: Decay per optimizer step, reached by a warm-up min(decay, (1 + n) / (10 + n)); no average when null.
+    """
+
+    decay: float | None = 0.9996
+
+    def __post_init__(self) -> None:
+        require(self.decay is None or 0 <= self.decay < 1, f"ema.decay must be null or in [0, 1), got {self.decay}")
+
+
+DEFAULT_OPTIMIZER = OptimizerConfig()
+DEFAULT_SCHEDULE = ScheduleConfig()
+DEFAULT_LOSS = LossConfig()
+DEFAULT_MIXUP = MixupConfig()

@@ -1,0 +1,59 @@
+"""The run directory: what is in it, and when a new run may write into it."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from lightning.fabric.plugins.environments import SLURMEnvironment
+
+CONFIG, METRICS, CURVES, TENSORBOARD, CHECKPOINTS, PREDICTIONS = (
+    "config.yaml",
+    "metrics.csv",
+    "curves.png",
+    "tensorboard",
+    "checkpoints",
+    "predictions.csv",
+)
+
+
+def prepare_run_directory(run_dir: Path, *, resuming: bool, overwrite: bool) -> None:
+    """Check that a training run may start in a directory, and empty it if asked to.
+
+    Only what an earlier run wrote is deleted, nothing else in the directory.
+
+    Args:
+        run_dir: The run directory; it need not exist.
+        resuming: Whether the run continues from a checkpoint.
+        overwrite: Whether an earlier run may be deleted.
+
+    Raises:
+        ValueError: If there is an earlier run and neither is the case, or both are.
+    """
+    if resuming and overwrite:
+        raise ValueError("--overwrite true would delete the checkpoint to resume from; give one of the two options")
+    if resuming or not any((run_dir / name).exists() for name in (METRICS, CHECKPOINTS)):
+        return
+    requeued = SLURMEnvironment.detect() and any(run_dir.glob("hpc_ckpt_*.ckpt"))
+    if requeued:
+        return
+    if not overwrite:
+        raise ValueError(
+            f"{run_dir} already holds a run: continue it with --ckpt_path last,"
+            " choose another --run_dir, or delete it with --overwrite true"
+        )
+    for name in (CONFIG, METRICS, CURVES, TENSORBOARD, CHECKPOINTS, PREDICTIONS):
+        path = run_dir / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def resume_command(run_dir: Path) -> str:
+    """The command which continues the run, for the launcher in use."""
+    local_size, nodes = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE", "1")
+    launcher = "python"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {local_size}"
+    return f"{launcher} {sys.argv[0]} fit -c {run_dir / CONFIG} --ckpt_path last"

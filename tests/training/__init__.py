@@ -1,0 +1,5 @@
+"""Tests of the training command line."""
+
+import pytest
+
+pytest.register_assert_rewrite("training.helpers")

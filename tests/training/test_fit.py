@@ -1,0 +1,168 @@
+"""What a training run leaves behind, and the arithmetic of its parts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from headmix_vision.training.callbacks.ema import EmaWithWarmup, ema_decay
+from headmix_vision.training.classifier import ImageClassifier
+
+from .helpers import TINY, assert_equal, load, read_csv, run, write_config
+
+
+def test_run_directory(reference_run: Path) -> None:
+    names = {path.name for path in reference_run.iterdir()}
+    assert names == {"config.yaml", "metrics.csv", "tensorboard", "checkpoints", "curves.png"}
+    assert {path.name for path in (reference_run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    assert (reference_run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    config = yaml.safe_load((reference_run / "config.yaml").read_text())
+    assert config["run_dir"] == str(reference_run)
+    assert config["model"]["name"] == TINY["model"]["name"]
+
+
+def test_metrics_have_one_row_per_step(reference_run: Path) -> None:
+    rows = read_csv(reference_run / "metrics.csv")
+    assert [int(row["step"]) for row in rows] == list(range(6))
+    validated = [row for row in rows if row["val/top1"]]
+    assert [int(row["epoch"]) for row in validated] == [0, 1]
+    for row in validated:
+        assert all(row[name] for name in ("train/loss", "val/loss", "val/top5"))
+
+
+def test_final_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "tiny.yaml", trainer__max_epochs=1)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
+    last = capfd.readouterr().out.strip().splitlines()[-1]
+    top1 = float(read_csv(tmp_path / "run" / "metrics.csv")[-1]["val/top1"])
+    assert last.startswith(f"best top-1 {100 * top1:.2f} % (epoch 1)")
+    for name in ("run", "run/checkpoints/best.ckpt", "run/curves.png"):
+        assert str(tmp_path / name) in last
+
+
+def test_run_directory_is_named_after_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path / "tiny.yaml", trainer__max_epochs=1, trainer__limit_train_batches=1)
+    assert run("fit", "-c", "tiny.yaml") == 0
+    assert (tmp_path / "runs" / "tiny" / "config.yaml").exists()
+    assert run("validate", "-c", "runs/tiny/config.yaml", "--ckpt_path", "best") == 0
+
+
+def test_validate_reproduces_the_logged_accuracy(reference_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("validate", "-c", reference_run / "config.yaml", "--ckpt_path", "last") == 0
+    logged = float(read_csv(reference_run / "metrics.csv")[-1]["val/loss"])
+    table = capfd.readouterr().out
+    printed = next(line for line in table.splitlines() if "val/loss" in line)
+    assert float(printed.replace("│", " ").split()[-1]) == pytest.approx(logged, rel=1e-6)
+
+
+def test_learning_rate_is_stepped_per_optimizer_step(reference_run: Path) -> None:
+    rates = [float(row["lr"]) for row in read_csv(reference_run / "metrics.csv")]
+    warmup = 2  # half an epoch of 3 steps, rounded
+    expected = [1e-6 + (1e-3 - 1e-6) * t / warmup for t in range(warmup)]
+    expected += [
+        1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + torch.cos(torch.tensor(torch.pi * t / 6)).item()) for t in range(warmup, 6)
+    ]
+    assert rates == pytest.approx(expected, rel=1e-5)
+
+
+def test_command_line_wins_over_the_checkpoint_on_resuming(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "tiny.yaml", trainer__max_epochs=1)
+    run_dir = tmp_path / "run"
+    assert run("fit", "-c", config, "--run_dir", run_dir) == 0
+    changes = ("--trainer.max_epochs", 2, "--model.optimizer.lr", 0.01, "--model.optimizer.weight_decay", 0.3)
+    assert run("fit", "-c", run_dir / "config.yaml", "--ckpt_path", "last", *changes) == 0
+    (state,) = load(run_dir / "checkpoints" / "last.ckpt")["optimizer_states"]
+    assert {group["weight_decay"] for group in state["param_groups"]} == {0.0, 0.3}
+    expected = 1e-5 + 0.5 * (0.01 - 1e-5) * (1 + torch.cos(torch.tensor(torch.pi * 3 / 6)).item())
+    assert float(read_csv(run_dir / "metrics.csv")[3]["lr"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_accumulation_equals_the_large_batch(tmp_path: Path) -> None:
+    common: dict[str, Any] = {
+        "model__mixup": {"mixup_alpha": 0.0, "cutmix_alpha": 0.0},
+        "model__model_args": {**TINY["model"]["model_args"], "drop_path_rate": 0.0},
+        "trainer__max_epochs": 1,
+    }
+    small = write_config(tmp_path / "small.yaml", **common)
+    change = {"data__batch_size": 16, "trainer__accumulate_grad_batches": 1, "trainer__limit_train_batches": 3}
+    large = write_config(tmp_path / "large.yaml", **common, **change)
+    for config in (small, large):
+        assert run("fit", "-c", config, "--run_dir", tmp_path / config.stem) == 0
+    states = [load(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("small", "large")]
+    assert states[0]["global_step"] == states[1]["global_step"] == 3
+    for name, value in states[0]["current_model_state"].items():
+        # float32 sums in another order; Adam's normalisation magnifies them where a gradient is close to zero
+        torch.testing.assert_close(value, states[1]["current_model_state"][name], rtol=1e-4, atol=2e-5)
+
+
+def test_ema_warms_up_and_keeps_constants() -> None:
+    assert [ema_decay(n, 0.5) for n in (0, 1, 8, 100)] == [0.1, 2 / 11, 0.5, 0.5]
+    model = torch.nn.Linear(2, 2, bias=False)
+    model.register_buffer("index", torch.tensor([7, 11]))
+    model.register_buffer("constant", torch.tensor([0.1, 0.7]))
+    callback = EmaWithWarmup(0.5)
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True, **callback._kwargs)
+    expected = model.weight.detach().clone()
+    for n in range(12):
+        model.weight.data.normal_()
+        average.update_parameters(model)
+        decay = 0.0 if n == 0 else ema_decay(n, 0.5)
+        expected = decay * expected + (1 - decay) * model.weight.detach()
+        torch.testing.assert_close(average.module.weight.detach(), expected)
+        assert_equal(average.module.index, model.index)
+        assert_equal(average.module.constant, model.constant)
+
+
+def poison_loss(epoch: int, batch: int) -> Callable[..., torch.Tensor]:
+    original = ImageClassifier.training_step
+
+    def patched(self: ImageClassifier, images: Any, batch_idx: int) -> torch.Tensor:
+        loss = original(self, images, batch_idx)
+        return loss * float("nan") if (self.current_epoch, batch_idx) == (epoch, batch) else loss
+
+    return patched
+
+
+def poison_gradient(epoch: int, batch: int) -> Callable[..., torch.Tensor]:
+    original = ImageClassifier.training_step
+
+    def patched(self: ImageClassifier, images: Any, batch_idx: int) -> torch.Tensor:
+        loss = original(self, images, batch_idx)
+        if (self.current_epoch, batch_idx) == (epoch, batch):
+            # sqrt at 0 has value 0 and an infinite slope
+            loss = loss + (self.net.head.bias * 0).sum().sqrt()
+        return loss
+
+    return patched
+
+
+@pytest.mark.parametrize("poison", [poison_loss, poison_gradient])
+def test_non_finite_numbers_stop_the_run_before_the_step(
+    poison: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path / "tiny.yaml", checkpoint_every_n_steps=1)
+    run_dir = tmp_path / "run"
+    steps = []
+    original = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, **k: (original(*a, **k), steps.append(1))[0])
+    monkeypatch.setattr(ImageClassifier, "training_step", poison(1, 2))
+    assert run("fit", "-c", config, "--run_dir", run_dir) == 1
+    error = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("error: "))
+    batch = "batch 2" if poison is poison_loss else "batch 3"
+    assert f"epoch 1, step 4, {batch} (rank 0" in error
+    assert len(steps) == 4
+    last = load(run_dir / "checkpoints" / "last.ckpt")
+    assert last["global_step"] == 4
+    for state in (last["state_dict"], last["current_model_state"]):
+        assert all(torch.isfinite(value).all() for value in state.values())
+
+
+def test_soft_binary_cross_entropy_and_no_ema(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "tiny.yaml", model__loss={"kind": "bce", "smoothing": 0.1}, ema={"decay": None})
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run", "--trainer.max_epochs", 1) == 0
+    checkpoint = load(tmp_path / "run" / "checkpoints" / "best.ckpt")
+    assert "current_model_state" not in checkpoint

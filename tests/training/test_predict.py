@@ -1,0 +1,44 @@
+"""`predict` writes one row per image."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from .helpers import read_csv, run
+
+
+def write_images(folder: Path, count: int) -> None:
+    """Random 8 x 8 grey images, one of them in a sub-folder."""
+    (folder / "more").mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (count, 8, 8), dtype=np.uint8)
+    for i in range(count):
+        parent = folder / "more" if i == 0 else folder
+        Image.fromarray(pixels[i]).save(parent / f"{i}.png")
+
+
+def test_folder_and_single_image(reference_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_images(tmp_path / "images", 5)
+    args = ("predict", "-c", reference_run / "config.yaml", "--ckpt_path", "last", "--data.predict_path")
+    assert run(*args, tmp_path / "images") == 0
+    out = reference_run / "predictions.csv"
+    assert f"wrote 5 predictions to {out}" in capfd.readouterr().out
+    rows = read_csv(out)
+    assert list(rows[0])[:5] == ["file", "label", "probability", "label2", "probability2"]
+    assert [Path(row["file"]).name for row in rows] == ["1.png", "2.png", "3.png", "4.png", "0.png"]
+    for row in rows:
+        best = [float(row[f"probability{k}"]) for k in ("", 2, 3, 4, 5)]
+        assert best == sorted(best, reverse=True)
+        assert 0 < sum(best) <= 1.000005
+        assert row["label"] in {str(i) for i in range(10)}
+
+    assert run(*args, tmp_path / "images" / "1.png") == 0
+    assert read_csv(out) == rows[:1]
+    out.unlink()
+
+
+def test_missing_path(reference_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    args = ("predict", "-c", reference_run / "config.yaml", "--ckpt_path", "last")
+    assert run(*args, "--data.predict_path", "nowhere") == 2
+    assert "error: " in capfd.readouterr().err

@@ -1,0 +1,134 @@
+"""An interrupted run, resumed, ends exactly like an uninterrupted one."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headmix_vision.training.classifier import ImageClassifier
+from headmix_vision.training.interrupt import InterruptRequest
+
+from .helpers import assert_same_run, load, read_csv, run, write_config
+
+
+def interrupt_in(
+    monkeypatch: pytest.MonkeyPatch, hook: str, epoch: int, batch: int | None, signum: signal.Signals
+) -> None:
+    """Make the process send itself a signal inside a hook of the module, once."""
+    original: Callable[..., Any] = getattr(ImageClassifier, hook)
+    fired = []
+
+    def patched(self: ImageClassifier, *args: Any, **kwargs: Any) -> Any:
+        here = self.current_epoch == epoch and (batch is None or args[1] == batch) and not self.trainer.sanity_checking
+        if here and not fired:
+            fired.append(True)
+            os.kill(os.getpid(), signum)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(ImageClassifier, hook, patched)
+
+
+@pytest.mark.parametrize(
+    ("hook", "epoch", "batch", "step"),
+    [
+        pytest.param("training_step", 0, 1, 1, id="middle-of-epoch"),
+        pytest.param("training_step", 1, 2, 5, id="middle-of-accumulation"),
+        pytest.param("training_step", 0, 5, 3, id="last-batch-of-epoch"),
+        pytest.param("validation_step", 0, 0, 3, id="validation"),
+        pytest.param("on_validation_epoch_end", 0, None, 3, id="end-of-validation"),
+        pytest.param("training_step", 1, 5, 6, id="last-batch-of-run"),
+    ],
+)
+def test_interrupted_run_continues_bit_for_bit(
+    hook: str,
+    epoch: int,
+    batch: int | None,
+    step: int,
+    reference_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = write_config(tmp_path / "tiny.yaml")
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as context:
+        interrupt_in(context, hook, epoch, batch, signal.SIGINT)
+        assert run("fit", "-c", config, "--run_dir", run_dir) == 130
+    assert f"fit -c {run_dir}/config.yaml --ckpt_path last" in capfd.readouterr().err
+    assert load(run_dir / "checkpoints" / "last.ckpt")["global_step"] == step
+    assert run("fit", "-c", run_dir / "config.yaml", "--ckpt_path", "last") == 0
+    assert_same_run(run_dir, reference_run)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "max-steps": {"trainer__max_epochs": -1, "trainer__max_steps": 5},
+    "validation-within-epoch": {"trainer__val_check_interval": 2},
+    "validation-every-other-epoch": {"trainer__check_val_every_n_epoch": 2},
+    "no-validation": {"trainer__limit_val_batches": 0},
+}
+
+
+@pytest.mark.parametrize(("epoch", "batch"), [(0, 1), (0, 5)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_ways_to_count_and_validate(
+    variant: str, epoch: int, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(tmp_path / "tiny.yaml", **VARIANTS[variant])
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "whole") == 0
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as context:
+        interrupt_in(context, "training_step", epoch, batch, signal.SIGTERM)
+        assert run("fit", "-c", config, "--run_dir", run_dir) == 143
+    assert run("fit", "-c", run_dir / "config.yaml", "--ckpt_path", "last") == 0
+    assert_same_run(run_dir, tmp_path / "whole")
+
+
+def test_crash_continues_from_the_last_periodic_checkpoint(
+    reference_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(tmp_path / "tiny.yaml", checkpoint_every_n_steps=2)
+    run_dir = tmp_path / "run"
+    original = ImageClassifier.training_step
+
+    def crash(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+        if (self.current_epoch, batch_idx) == (1, 5):
+            raise MemoryError
+        return original(self, batch, batch_idx)
+
+    with monkeypatch.context() as context:
+        context.setattr(ImageClassifier, "training_step", crash)
+        with pytest.raises(MemoryError):
+            run("fit", "-c", config, "--run_dir", run_dir)
+    assert load(run_dir / "checkpoints" / "last.ckpt")["global_step"] == 4
+    assert run("fit", "-c", run_dir / "config.yaml", "--ckpt_path", "last") == 0
+    assert_same_run(run_dir, reference_run)
+
+
+def test_moved_run_continues_from_its_best_checkpoint(reference_run: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "moved"
+    shutil.copytree(reference_run, run_dir)
+    more = ("--trainer.max_epochs", 3, "--model.optimizer.lr", 1e-12)
+    assert run("fit", "-c", run_dir / "config.yaml", "--run_dir", run_dir, "--ckpt_path", "best", *more) == 0
+    rows = read_csv(run_dir / "metrics.csv")
+    assert [int(row["step"]) for row in rows] == list(range(9))
+    best = load(run_dir / "checkpoints" / "best.ckpt")["headmix_vision"]["top1"]
+    assert best == pytest.approx(max(float(row["val/top1"]) for row in rows if row["val/top1"]))
+
+
+def test_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = InterruptRequest()
+    request.install()
+    with pytest.raises(SystemExit) as end:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert end.value.code == 143
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    request.deferred = True
+    os.kill(os.getpid(), signal.SIGINT)
+    assert (request.signum, exits) == (signal.SIGINT, [])
+    os.kill(os.getpid(), signal.SIGINT)
+    assert exits == [130]
