@@ -9,8 +9,8 @@ from torch import Tensor
 
 FEATURE_MAPS: dict[str, Callable[[Tensor, float], Tensor]] = {
     # eps keeps the features, and so the normaliser, above zero.
-    "relu": lambda x, eps: F.relu(x) + eps,
-    "elu1": lambda x, eps: F.elu(x) + 1 + eps,
+    "relu": lambda x, eps: x.clamp(min=0).add_(eps),
+    "elu1": lambda x, eps: F.elu(x) + (1 + eps),
     "identity": lambda x, eps: x,
 }
 

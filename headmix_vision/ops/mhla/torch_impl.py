@@ -35,6 +35,8 @@ def mhla_torch(
         places = (tables.tokens, tables.slot_of_token)
         q, k, v = (_ToBlocks.apply(x, *places) for x in (q, k, v))  # [B, H, M, n, D], absent places zero
 
+        # A batched product over B and H: the matrix product of a shared M x M with all of them is several times slower.
+        mixing = mixing.expand(q.shape[0], q.shape[1], *mixing.shape[-2:])
         summaries = k.transpose(-1, -2) @ v  # [B, H, M, D, Dv]
         mixed = (mixing @ summaries.flatten(-2)).view_as(summaries)
         out = _ToTokens.apply(q @ mixed, *places)  # [B, N, H, Dv]
