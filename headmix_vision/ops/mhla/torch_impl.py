@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headmix_vision.ops.feature_maps import apply_feature_map
@@ -31,6 +32,9 @@ def mhla_torch(
         q, k, v, mixing = (x.to(dtype) for x in (q, k, v, mixing))
         q, k = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps)
 
+        if normalizer == "paper":
+            v = F.pad(v, (0, 1), value=1.0)  # the normaliser rides along as one more value
+
         tables = blocks.tables(q)
         places = (tables.tokens, tables.slot_of_token)
         q, k, v = (_ToBlocks.apply(x, *places) for x in (q, k, v))  # [B, H, M, n, D], absent places zero
@@ -40,13 +44,11 @@ def mhla_torch(
         summaries = k.transpose(-1, -2) @ v  # [B, H, M, D, Dv]
         mixed = (mixing @ summaries.flatten(-2)).view_as(summaries)
         out = _ToTokens.apply(q @ mixed, *places)  # [B, N, H, Dv]
-        if normalizer is not None:
-            key_sums = k.sum(-2)[..., None]  # [B, H, M, D, 1]
-            if normalizer == "paper":
-                denominator = q @ (mixing @ key_sums.squeeze(-1))[..., None]
-            else:
-                denominator = (mixing @ (q @ key_sums).squeeze(-1))[..., None] + eps
-            out = out / _ToTokens.apply(denominator, *places)
+        if normalizer == "paper":
+            out = out[..., :-1] / out[..., -1:]
+        elif normalizer == "source_block":
+            scores = (q * k.sum(-2, keepdim=True)).sum(-1)  # [B, H, M, n]
+            out = out / (_ToTokens.apply((mixing @ scores)[..., None], *places) + eps)
         return out.to(out_dtype)
 
 
