@@ -1,9 +1,10 @@
 """Learning curves as a picture."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from headmix_vision.training.files import atomic_path
@@ -55,11 +56,18 @@ def draw_curves(path: Path, rows: Rows) -> None:
     }
     for axes, (title, names) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         for name in names:
-            points = [(row["epoch"] + 1, row[name]) for row in rows if name in row]
+            points = [(row["step"], row[name]) for row in rows if name in row]
             if points:
-                axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 40 else None)
+                steps, values = zip(*points, strict=True)
+                axes.plot(_epochs(steps, rows), values, label=name, marker="." if len(points) < 40 else None)
         axes.set(title=title, xlabel="epoch")
         axes.grid(alpha=0.3)
         axes.legend()
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
+
+
+def _epochs(steps: Sequence[float], rows: Rows) -> np.ndarray:
+    """Epochs done after each of these steps, as fractions, from the rows that close an epoch."""
+    ends = {row["step"] + 1: row["epoch"] + 1 for row in rows if "train/loss" in row}
+    return np.interp(np.asarray(steps) + 1, [0, *ends], [0, *ends.values()])

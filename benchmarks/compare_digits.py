@@ -1,0 +1,62 @@
+"""Softmax, linear and MHLA attention on the embedded digits under one recipe, several seeds.
+
+    python benchmarks/compare_digits.py --out docs/digits.csv            # about 50 minutes on two CPU cores
+    python benchmarks/compare_digits.py --out docs/digits.csv --jobs 16  # side by side, for example on one GPU
+
+Each run is `train_cls.py fit -c configs/cls/digits.yaml` with another model, seed or position encoding. Prints a table
+of top-1 accuracies (mean ± standard deviation over seeds, of the last epoch and of the best) and writes a CSV.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+CORES = ("softmax", "linear", "mhla")
+
+
+def train(core: str, cpe: bool, seed: int, directory: Path, jobs: int) -> tuple[float, float]:
+    """Top-1 of the last and of the best epoch, in percent."""
+    run = directory / f"{core}-cpe_{cpe}-seed_{seed}"
+    command = [sys.executable, "train_cls.py", "fit", "-c", "configs/cls/digits.yaml", "--run_dir", str(run)]
+    command += ["--model.name", f"deit_{core}_digits", "--model.model_args.cpe", str(cpe).lower()]
+    command += ["--seed_everything", str(seed), "--trainer.devices", "1", "--trainer.enable_progress_bar", "false"]
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"error: {' '.join(command)} ended with {result.returncode}:\n{result.stderr}")
+    with (run / "metrics.csv").open() as file:
+        top1 = [100 * float(row["val/top1"]) for row in csv.DictReader(file) if row["val/top1"]]
+    return top1[-1], max(top1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", type=Path, required=True, help="CSV to write")
+    arguments = parser.parse_args()
+
+    settings = [(core, cpe, seed) for cpe in (True, False) for core in CORES for seed in arguments.seeds]
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:
+        results = list(pool.map(lambda setting: train(*setting, Path(directory), arguments.jobs), settings))
+
+    with arguments.out.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["core", "cpe", "seed", "last_top1_percent", "best_top1_percent"])
+        writer.writerows((*s, f"{last:.2f}", f"{best:.2f}") for s, (last, best) in zip(settings, results, strict=True))
+    print("| attention | CPE | last epoch | best epoch |\n|---|---|---|---|")
+    for core, cpe in dict.fromkeys((core, cpe) for core, cpe, _ in settings):
+        scores = [score for setting, score in zip(settings, results, strict=True) if setting[:2] == (core, cpe)]
+        cells = [f"{statistics.mean(x):.2f} ± {statistics.stdev(x):.2f}" for x in zip(*scores, strict=True)]
+        print(f"| {core} | {'on' if cpe else 'off'} | {cells[0]} | {cells[1]} |")
+
+
+if __name__ == "__main__":
+    main()
