@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 
 
 def load(path: str) -> tuple[torch.nn.Module, float]:
-    """The model named in the file's header with the file's weights, and the top-1 accuracy (in [0, 1]) the run stored."""
+    """The model a file holds, and the top-1 accuracy, in [0, 1], which the training run stored in it."""
     with safe_open(path, "pt") as file:
         header = file.metadata()
     model = timm.create_model(header["model_name"], checkpoint_path=path, **json.loads(header["model_args"]))
