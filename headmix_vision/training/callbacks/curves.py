@@ -62,7 +62,8 @@ def draw_curves(path: Path, rows: Rows) -> None:
                 axes.plot(_epochs(steps, rows), values, label=name, marker="." if len(points) < 40 else None)
         axes.set(title=title, xlabel="epoch")
         axes.grid(alpha=0.3)
-        axes.legend()
+        if axes.lines:  # a short run may have logged no learning rate
+            axes.legend()
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
 
