@@ -1,9 +1,11 @@
 """Time of mhla(impl="torch") on a CPU against the number of tokens, at a fixed number of blocks.
 
-    python benchmarks/bench_mhla_cpu.py
+    MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=1073741824 \\
+        python benchmarks/bench_mhla_cpu.py
 
 The form is linear in N: from 4,096 to 16,384 tokens the time should grow 4 times. Before any time is printed the
-result is compared with the float64 reference.
+result is compared with the float64 reference. The variables make glibc keep freed memory; without them tensors above
+32 MB are fresh pages at every step, and from 65,536 tokens on their page faults cost more than the operation.
 """
 
 import argparse
