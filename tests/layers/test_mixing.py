@@ -18,8 +18,13 @@ def test_locality_init_is_the_papers():
 
 
 def test_uneven_blocks_use_their_true_centres():
-    weights = locality_weights(TokenBlocks.from_grid((5, 1), (2, 1)))
-    assert weights.shape == (2, 2)
+    """Five tokens in three blocks of 2, 2 and 1: centres 0.5, 2.5 and 4."""
+    weights = locality_weights(TokenBlocks.from_grid((5, 1), (3, 1)))
+    expected = torch.tensor([[1, 1 - 2 / 3.5, 0], [0, 1, 1 - 1.5 / 2], [0, 1 - 1.5 / 3.5, 1]]).double()
+    torch.testing.assert_close(weights, expected / expected.sum(1, keepdim=True), rtol=1e-6, atol=1e-7)
+
+
+def test_a_single_block_has_weight_one():
     assert locality_weights(TokenBlocks.from_grid((4, 4), (1, 1))).item() == 1
 
 
