@@ -5,27 +5,16 @@ import torch
 
 from headmix_vision.ops import TokenBlocks, mhla
 
+from .helpers import make_inputs, relative_error
+
 IMPLS = ("reference", "torch")
 NORMALIZERS = ("paper", "source_block", None)
-
-
-def make_inputs(blocks, batch=2, heads=3, dim=8, value_dim=5, per_head=False, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch, blocks.num_tokens, heads)
-    q, k = torch.randn(2, *shape, dim, generator=generator, dtype=dtype).unbind()
-    v = torch.randn(*shape, value_dim, generator=generator, dtype=dtype)
-    mixing_shape = (*((heads,) if per_head else ()), blocks.num_blocks, blocks.num_blocks)
-    return q, k, v, torch.rand(mixing_shape, generator=generator, dtype=dtype)
 
 
 def linear_attention(q, k, v, eps=1e-6):
     q, k = q.relu() + eps, k.relu() + eps
     out = torch.einsum("bnhd,bhde->bnhe", q, torch.einsum("bnhd,bnhe->bhde", k, v))
     return out / torch.einsum("bnhd,bhd->bnh", q, k.sum(1))[..., None]
-
-
-def relative_error(x, reference):
-    return ((x - reference).norm() / reference.norm().clamp(min=1e-30)).item()
 
 
 @pytest.mark.parametrize("feature_map", ["relu", "elu1", "identity"])
@@ -265,6 +254,7 @@ def _case(**changes):
         ({"q": torch.zeros(2, 16, 8)}, r"q must be \[B, N, H, D\]"),
         ({"k": torch.zeros(2, 16, 3, 7)}, "k must have the shape of q"),
         ({"v": torch.zeros(2, 15, 3, 5)}, r"v must be \[B, N, H, Dv\]"),
+        ({"q": torch.zeros(2, 16, 3, 0), "k": torch.zeros(2, 16, 3, 0)}, "q must have a head dim of at least 1"),
         ({"blocks": TokenBlocks.from_grid((4, 5), (2, 2))}, "16 tokens, but blocks divide a 4x5 grid: 20"),
         ({"blocks": TokenBlocks.from_grid((4, 4), (2, 2), 2)}, "plus 2 prefix tokens: 18"),
         ({"mixing": torch.ones(5, 5)}, r"mixing must be \[M, M\] or \[H, M, M\] with M = 4"),
@@ -277,7 +267,7 @@ def _case(**changes):
         ({"impl": "cuda"}, "impl must be one of"),
     ],
 )
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", [*IMPLS, "triton", "triton_pairwise", "triton_summary", "auto"])
 def test_wrong_arguments_are_refused_by_name(changes, message, impl):
     with pytest.raises(ValueError, match=message):
         mhla(**{"impl": impl, **_case(**changes)})

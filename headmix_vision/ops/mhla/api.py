@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from importlib.util import find_spec
+
 from torch import Tensor
 
 from headmix_vision.ops.mhla.reference import mhla_reference
@@ -9,12 +12,29 @@ from headmix_vision.ops.mhla.torch_impl import mhla_torch
 from headmix_vision.ops.mhla.validation import validate_mhla
 from headmix_vision.ops.token_blocks import TokenBlocks
 
-# A further implementation is one entry here; "auto" chooses in `_select`.
 IMPLEMENTATIONS = {"reference": mhla_reference, "torch": mhla_torch}
+TRITON_IMPLS = ("triton", "triton_pairwise", "triton_summary")
+
+if find_spec("triton") is not None:
+    from headmix_vision.ops.mhla.triton_impl import mhla_triton, why_not_triton
+
+    regimes = (None, "pairwise", "summary")
+    IMPLEMENTATIONS |= {
+        impl: partial(mhla_triton, regime=regime) for impl, regime in zip(TRITON_IMPLS, regimes, strict=True)
+    }
+else:
+
+    def why_not_triton(q: Tensor, v: Tensor) -> str | None:
+        return "q cannot reach the kernels: the package triton is not installed"
 
 
-def _select(impl: str) -> str:
-    return "torch" if impl == "auto" else impl
+def _select(impl: str, q: Tensor, v: Tensor) -> str:
+    """The implementation to run: "auto" takes the Triton kernels on CUDA wherever they can run."""
+    if impl == "auto":
+        return "triton" if q.is_cuda and why_not_triton(q, v) is None else "torch"
+    if impl in TRITON_IMPLS and (reason := why_not_triton(q, v)):
+        raise ValueError(f"{reason}; impl={impl!r} was asked for.")
+    return impl
 
 
 def mhla(
@@ -49,13 +69,17 @@ def mhla(
             ``b`` (a block without that place adds nothing) and ``z_b`` the sum of its keys. ``None`` does not divide.
         feature_map: ``"relu"``: relu(x) + eps, ``"elu1"``: elu(x) + 1 + eps, ``"identity"``: x.
         eps: see ``feature_map`` and ``normalizer``.
-        impl: ``"auto"``, ``"torch"`` (linear in N, any device) or ``"reference"`` (the N x N form, a specification).
+        impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: kernels for bfloat16,
+            float16 and float32 and head dims up to 128, whose cost model picks an algorithm; ``"triton_pairwise"`` and
+            ``"triton_summary"`` are the two. ``"torch"``: linear in N, any device. ``"reference"``: the N x N form, a
+            specification.
 
     Returns:
         [B, N, H, Dv] of ``v``'s type, in raster order.
 
     Raises:
-        ValueError: naming the argument, if shapes, types, devices or options do not fit.
+        ValueError: naming the argument, if shapes, types, devices or options do not fit, or ``impl`` cannot run them.
     """
-    validate_mhla(q, k, v, mixing, blocks, normalizer, feature_map, impl, ("auto", *IMPLEMENTATIONS))
-    return IMPLEMENTATIONS[_select(impl)](q, k, v, mixing, blocks, normalizer, feature_map, eps)
+    impls = ("auto", *dict.fromkeys((*IMPLEMENTATIONS, *TRITON_IMPLS)))
+    validate_mhla(q, k, v, mixing, blocks, normalizer, feature_map, impl, impls)
+    return IMPLEMENTATIONS[_select(impl, q, v)](q, k, v, mixing, blocks, normalizer, feature_map, eps)

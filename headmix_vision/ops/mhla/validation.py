@@ -36,6 +36,9 @@ def validate_mhla(
         raise ValueError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}.")
     if v.ndim != 4 or v.shape[:3] != q.shape[:3]:
         raise ValueError(f"v must be [B, N, H, Dv] with q's {tuple(q.shape[:3])}, got shape {tuple(v.shape)}.")
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] < 1:
+            raise ValueError(f"{name} must have a head dim of at least 1, got shape {tuple(x.shape)}.")
     if q.shape[1] != blocks.num_tokens:
         prefix = f" plus {blocks.num_prefix_tokens} prefix tokens" if blocks.num_prefix_tokens else ""
         raise ValueError(

@@ -1,0 +1,199 @@
+"""MHLA in Triton kernels, as ``torch.library`` ops with gradients. Derivation and regimes: README.md.
+
+B batch, N tokens, H heads, M blocks, D and Dv head dims. Saved for the backward pass are the inputs, the inverse
+denominators and, by regime, the output (pairwise) or the block summaries (summary). Sums have a fixed order: repeated
+calls are bit-equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from headmix_vision.ops.feature_maps import apply_feature_map
+from headmix_vision.ops.mhla import triton_launch as launch
+from headmix_vision.ops.mhla.block_gather import source_block_denominator, to_blocks
+from headmix_vision.ops.mhla.regimes import choose_regime
+from headmix_vision.ops.mhla.triton_tuning import numerics
+from headmix_vision.ops.precision import autocast_off
+from headmix_vision.ops.token_blocks import TokenBlocks
+
+MAX_DIM = 128
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INTERPRETED = triton.knobs.runtime.interpret  # as of the definition of the kernels
+
+
+def why_not_triton(q: Tensor, v: Tensor) -> str | None:
+    """Reason, naming the argument, why the kernels cannot run on these inputs; None if they can."""
+    if q.device.type != "cuda" and not (_INTERPRETED and q.device.type == "cpu"):
+        return f"q is on {q.device}: the kernels need a CUDA device"
+    if q.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return f"q is on {torch.cuda.get_device_name(q.device)}: the kernels need compute capability 8.0"
+    if q.dtype not in _DTYPES:
+        return f"q has type {q.dtype}: the kernels take bfloat16, float16 and float32"
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] > MAX_DIM:
+            return f"{name} has head dim {x.shape[-1]}: the kernels take up to {MAX_DIM}"
+    return None
+
+
+def mhla_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    blocks: TokenBlocks,
+    normalizer: str | None,
+    feature_map: str,
+    eps: float,
+    regime: str | None = None,
+) -> Tensor:
+    """See :func:`headmix_vision.ops.mhla`. ``regime``: "pairwise", "summary" or None, as the cost model says."""
+    regime = regime or choose_regime(blocks, q.shape[-1], v.shape[-1])
+    partition = (list(blocks.grid), list(blocks.block_grid), blocks.num_prefix_tokens)
+    denominator = None
+    if normalizer == "source_block":
+        denominator = _source_block_denominator(q, k, mixing, blocks, feature_map, eps)
+    out, *_ = _forward_op(q, k, v, mixing, denominator, *partition, normalizer == "paper", feature_map, eps, regime)
+    return out
+
+
+def _source_block_denominator(
+    q: Tensor, k: Tensor, mixing: Tensor, blocks: TokenBlocks, feature_map: str, eps: float
+) -> Tensor:
+    """[B, H, N] float32, in plain PyTorch: the published code's normalizer, kept for its weights."""
+    with autocast_off(q):
+        tables = blocks.tables(q)
+        q, k = (to_blocks(apply_feature_map(x.float(), feature_map, eps), tables) for x in (q, k))
+        mixing = mixing.float().expand(q.shape[0], q.shape[1], *mixing.shape[-2:])
+        return source_block_denominator(q, k, mixing, tables, eps)[..., 0].transpose(1, 2).contiguous()
+
+
+def _settings(
+    grid: list[int], block_grid: list[int], prefix: int, paper: bool, feature_map: str, eps: float, given: bool
+) -> launch.Settings:
+    blocks = TokenBlocks(tuple(grid), tuple(block_grid), prefix)
+    return launch.Settings(blocks, "paper" if paper else "given" if given else "none", feature_map, eps)
+
+
+def _summary_shapes(q: Tensor, v: Tensor, blocks: TokenBlocks, regime: str) -> tuple[Tensor, Tensor]:
+    """Empty saved summaries S and z; of no size in the pairwise regime."""
+    B, _, H, D = q.shape
+    M = blocks.num_blocks if regime == "summary" else 0
+    return (
+        q.new_empty(B, H, M, D, v.shape[-1], dtype=numerics(q.dtype).storage),
+        q.new_empty(B, H, M, D, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("headmix_vision::mhla", mutates_args=())
+def _forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    denominator: Tensor | None,
+    grid: list[int],
+    block_grid: list[int],
+    num_prefix_tokens: int,
+    paper: bool,
+    feature_map: str,
+    eps: float,
+    regime: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, inverse denominators, and the block summaries S and z."""
+    settings = _settings(grid, block_grid, num_prefix_tokens, paper, feature_map, eps, denominator is not None)
+    B, N, H, _ = q.shape
+    out = q.new_empty(B, N, H, v.shape[-1])
+    inverse = q.new_empty(B, H, N, dtype=torch.float32) if denominator is None else denominator.reciprocal()
+    matrix, vector = _summary_shapes(q, v, settings.blocks, regime)
+    if out.numel() == 0:
+        return out, inverse, matrix, vector
+    with torch.cuda.device_of(q):
+        if regime == "pairwise":
+            launch.pairwise_forward(q, k, v, mixing, inverse, out, settings)
+        else:
+            matrix, vector = launch.summarize(k, v, settings)
+            launch.apply(q, *launch.mix(matrix, vector, mixing, settings), inverse, out, settings)
+    return out, inverse, matrix, vector
+
+
+@_forward_op.register_fake
+def _(q, k, v, mixing, denominator, grid, block_grid, num_prefix_tokens, paper, feature_map, eps, regime):  # type: ignore[no-untyped-def]
+    B, N, H, _ = q.shape
+    blocks = TokenBlocks(tuple(grid), tuple(block_grid), num_prefix_tokens)
+    return (
+        q.new_empty(B, N, H, v.shape[-1]),
+        q.new_empty(B, H, N, dtype=torch.float32),
+        *_summary_shapes(q, v, blocks, regime),
+    )
+
+
+@torch.library.custom_op("headmix_vision::mhla_backward", mutates_args=())
+def _backward_op(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    out: Tensor | None,
+    inverse: Tensor,
+    summary_matrix: Tensor,
+    summary_vector: Tensor,
+    grid: list[int],
+    block_grid: list[int],
+    num_prefix_tokens: int,
+    paper: bool,
+    given: bool,
+    feature_map: str,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, mixing and the denominator; in the pairwise regime with ``out``, else from summaries."""
+    settings = _settings(grid, block_grid, num_prefix_tokens, paper, feature_map, eps, given)
+    if d_out.numel() == 0:
+        d_q, d_k, d_v, d_mixing = (
+            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, mixing)
+        )
+        return d_q, d_k, d_v, d_mixing, torch.zeros_like(inverse)
+    with torch.cuda.device_of(q):
+        if out is not None:
+            d_q, d_k, d_v, d_mixing, d_denominator = launch.pairwise_backward(
+                q, k, v, mixing, out, inverse, d_out, settings
+            )
+        else:
+            mixed = launch.mix(summary_matrix, summary_vector, mixing, settings)
+            d_q, d_denominator, R, r = launch.backward_query(q, *mixed, inverse, d_out, settings)
+            del mixed
+            d_mixing = launch.mixing_gradient(R, r, summary_matrix, summary_vector, mixing.ndim == 3, settings)
+            R, r = launch.mix(R, r, mixing, settings, transposed=True)
+            d_k, d_v = launch.backward_key(k, v, R, r, settings)
+    return d_q, d_k, d_v, d_mixing.to(mixing.dtype), d_denominator
+
+
+@_backward_op.register_fake
+def _(d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, *_):  # type: ignore[no-untyped-def]
+    return *(x.new_empty(x.shape) for x in (q, k, v, mixing)), torch.empty_like(inverse)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, mixing, denominator, *options, regime = inputs
+    out, *saved = output
+    ctx.save_for_backward(q, k, v, mixing, out if regime == "pairwise" else None, *saved)
+    ctx.given = denominator is not None
+    ctx.options = options
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    if d_out is None:
+        return (None,) * 12
+    *partition, paper, feature_map, eps = ctx.options
+    *gradients, d_denominator = _backward_op(d_out, *ctx.saved_tensors, *partition, paper, ctx.given, feature_map, eps)
+    return *gradients, d_denominator if ctx.given else None, *(None,) * 7
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)

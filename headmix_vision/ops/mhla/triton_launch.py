@@ -1,0 +1,288 @@
+"""Launches of the Triton kernels: strides, output buffers, grids.
+
+B batch, N tokens, H heads, M blocks, C parts of blocks, D and Dv head dims. Of the normalizers the kernels know
+"paper" (they write the inverse denominators), "given" (they read them) and "none".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headmix_vision.ops.mhla import triton_pairwise as pairwise
+from headmix_vision.ops.mhla import triton_summary as summary
+from headmix_vision.ops.mhla import triton_tuning as tuning
+from headmix_vision.ops.mhla.triton_tables import Places, parts, places
+from headmix_vision.ops.token_blocks import TokenBlocks
+
+# Tokens in a part of a block, whatever the device and the batch: results do not depend on these.
+PART_TOKENS = 512
+# Bytes of the unsummed mixing gradients of the pairwise backward pass; longer batches are taken in several launches.
+MIXING_GRADIENT_BYTES = 1 << 26
+MAX_CHUNKS = 8
+
+
+class Settings(NamedTuple):
+    """What an MHLA call computes, beside its tensors."""
+
+    blocks: TokenBlocks
+    normalizer: str
+    feature_map: str
+    eps: float
+
+    @property
+    def split(self) -> int:
+        """Parts of each block."""
+        return _ceil(self.blocks.max_block_size, PART_TOKENS)
+
+
+class PairwiseGradients(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mixing: Tensor  # float32
+    denominator: Tensor  # [B, H, N] float32, of a given denominator
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _alignment(*tensors: Tensor) -> int:
+    """Largest of 8, 4, 2, 1 dividing all strides but the last dim's, so that rows are loaded in wide words."""
+    if any(x.data_ptr() % 16 for x in tensors):
+        return 1
+    return math.gcd(8, *(stride for x in tensors for stride in x.stride()[:-1]))
+
+
+def _strides(align: int, *tensors: Tensor) -> list[int]:
+    return [s for x in tensors for s in (*(stride // align for stride in x.stride()[:-1]), x.stride(-1))]
+
+
+def _mixing_strides(mixing: Tensor) -> tuple[int, ...]:
+    return (0, *mixing.stride()) if mixing.ndim == 2 else mixing.stride()
+
+
+def _constants(q: Tensor, v: Tensor, settings: Settings, align: int) -> dict[str, Any]:
+    compute, precision, _ = tuning.numerics(q.dtype)
+    (d1, d2), (dv1, dv2) = tuning.head_parts(q.shape[-1]), tuning.head_parts(v.shape[-1])
+    return dict(
+        D=q.shape[-1], D1=d1, D2=d2, DV=v.shape[-1], DV1=dv1, DV2=dv2,
+        NORMALIZER=settings.normalizer, FEATURE_MAP=settings.feature_map,
+        COMPUTE=compute, PRECISION=precision, ALIGN=align,
+    )  # fmt: skip
+
+
+def _pairwise_constants(q: Tensor, v: Tensor, settings: Settings, align: int, t: Places, c: tuning.Tiles) -> dict:
+    full = t.full and t.num_places % c["BQ"] == 0 and t.num_places % c["BK"] == 0
+    return dict(RUN=t.run, FULL=full, num_stages=1, **_constants(q, v, settings, align), **c)
+
+
+def is_resident(dim: int, dtype: torch.dtype, t: Places) -> bool:
+    """Whether the pairwise forward pass holds all keys and values of a head on chip."""
+    return dtype == torch.bfloat16 and dim <= 64 and t.num_places <= tuning.RESIDENT_PLACES
+
+
+def pairwise_forward(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, inverse: Tensor, out: Tensor, settings: Settings
+) -> None:
+    """Fill ``out`` [B, N, H, Dv] and, for the paper's normalizer, ``inverse`` [B, H, N]."""
+    B, N, H, D = q.shape
+    t = places(settings.blocks, q.device)
+    dim = max(D, v.shape[-1])
+    resident = is_resident(dim, q.dtype, t)
+    c = tuning.PAIRWISE_RESIDENT if resident else tuning.tiles(tuning.PAIRWISE_FORWARD, dim, q.dtype)
+    align = _alignment(q, k, v)
+    arguments = (
+        q, k, v, mixing, out, inverse, t.tokens, t.blocks,
+        *_strides(align, q, k, v), *_mixing_strides(mixing), N, H, t.num_places, settings.eps,
+    )  # fmt: skip
+    constants = _pairwise_constants(q, v, settings, align, t, c)
+    if resident:
+        pairwise.resident_forward_kernel[(B * H,)](*arguments, TILES=_ceil(t.num_places, c["BK"]), **constants)
+    else:
+        pairwise.pairwise_forward_kernel[(B * H * _ceil(t.num_places, c["BQ"]),)](*arguments, **constants)
+
+
+def pairwise_backward(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor, settings: Settings
+) -> PairwiseGradients:
+    B, N, H, D = q.shape
+    t = places(settings.blocks, q.device)
+    dim = max(D, v.shape[-1])
+    c_q = tuning.tiles(tuning.PAIRWISE_BACKWARD_QUERY, dim, q.dtype)
+    c_k = tuning.tiles(tuning.PAIRWISE_BACKWARD_KEY, dim, q.dtype)
+    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
+    d_denominator = q.new_empty(B, H, N, dtype=torch.float32)
+
+    query_tiles, key_tiles = _ceil(t.num_places, c_q["BQ"]), _ceil(t.num_places, c_q["BK"])
+    runs = (query_tiles * c_q["BQ"] // t.run, key_tiles * c_q["BK"] // t.run)
+    per_launch = max(1, min(B, MIXING_GRADIENT_BYTES // (4 * H * runs[0] * runs[1])))
+    sums = []
+    for first in range(0, B, per_launch):
+        some = slice(first, first + per_launch)
+        b_q, b_k, b_v, b_out, b_inverse, b_g = (x[some] for x in (q, k, v, out, inverse, d_out))
+        d_mixing = q.new_empty(len(b_q), H, *runs, dtype=torch.float32)
+        align = _alignment(b_q, b_k, b_v, b_out, b_g)
+        pairwise.pairwise_backward_query_kernel[(len(b_q) * H * query_tiles,)](
+            b_q, b_k, b_v, mixing, b_out, b_inverse, b_g, d_q[some], d_denominator[some], d_mixing, t.tokens, t.blocks,
+            *_strides(align, b_q, b_k, b_v, b_out, b_g), *_mixing_strides(mixing), N, H, t.num_places, settings.eps,
+            **_pairwise_constants(q, v, settings, align, t, c_q),
+        )  # fmt: skip
+        sums.append(_sum_leading(d_mixing, 1 if mixing.ndim == 3 else 2))
+    d_mixing = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+    d_mixing = d_mixing[..., : len(t.blocks), : len(t.blocks)]
+    if t.membership is not None:
+        d_mixing = (t.membership.T @ d_mixing.double() @ t.membership).float()
+
+    align = _alignment(q, k, v, d_out)
+    pairwise.pairwise_backward_key_kernel[(B * H * _ceil(t.num_places, c_k["BK"]),)](
+        q, k, v, mixing, inverse, d_out, d_denominator, d_k, d_v, t.tokens, t.blocks,
+        *_strides(align, q, k, v, d_out), *_mixing_strides(mixing), N, H, t.num_places, settings.eps,
+        **_pairwise_constants(q, v, settings, align, t, c_k),
+    )  # fmt: skip
+    return PairwiseGradients(d_q, d_k, d_v, d_mixing, d_denominator)
+
+
+def _token_constants(q: Tensor, v: Tensor, settings: Settings, align: int, size: int, c: tuning.Tiles) -> dict:
+    return dict(SINGLE=size <= c["BT"], num_stages=1, **_constants(q, v, settings, align), **c)
+
+
+def _part_summaries(q: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Empty summaries of parts: [B, H, C, D, Dv], float32 where they are still to be summed, and [B, H, C, D]."""
+    B, _, H, D = q.shape
+    C = settings.blocks.num_blocks * settings.split
+    dtype = tuning.numerics(q.dtype).storage if settings.split == 1 else torch.float32
+    return q.new_empty(B, H, C, D, v.shape[-1], dtype=dtype), q.new_empty(B, H, C, D, dtype=torch.float32)
+
+
+def _sum_parts(matrix: Tensor, vector: Tensor, q: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    if settings.split == 1:
+        return matrix, vector
+    shape = (settings.blocks.num_blocks, settings.split)
+    storage = tuning.numerics(q.dtype).storage
+    return matrix.unflatten(2, shape).sum(3).to(storage), vector.unflatten(2, shape).sum(3)
+
+
+def summarize(k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Summaries S [B, H, M, D, Dv] and z [B, H, M, D] of keys and values."""
+    H = k.shape[2]
+    t = parts(settings.blocks, settings.split, k.device)
+    c = tuning.tiles(tuning.SUMMARIZE, max(k.shape[-1], v.shape[-1]), k.dtype)
+    align = _alignment(k, v)
+    matrix, vector = _part_summaries(k, v, settings)
+    summary.summarize_kernel[(matrix[..., 0, 0].numel(),)](
+        k, v, matrix, vector, t, *_strides(align, k, v), H, *t.shape, settings.eps,
+        **_token_constants(k, v, settings, align, t.shape[1], c),
+    )  # fmt: skip
+    return _sum_parts(matrix, vector, k, settings)
+
+
+def mix(
+    matrix: Tensor, vector: Tensor, mixing: Tensor, settings: Settings, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Mixed summaries, of the shapes of the summaries."""
+    B, H, M = matrix.shape[:3]
+    size = matrix[0, 0, 0].numel()
+    c = tuning.mix_tiles(M, matrix.dtype)
+    row_tiles, column_tiles, chunks = _ceil(M, c["BM"]), _ceil(size, c["BF"]), _ceil(M, c["BC"])
+    shares = _ceil(column_tiles, c["per"])
+    stride_h, stride_row, stride_source = _mixing_strides(mixing.mT if transposed else mixing)
+    compute, precision, _ = tuning.numerics(matrix.dtype)
+    mixed, mixed_vector = torch.empty_like(matrix), torch.empty_like(vector)
+    summary.mix_kernel[(B * H * row_tiles * shares,)](
+        matrix, vector, mixing, mixed, mixed_vector, stride_h, stride_row, stride_source, H, M, row_tiles, shares,
+        SIZE=size, VECTOR_SIZE=vector.shape[-1], VECTOR_TILE=32, CHUNKS=chunks if chunks <= MAX_CHUNKS else 0,
+        NORMALIZER=settings.normalizer, COMPUTE=compute, PRECISION=precision,
+        **{name: value for name, value in c.items() if name != "per"},
+    )  # fmt: skip
+    return mixed, mixed_vector
+
+
+def apply(q: Tensor, matrix: Tensor, vector: Tensor, inverse: Tensor, out: Tensor, settings: Settings) -> None:
+    """Queries against mixed summaries: fill ``out`` and, for the paper's normalizer, ``inverse``."""
+    B, N, H, D = q.shape
+    M = settings.blocks.num_blocks
+    t = parts(settings.blocks, settings.split, q.device)
+    c = tuning.tiles(tuning.APPLY, max(D, out.shape[-1]), q.dtype)
+    align = _alignment(q)
+    summary.apply_kernel[(B * H * len(t),)](
+        q, matrix, vector, out, inverse, t, *_strides(align, q), N, H, M, len(t), settings.split, t.shape[1],
+        settings.eps, **_token_constants(q, out, settings, align, t.shape[1], c),
+    )  # fmt: skip
+
+
+def backward_query(
+    q: Tensor, matrix: Tensor, vector: Tensor, inverse: Tensor, d_out: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the queries and of given denominators, and the summaries R and r of queries and output gradients."""
+    B, N, H, D = q.shape
+    M = settings.blocks.num_blocks
+    t = parts(settings.blocks, settings.split, q.device)
+    dim = max(D, d_out.shape[-1])
+    c = tuning.tiles(tuning.BACKWARD_QUERY, dim, q.dtype)
+    if dim <= 64 and q.dtype == torch.bfloat16 and t.shape[1] > c["BT"]:
+        c = tuning.BACKWARD_QUERY_LONG
+    align = _alignment(q, d_out)
+    d_q = q.new_empty(q.shape)
+    d_denominator = q.new_empty(B, H, N, dtype=torch.float32)
+    R, r = _part_summaries(q, d_out, settings)
+    summary.backward_query_kernel[(B * H * len(t),)](
+        q, matrix, vector, inverse, d_out, d_q, d_denominator, R, r, t, *_strides(align, q, d_out),
+        N, H, M, len(t), settings.split, t.shape[1], settings.eps,
+        **_token_constants(q, d_out, settings, align, t.shape[1], c),
+    )  # fmt: skip
+    return d_q, d_denominator, *_sum_parts(R, r, q, settings)
+
+
+def mixing_gradient(R: Tensor, r: Tensor, S: Tensor, z: Tensor, per_head: bool, settings: Settings) -> Tensor:
+    """<R_i, S_j> + r_i . z_j, summed over the batch, and the heads unless ``per_head``: [(H,) M, M] float32."""
+    B, H, M = R.shape[:3]
+    size = R[0, 0, 0].numel()
+    c = tuning.mixing_gradient_tiles(M, R.dtype)
+    row_tiles = _ceil(M, c["BM"])
+    splits = max(1, min(_ceil(size, c["BF"] * 4), 1024 // (B * H * row_tiles * row_tiles)))
+    compute, precision, _ = tuning.numerics(R.dtype)
+    d_mixing = R.new_empty(B, splits, H, M, M, dtype=torch.float32)
+    summary.mixing_gradient_kernel[(B * H * row_tiles * row_tiles * splits,)](
+        R, r, S, z, d_mixing, H, M, row_tiles, splits, SIZE=size, VECTOR_SIZE=r.shape[-1],
+        NORMALIZER=settings.normalizer, COMPUTE=compute, PRECISION=precision, **c,
+    )  # fmt: skip
+    return _sum_leading(d_mixing, 2 if per_head else 3)
+
+
+def backward_key(k: Tensor, v: Tensor, matrix: Tensor, vector: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Gradients of keys and values from the mixed summaries of queries and output gradients."""
+    B, N, H, D = k.shape
+    t = parts(settings.blocks, settings.split, k.device)
+    c = tuning.tiles(tuning.BACKWARD_KEY, max(D, v.shape[-1]), k.dtype)
+    align = _alignment(k, v)
+    d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    summary.backward_key_kernel[(B * H * len(t),)](
+        k, v, matrix, vector, d_k, d_v, t, *_strides(align, k, v),
+        N, H, settings.blocks.num_blocks, len(t), settings.split, t.shape[1], settings.eps,
+        **_token_constants(k, v, settings, align, t.shape[1], c),
+    )  # fmt: skip
+    return d_k, d_v
+
+
+def _sum_leading(x: Tensor, dims: int) -> Tensor:
+    """Sum over the first ``dims`` dims of a contiguous float32 tensor, in an order fixed by the shape.
+
+    torch.sum takes eight times as long on a tall matrix.
+    """
+    shape = x.shape[dims:]
+    x = x.reshape(-1, shape.numel())
+    while len(x) > 1:
+        rows, columns = x.shape
+        column_tiles = _ceil(columns, 32)
+        shares = 1 if rows <= 64 else min(_ceil(rows, 64), max(1, 264 // column_tiles))
+        share = _ceil(rows, shares)
+        shares = _ceil(rows, share)
+        sums = x.new_empty(shares, columns)
+        summary.sum_rows_kernel[(column_tiles, shares)](x, sums, rows, columns, share, BR=64, BC=32, num_warps=4)
+        x = sums
+    return x.view(shape)

@@ -1,0 +1,337 @@
+"""MHLA for long sequences: block summaries, their mixing, and the queries against the mixed summaries.
+
+B batch, N tokens, H heads, M blocks, D and Dv head dims. Where M blocks are too few to fill the device, each is cut
+into ``split`` parts with a summary each, C = M * split parts in all, and the summaries of a block's parts are summed.
+A *summary* is a D x Dv matrix with a vector of D: of keys and values, S = sum phi(k) v^T and z = sum phi(k); of queries
+and output gradients, in the backward pass, R = sum phi(q) g^T and r = sum phi(q) c (README.md).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headmix_vision.ops.mhla.triton_tiles import (
+    add_outer,
+    add_outer_vector,
+    add_vector,
+    cast,
+    cast_matrix,
+    column_sums,
+    dot_exact,
+    dot_matrix,
+    dot_matrix_transposed,
+    feature_gradients,
+    features,
+    load_matrix,
+    load_rows,
+    load_vector,
+    present_features,
+    row_products,
+    row_sums,
+    rows_of_head,
+    scale_rows,
+    store_matrix,
+    store_rows,
+    store_vector,
+    weighted_column_sums,
+    zero_matrix,
+    zero_vector,
+    zeros,
+)
+
+
+@triton.jit
+def _members(table, part, first, size, SIZE: tl.constexpr):
+    """Tokens of a part from its row of the table, and which of them exist."""
+    place = first + tl.arange(0, SIZE)
+    token = tl.load(table + part * size + place, mask=place < size, other=-1)
+    return token.to(tl.int64), token >= 0
+
+
+@triton.jit
+def summarize_kernel(
+    k, v, summary, key_sum, table,
+    k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
+    H, C, size, eps,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
+    BT: tl.constexpr, SINGLE: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    part = pid % C
+    b, h = pid // C // H, pid // C % H
+    matrix = zero_matrix(D1, D2, DV1, DV2)
+    vector = zero_vector(D1, D2)
+    p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
+    p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
+    next_token, next_present = _members(table, part, 0, size, BT)
+    k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
+    v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
+    for first in range(0, BT if SINGLE else size, BT):
+        present, k_rows, v_rows = next_present, k_next, v_next
+        if not SINGLE:
+            next_token, next_present = _members(table, part, first + BT, size, BT)
+            k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
+            v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
+        k_rows = present_features(k_rows, present, eps, D, D1, FEATURE_MAP, COMPUTE)
+        if NORMALIZER == "paper":
+            vector = column_sums(k_rows, vector)
+        matrix = add_outer(k_rows, cast(v_rows, COMPUTE), matrix, PRECISION)
+    store_matrix(summary + pid * (D * DV), matrix, D, D1, DV, DV1)
+    if NORMALIZER == "paper":
+        store_vector(key_sum + pid * D, vector, D, D1)
+
+
+@triton.jit
+def _mixing_weights(p_mixing, first, M, stride_source, m_rows, BC: tl.constexpr, COMPUTE: tl.constexpr):
+    """Weights of rows for blocks from one on: [rows, BC]."""
+    block = first + tl.arange(0, BC)
+    pointers = p_mixing + block[None, :] * stride_source
+    return tl.load(pointers, mask=m_rows[:, None] & (block < M)[None, :], other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def _summary_tile(base, first, columns, M, SIZE: tl.constexpr, BC: tl.constexpr):
+    """Columns of the summaries of blocks from one on: [BC, columns]."""
+    block = first + tl.arange(0, BC)
+    pointers = base + block[:, None].to(tl.int64) * SIZE + columns[None, :]
+    return tl.load(pointers, mask=(block < M)[:, None] & (columns < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def mix_kernel(
+    summary, vector, mixing, mixed, mixed_vector,
+    mixing_h, mixing_row, mixing_source,
+    H, M, row_tiles, shares,
+    SIZE: tl.constexpr, VECTOR_SIZE: tl.constexpr, VECTOR_TILE: tl.constexpr, CHUNKS: tl.constexpr,
+    BM: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, NORMALIZER: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Mixed summary i: the sum over blocks b of mixing[i, b] times summary b, for matrices and vectors.
+
+    A program mixes every ``shares``-th tile of columns. Its weights stay on chip in CHUNKS tiles of BC blocks; CHUNKS
+    is 0 where they are too many.
+    """
+    pid = tl.program_id(0)
+    rows = (pid % row_tiles) * BM + tl.arange(0, BM)
+    m_rows = rows < M
+    share = pid // row_tiles % shares
+    pid_bh = (pid // row_tiles // shares).to(tl.int64)
+    p_mixing = mixing + (pid_bh % H) * mixing_h + rows[:, None] * mixing_row
+    p_summary = summary + pid_bh * M * SIZE
+    p_mixed = mixed + (pid_bh * M + rows)[:, None] * SIZE
+    weights = ()
+    for chunk in tl.static_range(CHUNKS):
+        weights = weights + (_mixing_weights(p_mixing, chunk * BC, M, mixing_source, m_rows, BC, COMPUTE),)
+    for tile in range(share, tl.cdiv(SIZE, BF), shares):
+        columns = tile * BF + tl.arange(0, BF)
+        accumulator = tl.zeros((BM, BF), tl.float32)
+        if CHUNKS > 0:
+            for chunk in tl.static_range(CHUNKS):
+                b_summary = _summary_tile(p_summary, chunk * BC, columns, M, SIZE, BC).to(COMPUTE)
+                accumulator = tl.dot(weights[chunk], b_summary, accumulator, input_precision=PRECISION)
+        else:
+            for first in range(0, M, BC):
+                b_weights = _mixing_weights(p_mixing, first, M, mixing_source, m_rows, BC, COMPUTE)
+                b_summary = _summary_tile(p_summary, first, columns, M, SIZE, BC).to(COMPUTE)
+                accumulator = tl.dot(b_weights, b_summary, accumulator, input_precision=PRECISION)
+        m_mixed = m_rows[:, None] & (columns < SIZE)[None, :]
+        tl.store(p_mixed + columns[None, :], accumulator.to(mixed.dtype.element_ty), mask=m_mixed)
+    if NORMALIZER == "paper":
+        p_vector = vector + pid_bh * M * VECTOR_SIZE
+        p_mixed_vector = mixed_vector + (pid_bh * M + rows)[:, None] * VECTOR_SIZE
+        for tile in tl.range(share, tl.cdiv(VECTOR_SIZE, VECTOR_TILE), shares, num_stages=1):
+            columns = tile * VECTOR_TILE + tl.arange(0, VECTOR_TILE)
+            accumulator = tl.zeros((BM, VECTOR_TILE), tl.float32)
+            for first in tl.range(0, M, BC, num_stages=1):
+                b_weights = _mixing_weights(p_mixing, first, M, mixing_source, m_rows, BC, COMPUTE)
+                b_vector = _summary_tile(p_vector, first, columns, M, VECTOR_SIZE, BC)
+                accumulator = dot_exact(b_weights, b_vector, accumulator, COMPUTE, PRECISION)
+            m_mixed = m_rows[:, None] & (columns < VECTOR_SIZE)[None, :]
+            tl.store(p_mixed_vector + columns[None, :], accumulator, mask=m_mixed)
+
+
+@triton.jit
+def apply_kernel(
+    q, mixed, mixed_key_sum, out, inverse, table,
+    q_b, q_n, q_h, q_d,
+    N, H, M, C, split, size, eps,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
+    BT: tl.constexpr, SINGLE: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    part = pid % C
+    pid_bh = (pid // C).to(tl.int64)
+    b, h = pid_bh // H, pid_bh % H
+    owner = pid_bh * M + part // split
+    p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
+    next_token, next_present = _members(table, part, 0, size, BT)
+    q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
+    matrix = load_matrix(mixed + owner * (D * DV), D, D1, D2, DV, DV1, DV2)
+    if NORMALIZER == "paper":
+        vector = load_vector(mixed_key_sum + owner * D, D, D1, D2)
+    matrix = cast_matrix(matrix, COMPUTE)
+    for first in range(0, BT if SINGLE else size, BT):
+        token, present, q_rows = next_token, next_present, q_next
+        if not SINGLE:
+            next_token, next_present = _members(table, part, first + BT, size, BT)
+            q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
+        q_rows = features(q_rows, eps, FEATURE_MAP, COMPUTE)  # absent columns meet zeros
+        o_rows = dot_matrix(q_rows, matrix, zeros(BT, DV1, DV2), PRECISION)
+        p_inverse = inverse + pid_bh * N + token
+        if NORMALIZER == "paper":
+            b_inverse = 1.0 / tl.where(present, row_sums(q_rows, vector), 1.0)
+            tl.store(p_inverse, b_inverse, mask=present)
+            o_rows = scale_rows(o_rows, b_inverse)
+        elif NORMALIZER == "given":
+            b_inverse = tl.load(p_inverse, mask=present, other=0.0)
+            o_rows = scale_rows(o_rows, b_inverse)
+        store_rows(out + (b * N * H + h) * DV, token * (H * DV), present, 1, o_rows, DV, DV1)
+
+
+@triton.jit
+def backward_query_kernel(
+    q, mixed, mixed_key_sum, inverse, d_out, d_q, d_scale, summary, vector_sum, table,
+    q_b, q_n, q_h, q_d, g_b, g_n, g_h, g_d,
+    N, H, M, C, split, size, eps,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
+    BT: tl.constexpr, SINGLE: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the queries, and the summary R, r of queries and output gradients."""
+    pid = tl.program_id(0)
+    part = pid % C
+    pid_bh = (pid // C).to(tl.int64)
+    b, h = pid_bh // H, pid_bh % H
+    owner = pid_bh * M + part // split
+    p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
+    p_g = rows_of_head(d_out, b, h, g_b, g_h, ALIGN)
+    next_token, next_present = _members(table, part, 0, size, BT)
+    q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
+    g_next = load_rows(p_g, next_token * (g_n * ALIGN), next_present, g_d, DV, DV1, DV2)
+    mixed_matrix = load_matrix(mixed + owner * (D * DV), D, D1, D2, DV, DV1, DV2)
+    if NORMALIZER == "paper":
+        mixed_vector = load_vector(mixed_key_sum + owner * D, D, D1, D2)
+    mixed_matrix = cast_matrix(mixed_matrix, COMPUTE)
+    matrix = zero_matrix(D1, D2, DV1, DV2)
+    vector = zero_vector(D1, D2)
+    for first in range(0, BT if SINGLE else size, BT):
+        token, present, q_raw, g_rows = next_token, next_present, q_next, g_next
+        if NORMALIZER != "none":
+            b_inverse = tl.load(inverse + pid_bh * N + token, mask=present, other=0.0)
+        if not SINGLE:
+            next_token, next_present = _members(table, part, first + BT, size, BT)
+            q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
+            g_next = load_rows(p_g, next_token * (g_n * ALIGN), next_present, g_d, DV, DV1, DV2)
+        q_rows = features(q_raw, eps, FEATURE_MAP, COMPUTE)  # absent rows meet zero gradients
+        if NORMALIZER != "none":
+            g_rows = scale_rows(g_rows, b_inverse)
+        g_rows = cast(g_rows, COMPUTE)
+        matrix = add_outer(q_rows, g_rows, matrix, PRECISION)
+        dq_rows = dot_matrix_transposed(g_rows, mixed_matrix, zeros(BT, D1, D2), PRECISION)
+        if NORMALIZER != "none":
+            # Gradient of the denominator, -(d_out . out) / denominator: out itself is not needed.
+            d_denominator = -row_products(q_rows, dq_rows) * b_inverse
+            tl.store(d_scale + pid_bh * N + token, d_denominator, mask=present)
+            if NORMALIZER == "paper":
+                vector = weighted_column_sums(q_rows, d_denominator, vector)
+                dq_rows = add_outer_vector(dq_rows, d_denominator, mixed_vector)
+        dq_rows = feature_gradients(q_raw, dq_rows, FEATURE_MAP)
+        store_rows(d_q + (b * N * H + h) * D, token * (H * D), present, 1, dq_rows, D, D1)
+    store_matrix(summary + pid.to(tl.int64) * (D * DV), matrix, D, D1, DV, DV1)
+    if NORMALIZER == "paper":
+        store_vector(vector_sum + pid.to(tl.int64) * D, vector, D, D1)
+
+
+@triton.jit
+def backward_key_kernel(
+    k, v, mixed, mixed_vector_sum, d_k, d_v, table,
+    k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
+    N, H, M, C, split, size, eps,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
+    BT: tl.constexpr, SINGLE: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Gradients of keys and values from the mixed summaries R, r."""
+    pid = tl.program_id(0)
+    part = pid % C
+    pid_bh = (pid // C).to(tl.int64)
+    b, h = pid_bh // H, pid_bh % H
+    owner = pid_bh * M + part // split
+    p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
+    p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
+    next_token, next_present = _members(table, part, 0, size, BT)
+    k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
+    v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
+    matrix = load_matrix(mixed + owner * (D * DV), D, D1, D2, DV, DV1, DV2)
+    if NORMALIZER == "paper":
+        vector = load_vector(mixed_vector_sum + owner * D, D, D1, D2)
+    matrix = cast_matrix(matrix, COMPUTE)
+    for first in range(0, BT if SINGLE else size, BT):
+        token, present, k_raw, v_rows = next_token, next_present, k_next, v_next
+        if not SINGLE:
+            next_token, next_present = _members(table, part, first + BT, size, BT)
+            k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
+            v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
+        k_rows = features(k_raw, eps, FEATURE_MAP, COMPUTE)  # absent columns meet zeros, absent rows are not stored
+        dv_rows = dot_matrix(k_rows, matrix, zeros(BT, DV1, DV2), PRECISION)
+        store_rows(d_v + (b * N * H + h) * DV, token * (H * DV), present, 1, dv_rows, DV, DV1)
+        dk_rows = zeros(BT, D1, D2)
+        if NORMALIZER == "paper":
+            dk_rows = add_vector(dk_rows, vector)
+        dk_rows = dot_matrix_transposed(cast(v_rows, COMPUTE), matrix, dk_rows, PRECISION)
+        dk_rows = feature_gradients(k_raw, dk_rows, FEATURE_MAP)
+        store_rows(d_k + (b * N * H + h) * D, token * (H * D), present, 1, dk_rows, D, D1)
+
+
+@triton.jit
+def mixing_gradient_kernel(
+    summary, vector, key_summary, key_sum, d_mixing,
+    H, M, row_tiles, splits,
+    SIZE: tl.constexpr, VECTOR_SIZE: tl.constexpr,
+    BM: tl.constexpr, BF: tl.constexpr, NORMALIZER: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Inner products <R_i, S_j> + r_i . z_j of all blocks i, j, over a share of the columns: [B, splits, H, M, M]."""
+    pid = tl.program_id(0)
+    rows = (pid % row_tiles) * BM + tl.arange(0, BM)
+    columns = (pid // row_tiles % row_tiles) * BM + tl.arange(0, BM)
+    share = pid // row_tiles // row_tiles % splits
+    pid_bh = (pid // row_tiles // row_tiles // splits).to(tl.int64)
+    p_rows = (pid_bh * M + rows)[:, None]
+    p_columns = (pid_bh * M + columns)[:, None]
+    m_rows, m_columns = (rows < M)[:, None], (columns < M)[:, None]
+    accumulator = tl.zeros((BM, BM), tl.float32)
+    for first in range(share * BF, SIZE, splits * BF):
+        place = first + tl.arange(0, BF)[None, :]
+        a = tl.load(summary + p_rows * SIZE + place, mask=m_rows & (place < SIZE), other=0.0).to(COMPUTE)
+        c = tl.load(key_summary + p_columns * SIZE + place, mask=m_columns & (place < SIZE), other=0.0).to(COMPUTE)
+        accumulator = tl.dot(a, tl.trans(c), accumulator, input_precision=PRECISION)
+    if NORMALIZER == "paper" and share == 0:
+        for first in range(0, VECTOR_SIZE, 32):
+            place = first + tl.arange(0, 32)[None, :]
+            a = tl.load(vector + p_rows * VECTOR_SIZE + place, mask=m_rows & (place < VECTOR_SIZE), other=0.0)
+            c = tl.load(key_sum + p_columns * VECTOR_SIZE + place, mask=m_columns & (place < VECTOR_SIZE), other=0.0)
+            rounded = a.to(COMPUTE)
+            accumulator = dot_exact(rounded, tl.trans(c), accumulator, COMPUTE, PRECISION)
+            if COMPUTE == tl.bfloat16:
+                rest = (a - rounded.to(tl.float32)).to(COMPUTE)
+                accumulator = dot_exact(rest, tl.trans(c), accumulator, COMPUTE, PRECISION)
+    matrix = (pid_bh // H * splits + share) * H + pid_bh % H
+    p_gradient = d_mixing + (matrix * M + rows[:, None]) * M + columns[None, :]
+    tl.store(p_gradient, accumulator, mask=m_rows & (columns < M)[None, :])
+
+
+@triton.jit
+def sum_rows_kernel(x, out, rows, columns, share, BR: tl.constexpr, BC: tl.constexpr):
+    """Sums over rows of a float32 matrix, one share of the rows at a time: [rows, columns] -> [shares, columns]."""
+    column = tl.program_id(0) * BC + tl.arange(0, BC)
+    first = tl.program_id(1) * share
+    end = min(first + share, rows)
+    total = tl.zeros((BR, BC), tl.float32)
+    for row in range(first, end, BR):
+        place = row + tl.arange(0, BR)
+        pointers = x + place[:, None].to(tl.int64) * columns + column[None, :]
+        total += tl.load(pointers, mask=(place < end)[:, None] & (column < columns)[None, :], other=0.0)
+    tl.store(out + tl.program_id(1).to(tl.int64) * columns + column, tl.sum(total, 0), mask=column < columns)

@@ -1,0 +1,71 @@
+"""Index tables of the Triton kernels, built on the host once for each partition and device.
+
+N tokens, M blocks, L blocks in a window, C parts of blocks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headmix_vision.ops.token_blocks import TokenBlocks
+
+_CPU = torch.empty(0)
+TILE = 64
+
+
+class Places(NamedTuple):
+    """Tokens block by block, each block filled up to whole runs, for the pairwise kernels; int32.
+
+    Attributes:
+        tokens: [runs * run], the token at each place, -1 where there is none.
+        blocks: [runs], the block of each run.
+        run: places in a run, a power of two up to 64.
+        full: whether every place holds a token.
+        membership: [runs, M] float64, one where the run belongs to the block; None where each block is one run.
+    """
+
+    tokens: Tensor
+    blocks: Tensor
+    run: int
+    full: bool
+    membership: Tensor | None
+
+    @property
+    def num_places(self) -> int:
+        return self.tokens.numel()
+
+
+@lru_cache(maxsize=256)
+def places(blocks: TokenBlocks, device: torch.device) -> Places:
+    """Places with the longest runs that need no more tiles of 64 than the shortest."""
+    with torch.inference_mode(False):
+        tokens = blocks.tables(_CPU).tokens
+        tokens = tokens.gather(1, (tokens < 0).long().argsort(stable=True, dim=1))  # absent places last
+        sizes = (tokens >= 0).sum(1)
+        tiles = {run: -(-int((-(-sizes // run) * run).sum()) // TILE) for run in (1, 2, 4, 8, 16, 32, 64)}
+        run = max(r for r, count in tiles.items() if count == min(tiles.values()))
+        runs = -(-sizes // run)
+        width = -(-tokens.shape[1] // run) * run
+        tokens = torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]), value=-1)
+        tokens = tokens.unflatten(1, (-1, run))
+        tokens = tokens[torch.arange(tokens.shape[1]) < runs[:, None]]  # [runs, run]
+        block = torch.repeat_interleave(torch.arange(len(runs)), runs)
+        full = bool((tokens >= 0).all())
+        membership = None
+        if len(block) > blocks.num_blocks:
+            membership = torch.nn.functional.one_hot(block, blocks.num_blocks).to(device, torch.float64)
+        return Places(tokens.flatten().to(device, torch.int32), block.to(device, torch.int32), run, full, membership)
+
+
+@lru_cache(maxsize=256)
+def parts(blocks: TokenBlocks, split: int, device: torch.device) -> Tensor:
+    """Tokens of each block cut into ``split`` parts, -1 where there is none: int32 [C = M * split, tokens]."""
+    with torch.inference_mode(False):
+        tokens = blocks.tables(_CPU).tokens
+        size = -(-tokens.shape[1] // split)
+        tokens = torch.nn.functional.pad(tokens, (0, size * split - tokens.shape[1]), value=-1)
+        return tokens.reshape(blocks.num_blocks * split, size).to(device, torch.int32)

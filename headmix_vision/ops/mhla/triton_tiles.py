@@ -1,0 +1,354 @@
+"""Tiles of token rows inside the Triton kernels: loading, feature maps, products.
+
+A head dim that is no power of two is cut into two parts, ``D1`` the largest power of two in it and ``D2`` the rest
+(padded; 0 if there is none), so that 72 costs 64 + 16 columns and not 128. Rows are tuples with one tile per part.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rows_of_head(base, b, h, stride_b, stride_h, ALIGN: tl.constexpr):
+    """Pointer to the rows of one head. Strides come divided by ALIGN, so that the compiler knows them as multiples."""
+    return base + (b * stride_b + h * stride_h) * ALIGN
+
+
+@triton.jit
+def load_columns(base, offsets, m_rows, stride, D: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr):
+    """Columns START .. START + SIZE of some rows, zero beyond D and in absent rows: [rows, SIZE]."""
+    columns = START + tl.arange(0, SIZE)
+    pointers = base + offsets[:, None] + columns[None, :] * stride
+    if START + SIZE <= D:
+        return tl.load(pointers, mask=m_rows[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=m_rows[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_rows(base, offsets, m_rows, stride, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    if D2 == 0:
+        return (load_columns(base, offsets, m_rows, stride, D, 0, D1),)
+    else:
+        return (
+            load_columns(base, offsets, m_rows, stride, D, 0, D1),
+            load_columns(base, offsets, m_rows, stride, D, D1, D2),
+        )
+
+
+@triton.jit
+def cast(rows, dtype: tl.constexpr):
+    return [x.to(dtype) for x in rows]
+
+
+@triton.jit
+def scale_rows(rows, factor):
+    """Rows times one factor each, in float32."""
+    return [x.to(tl.float32) * factor[:, None] for x in rows]
+
+
+@triton.jit
+def store_rows(base, offsets, m_rows, stride, rows, D: tl.constexpr, D1: tl.constexpr):
+    for part in tl.static_range(len(rows)):
+        columns = part * D1 + tl.arange(0, rows[part].shape[1])
+        pointers = base + offsets[:, None] + columns[None, :] * stride
+        tl.store(pointers, rows[part].to(base.dtype.element_ty), mask=m_rows[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def load_vector(base, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """One contiguous row of D numbers, as a tuple of vectors."""
+    first = tl.arange(0, D1)
+    if D2 == 0:
+        return (tl.load(base + first, mask=first < D, other=0.0),)
+    else:
+        second = D1 + tl.arange(0, D2)
+        return (tl.load(base + first, mask=first < D, other=0.0), tl.load(base + second, mask=second < D, other=0.0))
+
+
+@triton.jit
+def store_vector(base, parts, D: tl.constexpr, D1: tl.constexpr):
+    for part in tl.static_range(len(parts)):
+        columns = part * D1 + tl.arange(0, parts[part].shape[0])
+        tl.store(base + columns, parts[part], mask=columns < D)
+
+
+@triton.jit
+def feature(x, eps, FEATURE_MAP: tl.constexpr):
+    """The feature map, in float32."""
+    x = x.to(tl.float32)
+    if FEATURE_MAP == "relu":
+        return tl.maximum(x, 0.0) + eps
+    elif FEATURE_MAP == "elu1":
+        return tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0))) + eps
+    else:
+        return x
+
+
+@triton.jit
+def features(rows, eps, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr):
+    """Feature-mapped rows in the type of the products; absent rows and columns hold the feature of zero."""
+    return [feature(x, eps, FEATURE_MAP).to(COMPUTE) for x in rows]
+
+
+@triton.jit
+def _present(x, m_rows, eps, D: tl.constexpr, START: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr):
+    present = m_rows[:, None]
+    if START + x.shape[1] > D:
+        present = present & (START + tl.arange(0, x.shape[1]) < D)[None, :]
+    return tl.where(present, feature(x, eps, FEATURE_MAP), 0.0).to(COMPUTE)
+
+
+@triton.jit
+def present_features(
+    rows, m_rows, eps, D: tl.constexpr, D1: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """Feature-mapped rows, zero in absent rows and columns."""
+    if len(rows) == 1:
+        return (_present(rows[0], m_rows, eps, D, 0, FEATURE_MAP, COMPUTE),)
+    else:
+        return (
+            _present(rows[0], m_rows, eps, D, 0, FEATURE_MAP, COMPUTE),
+            _present(rows[1], m_rows, eps, D, D1, FEATURE_MAP, COMPUTE),
+        )
+
+
+@triton.jit
+def feature_gradient(x, gradient, FEATURE_MAP: tl.constexpr):
+    """Gradient of ``x`` from the gradient of its features; at zero that of relu is one, as of torch.clamp."""
+    x = x.to(tl.float32)
+    if FEATURE_MAP == "relu":
+        return tl.where(x >= 0, gradient, 0.0)
+    elif FEATURE_MAP == "elu1":
+        return gradient * tl.where(x > 0, 1.0, tl.exp(tl.minimum(x, 0.0)))
+    else:
+        return gradient
+
+
+@triton.jit
+def feature_gradients(rows, gradients, FEATURE_MAP: tl.constexpr):
+    if len(rows) == 1:
+        return (feature_gradient(rows[0], gradients[0], FEATURE_MAP),)
+    else:
+        return (
+            feature_gradient(rows[0], gradients[0], FEATURE_MAP),
+            feature_gradient(rows[1], gradients[1], FEATURE_MAP),
+        )
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    if D2 == 0:
+        return (tl.zeros((ROWS, D1), tl.float32),)
+    else:
+        return (tl.zeros((ROWS, D1), tl.float32), tl.zeros((ROWS, D2), tl.float32))
+
+
+@triton.jit
+def dot_rows(a, b, accumulator, PRECISION: tl.constexpr):
+    """a b^T over the head dim: rows of ``a`` by rows of ``b``."""
+    for part in tl.static_range(len(a)):
+        accumulator = tl.dot(a[part], tl.trans(b[part]), accumulator, input_precision=PRECISION)
+    return accumulator
+
+
+@triton.jit
+def dot_columns(a, b, accumulators, PRECISION: tl.constexpr):
+    """a b for a matrix ``a`` and rows ``b``: rows."""
+    if len(b) == 1:
+        return (tl.dot(a, b[0], accumulators[0], input_precision=PRECISION),)
+    else:
+        return (
+            tl.dot(a, b[0], accumulators[0], input_precision=PRECISION),
+            tl.dot(a, b[1], accumulators[1], input_precision=PRECISION),
+        )
+
+
+@triton.jit
+def row_sums(rows, vectors):
+    """Sum over the head dim of rows times one vector, in float32: [rows]."""
+    total = tl.sum(rows[0].to(tl.float32) * vectors[0][None, :], 1)
+    if len(rows) == 2:
+        total += tl.sum(rows[1].to(tl.float32) * vectors[1][None, :], 1)
+    return total
+
+
+@triton.jit
+def row_products(a, b):
+    """Sum over the head dim of two sets of rows, in float32: [rows]."""
+    total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    if len(a) == 2:
+        total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
+    return total
+
+
+@triton.jit
+def load_matrix(base, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr,
+                DV2: tl.constexpr):  # fmt: skip
+    """A contiguous D x Dv matrix, as one set of rows (cut along Dv) per part of D."""
+    first = tl.arange(0, D1)
+    if D2 == 0:
+        return (load_rows(base, first * DV, first < D, 1, DV, DV1, DV2),)
+    else:
+        second = D1 + tl.arange(0, D2)
+        return (
+            load_rows(base, first * DV, first < D, 1, DV, DV1, DV2),
+            load_rows(base, second * DV, second < D, 1, DV, DV1, DV2),
+        )
+
+
+@triton.jit
+def cast_matrix(matrix, dtype: tl.constexpr):
+    return [cast(rows, dtype) for rows in matrix]
+
+
+@triton.jit
+def store_matrix(base, matrix, D: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr):
+    """Store a matrix from its accumulators; see ``zero_matrix``."""
+    first = tl.arange(0, D1)
+    store_rows(base, first * DV, first < D, 1, matrix[0], DV, DV1)
+    if len(matrix) == 2:
+        second = D1 + tl.arange(0, matrix[1][0].shape[1])
+        if len(matrix[1]) == 1:
+            rows = (tl.trans(matrix[1][0]),)
+        else:
+            rows = (tl.trans(matrix[1][0]), matrix[1][1])
+        store_rows(base, second * DV, second < D, 1, rows, DV, DV1)
+
+
+@triton.jit
+def zero_matrix(D1: tl.constexpr, D2: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr):
+    """Accumulators of a D x Dv matrix. The tile of D2 rows and DV1 columns is transposed: products want many rows."""
+    if D2 == 0:
+        return (zeros(D1, DV1, DV2),)
+    elif DV2 == 0:
+        return (zeros(D1, DV1, 0), zeros(DV1, D2, 0))
+    else:
+        return (zeros(D1, DV1, DV2), (tl.zeros((DV1, D2), tl.float32), tl.zeros((D2, DV2), tl.float32)))
+
+
+@triton.jit
+def add_outer(a, b, matrix, PRECISION: tl.constexpr):
+    """matrix + a^T b, summed over rows: D x Dv; see ``zero_matrix``."""
+    if len(a) == 1:
+        return (dot_columns(tl.trans(a[0]), b, matrix[0], PRECISION),)
+    elif len(b) == 1:
+        return (
+            dot_columns(tl.trans(a[0]), b, matrix[0], PRECISION),
+            (tl.dot(tl.trans(b[0]), a[1], matrix[1][0], input_precision=PRECISION),),
+        )
+    else:
+        return (
+            dot_columns(tl.trans(a[0]), b, matrix[0], PRECISION),
+            (
+                tl.dot(tl.trans(b[0]), a[1], matrix[1][0], input_precision=PRECISION),
+                tl.dot(tl.trans(a[1]), b[1], matrix[1][1], input_precision=PRECISION),
+            ),
+        )
+
+
+@triton.jit
+def dot_matrix(rows, matrix, accumulators, PRECISION: tl.constexpr):
+    """accumulators + rows matrix: rows of Dv."""
+    for part in tl.static_range(len(rows)):
+        accumulators = dot_columns(rows[part], matrix[part], accumulators, PRECISION)
+    return accumulators
+
+
+@triton.jit
+def dot_matrix_transposed(rows, matrix, accumulators, PRECISION: tl.constexpr):
+    """accumulators + rows matrix^T: rows of D."""
+    if len(matrix) == 1:
+        return (dot_rows(rows, matrix[0], accumulators[0], PRECISION),)
+    else:
+        return (
+            dot_rows(rows, matrix[0], accumulators[0], PRECISION),
+            dot_rows(rows, matrix[1], accumulators[1], PRECISION),
+        )
+
+
+@triton.jit
+def column_sums(rows, sums):
+    """sums + the sum over rows, in float32: a tuple of vectors."""
+    if len(rows) == 1:
+        return (sums[0] + tl.sum(rows[0].to(tl.float32), 0),)
+    else:
+        return (sums[0] + tl.sum(rows[0].to(tl.float32), 0), sums[1] + tl.sum(rows[1].to(tl.float32), 0))
+
+
+@triton.jit
+def weighted_column_sums(rows, weights, sums):
+    """sums + the sum over rows, each times its weight, in float32: a tuple of vectors."""
+    if len(rows) == 1:
+        return (sums[0] + tl.sum(rows[0].to(tl.float32) * weights[:, None], 0),)
+    else:
+        return (
+            sums[0] + tl.sum(rows[0].to(tl.float32) * weights[:, None], 0),
+            sums[1] + tl.sum(rows[1].to(tl.float32) * weights[:, None], 0),
+        )
+
+
+@triton.jit
+def zero_vector(D1: tl.constexpr, D2: tl.constexpr):
+    if D2 == 0:
+        return (tl.zeros((D1,), tl.float32),)
+    else:
+        return (tl.zeros((D1,), tl.float32), tl.zeros((D2,), tl.float32))
+
+
+@triton.jit
+def add_outer_vector(rows, weights, vectors):
+    """rows + one vector times a weight for each row."""
+    if len(rows) == 1:
+        return (rows[0] + weights[:, None] * vectors[0][None, :],)
+    else:
+        return (
+            rows[0] + weights[:, None] * vectors[0][None, :],
+            rows[1] + weights[:, None] * vectors[1][None, :],
+        )
+
+
+@triton.jit
+def add_vector(rows, vectors):
+    """rows + one vector."""
+    if len(rows) == 1:
+        return (rows[0] + vectors[0][None, :],)
+    else:
+        return (rows[0] + vectors[0][None, :], rows[1] + vectors[1][None, :])
+
+
+@triton.jit
+def dot_exact(a, x, accumulator, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
+    """accumulator + a x for ``a`` exact in COMPUTE and float32 ``x``, which bf16 products take as a sum of two."""
+    if COMPUTE == tl.bfloat16:
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(a, low, tl.dot(a, high, accumulator))
+    else:
+        return tl.dot(a, x, accumulator, input_precision=PRECISION)
+
+
+@triton.jit
+def zero_columns(COLUMNS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Transposed rows, one tile [D1 or D2, COLUMNS] per part."""
+    if D2 == 0:
+        return (tl.zeros((D1, COLUMNS), tl.float32),)
+    else:
+        return (tl.zeros((D1, COLUMNS), tl.float32), tl.zeros((D2, COLUMNS), tl.float32))
+
+
+@triton.jit
+def dot_transposed(rows, matrix, accumulators, PRECISION: tl.constexpr):
+    """accumulators + rows^T matrix: transposed rows."""
+    if len(rows) == 1:
+        return (tl.dot(tl.trans(rows[0]), matrix, accumulators[0], input_precision=PRECISION),)
+    else:
+        return (
+            tl.dot(tl.trans(rows[0]), matrix, accumulators[0], input_precision=PRECISION),
+            tl.dot(tl.trans(rows[1]), matrix, accumulators[1], input_precision=PRECISION),
+        )
+
+
+@triton.jit
+def transpose(rows):
+    return [tl.trans(x) for x in rows]

@@ -1,0 +1,110 @@
+"""Tile sizes of the Triton kernels, the best of sweeps on an H200 (bf16), and the numbers their products are taken in.
+
+Tokens are named by T, queries by Q, keys by K, rows and columns of the mixing by M and C, entries of a summary by F.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+Tiles = dict[str, int]
+
+
+class Numerics(NamedTuple):
+    """Type and precision of the products, and the type of stored summaries; sums are float32 throughout."""
+
+    compute: tl.dtype
+    precision: str
+    storage: torch.dtype
+
+
+def numerics(dtype: torch.dtype) -> Numerics:
+    """bf16 stays bf16; fp16 has too small a range for scores and is computed as float32 with 10-bit products."""
+    if dtype == torch.bfloat16:
+        return Numerics(tl.bfloat16, "tf32", torch.bfloat16)
+    return Numerics(tl.float32, "tf32" if dtype == torch.float16 else "tf32x3", torch.float32)
+
+
+def head_parts(dim: int) -> tuple[int, int]:
+    """Powers of two that cover a head dim: (64, 0) for 64, (64, 16) for 72, (16, 0) below 16."""
+    first = max(16, 1 << (dim.bit_length() - 1))
+    rest = dim - first
+    return (first, 0) if rest <= 0 else (first, max(16, 1 << (rest - 1).bit_length()))
+
+
+# Head dims up to 64, up to 127 (two parts), 128; the last row is for float32 products.
+PAIRWISE_FORWARD = (
+    Tiles(BQ=128, BK=64, num_warps=8, maxnreg=128),
+    Tiles(BQ=128, BK=64, num_warps=8, maxnreg=128),
+    Tiles(BQ=128, BK=64, num_warps=8),
+    Tiles(BQ=64, BK=32, num_warps=4),
+)
+PAIRWISE_BACKWARD_QUERY = (
+    Tiles(BQ=64, BK=64, num_warps=4, maxnreg=128),
+    Tiles(BQ=64, BK=64, num_warps=4, maxnreg=168),
+    Tiles(BQ=64, BK=32, num_warps=4),
+    Tiles(BQ=64, BK=32, num_warps=4),
+)
+PAIRWISE_BACKWARD_KEY = (
+    Tiles(BQ=64, BK=64, num_warps=4, maxnreg=168),
+    Tiles(BQ=64, BK=64, num_warps=4),
+    Tiles(BQ=32, BK=64, num_warps=4),
+    Tiles(BQ=32, BK=64, num_warps=4),
+)
+SUMMARIZE = (
+    Tiles(BT=64, num_warps=2),
+    Tiles(BT=64, num_warps=4),
+    Tiles(BT=32, num_warps=4),
+    Tiles(BT=32, num_warps=4),
+)
+APPLY = (
+    Tiles(BT=64, num_warps=4),
+    Tiles(BT=64, num_warps=4),
+    Tiles(BT=32, num_warps=4, maxnreg=128),
+    Tiles(BT=32, num_warps=4),
+)
+BACKWARD_QUERY = (
+    Tiles(BT=64, num_warps=4, maxnreg=128),
+    Tiles(BT=64, num_warps=4),
+    Tiles(BT=16, num_warps=4),
+    Tiles(BT=16, num_warps=8),
+)
+BACKWARD_QUERY_LONG = Tiles(BT=32, num_warps=4, maxnreg=168)  # head dims up to 64, parts of more than one tile
+BACKWARD_KEY = (
+    Tiles(BT=64, num_warps=4),
+    Tiles(BT=64, num_warps=4),
+    Tiles(BT=32, num_warps=4),
+    Tiles(BT=32, num_warps=4),
+)
+# The whole keys and values of a head on chip, for up to RESIDENT_TOKENS places and head dims up to 64.
+PAIRWISE_RESIDENT = Tiles(BQ=64, BK=128, num_warps=4, maxnreg=168)
+RESIDENT_PLACES = 256
+
+
+def tiles(table: tuple[Tiles, Tiles, Tiles, Tiles], dim: int, dtype: torch.dtype) -> Tiles:
+    """Row of a table for the larger head dim and the type of the inputs."""
+    if dtype != torch.bfloat16:
+        return table[3]
+    return table[0 if dim <= 64 else 1 if dim < 128 else 2]
+
+
+def mix_tiles(num_blocks: int, dtype: torch.dtype) -> Tiles:
+    """Also ``per``, the tiles of columns a program mixes."""
+    if dtype != torch.bfloat16:
+        return Tiles(BM=16 if num_blocks <= 16 else 64, BC=32, BF=64, num_warps=4, num_stages=1, per=4)
+    if num_blocks <= 16:
+        return Tiles(BM=16, BC=16, BF=128, num_warps=4, num_stages=3, per=2)
+    if num_blocks <= 64:
+        return Tiles(BM=64, BC=64, BF=128, num_warps=4, num_stages=3, per=4)
+    return Tiles(BM=64, BC=32, BF=64, num_warps=4, num_stages=3, per=8)
+
+
+def mixing_gradient_tiles(num_blocks: int, dtype: torch.dtype) -> Tiles:
+    if dtype != torch.bfloat16:
+        return Tiles(BM=16 if num_blocks <= 16 else 64, BF=32, num_warps=4, num_stages=1)
+    if num_blocks <= 16:
+        return Tiles(BM=16, BF=64, num_warps=4, num_stages=2)
+    return Tiles(BM=64, BF=128 if num_blocks <= 64 else 64, num_warps=4, num_stages=3)

@@ -1,0 +1,295 @@
+"""MHLA kernels: masks, indices and every branch in small float32 shapes, interpreted where there is no GPU."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from headmix_vision.ops import TokenBlocks, mhla
+from headmix_vision.ops.mhla import regimes, triton_launch, triton_tables, triton_tuning
+
+from .helpers import make_inputs, relative_error, run
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+REGIMES = ("triton_pairwise", "triton_summary")
+EVEN = TokenBlocks.from_grid((4, 8), (2, 2))
+UNEVEN = TokenBlocks.from_grid((5, 7), (2, 3), num_prefix_tokens=2)
+DTYPE = torch.float32
+
+
+def make(blocks, seed=0, **options):
+    options = {"batch": 1, "heads": 2, "dim": 16, "value_dim": 16, **options}
+    inputs = [x.to(DEVICE, DTYPE) for x in make_inputs(blocks, seed=seed, **options)]
+    generator = torch.Generator().manual_seed(seed + 1)
+    return inputs, torch.randn(inputs[2].shape, generator=generator, dtype=torch.float64).to(DEVICE, DTYPE)
+
+
+def assert_agrees(impl, inputs, d_out, blocks, tolerance=3e-6, **options):
+    ours = run(lambda *x: mhla(*x, blocks, impl=impl, **options), inputs, d_out)
+    exact = run(lambda *x: mhla(*x, blocks, impl="reference", **options), [x.double() for x in inputs], d_out)
+    for name, x, reference in zip(("out", "dq", "dk", "dv", "dmixing"), ours, exact, strict=True):
+        assert relative_error(x.double(), reference) < tolerance, name
+    return ours
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize(
+    ("normalizer", "feature_map"),
+    [
+        *itertools.product(["paper", "source_block", None], ["relu", "elu1"]),
+        (None, "identity"),  # has denominators of either sign, close to zero
+    ],
+)
+def test_normalizers_and_feature_maps(impl, normalizer, feature_map):
+    inputs, d_out = make(UNEVEN, dim=24, value_dim=8)
+    assert_agrees(impl, inputs, d_out, UNEVEN, normalizer=normalizer, feature_map=feature_map)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "value_dim"), [(3, 1), (24, 40), (72, 72), (80, 16), (16, 72), (64, 5)], ids=lambda d: str(d)
+)
+def test_head_dims(impl, dim, value_dim, per_head):
+    blocks = TokenBlocks.from_grid((3, 5), (2, 2), num_prefix_tokens=1)
+    inputs, d_out = make(blocks, dim=dim, value_dim=value_dim, per_head=per_head)
+    assert_agrees(impl, inputs, d_out, blocks)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        TokenBlocks.from_grid((1,), (1,)),
+        TokenBlocks.from_grid((15,), (4,)),
+        EVEN,
+        TokenBlocks.from_grid((5, 5), (5, 5)),  # a block for each token
+        TokenBlocks.from_grid((2, 3, 4), (2, 1, 3), 1),
+        TokenBlocks.from_grid((8, 16), (1, 2)),  # blocks of several tiles
+        TokenBlocks.from_grid((9, 5), (9, 1), 3),
+    ],
+    ids=lambda blocks: "x".join(map(str, blocks.grid)),
+)
+def test_partitions(impl, blocks):
+    inputs, d_out = make(blocks)
+    assert_agrees(impl, inputs, d_out, blocks)
+
+
+def test_more_blocks_than_weights_stay_on_chip(monkeypatch):
+    monkeypatch.setattr(triton_launch, "MAX_CHUNKS", 0)
+    inputs, d_out = make(UNEVEN)
+    assert_agrees("triton_summary", inputs, d_out, UNEVEN)
+
+
+def test_blocks_cut_into_parts(monkeypatch):
+    monkeypatch.setattr(triton_launch, "PART_TOKENS", 7)
+    blocks = TokenBlocks.from_grid((6, 7), (1, 2), num_prefix_tokens=1)
+    inputs, d_out = make(blocks, batch=2)
+    assert_agrees("triton_summary", inputs, d_out, blocks)
+
+
+def test_mixing_gradients_in_several_launches(monkeypatch):
+    inputs, d_out = make(UNEVEN, batch=3)
+    at_once = assert_agrees("triton_pairwise", inputs, d_out, UNEVEN)
+    monkeypatch.setattr(triton_launch, "MIXING_GRADIENT_BYTES", 1)
+    one_by_one = assert_agrees("triton_pairwise", inputs, d_out, UNEVEN)
+    for a, b in zip(at_once[:-1], one_by_one[:-1], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("blocks", [EVEN, UNEVEN], ids=["full", "masked"])
+def test_resident_keys_and_values(monkeypatch, blocks):
+    """In bf16 and up to 256 places the forward pass holds a head on chip; here in float32, for the interpreter."""
+    inputs, _ = make(blocks)
+    expected = mhla(*inputs, blocks, impl="triton_pairwise")
+    q, k, v, mixing = inputs
+    settings = triton_launch.Settings(blocks, "paper", "relu", 1e-6)
+    out, inverse = torch.empty_like(v), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
+    monkeypatch.setattr(triton_launch, "is_resident", lambda *_: True)
+    triton_launch.pairwise_forward(q, k, v, mixing, inverse, out, settings)
+    assert relative_error(out, expected) < 1e-6
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_strided_views_and_gradients(impl):
+    """q, k, v out of one packed projection, odd strides and offsets, and an expanded output gradient."""
+    packed = torch.randn(2, UNEVEN.num_tokens, 3, 2, 17, device=DEVICE, dtype=DTYPE)[..., 1:]
+    mixing = torch.rand(2, UNEVEN.num_blocks, UNEVEN.num_blocks, device=DEVICE, dtype=DTYPE)
+    q, k, v = packed.unbind(2)
+    head_first = torch.randn(2, 2, UNEVEN.num_tokens, 16, device=DEVICE, dtype=DTYPE).transpose(1, 2)
+    constant = torch.ones((), device=DEVICE, dtype=DTYPE).expand(q.shape)
+    for inputs in ((q, k, v), (q, k, v.transpose(-1, -2).contiguous().transpose(-1, -2))):
+        for d_out in (head_first, constant):
+            assert_agrees(impl, [*inputs, mixing.mT], d_out, UNEVEN)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_repeated_backward_is_bit_equal(impl):
+    inputs, d_out = make(UNEVEN)
+    first, second = (run(lambda *x: mhla(*x, UNEVEN, impl=impl), inputs, d_out) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_an_item_does_not_depend_on_its_batch(impl):
+    inputs, d_out = make(UNEVEN, batch=3)
+    q, k, v, mixing = inputs
+    out, *gradients = run(lambda *x: mhla(*x, UNEVEN, impl=impl), inputs, d_out)
+    alone, *others = run(lambda *x: mhla(*x, UNEVEN, impl=impl), (q[1:2], k[1:2], v[1:2], mixing), d_out[1:2])
+    assert torch.equal(out[1:2], alone)
+    assert all(torch.equal(a[1:2], b) for a, b in zip(gradients[:3], others, strict=False))
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_zero_and_large_features_stay_finite(impl):
+    (q, k, v, mixing), d_out = make(UNEVEN)
+    zero = torch.zeros_like(q)
+    out, *gradients = run(lambda *x: mhla(*x, UNEVEN, impl=impl), (zero, zero, v, torch.ones_like(mixing)), d_out)
+    assert relative_error(out, v.mean(1, keepdim=True).expand_as(v)) < 1e-4
+    assert all(x.isfinite().all() for x in gradients)
+    large = mhla(q * 1e4, k * 1e4, v, mixing, UNEVEN, impl=impl)
+    assert relative_error(large, mhla(q, k, v, mixing, UNEVEN, impl=impl)) < 1e-4
+
+
+def test_empty_batch():
+    inputs, d_out = make(UNEVEN, batch=0)
+    out, *gradients = run(lambda *x: mhla(*x, UNEVEN, impl="triton"), inputs, d_out)
+    assert out.shape == d_out.shape
+    assert gradients[3].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("normalizer", ["paper", "source_block", None])
+def test_opcheck(impl, normalizer):
+    (q, k, v, mixing), _ = make(UNEVEN, dim=8, value_dim=8)
+    inputs = [x.requires_grad_() for x in (q, k, v, mixing)]
+    denominator = torch.rand(1, 2, UNEVEN.num_tokens, device=DEVICE).add(1) if normalizer == "source_block" else None
+    partition = [list(UNEVEN.grid), list(UNEVEN.block_grid), UNEVEN.num_prefix_tokens]
+    arguments = (*inputs, denominator, *partition, normalizer == "paper", "relu", 1e-6, impl.removeprefix("triton_"))
+    torch.library.opcheck(torch.ops.headmix_vision.mhla.default, arguments)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_compiles_as_one_graph_with_any_batch(impl):
+    compiled = torch.compile(lambda *x: mhla(*x, UNEVEN, impl=impl), fullgraph=True, backend="aot_eager")
+    for batch in (1, 2, 3):
+        inputs, d_out = make(UNEVEN, batch=batch)
+        torch._dynamo.maybe_mark_dynamic(inputs[0], 0)
+        ours, expected = (run(f, inputs, d_out) for f in (compiled, lambda *x: mhla(*x, UNEVEN, impl=impl)))
+        for a, b in zip(ours, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_activation_checkpointing():
+    inputs, d_out = make(UNEVEN)
+
+    def op(*x):
+        return mhla(*x, UNEVEN, impl="triton")
+
+    plain, again = run(op, inputs, d_out), run(lambda *x: checkpoint(op, *x, use_reentrant=False), inputs, d_out)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_autocast_does_not_reach_in():
+    inputs, _ = make(UNEVEN)
+    for normalizer in ("paper", "source_block"):
+        out = mhla(*inputs, UNEVEN, impl="triton", normalizer=normalizer)
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            assert torch.equal(mhla(*inputs, UNEVEN, impl="triton", normalizer=normalizer), out)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_saved_state_is_no_larger_than_the_block_summaries(impl):
+    blocks = TokenBlocks.from_grid((8, 8), (2, 2))
+    inputs, _ = make(blocks)
+    own = {x.data_ptr() for x in inputs}
+    sizes = []
+
+    def pack(x):
+        if x.data_ptr() not in own:
+            sizes.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        mhla(*[x.requires_grad_() for x in inputs], blocks, impl=impl)
+    q, _, v, _ = inputs
+    summaries = 2 * blocks.num_blocks * q.shape[-1] * (v.shape[-1] + 1)
+    assert 0 < sum(sizes) <= max(v.numel(), summaries) + 2 * blocks.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("blocks", "run_length", "count"),
+    [
+        (TokenBlocks.from_grid((16, 16), (4, 4)), 16, 256),  # four blocks to a tile of 64
+        (TokenBlocks.from_grid((14, 14), (4, 4)), 16, 256),  # 196 tokens: four tiles in any case
+        (TokenBlocks.from_grid((14, 14), (4, 4), 1), 4, 212),
+        (TokenBlocks.from_grid((32, 32), (2, 2)), 64, 1024),
+    ],
+)
+def test_places_waste_no_tile(blocks, run_length, count):
+    places = triton_tables.places(blocks, torch.device("cpu"))
+    present = places.tokens[places.tokens >= 0]
+    assert present.sort().values.equal(torch.arange(blocks.num_tokens, dtype=torch.int32))
+    owner = blocks.tables(torch.empty(0)).block_of_token
+    by_place = places.blocks.repeat_interleave(places.run)[places.tokens >= 0]
+    assert by_place.long().equal(owner[present.long()])
+    assert (places.run, places.num_places) == (run_length, count)
+    tiles = math.ceil(places.num_places / triton_tables.TILE)
+    assert tiles == math.ceil(blocks.num_tokens / triton_tables.TILE)
+
+
+@pytest.mark.parametrize(
+    ("dim", "parts"), [(1, (16, 0)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)), (96, (64, 32))]
+)
+def test_head_dims_are_covered_by_two_powers_of_two(dim, parts):
+    assert triton_tuning.head_parts(dim) == parts
+
+
+@pytest.mark.parametrize(
+    ("grid", "block_grid", "dim", "regime"),
+    [
+        ((14, 14), (4, 4), 64, "pairwise"),
+        ((16, 16), (4, 4), 72, "pairwise"),
+        ((32, 32), (4, 4), 72, "summary"),
+        ((64, 64), (8, 8), 64, "summary"),
+        ((21, 30, 50), (3, 5, 10), 128, "summary"),
+        ((16, 16), (1, 1), 64, "summary"),  # plain linear attention
+        ((16, 16), (16, 16), 64, "pairwise"),  # a block for each token
+    ],
+)
+def test_cost_model_picks_the_measured_regime(grid, block_grid, dim, regime):
+    blocks = TokenBlocks.from_grid(grid, block_grid)
+    assert regimes.choose_regime(blocks, dim, dim) == regime
+
+
+def test_cost_model_decides_what_triton_runs(monkeypatch):
+    launched = []
+    for name in ("pairwise_forward", "summarize"):
+        original = getattr(triton_launch, name)
+        monkeypatch.setattr(triton_launch, name, lambda *x, f=original, n=name: (launched.append(n), f(*x))[1])
+    inputs, _ = make(EVEN)
+    for weights, expected in (((1.0, 0.0), "summarize"), ((0.0, 1.0), "pairwise_forward")):
+        monkeypatch.setattr(regimes, "pairwise_cost", lambda *_, w=weights: w[0])
+        monkeypatch.setattr(regimes, "summary_cost", lambda *_, w=weights: w[1])
+        mhla(*inputs, EVEN, impl="triton")
+        assert launched.pop() == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "message"),
+    [(torch.float64, 8, "q has type torch.float64"), (torch.float32, 136, "q has head dim 136: .* up to 128")],
+)
+@pytest.mark.parametrize("impl", ["triton", *REGIMES])
+def test_what_the_kernels_cannot_run_is_refused_by_name(impl, dtype, dim, message):
+    inputs = [x.to(DEVICE) for x in make_inputs(EVEN, dim=dim, dtype=dtype)]
+    with pytest.raises(ValueError, match=message):
+        mhla(*inputs, EVEN, impl=impl)
+    torch.testing.assert_close(mhla(*inputs, EVEN), mhla(*inputs, EVEN, impl="torch"))
+
+
+def test_meta_tensors_are_refused():
+    inputs = [x.to("meta") for x in make_inputs(EVEN, dtype=DTYPE)]
+    with pytest.raises(ValueError, match="q is on meta: the kernels need a CUDA device"):
+        mhla(*inputs, EVEN, impl="triton")
