@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := headmix_vision tests benchmarks examples train_cls.py
 
-.PHONY: install demo test lint format clean
+.PHONY: install demo test test-gpu lint format clean
 
 install: $(INSTALLED)
 
@@ -22,6 +22,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# On a machine with a CUDA device: the kernels natively, all types and sizes against float64.
+test-gpu: install
+	$(BIN)/python -m pytest tests/ops
 
 lint: install
 	$(BIN)/ruff format --check $(CHECKED)

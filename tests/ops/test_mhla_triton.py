@@ -62,7 +62,6 @@ def test_head_dims(impl, dim, value_dim, per_head):
 @pytest.mark.parametrize(
     "blocks",
     [
-        TokenBlocks.from_grid((1,), (1,)),
         TokenBlocks.from_grid((15,), (4,)),
         EVEN,
         TokenBlocks.from_grid((5, 5), (5, 5)),  # a block for each token
@@ -75,6 +74,17 @@ def test_head_dims(impl, dim, value_dim, per_head):
 def test_partitions(impl, blocks):
     inputs, d_out = make(blocks)
     assert_agrees(impl, inputs, d_out, blocks)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_a_single_token_keeps_its_value(impl):
+    blocks = TokenBlocks.from_grid((1,), (1,))
+    inputs, d_out = make(blocks)
+    out, dq, dk, dv, d_mixing = run(lambda *x: mhla(*x, blocks, impl=impl), inputs, d_out)
+    torch.testing.assert_close(out, inputs[2])
+    torch.testing.assert_close(dv, d_out)
+    for gradient in (dq, dk, d_mixing):
+        assert gradient.abs().max() < 1e-5
 
 
 def test_more_blocks_than_weights_stay_on_chip(monkeypatch):
@@ -229,7 +239,7 @@ def test_saved_state_is_no_larger_than_the_block_summaries(impl):
     ],
 )
 def test_places_waste_no_tile(blocks, run_length, count):
-    places = triton_tables.places(blocks, torch.device("cpu"))
+    places = triton_tables.places(blocks, 64, torch.device("cpu"))
     present = places.tokens[places.tokens >= 0]
     assert present.sort().values.equal(torch.arange(blocks.num_tokens, dtype=torch.int32))
     owner = blocks.tables(torch.empty(0)).block_of_token

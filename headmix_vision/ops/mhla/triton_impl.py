@@ -79,13 +79,14 @@ def _settings(
     return launch.Settings(blocks, "paper" if paper else "given" if given else "none", feature_map, eps)
 
 
-def _summary_shapes(q: Tensor, v: Tensor, blocks: TokenBlocks, regime: str) -> tuple[Tensor, Tensor]:
-    """Empty saved summaries S and z; of no size in the pairwise regime."""
-    B, _, H, D = q.shape
+def _saved(q: Tensor, v: Tensor, blocks: TokenBlocks, regime: str, paper: bool, given: bool) -> tuple[Tensor, ...]:
+    """Empty inverse denominators [B, H, N], summaries S [B, H, M, D, Dv] and z [B, H, M, D]; 0 for N or M if unused."""
+    B, N, H, D = q.shape
     M = blocks.num_blocks if regime == "summary" else 0
     return (
+        q.new_empty(B, H, N if paper or given else 0, dtype=torch.float32),
         q.new_empty(B, H, M, D, v.shape[-1], dtype=numerics(q.dtype).storage),
-        q.new_empty(B, H, M, D, dtype=torch.float32),
+        q.new_empty(B, H, M if paper else 0, D, dtype=torch.float32),
     )
 
 
@@ -108,8 +109,9 @@ def _forward_op(
     settings = _settings(grid, block_grid, num_prefix_tokens, paper, feature_map, eps, denominator is not None)
     B, N, H, _ = q.shape
     out = q.new_empty(B, N, H, v.shape[-1])
-    inverse = q.new_empty(B, H, N, dtype=torch.float32) if denominator is None else denominator.reciprocal()
-    matrix, vector = _summary_shapes(q, v, settings.blocks, regime)
+    inverse, matrix, vector = _saved(q, v, settings.blocks, regime, paper, denominator is not None)
+    if denominator is not None:
+        torch.reciprocal(denominator, out=inverse)
     if out.numel() == 0:
         return out, inverse, matrix, vector
     with torch.cuda.device_of(q):
@@ -125,11 +127,7 @@ def _forward_op(
 def _(q, k, v, mixing, denominator, grid, block_grid, num_prefix_tokens, paper, feature_map, eps, regime):  # type: ignore[no-untyped-def]
     B, N, H, _ = q.shape
     blocks = TokenBlocks(tuple(grid), tuple(block_grid), num_prefix_tokens)
-    return (
-        q.new_empty(B, N, H, v.shape[-1]),
-        q.new_empty(B, H, N, dtype=torch.float32),
-        *_summary_shapes(q, v, blocks, regime),
-    )
+    return q.new_empty(B, N, H, v.shape[-1]), *_saved(q, v, blocks, regime, paper, denominator is not None)
 
 
 @torch.library.custom_op("headmix_vision::mhla_backward", mutates_args=())
@@ -151,13 +149,13 @@ def _backward_op(
     feature_map: str,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, mixing and the denominator; in the pairwise regime with ``out``, else from summaries."""
+    """Gradients of q, k, v, mixing and a given denominator: pairwise where there is an ``out``, else from summaries."""
     settings = _settings(grid, block_grid, num_prefix_tokens, paper, feature_map, eps, given)
     if d_out.numel() == 0:
         d_q, d_k, d_v, d_mixing = (
             torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, mixing)
         )
-        return d_q, d_k, d_v, d_mixing, torch.zeros_like(inverse)
+        return d_q, d_k, d_v, d_mixing, torch.zeros_like(inverse if given else inverse[..., :0])
     with torch.cuda.device_of(q):
         if out is not None:
             d_q, d_k, d_v, d_mixing, d_denominator = launch.pairwise_backward(
@@ -170,12 +168,13 @@ def _backward_op(
             d_mixing = launch.mixing_gradient(R, r, summary_matrix, summary_vector, mixing.ndim == 3, settings)
             R, r = launch.mix(R, r, mixing, settings, transposed=True)
             d_k, d_v = launch.backward_key(k, v, R, r, settings)
-    return d_q, d_k, d_v, d_mixing.to(mixing.dtype), d_denominator
+    return d_q, d_k, d_v, d_mixing.to(mixing.dtype), d_denominator if given else torch.empty_like(inverse[..., :0])
 
 
 @_backward_op.register_fake
-def _(d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, *_):  # type: ignore[no-untyped-def]
-    return *(x.new_empty(x.shape) for x in (q, k, v, mixing)), torch.empty_like(inverse)
+def _(d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, *options):  # type: ignore[no-untyped-def]
+    given = options[4]
+    return *(x.new_empty(x.shape) for x in (q, k, v, mixing)), torch.empty_like(inverse if given else inverse[..., :0])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

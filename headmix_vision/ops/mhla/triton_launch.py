@@ -81,9 +81,13 @@ def _pairwise_constants(q: Tensor, v: Tensor, settings: Settings, align: int, t:
     return dict(RUN=t.run, FULL=full, num_stages=1, **_constants(q, v, settings, align), **c)
 
 
-def is_resident(dim: int, dtype: torch.dtype, t: Places) -> bool:
+def _places(c: tuning.Tiles, q: Tensor, settings: Settings) -> Places:
+    return places(settings.blocks, min(c["BQ"], c["BK"]), q.device)
+
+
+def is_resident(dim: int, num_tokens: int, dtype: torch.dtype) -> bool:
     """Whether the pairwise forward pass holds all keys and values of a head on chip."""
-    return dtype == torch.bfloat16 and dim <= 64 and t.num_places <= tuning.RESIDENT_PLACES
+    return dtype == torch.bfloat16 and dim <= 64 and num_tokens <= tuning.RESIDENT_TOKENS
 
 
 def pairwise_forward(
@@ -91,10 +95,10 @@ def pairwise_forward(
 ) -> None:
     """Fill ``out`` [B, N, H, Dv] and, for the paper's normalizer, ``inverse`` [B, H, N]."""
     B, N, H, D = q.shape
-    t = places(settings.blocks, q.device)
     dim = max(D, v.shape[-1])
-    resident = is_resident(dim, q.dtype, t)
+    resident = is_resident(dim, N, q.dtype)
     c = tuning.PAIRWISE_RESIDENT if resident else tuning.tiles(tuning.PAIRWISE_FORWARD, dim, q.dtype)
+    t = _places(c, q, settings)
     align = _alignment(q, k, v)
     arguments = (
         q, k, v, mixing, out, inverse, t.tokens, t.blocks,
@@ -111,13 +115,13 @@ def pairwise_backward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor, settings: Settings
 ) -> PairwiseGradients:
     B, N, H, D = q.shape
-    t = places(settings.blocks, q.device)
     dim = max(D, v.shape[-1])
     c_q = tuning.tiles(tuning.PAIRWISE_BACKWARD_QUERY, dim, q.dtype)
     c_k = tuning.tiles(tuning.PAIRWISE_BACKWARD_KEY, dim, q.dtype)
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
     d_denominator = q.new_empty(B, H, N, dtype=torch.float32)
 
+    t = _places(c_q, q, settings)
     query_tiles, key_tiles = _ceil(t.num_places, c_q["BQ"]), _ceil(t.num_places, c_q["BK"])
     runs = (query_tiles * c_q["BQ"] // t.run, key_tiles * c_q["BK"] // t.run)
     per_launch = max(1, min(B, MIXING_GRADIENT_BYTES // (4 * H * runs[0] * runs[1])))
@@ -138,6 +142,7 @@ def pairwise_backward(
     if t.membership is not None:
         d_mixing = (t.membership.T @ d_mixing.double() @ t.membership).float()
 
+    t = _places(c_k, q, settings)
     align = _alignment(q, k, v, d_out)
     pairwise.pairwise_backward_key_kernel[(B * H * _ceil(t.num_places, c_k["BK"]),)](
         q, k, v, mixing, inverse, d_out, d_denominator, d_k, d_v, t.tokens, t.blocks,
@@ -152,19 +157,23 @@ def _token_constants(q: Tensor, v: Tensor, settings: Settings, align: int, size:
 
 
 def _part_summaries(q: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Empty summaries of parts: [B, H, C, D, Dv], float32 where they are still to be summed, and [B, H, C, D]."""
+    """Empty summaries of parts: [B, H, C, D, Dv], float32 where they are still to be summed, and vectors [B, H, C, D].
+
+    Only the paper's normalizer needs vectors; others get none, [B, H, 0, D].
+    """
     B, _, H, D = q.shape
     C = settings.blocks.num_blocks * settings.split
     dtype = tuning.numerics(q.dtype).storage if settings.split == 1 else torch.float32
-    return q.new_empty(B, H, C, D, v.shape[-1], dtype=dtype), q.new_empty(B, H, C, D, dtype=torch.float32)
+    vectors = C if settings.normalizer == "paper" else 0
+    return q.new_empty(B, H, C, D, v.shape[-1], dtype=dtype), q.new_empty(B, H, vectors, D, dtype=torch.float32)
 
 
 def _sum_parts(matrix: Tensor, vector: Tensor, q: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     if settings.split == 1:
         return matrix, vector
-    shape = (settings.blocks.num_blocks, settings.split)
     storage = tuning.numerics(q.dtype).storage
-    return matrix.unflatten(2, shape).sum(3).to(storage), vector.unflatten(2, shape).sum(3)
+    matrix, vector = (x.unflatten(2, (-1, settings.split)).sum(3) if x.numel() else x for x in (matrix, vector))
+    return matrix.to(storage), vector
 
 
 def summarize(k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ class Places(NamedTuple):
     Attributes:
         tokens: [runs * run], the token at each place, -1 where there is none.
         blocks: [runs], the block of each run.
-        run: places in a run, a power of two up to 64.
+        run: places in a run, a power of two.
         full: whether every place holds a token.
         membership: [runs, M] float64, one where the run belongs to the block; None where each block is one run.
     """
@@ -40,13 +40,14 @@ class Places(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def places(blocks: TokenBlocks, device: torch.device) -> Places:
-    """Places with the longest runs that need no more tiles of 64 than the shortest."""
+def places(blocks: TokenBlocks, longest_run: int, device: torch.device) -> Places:
+    """Places with the longest runs, up to a power of two, that need no more tiles of 64 than the shortest."""
     with torch.inference_mode(False):
         tokens = blocks.tables(_CPU).tokens
         tokens = tokens.gather(1, (tokens < 0).long().argsort(stable=True, dim=1))  # absent places last
         sizes = (tokens >= 0).sum(1)
-        tiles = {run: -(-int((-(-sizes // run) * run).sum()) // TILE) for run in (1, 2, 4, 8, 16, 32, 64)}
+        runs_of = (1 << i for i in range(longest_run.bit_length()))
+        tiles = {run: -(-int((-(-sizes // run) * run).sum()) // TILE) for run in runs_of}
         run = max(r for r, count in tiles.items() if count == min(tiles.values()))
         runs = -(-sizes // run)
         width = -(-tokens.shape[1] // run) * run

@@ -79,9 +79,9 @@ BACKWARD_KEY = (
     Tiles(BT=32, num_warps=4),
     Tiles(BT=32, num_warps=4),
 )
-# The whole keys and values of a head on chip, for up to RESIDENT_TOKENS places and head dims up to 64.
+# The whole keys and values of a head on chip, for up to RESIDENT_TOKENS and head dims up to 64.
 PAIRWISE_RESIDENT = Tiles(BQ=64, BK=128, num_warps=4, maxnreg=168)
-RESIDENT_PLACES = 256
+RESIDENT_TOKENS = 256
 
 
 def tiles(table: tuple[Tiles, Tiles, Tiles, Tiles], dim: int, dtype: torch.dtype) -> Tiles:

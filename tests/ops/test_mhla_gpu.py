@@ -1,0 +1,212 @@
+"""MHLA kernels on a GPU: types, sizes and options against float64, and what surrounds them there."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from headmix_vision.ops import TokenBlocks, mhla
+
+from .helpers import assert_within_budget, make_inputs, run
+
+pytestmark = pytest.mark.gpu
+REGIMES = ("triton_pairwise", "triton_summary")
+VIT = TokenBlocks.from_grid((14, 14), (4, 4), num_prefix_tokens=1)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def exact_float32_products():
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def make(blocks, dtype=BF16, **options):
+    """Views of one packed projection, a float32 mixing matrix, and an output gradient with the heads in front."""
+    options = {"batch": 2, "heads": 3, "dim": 64, "value_dim": 64, **options}
+    q, k, v, mixing = make_inputs(blocks, **options)
+    packed = torch.cat([q, k, v], -1).to("cuda", dtype)
+    inputs = [*packed.split([options["dim"], options["dim"], options["value_dim"]], -1), mixing.to("cuda").float()]
+    d_out = torch.randn(v.transpose(1, 2).shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return inputs, d_out.to("cuda", dtype).transpose(1, 2)
+
+
+def check(impl, blocks, dtype=BF16, options=None, **shapes):
+    inputs, d_out = make(blocks, dtype, **shapes)
+    ours = run(lambda *x: mhla(*x, blocks, impl=impl, **(options or {})), inputs, d_out)
+    assert_within_budget(ours, inputs, d_out, blocks, **(options or {}))
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [24, 64, 72, 80, 128])
+def test_head_dims_and_types(impl, dim, dtype):
+    check(impl, VIT, dtype, dim=dim, value_dim=dim)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize(("dim", "value_dim"), [(72, 24), (24, 128), (64, 1), (128, 72)])
+def test_other_value_dims(impl, dim, value_dim):
+    check(impl, VIT, dim=dim, value_dim=value_dim, per_head=True)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("dim", [64, 72, 128])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        TokenBlocks.from_grid((3, 5), (2, 2)),
+        TokenBlocks.from_grid((14, 14), (4, 4)),
+        TokenBlocks.from_grid((16, 16), (4, 4)),
+        TokenBlocks.from_grid((32, 32), (4, 4)),
+        TokenBlocks.from_grid((27, 48), (5, 3), 5),
+        TokenBlocks.from_grid((9, 15, 10), (2, 4, 3)),
+        TokenBlocks.from_grid((40, 25), (1, 1)),
+        TokenBlocks.from_grid((14, 14), (14, 14)),
+    ],
+    ids=lambda blocks: "x".join(map(str, blocks.grid)),
+)
+def test_partitions(impl, blocks, dim):
+    check(impl, blocks, dim=dim, value_dim=dim, batch=1, heads=1)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("normalizer", ["paper", None])
+@pytest.mark.parametrize("feature_map", ["relu", "elu1"])
+def test_normalizers_and_feature_maps(impl, normalizer, feature_map):
+    check(impl, VIT, options={"normalizer": normalizer, "feature_map": feature_map})
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("scale", [0.0, 100.0])
+def test_zero_and_large_features(impl, scale):
+    (q, k, v, mixing), d_out = make(VIT)
+    inputs = (q * scale, k * scale, v, mixing)
+    ours = run(lambda *x: mhla(*x, VIT, impl=impl), inputs, d_out)
+    assert all(x.isfinite().all() for x in ours)
+    if scale:
+        assert_within_budget(ours, inputs, d_out, VIT)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("normalizer", ["paper", "source_block", None])
+def test_no_uninitialised_memory_is_read_and_results_repeat(impl, normalizer):
+    """Under deterministic algorithms torch fills fresh memory with NaN."""
+    inputs, d_out = make(TokenBlocks.from_grid((9, 11), (4, 3), 3), dim=72, value_dim=40)
+    blocks = TokenBlocks.from_grid((9, 11), (4, 3), 3)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        first, second = (
+            run(lambda *x: mhla(*x, blocks, impl=impl, normalizer=normalizer), inputs, d_out) for _ in "ab"
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x.isfinite().all() for x in first)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_offsets_beyond_two_to_the_31():
+    """262,144 tokens in a packed projection of 2.4e9 numbers; the last head against float64."""
+    blocks = TokenBlocks.from_grid((512, 512), (8, 8))
+    packed = torch.empty(1, blocks.num_tokens, 3, 48, 64, device="cuda", dtype=BF16)
+    assert packed.numel() > 2**31
+    packed[:, :, :, :-1] = 1
+    packed[:, :, :, -1].normal_(generator=torch.Generator("cuda").manual_seed(0))
+    packed.requires_grad_()
+    mixing = torch.rand(64, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(1), requires_grad=True)
+    out = mhla(*packed.unbind(2), mixing, blocks)
+    d_out = torch.randn(1, blocks.num_tokens, 1, 64, device="cuda", dtype=BF16)
+    (gradient,) = torch.autograd.grad(out[:, :, -1:], packed, d_out)
+
+    exact = [x[:, :, -1:].detach().double().requires_grad_() for x in packed.unbind(2)]
+    expected = mhla(*exact, mixing.detach().double(), blocks, impl="torch")
+    references = torch.autograd.grad(expected, exact, d_out.double())
+    for ours, reference in (
+        (out[:, :, -1:], expected),
+        *zip((x[:, :, -1:] for x in gradient.unbind(2)), references, strict=True),
+    ):
+        assert ((ours.double() - reference).norm() / reference.norm()).item() < 0.01
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_compiled_by_inductor_with_any_batch(impl):
+    def block(x, weight, mixing):
+        q, k, v = (x @ weight).unflatten(-1, (3, 3, 64)).unbind(-3)
+        return mhla(q, k, v, mixing, VIT, impl=impl).flatten(2).relu()
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=None)
+    weight = torch.randn(96, 3 * 3 * 64, device="cuda", dtype=BF16) / 10
+    mixing = torch.rand(17, 17, device="cuda")
+    for batch in (2, 3, 5):
+        x = torch.randn(batch, 197, 96, device="cuda", dtype=BF16)
+        d_out = torch.randn(batch, 197, 192, device="cuda", dtype=BF16)
+        ours, expected = (run(f, (x, weight, mixing), d_out) for f in (compiled, block))
+        for a, b in zip(ours, expected, strict=True):
+            assert ((a - b).float().norm() / b.float().norm()).item() < 0.01
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_cuda_graph(impl):
+    inputs, d_out = make(VIT)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+
+    def step():
+        return mhla(*leaves, VIT, impl=impl), *torch.autograd.grad(mhla(*leaves, VIT, impl=impl), leaves, d_out)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        leaves[0].neg_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+def test_auto_takes_the_kernels_wherever_they_can_run():
+    inputs, _ = make(VIT)
+    assert torch.equal(mhla(*inputs, VIT), mhla(*inputs, VIT, impl="triton"))
+    with torch.autocast("cuda", dtype=BF16):
+        assert torch.equal(mhla(*inputs, VIT), mhla(*inputs, VIT, impl="triton"))
+    wide, _ = make(VIT, dim=136)
+    assert torch.equal(mhla(*wide, VIT), mhla(*wide, VIT, impl="torch"))
+
+
+def test_devices_may_not_mix():
+    (q, k, v, mixing), _ = make(VIT)
+    for name, changed in (("k", (q, k.cpu(), v, mixing)), ("mixing", (q, k, v, mixing.cpu()))):
+        with pytest.raises(ValueError, match=f"{name} is on cpu, q on cuda"):
+            mhla(*changed, VIT)
+
+
+def _peak_bytes(f):
+    f()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    f()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize(
+    ("grid", "block_grid", "dim"), [((14, 14), (4, 4), 64), ((32, 32), (4, 4), 72), ((64, 64), (8, 8), 64)]
+)
+def test_peak_memory_is_not_above_flash_attention(grid, block_grid, dim):
+    blocks = TokenBlocks.from_grid(grid, block_grid)
+    (q, k, v, mixing), d_out = make(blocks, batch=16, heads=8, dim=dim, value_dim=dim)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, mixing)]
+
+    def ours():
+        torch.autograd.grad(mhla(*leaves, blocks), leaves, d_out)
+
+    def flash():
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves[:3]))
+        torch.autograd.grad(out.transpose(1, 2), leaves[:3], d_out)
+
+    assert _peak_bytes(ours) <= 1.01 * _peak_bytes(flash)
