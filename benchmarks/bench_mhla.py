@@ -1,0 +1,273 @@
+"""Time and memory of `mhla` against the copy floor, FlashAttention, cuDNN, the released maths and linear attention.
+
+    python benchmarks/bench_mhla.py                        # every shape; writes docs/mhla_<device>.csv and the plot
+    python benchmarks/bench_mhla.py --shapes deit,k4       # a few rows, printed only (--out DIR writes them)
+    python benchmarks/bench_mhla.py --device cpu --tiny    # tries the script itself where there is no GPU
+
+bf16, forward without saved state and forward with backward (all gradients, that of the mixing matrix included). Floor:
+q, k, v read and o written once at the bandwidth of a large copy measured in the same run, 11/4 of that with backward.
+Each column has the inputs in the layout it likes best: ours strided views of a packed qkv projection, the released
+maths block order, the others [B, H, N, D]. Times are medians over rotating copies of the inputs, as `measuring.py`
+says; the tables show CUDA graph replays, the CSV also plain launches. The released maths cannot divide unevenly: at 196
+and 197 tokens it gets blocks padded to 16 tokens. Peak memory is that of forward with backward
+beyond the inputs. "-": does not apply, not supported, or slower than --limit_ms; a note below the tables says which.
+
+Before anything is timed, output and gradients of each of our columns are compared with float64 on every shape, at a
+small batch; the budget is the error of the same maths rounded to bf16 at every step (2 times, 3 times for gradients,
+mean and maximum). If one exceeds it, nothing is timed and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from measuring import (
+    copy_bandwidth,
+    device_slug,
+    environment,
+    once_ms,
+    open_device,
+    peak_mib,
+    release_memory,
+    time_calls,
+    write_csv,
+)
+from mhla_cases import (
+    COLUMNS,
+    DEFAULT_COLUMNS,
+    Column,
+    Shape,
+    raster_inputs,
+    run_low_precision,
+    run_mhla,
+    select_shapes,
+)
+from mhla_report import Row, draw, print_tables, scaling_exponents
+from torch import Tensor
+
+COLD_BYTES = 2**28  # all copies of the inputs together: several times the L2 of any GPU of today
+GATE_BATCH, GATE_HEADS = 2, 2
+REFERENCE_MAX_TOKENS = 1024  # up to here the oracle is the N x N reference, beyond it the float64 torch form
+GRADIENT_NAMES = ("dq", "dk", "dv", "dmixing")
+BACKWARD_OVER_FORWARD = 3  # a guess at forward with backward from forward alone, to skip what would take too long
+
+
+def check_shape(shape: Shape, column_names: Sequence[str], device_name: str) -> list[str]:
+    """One line for each result of our columns that misses its budget at this shape, at a small batch."""
+    device = torch.device(device_name)
+    small = replace(shape, batch=min(shape.batch, GATE_BATCH), heads=min(shape.heads, GATE_HEADS))
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = raster_inputs(small, generator)
+    grad = torch.randn(inputs[0].shape, generator=generator, device=device, dtype=inputs[0].dtype)
+    oracle = "reference" if shape.tokens <= REFERENCE_MAX_TOKENS else "torch"
+
+    exact = _results(partial(run_mhla, oracle, small), [x.double() for x in inputs], grad.double())
+    eager = _results(partial(run_low_precision, small), inputs, grad)
+    budgets = [_errors(x, y) for x, y in zip(eager, exact, strict=True)]
+    failures = []
+    for name in column_names:
+        results = _results(partial(COLUMNS[name].run, small), inputs, grad)
+        for what, x, y, budget in zip(("out", *GRADIENT_NAMES), results, exact, budgets, strict=True):
+            factor = 2 if what == "out" else 3
+            for kind, error, allowed in zip(("mean", "maximum"), _errors(x, y), budget, strict=True):
+                if not error <= factor * allowed:
+                    limit = f"{factor} x {allowed:.2e}"
+                    failures.append(f"{shape.name}: {kind} error of {what} of {name} is {error:.2e}, allowed {limit}")
+    if device.type == "cuda":  # compiles what the full batch needs into Triton's cache on disk
+        for name in column_names:
+            full = COLUMNS[name].make(shape, generator)
+            with torch.no_grad():
+                COLUMNS[name].run(shape, *full)
+            out = COLUMNS[name].run(shape, *full)
+            torch.autograd.grad(out, full, torch.ones_like(out))
+    return failures
+
+
+def _results(run: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = run(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def _errors(x: Tensor, exact: Tensor) -> tuple[float, float]:
+    error = (x.double() - exact).abs()
+    return error.mean().item(), error.max().item()
+
+
+def gate(shapes: Sequence[Shape], columns: Sequence[Column], device: torch.device, jobs: int) -> None:
+    """Exit with the failures, if any: speed is reported for right results only. Processes share the compiling."""
+    ours = [c for c in columns if c.ours]
+    work = [(shape, names) for shape in shapes if (names := [c.name for c in ours if c.applies(shape)])]
+    check = partial(_check, device_name=str(device))
+    try:
+        if jobs > 1:
+            with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+                failures = [line for lines in pool.map(check, work) for line in lines]
+        else:
+            failures = [line for item in work for line in check(item)]
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    if failures:
+        raise SystemExit("\n".join([*failures, "error: results are wrong, nothing timed."]))
+    print(f"correct: {', '.join(c.name for c in ours) or 'nothing of ours'} at {len(work)} shapes, all gradients\n")
+
+
+def _check(item: tuple[Shape, list[str]], device_name: str) -> list[str]:
+    return check_shape(*item, device_name)
+
+
+def measure(shape: Shape, column: Column, device: torch.device, limit_ms: float) -> tuple[Row, str]:
+    """Times and memory of a column at a shape, None where there is none, and a note that says why."""
+    row: Row = dict.fromkeys(("forward", "forward_launched", "both", "both_launched", "peak_mib"))
+    try:
+        _measure(row, shape, column, device, limit_ms)
+    except RuntimeError as error:
+        if column.ours:
+            raise
+        return row, f"{shape.name}, {column.name}: {str(error).strip().splitlines()[0]}"
+    skipped = [name for name, key in (("forward", "forward"), ("forward+backward", "both")) if row[key] is None]
+    return row, f"{shape.name}, {column.name}: {', '.join(skipped)} beyond {limit_ms:g} ms" if skipped else ""
+
+
+def _measure(row: Row, shape: Shape, column: Column, device: torch.device, limit_ms: float) -> None:
+    def make(copy: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        inputs = column.make(shape, torch.Generator(device).manual_seed(copy))
+        with torch.no_grad():
+            return inputs, torch.randn_like(column.run(shape, *inputs))
+
+    @torch.no_grad()
+    def forward(inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return column.run(shape, *inputs)
+
+    def both(inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(column.run(shape, *inputs), inputs, grad)
+
+    first = make(0)
+    forward_ms = once_ms(lambda: forward(*first), device)
+    with_backward = BACKWARD_OVER_FORWARD * forward_ms <= limit_ms
+    if with_backward:
+        row["peak_mib"] = peak_mib(lambda: both(*first), device)
+    if forward_ms > limit_ms:
+        return
+    copies = [first]
+    if device.type == "cuda":
+        copies += [make(i) for i in range(1, max(2, math.ceil(COLD_BYTES * 4 / 3 / shape.floor_bytes)))]
+    for name, call in (("forward", forward), ("both", both)):
+        if name == "both" and not with_backward:
+            return
+        timing = time_calls([partial(call, *copy) for copy in copies], device)
+        row[name], row[f"{name}_launched"] = timing.ms, timing.launched_ms
+
+
+def measure_all(
+    shapes: Sequence[Shape], columns: Sequence[Column], device: torch.device, limit_ms: float
+) -> tuple[list[Row], list[str]]:
+    """A CSV row for each shape and column, and the notes."""
+    bandwidth = copy_bandwidth(device)
+    print(f"copy: {bandwidth / 1e12:.3g} TB/s; ms forward, forward with backward:")
+    rows, notes = [], []
+    for shape in shapes:
+        floor_ms = shape.floor_bytes / bandwidth * 1e3
+        print(f"{shape.name} ...", end=" ", flush=True)
+        for column in columns:
+            if not column.applies(shape):
+                continue
+            row, note = measure(shape, column, device, limit_ms)
+            release_memory()
+            notes += [note] if note else []
+            rows.append(_describe(shape) | {"column": column.name} | _with_floor(row, floor_ms))
+            print(
+                column.name, *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("forward", "both")), end=" "
+            )
+        print(flush=True)
+    facts = {"copy_tb_per_s": bandwidth / 1e12, "dtype": "bfloat16", **environment(device)}
+    return [row | facts for row in rows], notes
+
+
+def _describe(shape: Shape) -> Row:
+    return {
+        "shape": shape.name,
+        "group": shape.group,
+        "batch": shape.batch,
+        "heads": shape.heads,
+        "tokens": shape.tokens,
+        "head_dim": shape.head_dim,
+        "grid": "x".join(map(str, shape.grid)),
+        "block_grid": "x".join(map(str, shape.block_grid)),
+        "prefix_tokens": shape.prefix,
+    }
+
+
+def _with_floor(row: Row, floor_ms: float) -> Row:
+    """The row with the floor in ms beside each time, and graph and plain launches named in full."""
+    return {
+        "forward_floor_ms": floor_ms,
+        "forward_ms": row["forward"],
+        "forward_launched_ms": row["forward_launched"],
+        "forward_backward_floor_ms": floor_ms * 11 / 4,
+        "forward_backward_ms": row["both"],
+        "forward_backward_launched_ms": row["both_launched"],
+        "peak_mib": row["peak_mib"],
+    }
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default="all", help="names, 'sweep', 'scaling' or 'all', separated by commas")
+    parser.add_argument("--columns", help=f"of {', '.join(COLUMNS)}, separated by commas")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--tiny", action="store_true", help="small versions of the shapes")
+    parser.add_argument("--out", type=Path, help="folder of the CSV and images/; default docs for a whole run on CUDA")
+    parser.add_argument("--limit_ms", type=float, default=150, help="skip what takes longer for one call")
+    parser.add_argument("--jobs", type=int, help="processes of the correctness gate (they compile kernels)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    try:
+        shapes = select_shapes(arguments.shapes)
+    except ValueError as error:
+        raise SystemExit(f"error: --{error}") from None
+    if unknown := [name for name in (arguments.columns or "").split(",") if name and name not in COLUMNS]:
+        raise SystemExit(f"error: --columns must be of {', '.join(COLUMNS)}, got {unknown[0]!r}.")
+    if arguments.limit_ms <= 0 or (arguments.jobs is not None and arguments.jobs < 1):
+        raise SystemExit(f"error: --limit_ms {arguments.limit_ms:g} and --jobs {arguments.jobs} must be positive.")
+    device = open_device(arguments.device)
+    names = arguments.columns.split(",") if arguments.columns else DEFAULT_COLUMNS[device.type]
+    columns = [COLUMNS[name] for name in names]
+    if arguments.tiny:
+        shapes = [shape.tiny() for shape in shapes]
+    whole = arguments.shapes == "all" and not (arguments.columns or arguments.tiny) and device.type == "cuda"
+    out = arguments.out or (Path("docs") if whole else None)
+    jobs = arguments.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if device.type == "cuda" else 1)
+
+    gc.freeze()
+    facts = environment(device)
+    print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
+    gate(shapes, columns, device, jobs)
+    rows, notes = measure_all(shapes, columns, device, arguments.limit_ms)
+    print_tables(rows, columns)
+    for name, (forward, both) in scaling_exponents(rows).items():
+        print(f"{name}: time grows as N^{forward:.3f} forward, N^{both:.3f} with backward (fixed batch and blocks)")
+    print(*notes, sep="\n")
+    if out is not None:
+        slug = device_slug(facts["device"])
+        write_csv(out / f"mhla_{slug}.csv", rows)
+        if any(row["group"] == "sweep" for row in rows):
+            draw(rows, out / "images" / f"mhla_{slug}.png")
+        print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()

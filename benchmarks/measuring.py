@@ -1,0 +1,199 @@
+"""What the benchmarks share: timing, peak memory, tables and CSV files.
+
+On a CUDA device a call is timed in two ways, both with a cold L2 as far as rotating over copies of the inputs makes it:
+
+- ``graph_ms``: the calls captured in one CUDA graph and replayed, the device's time without that of the host;
+- ``launched_ms``: the same calls launched one by one from Python, what a program without graphs waits for.
+
+Each is the median of repeated passes over the copies, divided by the calls of a pass.
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+import importlib.metadata
+import itertools
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headmix_vision.training.files import atomic_path
+
+Call = Callable[[], object]
+SLOW_MS = 5.0  # from here on one copy of the inputs will do: its time is not that of filling the L2
+MIN_GRAPH_MS = 1.0  # a replay this long hides the few microseconds of its own launch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median times of one call in ms; ``graph_ms`` is None where no graph could be captured."""
+
+    graph_ms: float | None
+    launched_ms: float
+
+    @property
+    def ms(self) -> float:
+        return self.launched_ms if self.graph_ms is None else self.graph_ms
+
+
+def time_calls(calls: Sequence[Call], device: torch.device, budget_s: float = 0.08) -> Timing:
+    """Time one operation, given as a call for each copy of its inputs.
+
+    Args:
+        calls: the operation on each copy; together the copies should exceed the L2 several times.
+        device: where the calls run.
+        budget_s: about how long each of the two ways may take, warm-up and capture left out; five passes at least.
+    """
+    if once_ms(calls[0], device) > SLOW_MS:
+        calls = calls[:1]
+    launched_ms = _launched_ms(calls, device, budget_s / 2)
+    if device.type != "cuda":
+        return Timing(None, launched_ms)
+    graph, passes = _capture(calls, launched_ms * len(calls))
+    if graph is None:
+        return Timing(None, launched_ms)
+    graph.replay()
+    repeats = _repeats(launched_ms * len(calls) * passes, budget_s)
+    return Timing(statistics.median(_event_times(graph.replay, repeats)) / (len(calls) * passes), launched_ms)
+
+
+def once_ms(call: Call, device: torch.device) -> float:
+    """Time in ms of a second call, the first having compiled and chosen what it needs."""
+    call()
+    return (_event_times if device.type == "cuda" else _wall_times)(call, 1)[0]
+
+
+def _launched_ms(calls: Sequence[Call], device: torch.device, budget_s: float) -> float:
+    def one_pass() -> None:
+        for call in calls:
+            call()
+
+    timed = _event_times if device.type == "cuda" else _wall_times
+    first_ms = timed(one_pass, 1)[0]
+    return statistics.median(timed(one_pass, _repeats(first_ms, budget_s))) / len(calls)
+
+
+def _repeats(pass_ms: float, budget_s: float) -> int:
+    return max(5, min(50, int(budget_s * 1e3 / pass_ms)))
+
+
+def _wall_times(call: Call, repeats: int) -> list[float]:
+    times = [time.perf_counter()]
+    for _ in range(repeats):
+        call()
+        times.append(time.perf_counter())
+    return [1e3 * (end - start) for start, end in itertools.pairwise(times)]
+
+
+def _event_times(call: Call, repeats: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+
+
+def _capture(calls: Sequence[Call], pass_ms: float) -> tuple[torch.cuda.CUDAGraph | None, int]:
+    """A graph of one or more passes over the calls and their number, or None where an operation refuses capture."""
+    passes = max(1, min(math.ceil(MIN_GRAPH_MS / pass_ms), 64 // len(calls)))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(passes):
+                for call in calls:
+                    call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None, 0
+    return graph, passes
+
+
+def peak_mib(call: Call, device: torch.device) -> float | None:
+    """Memory that a call allocates at its highest, in MiB, beyond what was allocated before; None off CUDA devices."""
+    if device.type != "cuda":
+        return None
+    call()
+    release_memory()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+def release_memory() -> None:
+    """Give cached device memory back; tensors still referenced stay."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large copy on the device, reads and writes counted."""
+    size_bytes = 2**30 if device.type == "cuda" else 2**25
+    source = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size_bytes / (time_calls([lambda: target.copy_(source)], device, 0.2).ms * 1e-3)
+
+
+def open_device(name: str) -> torch.device:
+    """The device to measure on; exits with one line if it is not there."""
+    if name not in ("cuda", "cpu"):
+        raise SystemExit(f"error: --device must be 'cuda' or 'cpu', got {name!r}.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "error: --device cuda: torch sees no CUDA device; --device cpu --tiny tries the script itself."
+        )
+    return torch.device(name)
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a figure depends on besides the code: device and versions."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "torch": torch.__version__, "triton": _version("triton")}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def device_slug(name: str) -> str:
+    """Part of a file name: "NVIDIA H200" -> "h200"."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower().replace("nvidia", "")).strip("_")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows with the fields of the first as header; None is an empty field, floats have five digits."""
+    with atomic_path(path) as temporary, temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: f"{x:.5g}" if isinstance(x, float) else x for key, x in row.items()})
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Align columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for row in (header, *rows):
+        first, *others = (f"{x:>{w}}" for x, w in zip(row, widths, strict=True))
+        lines.append("  ".join([f"{first.strip():<{widths[0]}}", *others]))
+    return "\n".join(lines)
