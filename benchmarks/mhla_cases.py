@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headmix_vision.ops import TokenBlocks, mhla
+from headmix_vision.ops.feature_maps import apply_feature_map
 
 DTYPE = torch.bfloat16
 EPS = 1e-6
@@ -174,7 +175,7 @@ def run_low_precision(shape: Shape, q: Tensor, k: Tensor, v: Tensor, mixing: Ten
     """mhla's maths with every step rounded to the inputs' type: its error is the budget of the correctness gate."""
     tables = shape.blocks.tables(q)
     present = (tables.tokens >= 0)[:, :, None]  # [M, n, 1]
-    q, k = F.relu(q) + EPS, F.relu(k) + EPS
+    q, k = apply_feature_map(q, "relu", EPS), apply_feature_map(k, "relu", EPS)  # with its derivative at 0
     v = F.pad(v, (0, 1), value=1.0)
     q, k, v = (x.transpose(1, 2)[:, :, tables.tokens.clamp(min=0)] for x in (q, k, v))  # [B, H, M, n, D]
     summaries = (k * present).mT @ v
