@@ -11,8 +11,8 @@ window by window, and each figure is the median of its windows. Peak memory is w
 weights, gradients, optimizer states (training) and activations. Where a batch does not fit, all models of that size
 are measured again at half of it.
 
-Before a compiled model is timed its output is compared with the uncompiled one, and after its windows the loss must be
-finite; otherwise the script ends with exit code 1 and writes nothing.
+Before inference with a compiled model is timed its output is compared with the uncompiled one, and after all windows
+losses and outputs must be finite; otherwise the script ends with exit code 1 and writes nothing.
 """
 
 from __future__ import annotations
@@ -23,19 +23,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-import torch.nn.functional as F
 from measuring import device_slug, environment, format_table, open_device, release_memory, write_csv
+from model_families import family_of
 from torch import Tensor, nn
 
-import headmix_vision  # noqa: F401  (registers the models)
-
-CLASSES = 1000
 MAX_COMPILE_ERROR = 0.05  # relative, of two bf16 forward passes
 MODES = ("train", "inference")
 HEADER = ("model", "size", "batch", "mode", "images/s", "ratio", "peak GiB", "ratio")
@@ -62,48 +58,12 @@ TINY_DEFAULTS: dict[str, Any] = {
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Family:
-    """What differs between kinds of models: how one is made for a size, what it is called with, its loss."""
-
-    make: Callable[[str, int], nn.Module]
-    inputs: Callable[[int, int, torch.Generator], tuple[Tensor, ...]]
-    loss: Callable[[Tensor, tuple[Tensor, ...]], Tensor]
-
-
-def _image_inputs(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    return (torch.randn(batch, 3, size, size, generator=generator, device=generator.device),)
-
-
-def _image_loss(logits: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-    labels = torch.arange(len(logits), device=logits.device) % logits.shape[1]
-    return F.cross_entropy(logits, labels)
-
-
-def _latent_inputs(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Noisy latents [B, 4, size, size], times in [0, 1) and class labels."""
-    device = generator.device
-    x = torch.randn(batch, 4, size, size, generator=generator, device=device)
-    t = torch.rand(batch, generator=generator, device=device)
-    return x, t, torch.randint(0, CLASSES, (batch,), generator=generator, device=device)
-
-
-def _latent_loss(prediction: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Regression onto the latents; a model that predicts variances as well has them in its further channels."""
-    return (
-        F.mse_loss(prediction[:, : inputs[0].shape[1]].float(), inputs[0]) + 1e-3 * prediction.float().square().mean()
-    )
-
-
-FAMILIES = {
-    "dit": Family(lambda name, size: timm.create_model(name, input_size=size), _latent_inputs, _latent_loss),
-    "image": Family(lambda name, size: timm.create_model(name, img_size=size), _image_inputs, _image_loss),
-}
-
-
-def family_of(name: str) -> Family:
-    """``dit_*`` are called with latents, times and labels, everything else with images."""
-    return FAMILIES["dit" if name.startswith("dit_") else "image"]
+@torch.no_grad()
+def _fill_zeros(model: nn.Module) -> None:
+    """Draw weights that start at zero: a model that outputs zeros would pass the comparison with its compiled form."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
 
 
 class Contestant:
@@ -115,9 +75,11 @@ class Contestant:
         self.name, self.mode, self.inputs, self.loss_of = name, mode, inputs, family_of(name).loss
         self.device = inputs[0].device
         self.last: Tensor | None = None
-        before = self._allocated()
+        on_gpu = self.device.type == "cuda"
+        before = torch.cuda.memory_allocated(self.device) if on_gpu else 0
         torch.manual_seed(0)
         self.model = family_of(name).make(name, size).to(self.device).train(mode == "train")
+        _fill_zeros(self.model)
         self.call: Callable[..., Tensor] = self.model
         if compile_mode != "none":
             self.call = torch.compile(self.model, mode=compile_mode)
@@ -128,12 +90,11 @@ class Contestant:
         for _ in range(2):
             self.step()
         self._synchronize()
-        if self.device.type == "cuda":
+        if on_gpu:
             release_memory()
             torch.cuda.reset_peak_memory_stats(self.device)
         self.steps = 1
         self.steps = max(1, math.ceil(window_s / self.window()))
-        on_gpu = self.device.type == "cuda"
         self.peak_gib = (torch.cuda.max_memory_allocated(self.device) - before) / 2**30 if on_gpu else None
 
     def step(self) -> None:
@@ -171,9 +132,6 @@ class Contestant:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
