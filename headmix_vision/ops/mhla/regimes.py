@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headmix_vision.ops.token_blocks import TokenBlocks
 
-# Time per batch item and head, forward and backward: nanoseconds on an H200, bf16.
-PAIR_COLUMN_NS = 2.8e-5  # one pair of tokens, one column of the head dims
-SUMMARY_TOKEN_COLUMN_NS = 3.3e-3  # one token, one column: the tokens' rows
-SUMMARY_ENTRY_NS = 2e-3  # one entry of a block's summary: its traffic
-MIXED_ENTRY_NS = 2e-5  # one entry of a block's summary, one source block: the mixing products
+# Nanoseconds per batch item and head for each of the terms below: forward and backward on an H200, bf16.
+PAIRWISE_NS = (3e-3, 2.8e-5)
+SUMMARY_NS = (3.3e-3, 2e-3, 2e-5)
 
 
-def pairwise_cost(blocks: TokenBlocks, dim: int, value_dim: int) -> float:
-    """Estimated time of the pairwise regime, in nanoseconds per batch item and head."""
-    return PAIR_COLUMN_NS * blocks.num_tokens**2 * (dim + value_dim)
+def pairwise_terms(blocks: TokenBlocks, dim: int, value_dim: int) -> tuple[float, ...]:
+    """Entries of the tokens' rows, and pairs of them."""
+    columns = dim + value_dim
+    return blocks.num_tokens * columns, blocks.num_tokens**2 * columns
 
 
-def summary_cost(blocks: TokenBlocks, dim: int, value_dim: int) -> float:
-    """Estimated time of the summary regime, in nanoseconds per batch item and head."""
+def summary_terms(blocks: TokenBlocks, dim: int, value_dim: int) -> tuple[float, ...]:
+    """Entries of the tokens' rows, entries of the block summaries, and products that mix these."""
     entries = blocks.num_blocks * dim * value_dim
-    return (
-        SUMMARY_TOKEN_COLUMN_NS * blocks.num_tokens * (dim + value_dim)
-        + SUMMARY_ENTRY_NS * entries
-        + MIXED_ENTRY_NS * entries * blocks.num_blocks
-    )
+    return blocks.num_tokens * (dim + value_dim), entries, blocks.num_blocks * entries
+
+
+def cost(constants: Sequence[float], terms: Sequence[float]) -> float:
+    """Estimated time in nanoseconds per batch item and head."""
+    return sum(a * b for a, b in zip(constants, terms, strict=True))
+
+
+def choose(pairwise_ns: float, summary_ns: float) -> str:
+    return "pairwise" if pairwise_ns <= summary_ns else "summary"
 
 
 def choose_regime(blocks: TokenBlocks, dim: int, value_dim: int) -> str:
     """ "pairwise" or "summary", whichever is estimated faster."""
-    pairwise, summary = (cost(blocks, dim, value_dim) for cost in (pairwise_cost, summary_cost))
-    return "pairwise" if pairwise <= summary else "summary"
+    return choose(
+        cost(PAIRWISE_NS, pairwise_terms(blocks, dim, value_dim)),
+        cost(SUMMARY_NS, summary_terms(blocks, dim, value_dim)),
+    )

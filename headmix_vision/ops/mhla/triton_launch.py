@@ -23,6 +23,7 @@ PART_TOKENS = 512
 # Bytes of the unsummed mixing gradients of the pairwise backward pass; longer batches are taken in several launches.
 MIXING_GRADIENT_BYTES = 1 << 26
 MAX_CHUNKS = 8
+VECTOR_TILE = 32
 
 
 class Settings(NamedTuple):
@@ -198,13 +199,13 @@ def mix(
     size = matrix[0, 0, 0].numel()
     c = tuning.mix_tiles(M, matrix.dtype)
     row_tiles, column_tiles, chunks = _ceil(M, c["BM"]), _ceil(size, c["BF"]), _ceil(M, c["BC"])
-    shares = _ceil(column_tiles, c["per"])
+    shares = max(_ceil(column_tiles, c["per"]), _ceil(vector.shape[-1], VECTOR_TILE))
     stride_h, stride_row, stride_source = _mixing_strides(mixing.mT if transposed else mixing)
     compute, precision, _ = tuning.numerics(matrix.dtype)
     mixed, mixed_vector = torch.empty_like(matrix), torch.empty_like(vector)
     summary.mix_kernel[(B * H * row_tiles * shares,)](
         matrix, vector, mixing, mixed, mixed_vector, stride_h, stride_row, stride_source, H, M, row_tiles, shares,
-        SIZE=size, VECTOR_SIZE=vector.shape[-1], VECTOR_TILE=32, CHUNKS=chunks if chunks <= MAX_CHUNKS else 0,
+        SIZE=size, VECTOR_SIZE=vector.shape[-1], VECTOR_TILE=VECTOR_TILE, CHUNKS=chunks if chunks <= MAX_CHUNKS else 0,
         NORMALIZER=settings.normalizer, COMPUTE=compute, PRECISION=precision,
         **{name: value for name, value in c.items() if name != "per"},
     )  # fmt: skip

@@ -111,7 +111,8 @@ def mix_kernel(
     """Mixed summary i: the sum over blocks b of mixing[i, b] times summary b, for matrices and vectors.
 
     A program mixes every ``shares``-th tile of columns. Its weights stay on chip in CHUNKS tiles of BC blocks; CHUNKS
-    is 0 where they are too many.
+    is 0 where they are too many. One tile of the vectors at most falls to a program: looping over them, Triton 3.6
+    returns wrong sums for BC = 64 and 4 warps.
     """
     pid = tl.program_id(0)
     rows = (pid % row_tiles) * BM + tl.arange(0, BM)
@@ -139,17 +140,16 @@ def mix_kernel(
         m_mixed = m_rows[:, None] & (columns < SIZE)[None, :]
         tl.store(p_mixed + columns[None, :], accumulator.to(mixed.dtype.element_ty), mask=m_mixed)
     if NORMALIZER == "paper":
+        columns = share * VECTOR_TILE + tl.arange(0, VECTOR_TILE)
         p_vector = vector + pid_bh * M * VECTOR_SIZE
+        accumulator = tl.zeros((BM, VECTOR_TILE), tl.float32)
+        for first in tl.range(0, M, BC, num_stages=1):
+            b_weights = _mixing_weights(p_mixing, first, M, mixing_source, m_rows, BC, COMPUTE)
+            b_vector = _summary_tile(p_vector, first, columns, M, VECTOR_SIZE, BC)
+            accumulator = dot_exact(b_weights, b_vector, accumulator, COMPUTE, PRECISION)
         p_mixed_vector = mixed_vector + (pid_bh * M + rows)[:, None] * VECTOR_SIZE
-        for tile in tl.range(share, tl.cdiv(VECTOR_SIZE, VECTOR_TILE), shares, num_stages=1):
-            columns = tile * VECTOR_TILE + tl.arange(0, VECTOR_TILE)
-            accumulator = tl.zeros((BM, VECTOR_TILE), tl.float32)
-            for first in tl.range(0, M, BC, num_stages=1):
-                b_weights = _mixing_weights(p_mixing, first, M, mixing_source, m_rows, BC, COMPUTE)
-                b_vector = _summary_tile(p_vector, first, columns, M, VECTOR_SIZE, BC)
-                accumulator = dot_exact(b_weights, b_vector, accumulator, COMPUTE, PRECISION)
-            m_mixed = m_rows[:, None] & (columns < VECTOR_SIZE)[None, :]
-            tl.store(p_mixed_vector + columns[None, :], accumulator, mask=m_mixed)
+        m_mixed = m_rows[:, None] & (columns < VECTOR_SIZE)[None, :]
+        tl.store(p_mixed_vector + columns[None, :], accumulator, mask=m_mixed)
 
 
 @triton.jit

@@ -1,0 +1,84 @@
+"""Fit the cost model that picks the regime of the Triton MHLA, `headmix_vision/ops/mhla/regimes.py`.
+
+    python benchmarks/fit_mhla_regimes.py
+
+Times both regimes, forward with backward in bf16, over tokens, blocks and head dims; fits the constants by
+non-negative least squares on relative errors; prints them with what the model's choices lose against the better regime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from measuring import format_table, open_device, release_memory, time_calls
+from mhla_cases import Shape, raster_inputs, run_mhla
+from scipy.optimize import nnls
+
+from headmix_vision.ops.mhla import regimes
+
+GRIDS = ((8, 8), (14, 14), (16, 16), (20, 20), (24, 24), (32, 32))
+BLOCK_GRIDS = ((1, 1), (2, 2), (4, 4), (8, 8))
+HEAD_DIMS = (32, 64, 72, 128)
+TOKEN_HEADS = 1 << 18  # tokens times batch times heads: a millisecond or less for a call
+HEADS = 8
+
+
+def shapes() -> list[Shape]:
+    return [
+        Shape("", max(1, TOKEN_HEADS // (grid[0] * grid[1] * HEADS)), HEADS, grid, dim, block_grid)
+        for dim in HEAD_DIMS
+        for grid in GRIDS
+        for block_grid in BLOCK_GRIDS
+    ]
+
+
+def time_ns(shape: Shape, impl: str, device: torch.device) -> float:
+    """Time of forward with backward in nanoseconds per batch item and head."""
+    calls = []
+    for seed in range(2):
+        inputs = raster_inputs(shape, torch.Generator(device).manual_seed(seed))
+        grad = torch.randn_like(inputs[2], memory_format=torch.contiguous_format)
+        calls.append(partial(_both, shape, impl, inputs, grad))
+    return time_calls(calls, device, budget_s=0.02).ms * 1e6 / (shape.batch * shape.heads)
+
+
+def _both(shape: Shape, impl: str, inputs: Sequence[torch.Tensor], grad: torch.Tensor) -> object:
+    return torch.autograd.grad(run_mhla(impl, shape, *inputs), inputs, grad)
+
+
+def fit(terms: list[tuple[float, ...]], times: list[float]) -> list[float]:
+    """Non-negative constants for the sum of terms, by least squares on relative errors."""
+    scaled = torch.tensor(terms, dtype=torch.float64) / torch.tensor(times, dtype=torch.float64)[:, None]
+    return nnls(scaled.numpy(), torch.ones(len(times)).numpy())[0].tolist()
+
+
+def main() -> None:
+    device = open_device("cuda")
+    measured = []
+    for shape in shapes():
+        measured.append((shape, time_ns(shape, "triton_pairwise", device), time_ns(shape, "triton_summary", device)))
+        release_memory()
+    arguments = [(shape.blocks, shape.head_dim, shape.head_dim) for shape, *_ in measured]
+    pairwise = fit([regimes.pairwise_terms(*a) for a in arguments], [times[1] for times in measured])
+    summary = fit([regimes.summary_terms(*a) for a in arguments], [times[2] for times in measured])
+    print("PAIRWISE_NS =", tuple(float(f"{x:.3g}") for x in pairwise))
+    print("SUMMARY_NS =", tuple(float(f"{x:.3g}") for x in summary))
+
+    rows = []
+    for (shape, pairwise_ns, summary_ns), a in zip(measured, arguments, strict=True):
+        choice = regimes.choose(
+            regimes.cost(pairwise, regimes.pairwise_terms(*a)), regimes.cost(summary, regimes.summary_terms(*a))
+        )
+        taken = {"pairwise": pairwise_ns, "summary": summary_ns}[choice]
+        loss = taken / min(pairwise_ns, summary_ns)
+        name = f"{shape.tokens} / {shape.blocks.num_blocks} / {shape.head_dim}"
+        rows.append((name, f"{pairwise_ns:.0f}", f"{summary_ns:.0f}", choice, f"{loss:.2f}"))
+    print(format_table(("tokens / blocks / head dim", "pairwise ns", "summary ns", "choice", "over the better"), rows))
+    losses = sorted(float(row[-1]) for row in rows)
+    print(f"over the better regime: mean {sum(losses) / len(losses):.3f}, worst {losses[-1]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
