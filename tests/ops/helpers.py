@@ -1,6 +1,7 @@
 """Inputs, error measures and error budgets of the op tests."""
 
 import torch
+import torch.nn.functional as F
 
 from headmix_vision.ops import mhla
 from headmix_vision.ops.feature_maps import apply_feature_map
@@ -27,8 +28,8 @@ def run(op, inputs, d_out):
     return out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))
 
 
-def eager_mhla(q, k, v, mixing, blocks, normalizer, feature_map, eps=1e-6):
-    """The paper's formula, token by token, every step in the type of the inputs."""
+def eager_pairwise(q, k, v, mixing, blocks, normalizer, feature_map, eps=1e-6):
+    """The method token by token, every step in the type of the inputs."""
     q, k, mixing = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps), mixing.to(q.dtype)
     block = blocks.tables(q).block_of_token
     weights = mixing[..., block[:, None], block[None, :]] * torch.einsum("bihd,bjhd->bhij", q, k)
@@ -36,14 +37,29 @@ def eager_mhla(q, k, v, mixing, blocks, normalizer, feature_map, eps=1e-6):
     return out / weights.sum(-1).transpose(1, 2)[..., None] if normalizer == "paper" else out
 
 
-def assert_within_budget(ours, inputs, d_out, blocks, normalizer="paper", feature_map="relu"):
-    """Errors against float64 at most those of ``eager_mhla`` in the type of the inputs: twice, gradients three times.
+def eager_summary(q, k, v, mixing, blocks, normalizer, feature_map, eps=1e-6):
+    """The method by block summaries, every step in the type of the inputs."""
+    tables = blocks.tables(q)
+    q, k, mixing = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps), mixing.to(q.dtype)
+    present = (tables.tokens >= 0)[:, :, None, None]
+    q, k, v = (x[:, tables.tokens.clamp(min=0)] * present for x in (q, k, F.pad(v, (0, 1), value=1.0)))
+    mixing = mixing.expand(q.shape[3], *mixing.shape[-2:])
+    mixed = torch.einsum("hij,bjhde->bihde", mixing, torch.einsum("bjnhd,bjnhe->bjhde", k, v))
+    out = torch.einsum("binhd,bihde->binhe", q, mixed).flatten(1, 2)[:, tables.slot_of_token]
+    return out[..., :-1] / out[..., -1:] if normalizer == "paper" else out[..., :-1]
+
+
+EAGER = {"triton_pairwise": eager_pairwise, "triton_summary": eager_summary}
+
+
+def assert_within_budget(impl, ours, inputs, d_out, blocks, normalizer="paper", feature_map="relu"):
+    """Errors against float64 at most those of the eager form in the type of the inputs: twice, gradients three times.
 
     Both the mean and the largest error of the output and of each gradient count.
     """
     options = {"normalizer": normalizer, "feature_map": feature_map}
     exact = run(lambda *x: mhla(*x, blocks, impl="torch", **options), [x.double() for x in inputs], d_out)
-    eager = run(lambda *x: eager_mhla(*x, blocks, **options), inputs, d_out)
+    eager = run(lambda *x: EAGER[impl](*x, blocks, **options), inputs, d_out)
     for name, x, e, reference in zip(("out", "dq", "dk", "dv", "dmixing"), ours, eager, exact, strict=True):
         factor = 2 if name == "out" else 3
         error, budget = (x.double() - reference).abs(), (e.double() - reference).abs()

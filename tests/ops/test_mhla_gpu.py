@@ -35,7 +35,7 @@ def make(blocks, dtype=BF16, **options):
 def check(impl, blocks, dtype=BF16, options=None, **shapes):
     inputs, d_out = make(blocks, dtype, **shapes)
     ours = run(lambda *x: mhla(*x, blocks, impl=impl, **(options or {})), inputs, d_out)
-    assert_within_budget(ours, inputs, d_out, blocks, **(options or {}))
+    assert_within_budget(impl, ours, inputs, d_out, blocks, **(options or {}))
 
 
 @pytest.mark.parametrize("impl", REGIMES)
@@ -86,7 +86,7 @@ def test_zero_and_large_features(impl, scale):
     ours = run(lambda *x: mhla(*x, VIT, impl=impl), inputs, d_out)
     assert all(x.isfinite().all() for x in ours)
     if scale:
-        assert_within_budget(ours, inputs, d_out, VIT)
+        assert_within_budget(impl, ours, inputs, d_out, VIT)
 
 
 @pytest.mark.parametrize("impl", REGIMES)

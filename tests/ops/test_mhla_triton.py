@@ -280,10 +280,10 @@ def test_cost_model_decides_what_triton_runs(monkeypatch):
         original = getattr(triton_launch, name)
         monkeypatch.setattr(triton_launch, name, lambda *x, f=original, n=name: (launched.append(n), f(*x))[1])
     inputs, _ = make(EVEN)
-    for weights, expected in (((1.0, 0.0), "summarize"), ((0.0, 1.0), "pairwise_forward")):
-        monkeypatch.setattr(regimes, "pairwise_cost", lambda *_, w=weights: w[0])
-        monkeypatch.setattr(regimes, "summary_cost", lambda *_, w=weights: w[1])
-        mhla(*inputs, EVEN, impl="triton")
+    for constant, expected in (("PAIRWISE_NS", "pairwise_forward"), ("SUMMARY_NS", "summarize")):
+        with monkeypatch.context() as patch:
+            patch.setattr(regimes, constant, [0.0] * len(getattr(regimes, constant)))
+            mhla(*inputs, EVEN, impl="triton")
         assert launched.pop() == expected
 
 
