@@ -116,6 +116,11 @@ def raster_inputs(shape: Shape, generator: torch.Generator) -> tuple[Tensor, ...
     return _leaves(*packed.unbind(2), _mixing(shape, generator).float())
 
 
+def packed_inputs(shape: Shape, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """q, k, v [B, N, H, D] as views of one packed [B, N, 3, H, D]."""
+    return raster_inputs(shape, generator)[:3]
+
+
 def head_inputs(shape: Shape, generator: torch.Generator) -> tuple[Tensor, ...]:
     """q, k, v [B, H, N, D], each contiguous."""
     return _leaves(*(_normal((shape.batch, shape.heads, shape.tokens, shape.head_dim), generator) for _ in range(3)))
@@ -166,6 +171,11 @@ def run_linear(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1))
 
 
+def run_sdpa_raster(backend: SDPBackend, shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """On the views of a packed projection that a model has, [B, N, H, D] -> [B, N, H, D]."""
+    return run_sdpa(backend, shape, *(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
 def run_sdpa(backend: SDPBackend, shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v)
@@ -197,12 +207,14 @@ COLUMNS = {
         _mhla_column("torch", "torch", scaling=True),
         Column("flash", head_inputs, partial(run_sdpa, SDPBackend.FLASH_ATTENTION)),
         Column("cudnn", head_inputs, partial(run_sdpa, SDPBackend.CUDNN_ATTENTION)),
+        Column("flash_packed", packed_inputs, partial(run_sdpa_raster, SDPBackend.FLASH_ATTENTION)),
+        Column("cudnn_packed", packed_inputs, partial(run_sdpa_raster, SDPBackend.CUDNN_ATTENTION)),
         Column("math", head_inputs, partial(run_sdpa, SDPBackend.MATH), max_tokens=PAIRWISE_MAX_TOKENS),
         Column("released", block_inputs, run_released),
         Column("linear", head_inputs, run_linear, scaling=True),
     )
 }
 DEFAULT_COLUMNS = {
-    "cuda": ("auto", "pairwise", "summary", "flash", "cudnn", "released", "linear"),
+    "cuda": ("auto", "pairwise", "summary", "flash", "cudnn", "flash_packed", "cudnn_packed", "released", "linear"),
     "cpu": ("torch", "math", "released", "linear"),
 }

@@ -206,7 +206,6 @@ def test_bench_models_halves_a_batch_that_does_not_fit(load, monkeypatch, capsys
         ("bench_mhla", ["--columns", "flash,fast"], "'fast'"),
         ("bench_mhla", ["--device", "tpu"], "'tpu'"),
         ("bench_mhla", ["--limit_ms", "0"], "positive"),
-        ("bench_mhla", ["--device", "cpu", "--tiny", "--shapes", "deit", "--columns", "summary"], "impl"),
         ("bench_models", ["--models", "deit_mhla_huge"], "'deit_mhla_huge'"),
         ("bench_models", ["--batch", "1", "2", "3"], "--batch"),
         ("bench_models", ["--baseline", "deit_mhla_small"], "twice"),

@@ -109,17 +109,14 @@ def test_mixing_gradients_in_several_launches(monkeypatch):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("prefetch_run", [1, 128])
 @pytest.mark.parametrize("blocks", [EVEN, UNEVEN], ids=["full", "masked"])
-def test_resident_keys_and_values(monkeypatch, blocks):
-    """In bf16 and up to 256 places the forward pass holds a head on chip; here in float32, for the interpreter."""
-    inputs, _ = make(blocks)
-    expected = mhla(*inputs, blocks, impl="triton_pairwise")
-    q, k, v, mixing = inputs
-    settings = triton_launch.Settings(blocks, "paper", "relu", 1e-6)
-    out, inverse = torch.empty_like(v), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
+def test_heads_held_on_chip(monkeypatch, blocks, prefetch_run):
+    """As in bf16 and up to 256 tokens; here in float32, for the interpreter."""
     monkeypatch.setattr(triton_launch, "is_resident", lambda *_: True)
-    triton_launch.pairwise_forward(q, k, v, mixing, inverse, out, settings)
-    assert relative_error(out, expected) < 1e-6
+    monkeypatch.setattr(triton_tuning, "PREFETCH_RUN", prefetch_run)
+    inputs, d_out = make(blocks)
+    assert_agrees("triton_pairwise", inputs, d_out, blocks)
 
 
 @pytest.mark.parametrize("impl", REGIMES)

@@ -23,7 +23,7 @@ PART_TOKENS = 512
 # Bytes of the unsummed mixing gradients of the pairwise backward pass; longer batches are taken in several launches.
 MIXING_GRADIENT_BYTES = 1 << 26
 MAX_CHUNKS = 8
-VECTOR_TILE = 32
+VECTOR_TILE = 64
 
 
 class Settings(NamedTuple):
@@ -64,6 +64,7 @@ def _strides(align: int, *tensors: Tensor) -> list[int]:
 
 
 def _mixing_strides(mixing: Tensor) -> tuple[int, ...]:
+    """Strides of [H, ...] weights, also if the heads share them."""
     return (0, *mixing.stride()) if mixing.ndim == 2 else mixing.stride()
 
 
@@ -87,7 +88,7 @@ def _places(c: tuning.Tiles, q: Tensor, settings: Settings) -> Places:
 
 
 def is_resident(dim: int, num_tokens: int, dtype: torch.dtype) -> bool:
-    """Whether the pairwise forward pass holds all keys and values of a head on chip."""
+    """Whether pairwise kernels hold all keys and values, or queries and gradients, of a head on chip."""
     return dtype == torch.bfloat16 and dim <= 64 and num_tokens <= tuning.RESIDENT_TOKENS
 
 
@@ -98,16 +99,19 @@ def pairwise_forward(
     B, N, H, D = q.shape
     dim = max(D, v.shape[-1])
     resident = is_resident(dim, N, q.dtype)
-    c = tuning.PAIRWISE_RESIDENT if resident else tuning.tiles(tuning.PAIRWISE_FORWARD, dim, q.dtype)
+    c = tuning.RESIDENT_FORWARD if resident else tuning.tiles(tuning.PAIRWISE_FORWARD, dim, q.dtype)
     t = _places(c, q, settings)
+    weights = t.weights(mixing)
     align = _alignment(q, k, v)
     arguments = (
-        q, k, v, mixing, out, inverse, t.tokens, t.blocks,
-        *_strides(align, q, k, v), *_mixing_strides(mixing), N, H, t.num_places, settings.eps,
+        q, k, v, weights, out, inverse, t.tokens,
+        *_strides(align, q, k, v), *_mixing_strides(weights), N, H, t.num_places, settings.eps,
     )  # fmt: skip
     constants = _pairwise_constants(q, v, settings, align, t, c)
     if resident:
-        pairwise.resident_forward_kernel[(B * H,)](*arguments, TILES=_ceil(t.num_places, c["BK"]), **constants)
+        pairwise.resident_forward_kernel[(B * H,)](
+            *arguments, TILES=_ceil(t.num_places, c["BK"]), PREFETCH=t.run >= tuning.PREFETCH_RUN, **constants
+        )
     else:
         pairwise.pairwise_forward_kernel[(B * H * _ceil(t.num_places, c["BQ"]),)](*arguments, **constants)
 
@@ -115,42 +119,78 @@ def pairwise_forward(
 def pairwise_backward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor, settings: Settings
 ) -> PairwiseGradients:
-    B, N, H, D = q.shape
-    dim = max(D, v.shape[-1])
-    c_q = tuning.tiles(tuning.PAIRWISE_BACKWARD_QUERY, dim, q.dtype)
-    c_k = tuning.tiles(tuning.PAIRWISE_BACKWARD_KEY, dim, q.dtype)
-    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
-    d_denominator = q.new_empty(B, H, N, dtype=torch.float32)
+    d_q, d_mixing, d_scale = _pairwise_backward_query(q, k, v, mixing, out, inverse, d_out, settings)
+    d_k, d_v = _pairwise_backward_key(q, k, v, mixing, inverse, d_out, d_scale, settings)
+    return PairwiseGradients(d_q, d_k, d_v, d_mixing, d_scale)
 
-    t = _places(c_q, q, settings)
-    query_tiles, key_tiles = _ceil(t.num_places, c_q["BQ"]), _ceil(t.num_places, c_q["BK"])
-    runs = (query_tiles * c_q["BQ"] // t.run, key_tiles * c_q["BK"] // t.run)
-    per_launch = max(1, min(B, MIXING_GRADIENT_BYTES // (4 * H * runs[0] * runs[1])))
-    sums = []
+
+def _pairwise_backward_query(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, of the mixing, and of denominators: in the order of places for the paper's, else tokens."""
+    B, N, H, D = q.shape
+    M = settings.blocks.num_blocks
+    c = tuning.tiles(tuning.PAIRWISE_BACKWARD_QUERY, max(D, v.shape[-1]), q.dtype)
+    t = _places(c, q, settings)
+    weights = t.weights(mixing)
+    d_q = q.new_empty(q.shape)
+    d_scale = q.new_empty(B, H, t.num_places if settings.normalizer == "paper" else N, dtype=torch.float32)
+
+    query_tiles, key_tiles = _ceil(t.num_places, c["BQ"]), _ceil(t.num_places, c["BK"])
+    sums = (query_tiles * c["BQ"] // t.run, key_tiles * c["BK"] // t.run)
+    per_launch = max(1, min(B, MIXING_GRADIENT_BYTES // (4 * H * sums[0] * sums[1])))
+    d_weights = []
     for first in range(0, B, per_launch):
         some = slice(first, first + per_launch)
         b_q, b_k, b_v, b_out, b_inverse, b_g = (x[some] for x in (q, k, v, out, inverse, d_out))
-        d_mixing = q.new_empty(len(b_q), H, *runs, dtype=torch.float32)
+        b_weights = q.new_empty(len(b_q), H, *sums, dtype=torch.float32)
         align = _alignment(b_q, b_k, b_v, b_out, b_g)
         pairwise.pairwise_backward_query_kernel[(len(b_q) * H * query_tiles,)](
-            b_q, b_k, b_v, mixing, b_out, b_inverse, b_g, d_q[some], d_denominator[some], d_mixing, t.tokens, t.blocks,
-            *_strides(align, b_q, b_k, b_v, b_out, b_g), *_mixing_strides(mixing), N, H, t.num_places, settings.eps,
-            **_pairwise_constants(q, v, settings, align, t, c_q),
+            b_q, b_k, b_v, weights, b_out, b_inverse, b_g, d_q[some], d_scale[some], b_weights, t.tokens,
+            *_strides(align, b_q, b_k, b_v, b_out, b_g), *_mixing_strides(weights), N, H, t.num_places, settings.eps,
+            **_pairwise_constants(q, v, settings, align, t, c),
         )  # fmt: skip
-        sums.append(_sum_leading(d_mixing, 1 if mixing.ndim == 3 else 2))
-    d_mixing = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
-    d_mixing = d_mixing[..., : len(t.blocks), : len(t.blocks)]
-    if t.membership is not None:
-        d_mixing = (t.membership.T @ d_mixing.double() @ t.membership).float()
+        d_weights.append(_sum_leading(b_weights, 1 if mixing.ndim == 3 else 2))
+    d_mixing = d_weights[0] if len(d_weights) == 1 else torch.stack(d_weights).sum(0)
+    return d_q, _fold_runs(d_mixing, t, M), d_scale
 
-    t = _places(c_k, q, settings)
+
+def _fold_runs(d_weights: Tensor, t: Places, num_blocks: int) -> Tensor:
+    """Gradient of the mixing from that of the weights of each pair of runs: [(H,) M, M]."""
+    if len(t.blocks) == num_blocks:
+        return d_weights[..., :num_blocks, :num_blocks].contiguous()
+    heads = d_weights.shape[:-2]
+    d_mixing = d_weights.new_empty(*heads, num_blocks, num_blocks)
+    grid = (heads.numel() * _ceil(num_blocks, 16) ** 2,)
+    pairwise.fold_runs_kernel[grid](
+        d_weights, d_mixing, t.blocks, len(t.blocks), *d_weights.shape[-2:], num_blocks, TILE=64, BM=16, num_warps=4
+    )
+    return d_mixing
+
+
+def _pairwise_backward_key(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, inverse: Tensor, d_out: Tensor, d_scale: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """Gradients of keys and values."""
+    B, N, H, D = q.shape
+    dim = max(D, v.shape[-1])
+    resident = is_resident(dim, N, q.dtype)
+    c = tuning.RESIDENT_BACKWARD_KEY if resident else tuning.tiles(tuning.PAIRWISE_BACKWARD_KEY, dim, q.dtype)
+    t = _places(c, q, settings)
+    weights = t.weights(mixing)
+    d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
     align = _alignment(q, k, v, d_out)
-    pairwise.pairwise_backward_key_kernel[(B * H * _ceil(t.num_places, c_k["BK"]),)](
-        q, k, v, mixing, inverse, d_out, d_denominator, d_k, d_v, t.tokens, t.blocks,
-        *_strides(align, q, k, v, d_out), *_mixing_strides(mixing), N, H, t.num_places, settings.eps,
-        **_pairwise_constants(q, v, settings, align, t, c_k),
+    arguments = (
+        q, k, v, weights, inverse, d_out, d_scale, d_k, d_v, t.tokens,
+        *_strides(align, q, k, v, d_out), *_mixing_strides(weights), N, H, t.num_places, settings.eps,
     )  # fmt: skip
-    return PairwiseGradients(d_q, d_k, d_v, d_mixing, d_denominator)
+    constants = _pairwise_constants(q, v, settings, align, t, c)
+    if resident:
+        tiles = _ceil(t.num_places, c["BQ"])
+        pairwise.resident_backward_key_kernel[(B * H,)](*arguments, TILES=tiles, **constants)
+    else:
+        pairwise.pairwise_backward_key_kernel[(B * H * _ceil(t.num_places, c["BK"]),)](*arguments, **constants)
+    return d_k, d_v
 
 
 def _token_constants(q: Tensor, v: Tensor, settings: Settings, align: int, size: int, c: tuning.Tiles) -> dict:

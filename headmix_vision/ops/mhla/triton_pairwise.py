@@ -1,9 +1,10 @@
 """MHLA for short sequences: scores times mixing weight, token by token, no block summaries.
 
 B batch, N tokens, H heads, M blocks, D and Dv head dims. A table lists the tokens block by block in places; a *run* is
-RUN consecutive places of one block (-1: a place without token), so the weights of a tile of scores are one column per
-run of keys, and reach the scores by a broadcast in registers. The *resident* kernel holds all keys and values
-of a head on chip; the others pass them through in tiles and take any length.
+RUN consecutive places of one block (-1: a place without token). Weights come as one number per pair of runs: those of a
+tile of scores are an affine load and reach the scores by a broadcast in registers. The *resident* kernels hold all keys
+and values, or queries and output gradients, of a head on chip; the others pass them through in tiles and take any
+length.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from headmix_vision.ops.mhla.triton_tiles import (
 
 
 @triton.jit
-def _places(table, blocks, first, places, SIZE: tl.constexpr, RUN: tl.constexpr, FULL: tl.constexpr):
-    """Tokens [SIZE] from a place on, whether they exist, and their blocks."""
+def _places(table, first, places, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """Tokens [SIZE] from a place on, and whether they exist."""
     place = first + tl.arange(0, SIZE)
     if FULL:
-        return tl.load(table + place).to(tl.int64), tl.full((SIZE,), 1, tl.int1), tl.load(blocks + place // RUN)
+        return tl.load(table + place).to(tl.int64), tl.full((SIZE,), 1, tl.int1)
     else:
         token = tl.load(table + place, mask=place < places, other=-1).to(tl.int64)
-        return token, token >= 0, tl.load(blocks + place // RUN, mask=place < places, other=0)
+        return token, token >= 0
 
 
 @triton.jit
@@ -49,13 +50,13 @@ def _features(rows, present, eps, D: tl.constexpr, D1: tl.constexpr, FEATURE_MAP
 
 
 @triton.jit
-def _weights(
-    mixing, row_block, blocks, first, places, stride_row, stride_column, SIZE: tl.constexpr, RUN: tl.constexpr
-):
-    """Mixing weights of rows with the runs of a tile of SIZE places: [rows, SIZE / RUN] in float32."""
-    run = first // RUN + tl.arange(0, SIZE // RUN)
-    column_block = tl.load(blocks + run, mask=run * RUN < places, other=0)
-    return tl.load(mixing + row_block[:, None] * stride_row + column_block[None, :] * stride_column).to(tl.float32)
+def _weights(weights, row, column, stride_row, stride_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+             RUN: tl.constexpr):  # fmt: skip
+    """Weights of the ROWS places from one on with the runs of the COLUMNS places from one on: [ROWS, COLUMNS / RUN]."""
+    row_run = (row + tl.arange(0, ROWS)) // RUN
+    column_run = column // RUN + tl.arange(0, COLUMNS // RUN)
+    pointers = weights + row_run[:, None] * stride_row + column_run[None, :] * stride_column
+    return tl.load(pointers).to(tl.float32)
 
 
 @triton.jit
@@ -111,13 +112,14 @@ def _store_output(out, inverse, accumulator, denominator, b, h, N, H, token, pre
 
 
 @triton.jit
-def _gradient_rows(g_rows, o_rows, inverse, d_scale, place, present, NORMALIZER: tl.constexpr, COMPUTE: tl.constexpr):
+def _gradient_rows(g_rows, o_rows, p_inverse, p_scale, present, m_scale, NORMALIZER: tl.constexpr,
+                   COMPUTE: tl.constexpr):  # fmt: skip
     """Output gradients over the denominators, and the share of each score in the denominator's gradient."""
     shift = tl.zeros((g_rows[0].shape[0],), tl.float32)
     if NORMALIZER != "none":
-        b_inverse = tl.load(inverse + place, mask=present, other=0.0)
+        b_inverse = tl.load(p_inverse, mask=present, other=0.0)
         d_denominator = -row_products(g_rows, o_rows) * b_inverse
-        tl.store(d_scale + place, d_denominator, mask=present)
+        tl.store(p_scale, d_denominator, mask=m_scale)
         if NORMALIZER == "paper":
             shift = d_denominator
         g_rows = scale_rows(g_rows, b_inverse)
@@ -125,15 +127,15 @@ def _gradient_rows(g_rows, o_rows, inverse, d_scale, place, present, NORMALIZER:
 
 
 @triton.jit
-def _backward_query(q_rows, g_rows, shift, k_rows, v_rows, weights, accumulator, p_mixing, RUN: tl.constexpr,
+def _backward_query(q_rows, g_rows, shift, k_rows, v_rows, weights, accumulator,
                     COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Query gradients with one more tile of keys; stores the sums over runs that make the mixing gradient."""
+    """Query gradients with one more tile of keys, and the gradient of the weight of each pair of tokens."""
     BQ: tl.constexpr = q_rows[0].shape[0]
     BK: tl.constexpr = k_rows[0].shape[0]
     scores = dot_rows(q_rows, k_rows, tl.zeros((BQ, BK), tl.float32), PRECISION)
     d_weighted = dot_rows(g_rows, v_rows, tl.zeros((BQ, BK), tl.float32), PRECISION) + shift[:, None]
-    tl.store(p_mixing, _sum_runs(scores * d_weighted, RUN))
-    return dot_columns(_weigh(d_weighted, weights).to(COMPUTE), k_rows, accumulator, PRECISION)
+    accumulator = dot_columns(_weigh(d_weighted, weights).to(COMPUTE), k_rows, accumulator, PRECISION)
+    return accumulator, scores * d_weighted
 
 
 @triton.jit
@@ -150,8 +152,8 @@ def _backward_key(q_rows, g_rows, shift, k_rows, v_rows, weights, dk_rows, dv_ro
 
 @triton.jit
 def pairwise_forward_kernel(
-    q, k, v, mixing, out, inverse, table, blocks,
-    q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, mixing_h, mixing_i, mixing_j,
+    q, k, v, weights, out, inverse, table,
+    q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, weights_h, weights_i, weights_j,
     N, H, places, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
     RUN: tl.constexpr, FULL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NORMALIZER: tl.constexpr,
@@ -159,117 +161,154 @@ def pairwise_forward_kernel(
 ):  # fmt: skip
     tiles = tl.cdiv(places, BQ)
     pid_bh = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * BQ
+    query = tl.program_id(0) % tiles * BQ
     b, h = (pid_bh // H).to(tl.int64), pid_bh % H
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
-    p_mixing = mixing + h * mixing_h
-    token, present, q_block = _places(table, blocks, first, places, BQ, RUN, FULL)
+    p_weights = weights + h * weights_h
+    token, present = _places(table, query, places, BQ, FULL)
     q_rows = load_rows(p_q, token * (q_n * ALIGN), present, q_d, D, D1, D2)
     q_rows = _features(q_rows, present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
     accumulator, denominator = zeros(BQ, DV1, DV2), tl.zeros((BQ,), tl.float32)
     for key in range(0, places, BK):
-        k_token, k_present, k_block = _places(table, blocks, key, places, BK, RUN, FULL)
+        k_token, k_present = _places(table, key, places, BK, FULL)
         k_rows = load_rows(p_k, k_token * (k_n * ALIGN), k_present, k_d, D, D1, D2)
         v_rows = load_rows(p_v, k_token * (v_n * ALIGN), k_present, v_d, DV, DV1, DV2)
-        weights = _weights(p_mixing, q_block, blocks, key, places, mixing_i, mixing_j, BK, RUN)
+        b_weights = _weights(p_weights, query, key, weights_i, weights_j, BQ, BK, RUN)
         k_rows = _features(k_rows, k_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
         accumulator, denominator = _attend(
-            q_rows, k_rows, cast(v_rows, COMPUTE), weights, accumulator, denominator, NORMALIZER, COMPUTE, PRECISION
+            q_rows, k_rows, cast(v_rows, COMPUTE), b_weights, accumulator, denominator, NORMALIZER, COMPUTE, PRECISION
         )
     _store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV, DV1, NORMALIZER)
 
 
 @triton.jit
 def resident_forward_kernel(
-    q, k, v, mixing, out, inverse, table, blocks,
-    q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, mixing_h, mixing_i, mixing_j,
+    q, k, v, weights, out, inverse, table,
+    q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, weights_h, weights_i, weights_j,
     N, H, places, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
-    RUN: tl.constexpr, FULL: tl.constexpr, TILES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr,
+    RUN: tl.constexpr, FULL: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    """One program for each head. PREFETCH: queries are loaded one tile ahead, beside their table."""
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
-    p_mixing = mixing + h * mixing_h
+    p_weights = weights + h * weights_h
+    next_token, next_present = _places(table, 0, places, BQ, FULL)
+    next_rows = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
     k_tiles = ()
     v_tiles = ()
     for tile in tl.static_range(TILES):
-        k_token, k_present, k_block = _places(table, blocks, tile * BK, places, BK, RUN, FULL)
+        k_token, k_present = _places(table, tile * BK, places, BK, FULL)
         k_rows = load_rows(p_k, k_token * (k_n * ALIGN), k_present, k_d, D, D1, D2)
         v_rows = load_rows(p_v, k_token * (v_n * ALIGN), k_present, v_d, DV, DV1, DV2)
         k_tiles = k_tiles + (_features(k_rows, k_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE),)
         v_tiles = v_tiles + (cast(v_rows, COMPUTE),)
     for query in range(0, places, BQ):
-        token, present, q_block = _places(table, blocks, query, places, BQ, RUN, FULL)
-        q_rows = load_rows(p_q, token * (q_n * ALIGN), present, q_d, D, D1, D2)
+        token, present, q_rows = next_token, next_present, next_rows
+        following = tl.where(query + BQ < places, query + BQ, 0)  # the last prefetch is not used
+        next_token, next_present = _places(table, following, places, BQ, FULL)
+        if PREFETCH:
+            next_rows = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
         q_rows = _features(q_rows, present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
         accumulator, denominator = zeros(BQ, DV1, DV2), tl.zeros((BQ,), tl.float32)
         for tile in tl.static_range(TILES):
-            weights = _weights(p_mixing, q_block, blocks, tile * BK, places, mixing_i, mixing_j, BK, RUN)
+            b_weights = _weights(p_weights, query, tile * BK, weights_i, weights_j, BQ, BK, RUN)
             accumulator, denominator = _attend(
-                q_rows, k_tiles[tile], v_tiles[tile], weights, accumulator, denominator, NORMALIZER, COMPUTE, PRECISION
-            )
+                q_rows, k_tiles[tile], v_tiles[tile], b_weights, accumulator, denominator, NORMALIZER, COMPUTE,
+                PRECISION,
+            )  # fmt: skip
         _store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV, DV1, NORMALIZER)
+        if not PREFETCH:
+            next_rows = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
 
 
 @triton.jit
 def pairwise_backward_query_kernel(
-    q, k, v, mixing, out, inverse, d_out, d_q, d_scale, d_mixing, table, blocks,
+    q, k, v, weights, out, inverse, d_out, d_q, d_scale, d_weights, table,
     q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, o_b, o_n, o_h, o_d, g_b, g_n, g_h, g_d,
-    mixing_h, mixing_i, mixing_j,
+    weights_h, weights_i, weights_j,
     N, H, places, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
     RUN: tl.constexpr, FULL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NORMALIZER: tl.constexpr,
     FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of queries, of weights as sums over pairs of runs, [B * H, query runs, key runs], and of denominators.
+
+    The last, ``d_scale``, are in the order of the places for the paper's normalizer, as the key kernel reads them, else
+    of the tokens.
+    """
     tiles = tl.cdiv(places, BQ)
     pid_bh = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * BQ
+    query = tl.program_id(0) % tiles * BQ
     b, h = (pid_bh // H).to(tl.int64), pid_bh % H
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
     p_o = rows_of_head(out, b, h, o_b, o_h, ALIGN)
     p_g = rows_of_head(d_out, b, h, g_b, g_h, ALIGN)
-    p_mixing = mixing + h * mixing_h
-    token, present, q_block = _places(table, blocks, first, places, BQ, RUN, FULL)
+    p_weights = weights + h * weights_h
+    token, present = _places(table, query, places, BQ, FULL)
     q_rows = load_rows(p_q, token * (q_n * ALIGN), present, q_d, D, D1, D2)
     g_rows = load_rows(p_g, token * (g_n * ALIGN), present, g_d, DV, DV1, DV2)
     o_rows = g_rows
     if NORMALIZER != "none":
         o_rows = load_rows(p_o, token * (o_n * ALIGN), present, o_d, DV, DV1, DV2)
-    place = (b * H + h) * N + token
-    g_rows, shift = _gradient_rows(g_rows, o_rows, inverse, d_scale, place, present, NORMALIZER, COMPUTE)
+    p_inverse = inverse + (b * H + h) * N + token
+    p_scale, m_scale = d_scale + (b * H + h) * N + token, present
+    if NORMALIZER == "paper":
+        place = query + tl.arange(0, BQ)
+        p_scale, m_scale = d_scale + (b * H + h) * places + place, place < places
+    g_rows, shift = _gradient_rows(g_rows, o_rows, p_inverse, p_scale, present, m_scale, NORMALIZER, COMPUTE)
     q_rows = _features(q_rows, present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
     accumulator = zeros(BQ, D1, D2)
-    row_runs, column_runs = tiles * (BQ // RUN), tl.cdiv(places, BK) * (BK // RUN)
-    row_run = first // RUN + tl.arange(0, BQ // RUN)
-    p_row_run = d_mixing + (pid_bh.to(tl.int64) * row_runs + row_run[:, None]) * column_runs
+    row_run = pid_bh.to(tl.int64) * tiles * (BQ // RUN) + query // RUN + tl.arange(0, BQ // RUN)
+    column_runs = tl.cdiv(places, BK) * (BK // RUN)
     for key in range(0, places, BK):
-        k_token, k_present, k_block = _places(table, blocks, key, places, BK, RUN, FULL)
+        k_token, k_present = _places(table, key, places, BK, FULL)
         k_rows = load_rows(p_k, k_token * (k_n * ALIGN), k_present, k_d, D, D1, D2)
         v_rows = load_rows(p_v, k_token * (v_n * ALIGN), k_present, v_d, DV, DV1, DV2)
-        weights = _weights(p_mixing, q_block, blocks, key, places, mixing_i, mixing_j, BK, RUN)
+        b_weights = _weights(p_weights, query, key, weights_i, weights_j, BQ, BK, RUN)
         k_rows = _features(k_rows, k_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
-        p_run = p_row_run + (key // RUN + tl.arange(0, BK // RUN))[None, :]
-        accumulator = _backward_query(
-            q_rows, g_rows, shift, k_rows, cast(v_rows, COMPUTE), weights, accumulator, p_run, RUN, COMPUTE, PRECISION
+        accumulator, d_pair = _backward_query(
+            q_rows, g_rows, shift, k_rows, cast(v_rows, COMPUTE), b_weights, accumulator, COMPUTE, PRECISION
         )
+        column_run = key // RUN + tl.arange(0, BK // RUN)
+        tl.store(d_weights + row_run[:, None] * column_runs + column_run[None, :], _sum_runs(d_pair, RUN))
     q_rows = load_rows(p_q, token * (q_n * ALIGN), present, q_d, D, D1, D2)
     d_rows = feature_gradients(q_rows, accumulator, FEATURE_MAP)
     store_rows(d_q + (b * N * H + h) * D, token * (H * D), present, 1, d_rows, D, D1)
 
 
 @triton.jit
+def _scaled_gradients(p_g, p_inverse, g_d, g_n, token, present, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
+                      NORMALIZER: tl.constexpr, COMPUTE: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
+    """Output gradients over the denominators."""
+    g_rows = load_rows(p_g, token * (g_n * ALIGN), present, g_d, DV, DV1, DV2)
+    if NORMALIZER != "none":
+        g_rows = scale_rows(g_rows, tl.load(p_inverse + token, mask=present, other=0.0))
+    return cast(g_rows, COMPUTE)
+
+
+@triton.jit
+def _shift(p_scale, first, places, SIZE: tl.constexpr, NORMALIZER: tl.constexpr):
+    """Gradients of the denominators of the places from one on, zero if these are given or none."""
+    if NORMALIZER == "paper":
+        place = first + tl.arange(0, SIZE)
+        return tl.load(p_scale + place, mask=place < places, other=0.0)
+    else:
+        return tl.zeros((SIZE,), tl.float32)
+
+
+@triton.jit
 def pairwise_backward_key_kernel(
-    q, k, v, mixing, inverse, d_out, d_scale, d_k, d_v, table, blocks,
-    q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, g_b, g_n, g_h, g_d,
-    mixing_h, mixing_i, mixing_j,
+    q, k, v, weights, inverse, d_out, d_scale, d_k, d_v, table,
+    q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, g_b, g_n, g_h, g_d, weights_h, weights_i, weights_j,
     N, H, places, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
     RUN: tl.constexpr, FULL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NORMALIZER: tl.constexpr,
@@ -277,35 +316,106 @@ def pairwise_backward_key_kernel(
 ):  # fmt: skip
     tiles = tl.cdiv(places, BK)
     pid_bh = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * BK
+    key = tl.program_id(0) % tiles * BK
     b, h = (pid_bh // H).to(tl.int64), pid_bh % H
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
     p_g = rows_of_head(d_out, b, h, g_b, g_h, ALIGN)
-    p_mixing = mixing + h * mixing_h
-    token, present, k_block = _places(table, blocks, first, places, BK, RUN, FULL)
+    p_weights = weights + h * weights_h
+    p_inverse = inverse + (b * H + h) * N
+    p_scale = d_scale + (b * H + h) * places
+    token, present = _places(table, key, places, BK, FULL)
     k_rows = load_rows(p_k, token * (k_n * ALIGN), present, k_d, D, D1, D2)
-    v_rows = load_rows(p_v, token * (v_n * ALIGN), present, v_d, DV, DV1, DV2)
+    v_rows = cast(load_rows(p_v, token * (v_n * ALIGN), present, v_d, DV, DV1, DV2), COMPUTE)
     k_rows = _features(k_rows, present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
-    v_rows = cast(v_rows, COMPUTE)
     dk_rows, dv_rows = zeros(BK, D1, D2), zeros(BK, DV1, DV2)
     for query in range(0, places, BQ):
-        q_token, q_present, q_block = _places(table, blocks, query, places, BQ, RUN, FULL)
+        q_token, q_present = _places(table, query, places, BQ, FULL)
         q_rows = load_rows(p_q, q_token * (q_n * ALIGN), q_present, q_d, D, D1, D2)
-        g_rows = load_rows(p_g, q_token * (g_n * ALIGN), q_present, g_d, DV, DV1, DV2)
-        place = (b * H + h) * N + q_token
-        shift = tl.zeros((BQ,), tl.float32)
-        if NORMALIZER == "paper":
-            shift = tl.load(d_scale + place, mask=q_present, other=0.0)
-        if NORMALIZER != "none":
-            g_rows = scale_rows(g_rows, tl.load(inverse + place, mask=q_present, other=0.0))
+        g_rows = _scaled_gradients(
+            p_g, p_inverse, g_d, g_n, q_token, q_present, DV, DV1, DV2, NORMALIZER, COMPUTE, ALIGN
+        )
+        shift = _shift(p_scale, query, places, BQ, NORMALIZER)
+        b_weights = _weights(p_weights, key, query, weights_j, weights_i, BK, BQ, RUN)
         q_rows = _features(q_rows, q_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
-        weights = _weights(p_mixing, k_block, blocks, query, places, mixing_j, mixing_i, BQ, RUN)
         dk_rows, dv_rows = _backward_key(
-            q_rows, cast(g_rows, COMPUTE), shift, k_rows, v_rows, weights, dk_rows, dv_rows, COMPUTE, PRECISION
+            q_rows, g_rows, shift, k_rows, v_rows, b_weights, dk_rows, dv_rows, COMPUTE, PRECISION
         )
     k_rows = load_rows(p_k, token * (k_n * ALIGN), present, k_d, D, D1, D2)
     dk_rows = feature_gradients(k_rows, dk_rows, FEATURE_MAP)
     store_rows(d_k + (b * N * H + h) * D, token * (H * D), present, 1, dk_rows, D, D1)
     store_rows(d_v + (b * N * H + h) * DV, token * (H * DV), present, 1, dv_rows, DV, DV1)
+
+
+@triton.jit
+def resident_backward_key_kernel(
+    q, k, v, weights, inverse, d_out, d_scale, d_k, d_v, table,
+    q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, g_b, g_n, g_h, g_d, weights_h, weights_i, weights_j,
+    N, H, places, eps,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
+    RUN: tl.constexpr, FULL: tl.constexpr, TILES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """One program for each head."""
+    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
+    p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
+    p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
+    p_g = rows_of_head(d_out, b, h, g_b, g_h, ALIGN)
+    p_weights = weights + h * weights_h
+    p_inverse = inverse + (b * H + h) * N
+    p_scale = d_scale + (b * H + h) * places
+    next_token, next_present = _places(table, 0, places, BK, FULL)
+    q_tiles = ()
+    g_tiles = ()
+    for tile in tl.static_range(TILES):
+        q_token, q_present = _places(table, tile * BQ, places, BQ, FULL)
+        q_rows = load_rows(p_q, q_token * (q_n * ALIGN), q_present, q_d, D, D1, D2)
+        g_rows = _scaled_gradients(
+            p_g, p_inverse, g_d, g_n, q_token, q_present, DV, DV1, DV2, NORMALIZER, COMPUTE, ALIGN
+        )
+        q_tiles = q_tiles + (_features(q_rows, q_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE),)
+        g_tiles = g_tiles + (g_rows,)
+    for key in range(0, places, BK):
+        token, present = next_token, next_present
+        k_raw = load_rows(p_k, token * (k_n * ALIGN), present, k_d, D, D1, D2)
+        v_rows = cast(load_rows(p_v, token * (v_n * ALIGN), present, v_d, DV, DV1, DV2), COMPUTE)
+        following = tl.where(key + BK < places, key + BK, 0)
+        next_token, next_present = _places(table, following, places, BK, FULL)
+        k_rows = _features(k_raw, present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
+        dk_rows, dv_rows = zeros(BK, D1, D2), zeros(BK, DV1, DV2)
+        for tile in tl.static_range(TILES):
+            shift = _shift(p_scale, tile * BQ, places, BQ, NORMALIZER)
+            b_weights = _weights(p_weights, key, tile * BQ, weights_j, weights_i, BK, BQ, RUN)
+            dk_rows, dv_rows = _backward_key(
+                q_tiles[tile], g_tiles[tile], shift, k_rows, v_rows, b_weights, dk_rows, dv_rows, COMPUTE, PRECISION
+            )
+        dk_rows = feature_gradients(k_raw, dk_rows, FEATURE_MAP)
+        store_rows(d_k + (b * N * H + h) * D, token * (H * D), present, 1, dk_rows, D, D1)
+        store_rows(d_v + (b * N * H + h) * DV, token * (H * DV), present, 1, dv_rows, DV, DV1)
+
+
+@triton.jit
+def fold_runs_kernel(d_weights, d_mixing, blocks, runs, height, width, M, TILE: tl.constexpr, BM: tl.constexpr):
+    """Sums over the runs of each pair of blocks: [H, height, width] -> [H, M, M], in float32."""
+    tiles = tl.cdiv(M, BM)
+    first = tl.program_id(0) // tiles % tiles * BM + tl.arange(0, BM)
+    second = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+    head = tl.program_id(0) // tiles // tiles
+    total = tl.zeros((BM, BM), tl.float32)
+    for row in range(0, runs, TILE):
+        row_run = row + tl.arange(0, TILE)
+        row_block = tl.load(blocks + row_run, mask=row_run < runs, other=-1)
+        by_row = (first[:, None] == row_block[None, :]).to(tl.float32)
+        for column in range(0, runs, TILE):
+            column_run = column + tl.arange(0, TILE)
+            column_block = tl.load(blocks + column_run, mask=column_run < runs, other=-1)
+            by_column = (column_block[:, None] == second[None, :]).to(tl.float32)
+            pointers = d_weights + (head * height + row_run[:, None]) * width + column_run[None, :]
+            values = tl.load(pointers, mask=(row_run < runs)[:, None] & (column_run < runs)[None, :], other=0.0)
+            rows = tl.dot(by_row, values, input_precision="ieee")
+            total = tl.dot(rows, by_column, total, input_precision="ieee")
+    pointers = d_mixing + (head * M + first[:, None]) * M + second[None, :]
+    tl.store(pointers, total, mask=(first < M)[:, None] & (second < M)[None, :])

@@ -111,8 +111,8 @@ def mix_kernel(
     """Mixed summary i: the sum over blocks b of mixing[i, b] times summary b, for matrices and vectors.
 
     A program mixes every ``shares``-th tile of columns. Its weights stay on chip in CHUNKS tiles of BC blocks; CHUNKS
-    is 0 where they are too many. One tile of the vectors at most falls to a program: looping over them, Triton 3.6
-    returns wrong sums for BC = 64 and 4 warps.
+    is 0 where they are too many. One tile of the vectors at most falls to a program. (Looping over tiles of 32
+    columns, Triton 3.6 returned wrong sums for BC = 64 and 4 warps.)
     """
     pid = tl.program_id(0)
     rows = (pid % row_tiles) * BM + tl.arange(0, BM)

@@ -5,6 +5,7 @@ N tokens, M blocks, L blocks in a window, C parts of blocks.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from headmix_vision.ops.token_blocks import TokenBlocks
 
 _CPU = torch.empty(0)
 TILE = 64
+LARGEST_TILE = 128
 
 
 class Places(NamedTuple):
@@ -25,14 +27,22 @@ class Places(NamedTuple):
         blocks: [runs], the block of each run.
         run: places in a run, a power of two.
         full: whether every place holds a token.
-        membership: [runs, M] float64, one where the run belongs to the block; None where each block is one run.
+        pairs: [padded runs ** 2] int64, the entry of the mixing matrix of each pair of runs, padded to whole tiles;
+            None where runs are blocks and need no padding.
     """
 
     tokens: Tensor
     blocks: Tensor
     run: int
     full: bool
-    membership: Tensor | None
+    pairs: Tensor | None
+
+    def weights(self, mixing: Tensor) -> Tensor:
+        """Mixing weights of each pair of runs, to whole tiles: [(H,) padded runs, padded runs]."""
+        if self.pairs is None:
+            return mixing
+        padded = math.isqrt(self.pairs.numel())
+        return mixing.flatten(-2).index_select(-1, self.pairs).unflatten(-1, (padded, padded))
 
     @property
     def num_places(self) -> int:
@@ -56,10 +66,11 @@ def places(blocks: TokenBlocks, longest_run: int, device: torch.device) -> Place
         tokens = tokens[torch.arange(tokens.shape[1]) < runs[:, None]]  # [runs, run]
         block = torch.repeat_interleave(torch.arange(len(runs)), runs)
         full = bool((tokens >= 0).all())
-        membership = None
-        if len(block) > blocks.num_blocks:
-            membership = torch.nn.functional.one_hot(block, blocks.num_blocks).to(device, torch.float64)
-        return Places(tokens.flatten().to(device, torch.int32), block.to(device, torch.int32), run, full, membership)
+        padded = torch.nn.functional.pad(block, (0, -len(block) % (LARGEST_TILE // run)))
+        pairs = (padded[:, None] * blocks.num_blocks + padded).flatten().to(device)
+        runs_are_blocks = len(padded) == blocks.num_blocks
+        tables = (tokens.flatten().to(device, torch.int32), block.to(device, torch.int32))
+        return Places(*tables, run, full, None if runs_are_blocks else pairs)
 
 
 @lru_cache(maxsize=256)

@@ -79,9 +79,11 @@ BACKWARD_KEY = (
     Tiles(BT=32, num_warps=4),
     Tiles(BT=32, num_warps=4),
 )
-# The whole keys and values of a head on chip, for up to RESIDENT_TOKENS and head dims up to 64.
-PAIRWISE_RESIDENT = Tiles(BQ=64, BK=128, num_warps=4, maxnreg=168)
+# All keys and values, or queries and gradients, of a head on chip: for up to RESIDENT_TOKENS and head dims up to 64.
+RESIDENT_FORWARD = Tiles(BQ=64, BK=128, num_warps=4, maxnreg=168)
+RESIDENT_BACKWARD_KEY = Tiles(BQ=128, BK=64, num_warps=4)
 RESIDENT_TOKENS = 256
+PREFETCH_RUN = 16  # shorter runs leave no registers for queries ahead
 
 
 def tiles(table: tuple[Tiles, Tiles, Tiles, Tiles], dim: int, dtype: torch.dtype) -> Tiles:
