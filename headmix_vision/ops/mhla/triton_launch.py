@@ -99,7 +99,7 @@ def pairwise_forward(
     B, N, H, D = q.shape
     dim = max(D, v.shape[-1])
     resident = is_resident(dim, N, q.dtype)
-    c = tuning.RESIDENT_FORWARD if resident else tuning.tiles(tuning.PAIRWISE_FORWARD, dim, q.dtype)
+    c = tuning.resident(tuning.RESIDENT_FORWARD, N) if resident else tuning.tiles(tuning.PAIRWISE_FORWARD, dim, q.dtype)
     t = _places(c, q, settings)
     weights = t.weights(mixing)
     align = _alignment(q, k, v)
@@ -175,7 +175,11 @@ def _pairwise_backward_key(
     B, N, H, D = q.shape
     dim = max(D, v.shape[-1])
     resident = is_resident(dim, N, q.dtype)
-    c = tuning.RESIDENT_BACKWARD_KEY if resident else tuning.tiles(tuning.PAIRWISE_BACKWARD_KEY, dim, q.dtype)
+    c = (
+        tuning.resident(tuning.RESIDENT_BACKWARD_KEY, N)
+        if resident
+        else tuning.tiles(tuning.PAIRWISE_BACKWARD_KEY, dim, q.dtype)
+    )
     t = _places(c, q, settings)
     weights = t.weights(mixing)
     d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)

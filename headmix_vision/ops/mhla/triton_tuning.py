@@ -86,6 +86,12 @@ RESIDENT_TOKENS = 256
 PREFETCH_RUN = 16  # shorter runs leave no registers for queries ahead
 
 
+def resident(tiles: Tiles, num_tokens: int) -> Tiles:
+    """The tiles, none larger than the tokens need."""
+    largest = 64 if num_tokens <= 64 else 128
+    return tiles | {name: min(tiles[name], largest) for name in ("BQ", "BK")}
+
+
 def tiles(table: tuple[Tiles, Tiles, Tiles, Tiles], dim: int, dtype: torch.dtype) -> Tiles:
     """Row of a table for the larger head dim and the type of the inputs."""
     if dtype != torch.bfloat16:
