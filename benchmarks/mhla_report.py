@@ -65,21 +65,22 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Time against the number of tokens at a fixed number of tokens in the batch, log-log, with the floor."""
     rows = sorted((row for row in rows if row["group"] == "sweep"), key=lambda row: row["tokens"])
     some = rows[-1]
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, key, title in zip(
         axes, ("forward", "forward_backward"), ("forward", "forward with backward"), strict=True
     ):
         for name in dict.fromkeys(row["column"] for row in rows):
             points = [(r["tokens"], r[f"{key}_ms"]) for r in rows if r["column"] == name and r[f"{key}_ms"] is not None]
-            wide = 2.5 if COLUMNS[name].ours else 1.3
+            ours = COLUMNS[name].ours
             if points:
                 axis.plot(
                     *zip(*points, strict=True),
                     marker="o",
                     markersize=3,
-                    linewidth=wide,
-                    label=f"mhla {name}" if COLUMNS[name].ours else name,
+                    linewidth={"auto": 5.0}.get(name, 2.0 if ours else 1.3),
+                    alpha=0.4 if name == "auto" else 1.0,
+                    label=f"mhla {name}" if ours else name,
                 )
         tokens = sorted({row["tokens"] for row in rows})
         floors = [next(r[f"{key}_floor_ms"] for r in rows if r["tokens"] == n) for n in tokens]
@@ -89,7 +90,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.set_xticks(tokens[::2], [f"{n:,}" for n in tokens[::2]])
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("ms")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     total = some["batch"] * some["tokens"]
     figure.suptitle(
         f"{some['device']}: {total:,} tokens in all, {some['heads']} heads of {some['head_dim']}, bf16, 16 blocks"
