@@ -24,6 +24,7 @@ PART_TOKENS = 512
 MIXING_GRADIENT_BYTES = 1 << 26
 MAX_CHUNKS = 8
 VECTOR_TILE = 64
+RUN_TILE = 32
 
 
 class Settings(NamedTuple):
@@ -87,6 +88,18 @@ def _places(c: tuning.Tiles, q: Tensor, settings: Settings) -> Places:
     return places(settings.blocks, min(c["BQ"], c["BK"]), q.device)
 
 
+def _run_weights(mixing: Tensor, t: Places) -> Tensor:
+    """Mixing weights of each pair of runs, up to whole tiles: [(H,) padded runs, padded runs]."""
+    if mixing.shape[-1] == t.padded_runs:  # runs are blocks
+        return mixing
+    heads, tiles = mixing.shape[:-2], _ceil(t.padded_runs, RUN_TILE)
+    weights = mixing.new_empty(*heads, t.padded_runs, t.padded_runs)
+    pairwise.expand_runs_kernel[(heads.numel() * tiles**2,)](
+        mixing, weights, t.blocks, len(t.blocks), t.padded_runs, *_mixing_strides(mixing), TILE=RUN_TILE
+    )
+    return weights
+
+
 def is_resident(dim: int, num_tokens: int, dtype: torch.dtype) -> bool:
     """Whether pairwise kernels hold all keys and values, or queries and gradients, of a head on chip."""
     return dtype == torch.bfloat16 and dim <= 64 and num_tokens <= tuning.RESIDENT_TOKENS
@@ -101,7 +114,7 @@ def pairwise_forward(
     resident = is_resident(dim, N, q.dtype)
     c = tuning.resident(tuning.RESIDENT_FORWARD, N) if resident else tuning.tiles(tuning.PAIRWISE_FORWARD, dim, q.dtype)
     t = _places(c, q, settings)
-    weights = t.weights(mixing)
+    weights = _run_weights(mixing, t)
     align = _alignment(q, k, v)
     arguments = (
         q, k, v, weights, out, inverse, t.tokens,
@@ -132,7 +145,7 @@ def _pairwise_backward_query(
     M = settings.blocks.num_blocks
     c = tuning.tiles(tuning.PAIRWISE_BACKWARD_QUERY, max(D, v.shape[-1]), q.dtype)
     t = _places(c, q, settings)
-    weights = t.weights(mixing)
+    weights = _run_weights(mixing, t)
     d_q = q.new_empty(q.shape)
     d_scale = q.new_empty(B, H, t.num_places if settings.normalizer == "paper" else N, dtype=torch.float32)
 
@@ -181,7 +194,7 @@ def _pairwise_backward_key(
         else tuning.tiles(tuning.PAIRWISE_BACKWARD_KEY, dim, q.dtype)
     )
     t = _places(c, q, settings)
-    weights = t.weights(mixing)
+    weights = _run_weights(mixing, t)
     d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
     align = _alignment(q, k, v, d_out)
     arguments = (

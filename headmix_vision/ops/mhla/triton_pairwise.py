@@ -398,6 +398,22 @@ def resident_backward_key_kernel(
 
 
 @triton.jit
+def expand_runs_kernel(
+    mixing, weights, blocks, runs, padded, mixing_h, mixing_i, mixing_j, TILE: tl.constexpr
+):  # fmt: skip
+    """Mixing weights of each pair of runs: [H, M, M] -> [H, padded, padded]."""
+    tiles = tl.cdiv(padded, TILE)
+    row = tl.program_id(0) // tiles % tiles * TILE + tl.arange(0, TILE)
+    column = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    head = tl.program_id(0) // tiles // tiles
+    row_block = tl.load(blocks + row, mask=row < runs, other=0)
+    column_block = tl.load(blocks + column, mask=column < runs, other=0)
+    p_mixing = mixing + head * mixing_h + row_block[:, None] * mixing_i + column_block[None, :] * mixing_j
+    p_weights = weights + (head * padded + row[:, None]) * padded + column[None, :]
+    tl.store(p_weights, tl.load(p_mixing), mask=(row < padded)[:, None] & (column < padded)[None, :])
+
+
+@triton.jit
 def fold_runs_kernel(d_weights, d_mixing, blocks, runs, height, width, M, TILE: tl.constexpr, BM: tl.constexpr):
     """Sums over the runs of each pair of blocks: [H, height, width] -> [H, M, M], in float32."""
     tiles = tl.cdiv(M, BM)

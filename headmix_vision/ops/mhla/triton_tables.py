@@ -5,7 +5,6 @@ N tokens, M blocks, L blocks in a window, C parts of blocks.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,22 +26,14 @@ class Places(NamedTuple):
         blocks: [runs], the block of each run.
         run: places in a run, a power of two.
         full: whether every place holds a token.
-        pairs: [padded runs ** 2] int64, the entry of the mixing matrix of each pair of runs, padded to whole tiles;
-            None where runs are blocks and need no padding.
+        padded_runs: runs up to whole tiles.
     """
 
     tokens: Tensor
     blocks: Tensor
     run: int
     full: bool
-    pairs: Tensor | None
-
-    def weights(self, mixing: Tensor) -> Tensor:
-        """Mixing weights of each pair of runs, to whole tiles: [(H,) padded runs, padded runs]."""
-        if self.pairs is None:
-            return mixing
-        padded = math.isqrt(self.pairs.numel())
-        return mixing.flatten(-2).index_select(-1, self.pairs).unflatten(-1, (padded, padded))
+    padded_runs: int
 
     @property
     def num_places(self) -> int:
@@ -66,11 +57,9 @@ def places(blocks: TokenBlocks, longest_run: int, device: torch.device) -> Place
         tokens = tokens[torch.arange(tokens.shape[1]) < runs[:, None]]  # [runs, run]
         block = torch.repeat_interleave(torch.arange(len(runs)), runs)
         full = bool((tokens >= 0).all())
-        padded = torch.nn.functional.pad(block, (0, -len(block) % (LARGEST_TILE // run)))
-        pairs = (padded[:, None] * blocks.num_blocks + padded).flatten().to(device)
-        runs_are_blocks = len(padded) == blocks.num_blocks
-        tables = (tokens.flatten().to(device, torch.int32), block.to(device, torch.int32))
-        return Places(*tables, run, full, None if runs_are_blocks else pairs)
+        per_tile = LARGEST_TILE // run
+        padded_runs = -(-len(block) // per_tile) * per_tile
+        return Places(tokens.flatten().to(device, torch.int32), block.to(device, torch.int32), run, full, padded_runs)
 
 
 @lru_cache(maxsize=256)
