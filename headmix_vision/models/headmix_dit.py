@@ -251,9 +251,9 @@ SIZES = {
     "xl": {"embed_dim": 1152, "depth": 28, "num_heads": 16},
 }
 PATCH_SIZES = (2, 4, 8)
-# A DiT for the embedded 8x8 digits: one token per pixel, 16 blocks of 2x2 tokens.
-DIGITS = {"input_size": 8, "patch_size": 1, "in_channels": 1, "num_classes": 10}
-DIGITS_DIMS = {"embed_dim": 128, "depth": 6, "num_heads": 4, "cpe": True}
+# A DiT for the embedded 8x8 digits: 4 blocks of 2x2 tokens.
+DIGITS = {"input_size": 8, "patch_size": 2, "in_channels": 1, "num_classes": 10}
+DIGITS_DIMS = {"embed_dim": 128, "depth": 6, "num_heads": 4, "block_grid": (2, 2), "cpe": True}
 
 
 def _cfg(args: dict[str, Any]) -> dict[str, Any]:

@@ -127,6 +127,33 @@ class EmaConfig:
         require(self.decay is None or 0 <= self.decay < 1, f"ema.decay must be null or in [0, 1), got {self.decay}")
 
 
+@dataclass
+class SampleGridConfig:
+    """Samples drawn during training from fixed noise and labels, as PNG files and in TensorBoard.
+
+    Args:
+        every_n_steps: Draw after every so many optimizer steps, and at the end; never when null.
+        classes: Labels, one column each; the first ten when null.
+        rows: Samples of each label.
+        steps: Sampling steps.
+        scheduler: Sampler, see `sample.py`; the objective's own when null.
+        guidance: Scale of classifier-free guidance, 1 for none.
+    """
+
+    every_n_steps: int | None = 1000
+    classes: list[int] | None = None
+    rows: int = 4
+    steps: int = 25
+    scheduler: str | None = None
+    guidance: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("every_n_steps", "rows", "steps"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"samples.{name} must be at least 1, got {value}")
+        require(self.guidance >= 0, f"samples.guidance must not be negative, got {self.guidance}")
+
+
 DEFAULT_OPTIMIZER = OptimizerConfig()
 DEFAULT_SCHEDULE = ScheduleConfig()
 DEFAULT_LOSS = LossConfig()
