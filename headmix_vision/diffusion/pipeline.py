@@ -113,7 +113,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
                 class, a size does not fit, or an option is unknown.
         """
         guidance = Guidance(guidance_scale, tuple(guidance_interval), guidance_channels)  # type: ignore[arg-type]
-        labels = self._labels(class_labels, num_images, guidance)
+        labels = self.check_labels(class_labels, num_images, guidance)
         count = len(labels) if labels is not None else int(num_images or 1)
         self._check_options(num_inference_steps, output_type, callback_on_step_end_tensor_inputs, generator, count)
         shape = (count, self.transformer.config.in_channels, *self._latent_size(height, width))
@@ -141,9 +141,10 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
-    def _labels(
+    def check_labels(
         self, class_labels: int | Sequence[int] | Tensor | None, num_images: int | None, guidance: Guidance
     ) -> Tensor | None:
+        """Labels as int64 [B], None for an unconditional model; refuses what the model cannot do, see `__call__`."""
         model = self.transformer
         if guidance.enabled and not model.has_null_class:
             kind = "unconditional" if model.num_classes == 0 else "trained without label dropout"
@@ -178,6 +179,12 @@ class HeadMixDiTPipeline(DiffusionPipeline):
             raise ValueError(f"callback_on_step_end_tensor_inputs may hold 'latents' only, got {sorted(unknown)}")
         if isinstance(generator, list) and len(generator) != count:
             raise ValueError(f"{len(generator)} generators for {count} images: give one for each, or a single one")
+
+    def image_size(self, height: int | None = None, width: int | None = None) -> tuple[int, int]:
+        """Height and width of the images in pixels, those of training where None is given."""
+        factor = downsampling(self.vae) if self.vae is not None else 1
+        latent_height, latent_width = self._latent_size(height, width)
+        return latent_height * factor, latent_width * factor
 
     def _latent_size(self, height: int | None, width: int | None) -> tuple[int, int]:
         factor = downsampling(self.vae) if self.vae is not None else 1

@@ -181,6 +181,12 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
             nn.init.zeros_(parameter)
 
     @property
+    def architecture(self) -> dict[str, Any]:
+        """All arguments of the constructor, as plain values: `HeadMixDiT(**architecture)` is the same model."""
+        values = {name: value for name, value in self.config.items() if not name.startswith("_")}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @property
     def has_null_class(self) -> bool:
         """Whether label ``num_classes`` stands for no class, which classifier-free guidance needs."""
         return self.y_embedder is not None and self.y_embedder.dropout > 0

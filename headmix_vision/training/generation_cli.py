@@ -34,6 +34,12 @@ class GenerationCLI(RunCLI):
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(SampleGridConfig, "samples")
 
+    def default_run_name(self) -> str:
+        """The names of all config files but overlays, as several make up a recipe."""
+        paths = [Path(str(path)) for path in self.options.get("config") or []]
+        stems = [path.stem for path in paths if path.parent.name != "overlays"]
+        return "-".join(stems) or self.options.model.name
+
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
         """Sample grids and learning curves."""
         options = self.options

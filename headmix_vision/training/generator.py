@@ -80,6 +80,7 @@ class ImageGenerator(ScheduledTraining):
             "num_classes": self.num_classes,
             "input_size": list(self.net.input_size),
             "model_args": arguments,
+            "architecture": self.net.architecture,
             "objective": asdict(objective),
             "vae": vae,
         }

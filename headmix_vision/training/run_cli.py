@@ -102,6 +102,11 @@ class RunCLI(LightningCLI):
         """The parsed options of the subcommand."""
         return self.config[self.config.subcommand]
 
+    def default_run_name(self) -> str:
+        """Name of the run directory if none is given: that of the first config file."""
+        config_files = self.options.get("config") or []
+        return Path(str(config_files[0])).stem if config_files else self.options.model.name
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, then settle run directory and checkpoint: whatever is wrong with them is said before any work."""
         with warnings.catch_warnings():
@@ -109,9 +114,7 @@ class RunCLI(LightningCLI):
             super().parse_arguments(parser, args)
         options = self.options
         if options.run_dir is None:
-            config_files = options.get("config") or []
-            name = Path(str(config_files[0])).stem if config_files else options.model.name
-            options.run_dir = f"{self.runs_folder}/{name}"
+            options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
         if options.ckpt_path is not None:
             options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
             self.checkpoint = read_checkpoint(options.ckpt_path)
