@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CHECKED := headmix_vision tests benchmarks examples train_cls.py
+CHECKED := headmix_vision tests benchmarks examples train_cls.py train_gen.py sample.py
 
 .PHONY: install demo test lint format clean
 
