@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headmix_vision.data.canvas import CELL, CanvasDigits
 from headmix_vision.data.sources import (
     EVAL_SYNONYMS,
     TRAIN_SYNONYMS,
@@ -20,8 +21,8 @@ from headmix_vision.data.sources import (
 
 RANDOM_ACCESS = ("folder", "torch", "hfds")
 STREAMING = ("hfids", "wds", "tfds")
-BUILT_IN = ("digits", "fake")
-DATASET_NAMES = "digits, fake, folder, hfds, torch/NAME, hfds/NAME, hfids/NAME, wds/, tfds/NAME"
+BUILT_IN = ("digits", "canvas", "fake")
+DATASET_NAMES = "digits, canvas, canvas/CELL, fake, folder, hfds, torch/NAME, hfds/NAME, hfids/NAME, wds/, tfds/NAME"
 
 _NEEDED_PACKAGES = {
     "hfds": ("datasets", "pip install headmix_vision[datasets]"),
@@ -32,20 +33,34 @@ _NEEDED_PACKAGES = {
 
 
 def reader_kind(dataset: str) -> str:
-    """What a data set is read by: `digits`, `fake` or the part of a timm name before the slash, in lower case.
+    """What a data set is read by: the part of its name before the slash, in lower case.
 
     Raises:
         ValueError: Unknown name.
     """
     prefix, slash, rest = dataset.partition("/")
     kind = prefix.lower()
-    if slash:
-        known = kind in ("torch", "hfds", *STREAMING) and (rest or kind == "wds")
+    if slash and kind == "canvas":
+        known = rest.isdecimal()
+    elif slash:
+        known = kind in ("torch", "hfds", *STREAMING) and bool(rest or kind == "wds")
     else:
         known = kind in (*BUILT_IN, "folder", "hfds")
     if not known:
         raise ValueError(f"dataset {dataset!r} is unknown, it must be one of {DATASET_NAMES}")
     return kind
+
+
+def open_canvas(dataset: str, split: str, image_size: tuple[int, int], channels: int) -> CanvasDigits:
+    """Open the data set `canvas` or `canvas/CELL` (pixels of a cell) at a size in pixels.
+
+    Raises:
+        ValueError: The size is no square, or has too few cells.
+    """
+    if image_size[0] != image_size[1]:
+        raise ValueError(f"dataset {dataset!r} is square, the model takes {image_size[0]}x{image_size[1]} pixels")
+    _, _, cell = dataset.partition("/")
+    return CanvasDigits(split, image_size[0], cell=int(cell or CELL), channels=channels)
 
 
 def check_location(dataset: str, root: str | None) -> None:

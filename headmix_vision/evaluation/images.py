@@ -17,10 +17,11 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.data.crops import center_crop
-from headmix_vision.data.opening import STREAMING, open_source, reader_kind
+from headmix_vision.data.opening import STREAMING, open_canvas, open_source, reader_kind
 from headmix_vision.data.sources import Digits, Source
 
 DECODER_THREADS = 8
+CANVAS_SIZE = 64
 _EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[-\d:]+)\])?")
 
@@ -236,8 +237,9 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
 
     Args:
         source: A folder, an `.npz` file with uint8 images, or a data set `NAME[:SPLIT][SLICE]`: `digits`,
-            `folder:validation`, `hfds/NAME:train`, `digits[::2]` for every other image. Without a split, digits are
-            all of them and other data sets their validation split.
+            `canvas:train` (64 pixels unless `image_size` says otherwise), `folder:validation`, `hfds/NAME:train`,
+            `digits[::2]` for every other image. Without a split, digits are all of them and other data sets their
+            validation split.
         mode: `L` or `RGB`.
         image_size: As in `ImageSet`.
         root: Place of a data set that needs one.
@@ -254,10 +256,10 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
         if "arr_0" not in npz_arrays(path):
             raise ValueError(f"{source} has no images arr_0, it has {', '.join(npz_arrays(path))}")
         return ImageSet(NpzImages(path), mode, image_size)
-    return ImageSet(_open_dataset(source, mode, root), mode, image_size)
+    return ImageSet(_open_dataset(source, mode, image_size, root), mode, image_size)
 
 
-def _open_dataset(source: str, mode: str, root: str | None) -> DatasetImages:
+def _open_dataset(source: str, mode: str, image_size: int | None, root: str | None) -> DatasetImages:
     match = _DATASET.fullmatch(source)
     try:
         kind = reader_kind(match["name"]) if match else ""
@@ -271,6 +273,9 @@ def _open_dataset(source: str, mode: str, root: str | None) -> DatasetImages:
         raise ValueError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
     if kind == "digits":
         sources: list[Source] = [Digits(part) for part in ([split] if split else ["train", "validation"])]
+    elif kind == "canvas":
+        size = image_size or CANVAS_SIZE
+        sources = [open_canvas(name, split or "validation", (size, size), channels=1)]
     elif kind == "fake":
         raise ValueError("fake images cannot be scored")
     else:
