@@ -49,10 +49,9 @@ class ClassificationData(lightning.LightningDataModule):
     Where such a data set does not know its classes, the number of classes of the model counts.
 
     Args:
-        dataset: digits (embedded), canvas (boards of digits of the model's input size; canvas/CELL for cells of so many
-            pixels), folder (a directory or tar file per split and class), hfds (a local Hugging Face
-            directory), fake (random images of the model's input size), or a timm name: torch/NAME, hfds/NAME,
-            hfids/NAME, wds/, tfds/NAME.
+        dataset: digits (embedded), canvas or canvas/opposite (boards of digits, of the model's input size), folder (a
+            directory or tar file per split and class), hfds (a local Hugging Face directory), fake (random images of
+            the model's input size), or a timm name: torch/NAME, hfds/NAME, hfids/NAME, wds/, tfds/NAME.
         root: Place of the data. For folder a directory with train/ and val/ or train.tar and val.tar, or one tar
             file with these directories inside.
         train_split: Name of the training split.

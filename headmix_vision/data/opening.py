@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headmix_vision.data.canvas import CELL, CanvasDigits
+from headmix_vision.data.canvas import RULES, CanvasDigits
 from headmix_vision.data.sources import (
     EVAL_SYNONYMS,
     TRAIN_SYNONYMS,
@@ -22,7 +22,9 @@ from headmix_vision.data.sources import (
 RANDOM_ACCESS = ("folder", "torch", "hfds")
 STREAMING = ("hfids", "wds", "tfds")
 BUILT_IN = ("digits", "canvas", "fake")
-DATASET_NAMES = "digits, canvas, canvas/CELL, fake, folder, hfds, torch/NAME, hfds/NAME, hfids/NAME, wds/, tfds/NAME"
+DATASET_NAMES = (
+    "digits, canvas, canvas/opposite, fake, folder, hfds, torch/NAME, hfds/NAME, hfids/NAME, wds/, tfds/NAME"
+)
 
 _NEEDED_PACKAGES = {
     "hfds": ("datasets", "pip install headmix_vision[datasets]"),
@@ -41,7 +43,7 @@ def reader_kind(dataset: str) -> str:
     prefix, slash, rest = dataset.partition("/")
     kind = prefix.lower()
     if slash and kind == "canvas":
-        known = rest.isdecimal()
+        known = rest in RULES
     elif slash:
         known = kind in ("torch", "hfds", *STREAMING) and bool(rest or kind == "wds")
     else:
@@ -52,15 +54,15 @@ def reader_kind(dataset: str) -> str:
 
 
 def open_canvas(dataset: str, split: str, image_size: tuple[int, int], channels: int) -> CanvasDigits:
-    """Open the data set `canvas` or `canvas/CELL` (pixels of a cell) at a size in pixels.
+    """Open the data set `canvas` or `canvas/RULE` at a size in pixels.
 
     Raises:
-        ValueError: The size is no square, or has too few cells.
+        ValueError: The size is no square, or is too small.
     """
     if image_size[0] != image_size[1]:
         raise ValueError(f"dataset {dataset!r} is square, the model takes {image_size[0]}x{image_size[1]} pixels")
-    _, _, cell = dataset.partition("/")
-    return CanvasDigits(split, image_size[0], cell=int(cell or CELL), channels=channels)
+    _, _, rule = dataset.partition("/")
+    return CanvasDigits(split, image_size[0], rule=rule or "same", channels=channels)
 
 
 def check_location(dataset: str, root: str | None) -> None:
@@ -124,7 +126,7 @@ def _open_folder(root: Path, split: str, mode: str) -> Source:
         return _open_tar(root, mode, names)
     for name in names:
         if (root / name).is_dir():
-            return _open_class_folders(root / name, mode)
+            return open_class_folders(root / name, mode)
         if (root / f"{name}.tar").is_file():
             return _open_tar(root / f"{name}.tar", mode)
     looked_for = ", ".join(f"{name}/" for name in names)
@@ -137,7 +139,12 @@ def split_candidates(split: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((split, *synonyms)))
 
 
-def _open_class_folders(folder: Path, mode: str) -> Source:
+def open_class_folders(folder: Path, mode: str) -> Source:
+    """Open a directory with one sub-directory of images per class.
+
+    Raises:
+        ValueError: Images outside of a class folder, or an empty one.
+    """
     # timm labels by leaf folder and forgets a class without images, which would shift all later class indices.
     from timm.data.readers.img_extensions import get_img_extensions
 

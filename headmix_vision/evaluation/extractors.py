@@ -3,7 +3,6 @@
 Shapes: B images, C channels, H and W pixels, D features, K classes.
 """
 
-import hashlib
 import io
 import json
 import pickle
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
+from headmix_vision.hashes import file_sha256, state_sha256
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
@@ -199,22 +199,3 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} holds no state dict")
     return state
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def state_sha256(state: dict[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and values of a state dict: the same for a run and its export."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        value = state[name].detach().cpu().contiguous()
-        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -6,66 +6,54 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from headmix_vision.data import ClassificationData
-from headmix_vision.data.canvas import CanvasDigits
+from headmix_vision.data.canvas import CELL, RULES, CanvasDigits
 from headmix_vision.data.sources import Digits
+from headmix_vision.evaluation.images import open_images
 
 from .helpers import attach
 
-
-def boards(count: int, **options: int) -> tuple[np.ndarray, np.ndarray]:
-    """Digits [count, rows, columns] and classes [count]."""
-    canvases = CanvasDigits("train", **options)
-    digits, labels = zip(*(canvases.board(index) for index in range(count)), strict=True)
-    return np.stack(digits), np.array(labels)
+COUNT = 4000
 
 
-def halves(digits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Left and right half, each [count, pairs]."""
-    left, right = np.split(digits, 2, axis=2)
-    return left.reshape(len(left), -1), right.reshape(len(right), -1)
+@pytest.fixture(scope="module", params=RULES)
+def boards(request: pytest.FixtureRequest) -> tuple[str, np.ndarray, np.ndarray]:
+    """Rule, digits [COUNT, 6, 6] and classes [COUNT]."""
+    canvases = CanvasDigits("train", rule=request.param)
+    digits, labels = zip(*(canvases.board(index) for index in range(COUNT)), strict=True)
+    return request.param, np.stack(digits), np.array(labels)
 
 
-@pytest.mark.parametrize(
-    ("size", "cell", "grid"), [(64, 10, (6, 6)), (64, 8, (8, 8)), (96, 10, (9, 8)), (128, 10, (12, 12))]
-)
-def test_the_class_is_the_digit_with_the_same_places_in_both_halves(
-    size: int, cell: int, grid: tuple[int, int]
+def test_the_class_is_the_digit_of_the_region_that_the_zero_tells(boards: tuple[str, np.ndarray, np.ndarray]) -> None:
+    rule, digits, labels = boards
+    for board, label in zip(digits, labels, strict=True):
+        ((row, column),) = np.argwhere(board == 0) // 2
+        if rule == "opposite":
+            row, column = 2 - row, 2 - column
+        assert board[2 * row : 2 * row + 2, 2 * column : 2 * column + 2].max() == label + 1
+
+
+def test_classes_and_places_of_the_zero_are_spread_as_stated(boards: tuple[str, np.ndarray, np.ndarray]) -> None:
+    _, digits, labels = boards
+    # five standard deviations of a count
+    assert np.abs(np.bincount(labels, minlength=9) - COUNT / 9).max() < 5 * (COUNT / 9 * 8 / 9) ** 0.5
+    zeros = (digits == 0).reshape(-1, 3, 2, 3, 2).any((2, 4)).reshape(-1, 9).mean(0)
+    expected = np.full(9, 0.8 / 9)
+    expected[zeros.argmax()] += 0.2
+    assert np.abs(zeros - expected).max() < 5 * (0.25 / COUNT) ** 0.5
+
+
+def test_what_is_on_a_canvas_does_not_tell_its_class_where_it_is_does(
+    boards: tuple[str, np.ndarray, np.ndarray],
 ) -> None:
-    digits, labels = boards(50, size=size, cell=cell)
-    assert digits.shape == (50, *grid)
-    for left, right, label in zip(*halves(digits), labels, strict=True):
-        assert np.array_equal(np.sort(left), np.sort(right))
-        for digit in range(10):
-            same, opposite = left == digit, right == digit
-            assert same.any()
-            assert np.array_equal(same, opposite) if digit == label else not (same & opposite).any()
-
-
-def test_classes_are_equally_frequent() -> None:
-    _, labels = boards(4000)
-    # standard deviation of a class's count: 19
-    assert np.abs(np.bincount(labels, minlength=10) - 400).max() < 5 * 19
-
-
-def features_of(digits: np.ndarray) -> dict[str, np.ndarray]:
-    one_hot = np.eye(10)[digits]
-    left, right = (half.reshape(len(digits), -1) for half in np.split(one_hot, 2, axis=2))
-    left_bag, right_bag = (half.sum((1, 2)) for half in np.split(one_hot, 2, axis=2))
-    bags = np.concatenate([left_bag, right_bag], 1)
-    products = np.einsum("ni,nj->nij", left_bag, right_bag).reshape(len(digits), -1)
-    return {"bag": bags, "bags multiplied": products, "left": left, "right": right, "places": np.hstack([left, right])}
-
-
-def test_neither_bags_nor_single_places_tell_the_class_but_pairs_do() -> None:
-    digits, labels = boards(4000)
-    train, test = slice(0, 3000), slice(3000, 4000)
-    chance = 0.1 + 4 * (0.1 * 0.9 / 1000) ** 0.5
-    for name, features in features_of(digits).items():
-        model = LogisticRegression(C=0.1, max_iter=100).fit(features[train], labels[train])
-        assert model.score(features[test], labels[test]) < chance, name
-    left, right = halves(digits)
-    pairs = (np.eye(10)[left] * np.eye(10)[right]).sum(1)
-    assert np.array_equal(pairs.argmax(1), labels)
+    _, digits, labels = boards
+    one_hot = np.eye(11)[digits + 1]
+    bags = one_hot.sum((1, 2))
+    assert (bags == bags[0]).all()
+    train, test = slice(0, 3000), slice(3000, COUNT)
+    places = LogisticRegression(max_iter=200).fit(one_hot.reshape(COUNT, -1)[train], labels[train])
+    reached = places.score(one_hot.reshape(COUNT, -1)[test], labels[test])
+    home = 0.2 + 0.8 / 9
+    assert reached < home + 4 * (home * (1 - home) / 1000) ** 0.5
 
 
 def test_canvases_depend_on_seed_split_and_index_alone() -> None:
@@ -73,55 +61,67 @@ def test_canvases_depend_on_seed_split_and_index_alone() -> None:
     assert len(first) == 9 and len(again) == 50_000 and len(CanvasDigits("val")) == 5_000
     for index in (3, 0, 8):
         assert torch.equal(first[index][0], again[index][0]) and first[index][1] == again[index][1]
-    images = [
-        CanvasDigits(split, seed=seed)[index][0] for split in ("train", "val") for seed in (0, 1) for index in (0, 1)
-    ]
-    assert len({image.numpy().tobytes() for image in images}) == len(images)
+    sources = [CanvasDigits(split, seed=seed) for split in ("train", "val") for seed in (0, 1)]
+    images = {source[index][0].numpy().tobytes() for source in sources for index in (0, 1)}
+    assert len(images) == 8
     with pytest.raises(IndexError):
         first[9]
 
 
-@pytest.mark.parametrize("cell", [8, 10])
-def test_the_picture_shows_the_board(cell: int) -> None:
-    canvases = CanvasDigits("validation", cell=cell)
+@pytest.mark.parametrize(("size", "cells"), [(64, 6), (96, 9), (128, 12)])
+def test_the_picture_shows_the_board(size: int, cells: int) -> None:
+    canvases = CanvasDigits("validation", size=size)
     image, label = canvases[5]
     board, board_label = canvases.board(5)
-    assert image.shape == (1, 64, 64) and image.dtype == torch.float32 and label == board_label
+    assert board.shape == (cells, cells) and label == board_label
+    assert image.shape == (1, size, size) and image.dtype == torch.float32
     source = Digits("validation")
-    rows, columns = board.shape
-    start = (64 - rows * cell) // 2
-    for row in range(rows):
-        for column in range(columns):
-            top, left = start + row * cell, start + column * cell
-            inside = image[0, top : top + cell, left : left + cell]
-            windows = inside.unfold(0, 8, 1).unfold(1, 8, 1).reshape(-1, 8, 8)
-            found = (windows[:, None] == source.images[:, 0]).flatten(2).all(2).any(0)
-            assert board[row, column] in np.array(source.targets)[found.numpy()]
+    targets = np.array(source.targets)
+    start = (size - cells * CELL) // 2 + 1
+    left = image.clone()
+    for row in range(cells):
+        for column in range(cells):
+            y, x = start + row * CELL, start + column * CELL
+            digit = image[0, y : y + 8, x : x + 8]
+            left[0, y : y + 8, x : x + 8] = 0
+            if board[row, column] < 0:
+                assert not digit.any()
+            else:
+                found = (source.images[:, 0] == digit).flatten(1).all(1).numpy()
+                assert board[row, column] in targets[found]
+    assert not left.any()
 
 
 def test_data_module_opens_canvases_of_the_models_size() -> None:
-    data = ClassificationData("canvas/12", batch_size=6, eval_batch_size=4, num_workers=0)
-    attach(data, img_size=96, in_chans=3)
+    data = ClassificationData("canvas/opposite", batch_size=6, eval_batch_size=4, num_workers=0)
+    attach(data, img_size=96, in_chans=3, num_classes=9)
     images, targets = next(iter(data.val_dataloader()))
-    expected = [CanvasDigits("validation", 96, cell=12, channels=3)[index] for index in range(4)]
+    expected = [CanvasDigits("validation", 96, rule="opposite", channels=3)[index] for index in range(4)]
     mean, std = (torch.tensor(data._data_config[name]).view(3, 1, 1) for name in ("mean", "std"))
     torch.testing.assert_close(images, (torch.stack([image for image, _ in expected]) - mean) / std)
     assert targets.tolist() == [label for _, label in expected]
-    assert data.class_names == [str(digit) for digit in range(10)]
+    assert data.class_names == [str(digit) for digit in range(1, 10)]
     images, _ = next(iter(data.train_dataloader()))
     assert images.shape == (6, 3, 96, 96)
 
 
+def test_canvases_can_be_scored() -> None:
+    images = open_images("canvas:train[:5]", "L", image_size=96)
+    (batch,) = images.batches(5)
+    expected = torch.stack([CanvasDigits("train", 96)[index][0] for index in range(5)])
+    assert torch.equal(batch, (expected * 255).round().to(torch.uint8))
+
+
 def test_refusals() -> None:
     for options, message in (
-        ({"cell": 7}, "cell is 7"),
-        ({"size": 40}, "has 16 cells of 10, it needs 20"),
+        ({"rule": "left"}, "rule is 'left', it must be one of same, opposite"),
+        ({"size": 59}, "size is 59, a canvas needs at least 60"),
         ({"length": 0}, "length is 0"),
         ({"channels": 2}, "channels is 2"),
     ):
         with pytest.raises(ValueError, match=message):
             CanvasDigits("train", **options)
-    with pytest.raises(ValueError, match="'canvas/large' is unknown"):
-        ClassificationData("canvas/large")
-    with pytest.raises(ValueError, match="has 0 cells"):
+    with pytest.raises(ValueError, match="'canvas/left' is unknown"):
+        ClassificationData("canvas/left")
+    with pytest.raises(ValueError, match="a canvas needs at least 60"):
         attach(ClassificationData("canvas", batch_size=2), img_size=8)
