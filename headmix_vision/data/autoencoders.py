@@ -149,7 +149,8 @@ def load_autoencoder(
             source, subfolder=subfolder, torch_dtype=dtype, low_cpu_mem_usage=False
         )
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        raise ValueError(f"autoencoder {source!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+        hint = "" if path.is_dir() else "; without a connection, give the directory of a downloaded copy"
+        raise ValueError(f"autoencoder {source!r} cannot be loaded: {str(error).splitlines()[0]}{hint}") from None
     if not hasattr(module, "encode") or not hasattr(module, "decode"):
         raise ValueError(f"autoencoder {source!r} is a {type(module).__name__}, which does not encode images")
     return Autoencoder(module, source, device, dtype)

@@ -152,7 +152,9 @@ def _settle_directory(out: Path, manifest: dict[str, Any]) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, --out must be a directory")
     if not (out / MANIFEST).is_file():
-        if out.is_dir() and any(not entry.name.startswith(".") for entry in out.iterdir()):
+        others = out.is_dir() and any(not entry.name.startswith(".") for entry in out.iterdir())
+        # asked again, because another process may have written it meanwhile
+        if others and not (out / MANIFEST).is_file():
             raise ValueError(f"{out} is not empty and holds no latents; choose another --out")
         with atomic_path(out / MANIFEST) as temporary:
             temporary.write_text(json.dumps(manifest, indent=2) + "\n")

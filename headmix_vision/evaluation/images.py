@@ -191,6 +191,30 @@ class _NpzMember:
         self.archive.close()
 
 
+class TensorImages:
+    """Images in memory, uint8 [N, C, H, W] with 1 or 3 channels.
+
+    Raises:
+        ValueError: Another type or shape.
+    """
+
+    kind = "memory"
+
+    def __init__(self, pixels: Tensor, source: str = "memory") -> None:
+        if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in (1, 3):
+            raise ValueError(f"images are {pixels.dtype} {list(pixels.shape)}, they must be uint8 [N, 1 or 3, H, W]")
+        self.source = source
+        self.pixels = pixels.cpu()
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
+        for index, pixels in enumerate(self.pixels):
+            array = pixels.permute(1, 2, 0).numpy()
+            yield f"image {index}", Image.fromarray(np.ascontiguousarray(array[..., 0] if len(pixels) == 1 else array))
+
+
 class DatasetImages:
     """Images of a data set by its name, all of a split or a slice of it."""
 

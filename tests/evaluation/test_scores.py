@@ -16,7 +16,7 @@ from torch_fidelity.metric_prc import prc_features_to_metric
 
 from headmix_vision.data.crops import center_crop
 from headmix_vision.evaluation.extractors import ClassifierExtractor, open_weights
-from headmix_vision.evaluation.images import open_images
+from headmix_vision.evaluation.images import ImageSet, TensorImages, open_images
 from headmix_vision.training.feature_extractors import open_extractor
 
 from .helpers import digit_pixels, run
@@ -109,6 +109,17 @@ def test_compressed_npz_is_read_piece_by_piece(tmp_path: Path) -> None:
     images = open_images(str(tmp_path / "images.npz"), "RGB")
     assert images.size == (5, 6)
     assert np.array_equal(torch.cat(list(images.batches(32))).permute(0, 2, 3, 1), pixels)
+
+
+def test_images_in_memory(folders: tuple[Path, Path]) -> None:
+    for mode, channels in (("L", 1), ("RGB", 3)):
+        (expected,) = open_images(str(folders[0]), mode).batches(100)
+        pixels = torch.from_numpy(digit_pixels(range(90)))[:, None].expand(-1, channels, -1, -1)
+        images = ImageSet(TensorImages(pixels), mode)
+        assert torch.equal(torch.cat(list(images.batches(32))), expected)
+    for wrong in (pixels.float(), pixels[0]):
+        with pytest.raises(ValueError, match=r"they must be uint8 \[N, 1 or 3, H, W\]"):
+            TensorImages(wrong)
 
 
 def test_digits_are_all_of_them_and_slices_part_them() -> None:
