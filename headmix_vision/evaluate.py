@@ -136,7 +136,9 @@ def _open(options: argparse.Namespace, source: str, mode: str) -> ImageSet | Sta
     path = Path(source)
     holds_statistics = path.suffix == ".safetensors" and path.is_file()
     if path.suffix == ".npz" and path.is_file():
-        holds_statistics = "arr_0" not in npz_arrays(path)
+        # ADM's references hold both: statistics of all images, and some of the images for the other scores
+        arrays = npz_arrays(path)
+        holds_statistics = "arr_0" not in arrays or (options.metric == "fid" and {"mu", "sigma"} <= set(arrays))
     if not holds_statistics:
         return _images(options, source, mode)
     if options.metric != "fid":

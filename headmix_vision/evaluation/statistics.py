@@ -83,7 +83,8 @@ def _read_npz(path: Path) -> Statistics:
         if array.dtype.kind != "f":
             raise ValueError(f"{path}: {name} is {array.dtype}, it must be float32 or float64")
     tensors = {name: torch.from_numpy(array.astype(np.float64)) for name, array in arrays.items()}
-    return Statistics(_gaussians(path, tensors, None), {"source": str(path), "kind": "statistics"}, None)
+    description = {"source": str(path), "kind": "statistics", "extractor": "not recorded"}
+    return Statistics(_gaussians(path, tensors, None), description, None)
 
 
 def _gaussians(path: Path, tensors: dict[str, torch.Tensor], count: int | None) -> dict[str, Gaussian]:

@@ -99,7 +99,10 @@ def test_all_sources_of_the_same_images_score_the_same(
         return float(score(tmp_path, *arguments)["scores"]["fid"])
 
     expected = fid(folders[0])
-    for real in (statistics, images, reference, "digits:train[:90]"):
+    both = tmp_path / "both.npz"
+    np.savez(both, arr_0=pixels[:5], mu=moments["mu"].numpy(), sigma=moments["sigma"].numpy())
+    assert score(tmp_path, "is", "--fake", both, "--features", classifier, "--splits", 1)["fake"]["count"] == 5
+    for real in (statistics, images, reference, both, "digits:train[:90]"):
         assert fid(real) == pytest.approx(expected, rel=1e-9), real
 
 
