@@ -68,9 +68,9 @@ class Autoencoder:
             module = module.to(dtype)
         self.module = None if module is None else module.to(device).eval().requires_grad_(False)
         config: Any = {} if module is None else module.config
-        self.downsampling = 1 if module is None else _downsampling(module)
+        self.downsampling = 1 if module is None else downsampling(module)
         self.image_channels = int(config.get("in_channels", 3))
-        self.scale = _latent_scale(config)
+        self.scale = latent_scale(config)
         self.sha256 = None if module is None else state_sha256(module.state_dict())
 
     @property
@@ -156,12 +156,13 @@ def load_autoencoder(
     return Autoencoder(module, source, device, dtype)
 
 
-def _downsampling(module: Any) -> int:
+def downsampling(module: Any) -> int:
+    """Pixels of an image per latent place, along one axis."""
     ratio = getattr(module, "spatial_compression_ratio", None)
     return int(ratio or 2 ** (len(module.config.block_out_channels) - 1))
 
 
-def _latent_scale(config: Any) -> LatentScale:
+def latent_scale(config: Any) -> LatentScale:
     """The scale that a configuration states, by the rule of diffusers' pipelines."""
     factor = float(config.get("scaling_factor") or 1.0)
     mean, std = config.get("latents_mean"), config.get("latents_std")

@@ -3,9 +3,8 @@
 B batch, C channels, H x W the network's input size.
 """
 
-import importlib
-import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -17,9 +16,11 @@ from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
+from headmix_vision.data.canvas import CanvasDigits
+from headmix_vision.data.latents import LatentShards
 from headmix_vision.data.opening import RANDOM_ACCESS, check_location, open_source, reader_kind
 from headmix_vision.data.samples import Collate, EvalSamples, TrainLoader, TrainSamples, UnreadableImages
-from headmix_vision.data.sampling import TrainBatchSampler, eval_batches
+from headmix_vision.data.sampling import SampleKey, TrainBatchSampler, eval_batches
 from headmix_vision.data.sources import Digits, Source
 
 OWN_KINDS = ("digits", "fake", "canvas", "latents")
@@ -39,7 +40,7 @@ class GenerationData(lightning.LightningDataModule):
     Args:
         dataset: digits (embedded), canvas (boards of digits), latents (shards of cache_latents), fake (random
             numbers, to try a recipe), folder (a directory per split and class) or a timm name torch/NAME, hfds/NAME.
-        root: Place of the data; of latents the directory of the shards.
+        root: Place of the data; of latents the directory of the cache, or of a cache for each split.
         train_split: Name of the training split; `all` trains on both splits of digits.
         val_split: Name of the validation split, on which the loss is measured; none when null.
         batch_size: Samples per process and step.
@@ -136,7 +137,11 @@ class GenerationData(lightning.LightningDataModule):
             world_size=trainer.world_size,
             first_batch=self._batches_trained,
         )
-        samples = TrainSamples(split, self._transform(self.hflip), self.seed, self._unreadable(len(split)))
+        samples: Dataset[tuple[Tensor, int]]
+        if isinstance(split, LatentSource):
+            samples = LatentSamples(split.shards)
+        else:
+            samples = TrainSamples(split, self._transform(self.hflip), self.seed, self._unreadable(len(split)))
         return TrainLoader(samples, batch_sampler=sampler, **self._loader_options())
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
@@ -186,14 +191,9 @@ class GenerationData(lightning.LightningDataModule):
         if self.kind == "fake":
             return FakeSamples(self._shape, numbers)
         if self.kind == "canvas":
-            canvases = _optional("headmix_vision.data.canvas").CanvasDigits(
-                split, self.canvas_size or height, self.seed, channels=channels
-            )
-            return MapSource(canvases, numbers)
+            return CanvasDigits(split, self.canvas_size or height, self.seed, channels=channels)
         if self.kind == "latents":
-            if self.root is None:
-                raise ValueError("dataset 'latents' needs root, the directory of cached latents")
-            return MapSource(_optional("headmix_vision.data.latents").LatentShards(self.root, self.seed), numbers)
+            return self._open_latents(split)
         if channels not in PIL_MODES:
             raise ValueError(
                 f"the network takes {channels} channels, images have 1 or 3: cache latents and set dataset=latents"
@@ -201,9 +201,24 @@ class GenerationData(lightning.LightningDataModule):
         check_location(self.dataset, self.root)
         return open_source(self.dataset, self.root, split, PIL_MODES[channels])
 
+    def _open_latents(self, split: str) -> Source:
+        if self.root is None:
+            raise ValueError("dataset 'latents' needs root, the directory of cached latents")
+        folder = Path(self.root) / split
+        if not folder.is_dir():
+            folder = Path(self.root)
+            if split != self.train_split:
+                raise ValueError(f"{self.root} has no folder {split}: set data.val_split=null to train without")
+        shards = LatentShards(folder, self.seed)
+        if shards.shape != self._shape:
+            raise ValueError(
+                f"the latents of {folder} are of shape {list(shards.shape)}, the network takes {list(self._shape)}"
+            )
+        return LatentSource(shards)
+
     def _transform(self, hflip: float) -> Callable[[Any], Tensor]:
         if self.kind in ("latents", "fake"):
-            return _CheckShape(self._shape)
+            return Tensor.float
         return _ToRange((self._shape[1], self._shape[2]), hflip)
 
     def _unreadable(self, size: int) -> UnreadableImages:
@@ -241,22 +256,34 @@ class JoinedSources:
         return part.name(place)
 
 
-class MapSource:
-    """A map-style data set of (tensor, label)."""
+class LatentSource:
+    """The latents of a cache; another epoch draws them anew from their moments."""
 
-    def __init__(self, dataset: Dataset[tuple[Tensor, int]], class_names: list[str]) -> None:
-        self.dataset: Any = dataset
-        self.class_names: list[str] = list(getattr(dataset, "class_names", None) or class_names)
+    def __init__(self, shards: LatentShards) -> None:
+        self.shards = shards
+        self.class_names = shards.class_names
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.shards)
 
     def read(self, index: int) -> tuple[Tensor, int]:
-        tensor, label = self.dataset[index]
-        return tensor, int(label)
+        return self.shards.read(index)
 
     def name(self, index: int) -> str:
-        return f"{type(self.dataset).__name__}[{index}]"
+        return f"{self.shards.path}[{index}]"
+
+
+class LatentSamples(Dataset[tuple[Tensor, int]]):
+    """Training latents: what is drawn depends on (seed, epoch, index) and nothing else."""
+
+    def __init__(self, shards: LatentShards) -> None:
+        self.shards = shards
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def __getitem__(self, key: SampleKey) -> tuple[Tensor, int]:
+        return self.shards.read(key.sample, draw=key.epoch)
 
 
 class FakeSamples:
@@ -275,18 +302,6 @@ class FakeSamples:
 
     def name(self, index: int) -> str:
         return f"fake[{index}]"
-
-
-class _CheckShape:
-    """Latents as they are, if they are of the network's shape."""
-
-    def __init__(self, shape: tuple[int, int, int]) -> None:
-        self.shape = shape
-
-    def __call__(self, latent: Tensor) -> Tensor:
-        if tuple(latent.shape) != self.shape:
-            raise ValueError(f"a latent is of shape {list(latent.shape)}, the network takes {list(self.shape)}")
-        return latent.float()
 
 
 class _ToRange:
@@ -310,10 +325,3 @@ class _ToRange:
         if self.hflip and torch.rand(()) < self.hflip:
             x = x.flip(-1)
         return x * 2 - 1
-
-
-def _optional(module: str) -> Any:
-    """A data set's module, which not every installation has."""
-    if importlib.util.find_spec(module) is None:
-        raise ValueError(f"this installation has no {module}")
-    return importlib.import_module(module)

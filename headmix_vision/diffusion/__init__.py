@@ -1,6 +1,5 @@
-"""Diffusion: training objectives, guidance, schedulers by name, the class-to-image pipeline, autoencoders."""
+"""Diffusion: training objectives, guidance, schedulers by name, the class-to-image pipeline."""
 
-from headmix_vision.diffusion.autoencoders import decode_latents, encode_images, load_autoencoder
 from headmix_vision.diffusion.guidance import Guidance
 from headmix_vision.diffusion.objectives import Objective, ObjectiveConfig, create_objective
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
@@ -14,7 +13,4 @@ __all__ = [
     "ObjectiveConfig",
     "create_objective",
     "create_scheduler",
-    "decode_latents",
-    "encode_images",
-    "load_autoencoder",
 ]

@@ -15,7 +15,7 @@ from diffusers.utils import is_accelerate_available
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from headmix_vision.diffusion.autoencoders import decode_latents, downsampling
+from headmix_vision.data.autoencoders import downsampling, latent_scale
 from headmix_vision.diffusion.guidance import Guidance
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import create_scheduler, is_flow, set_steps, takes_variance
@@ -225,7 +225,10 @@ class HeadMixDiTPipeline(DiffusionPipeline):
     def _finish(self, latents: Tensor, output_type: str) -> Any:
         if output_type == "latent":
             return latents
-        images = decode_latents(self.vae, latents) if self.vae is not None else latents
+        images = latents
+        if self.vae is not None:
+            latents = latent_scale(self.vae.config).undo(latents)
+            images = self.vae.decode(latents.to(self.vae.dtype)).sample
         images = (images.float() / 2 + 0.5).clamp(0, 1)
         if output_type == "pt":
             return images

@@ -124,6 +124,10 @@ def make_plan(pipeline: HeadMixDiTPipeline, options: argparse.Namespace) -> Samp
         ValueError: If an option does not fit the model.
     """
     model = pipeline.transformer
+    if pipeline.vae is None and model.in_channels not in (1, 3):
+        raise ValueError(
+            f"{options.model} makes latents of {model.in_channels} channels: give their autoencoder by --vae"
+        )
     classes = parse_classes(options.classes, model.num_classes)
     scale = options.guidance
     if scale is None:

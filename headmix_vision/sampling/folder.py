@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from headmix_vision.training.files import atomic_path
+from headmix_vision.files import atomic_path
 
 IMAGES, METADATA, GRID, NPZ = "images", "metadata.json", "grid.png", "samples.npz"
 _IMAGE_NAME = re.compile(r"\d{6,}\.png")

@@ -1,15 +1,13 @@
 """From a run directory, a checkpoint or an exported pipeline to something that samples, and where it came from."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from headmix_vision.diffusion.autoencoders import load_autoencoder
+from headmix_vision.data.autoencoders import load_autoencoder
 from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import create_scheduler
+from headmix_vision.hashes import state_sha256
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.training.checkpoints import (
     DESCRIPTION_KEY,
@@ -42,7 +40,7 @@ def load_pipeline(
             raise ValueError(f"{model} is an exported pipeline, it has one kind of weights: leave out --raw")
         pipeline, about = _load_exported(model), {"weights": "exported"}
         if vae is not None:
-            pipeline.register_modules(vae=load_autoencoder(vae))
+            pipeline.register_modules(vae=load_autoencoder(vae).module)
     else:
         if model.suffix != ".ckpt" and not (model / "checkpoints").is_dir():
             raise ValueError(
@@ -56,18 +54,9 @@ def load_pipeline(
         "model": str(model),
         "architecture": pipeline.transformer.architecture,
         "objective": pipeline.config.objective,
-        "weights_sha256": weights_hash(pipeline.transformer),
+        "weights_sha256": state_sha256(pipeline.transformer.state_dict()),
         **about,
     }
-
-
-def weights_hash(module: torch.nn.Module) -> str:
-    """SHA-256 of a module's weights: names, types, shapes and values, however they are stored."""
-    digest = hashlib.sha256()
-    for name, value in sorted(module.state_dict().items()):
-        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _load_exported(folder: Path) -> HeadMixDiTPipeline:
@@ -89,13 +78,13 @@ def _from_checkpoint(path: Path, raw: bool, vae: str | None) -> tuple[HeadMixDiT
     model.load_state_dict(state)
     objective = ObjectiveConfig(**description["objective"])
     source = description["vae"]
-    if vae is not None and source is None:
+    if vae is not None and source is None and model.in_channels in (1, 3):
         raise ValueError(f"--vae {vae} given, but {path} was trained on pixels")
     source = vae or source
     pipeline = HeadMixDiTPipeline(
         model,
         create_scheduler(None, objective, clip=source is None),
-        vae=load_autoencoder(source) if source is not None else None,
+        vae=load_autoencoder(source).module if source is not None else None,
         objective=description["objective"],
         class_names=description["class_names"],
     )

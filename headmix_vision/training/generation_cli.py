@@ -10,9 +10,10 @@ from headmix_vision.data.generation import GenerationData
 from headmix_vision.training import run_directory as files
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
+from headmix_vision.training.callbacks.sample_fid import SampleFid
 from headmix_vision.training.callbacks.sample_grids import SampleGrids
 from headmix_vision.training.generator import ImageGenerator
-from headmix_vision.training.options import SampleGridConfig
+from headmix_vision.training.options import FidConfig, SampleGridConfig
 from headmix_vision.training.run_cli import RunCLI, run_command_line
 
 
@@ -30,9 +31,10 @@ class GenerationCLI(RunCLI):
         return {"fit": {*hidden, "train_dataloaders", "val_dataloaders"}, "validate": hidden}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of the samples drawn while training."""
+        """Add the options of samples and scores while training."""
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(SampleGridConfig, "samples")
+        parser.add_class_arguments(FidConfig, "fid")
 
     def default_run_name(self) -> str:
         """The names of all config files but overlays, as several make up a recipe."""
@@ -41,19 +43,15 @@ class GenerationCLI(RunCLI):
         return "-".join(stems) or self.options.model.name
 
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Sample grids and learning curves."""
-        options = self.options
-        samples = SampleGrids(
-            run_dir / files.SAMPLES,
-            self.config_init[self.config.subcommand].samples,
-            average,
-            options.model.vae,
-            options.seed_everything,
-        )
+        """Sample grids, scores and learning curves."""
+        options, made = self.options, self.config_init[self.config.subcommand]
+        vae, seed = options.model.vae, options.seed_everything
+        samples = SampleGrids(run_dir / files.SAMPLES, made.samples, average, vae, seed)
+        score = SampleFid(made.fid, average, vae, options.data.root, seed)
         curves = LearningCurves(
             run_dir / files.CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )
-        return [samples, curves], []
+        return [samples, score, curves], []
 
     def after_fit(self) -> None:
         """Say where everything is."""

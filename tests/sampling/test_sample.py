@@ -187,7 +187,7 @@ def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
         (("--num", "0"), "--num must be at least 1"),
         (("--batch-size", "0"), "--batch-size must be at least 1"),
         (("--raw",), "leave out --raw"),
-        (("--vae", "/nowhere"), "no autoencoder '/nowhere'"),
+        (("--vae", "/nowhere"), "is no directory, no hub id"),
     ],
 )
 def test_wrong_options(

@@ -5,11 +5,21 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
+from headmix_vision.data.autoencoders import load_autoencoder
+from headmix_vision.data.cache_latents import write_cache
+from headmix_vision.data.generation import LatentSamples
+from headmix_vision.data.latents import LatentShards
+from headmix_vision.data.sampling import SampleKey
+from headmix_vision.data.sources import Digits
+from headmix_vision.sampling.command import main as sample
 from headmix_vision.training.callbacks.ema import ema_decay
 from headmix_vision.training.generator import ImageGenerator
 
@@ -161,7 +171,7 @@ def test_starts_from_other_weights(reference: Path, tmp_path: Path) -> None:
         (("--samples.scheduler", "ddim"), "does not fit"),
         (("--samples.classes", "[3, 10]"), "samples.classes must be from 0 to 9"),
         (("--model.model_args.class_dropout", "0.0"), "needs a model with a null class"),
-        (("--model.vae", "/nowhere/vae"), "neither a local directory nor a hub id"),
+        (("--model.vae", "/nowhere/vae"), "is no directory, no hub id"),
         (("--model.checkpoint", "absent.ckpt"), "no checkpoint at absent.ckpt"),
         (("--data.dataset", "latents"), "needs root"),
         (("--data.dataset", "wds/"), "is a stream"),
@@ -184,6 +194,58 @@ def test_another_objective_does_not_continue_a_run(reference: Path, capfd: pytes
     config = reference / "config.yaml"
     assert run("validate", "-c", config, "--ckpt_path", "last", "--model.objective.shift", 2) == 2
     assert "was trained with objective" in capfd.readouterr().err
+
+
+def test_scores_while_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With the features of an untrained classifier, which is an extractor like any other."""
+    features, config = tmp_path / "features.safetensors", write_config(tmp_path / "tiny.yaml", trainer__max_epochs=2)
+    torch.manual_seed(0)
+    header = {"model_name": "deit_linear_digits", "model_args": "{}"}
+    save_file(timm.create_model("deit_linear_digits").state_dict(), features, metadata=header)
+    options = ("--fid.every_n_epochs", 2, "--fid.features", features, "--fid.num", 60, "--fid.steps", 2)
+    for name in ("one", "two"):
+        assert run("fit", "-c", config, "--run_dir", tmp_path / name, *options) == 0
+    rows = [read_csv(tmp_path / name / "metrics.csv") for name in ("one", "two")]
+    assert [bool(row["val/fid"]) for row in rows[0]] == [False] * 5 + [True]
+    assert rows[0] == rows[1] and float(rows[0][5]["val/fid"]) > 0
+    wrong = (*options, "--fid.features", "nothing")
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "three", *wrong) == 2
+    assert "must be inception, digits, or the path" in capfd.readouterr().err
+
+
+def test_latents_of_an_autoencoder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Cache, train with grids that are decoded, sample: the autoencoder is in none of the checkpoints."""
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    sizes = {"block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
+    diffusers.AutoencoderKL(**blocks, **sizes, scaling_factor=0.7).save_pretrained(tmp_path / "vae")
+    vae = load_autoencoder(str(tmp_path / "vae"))
+    write_cache(Digits("validation", 3), vae, tmp_path / "latents", image_size=16, origin="digits", workers=0)
+    samples = LatentSamples(LatentShards(tmp_path / "latents", seed=3))
+    first, again, later = (samples[SampleKey(5, epoch, 0)][0] for epoch in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, later)  # drawn from their moments in each epoch
+    config = write_config(
+        tmp_path / "tiny.yaml",
+        model__vae=str(tmp_path / "vae"),
+        model__model_args={"in_channels": 4, "depth": 1, "embed_dim": 16, "num_heads": 2},
+        data={"dataset": "latents", "root": str(tmp_path / "latents"), "val_split": None, "batch_size": 8},
+        data__num_workers=0,
+    )
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
+    checkpoint = load(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    assert all(name.startswith(("net.", "val_loss")) for name in checkpoint["state_dict"])
+    assert checkpoint["headmix_vision"]["vae"] == str(tmp_path / "vae")
+    assert len(list((tmp_path / "run" / "samples").iterdir())) == 4
+    sample(["images", "--model", str(tmp_path / "run"), "--num", "2", "--steps", "2", "--out", str(tmp_path / "out")])
+    with Image.open(tmp_path / "out" / "images" / "000001.png") as image:
+        assert image.size == (16, 16) and image.mode == "RGB"
+    for options, message in (
+        (("--model.input_size", 16), "the latents of .* are of shape [4, 8, 8], the network takes [4, 16, 16]"),
+        (("--data.val_split", "val"), "has no folder val: set data.val_split=null"),
+        (("--model.vae", "null"), "set model.vae to see samples"),
+    ):
+        assert run("fit", "-c", config, "--run_dir", tmp_path / "other", *options) == 2
+        assert message.split(" .* ")[-1] in capfd.readouterr().err
 
 
 def test_small_image_folder(tmp_path: Path) -> None:

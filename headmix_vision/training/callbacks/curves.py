@@ -21,6 +21,7 @@ CLASSIFIER_PANELS: Panels = {
 GENERATOR_PANELS: Panels = {
     "loss": ["train/loss", "val/loss"],
     "loss by tenths of the noise level": [f"train/loss_level_{i}" for i in range(0, 10, 3)],
+    "FID": ["val/fid"],
     "learning rate": ["lr"],
 }
 
@@ -71,9 +72,9 @@ def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> N
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.5), layout="constrained")
+    figure = Figure(figsize=(4 * len(panels), 3.5), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (title, names) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+    for axes, (title, names) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for name in names:
             points = [(row["step"], row[name]) for row in rows if name in row]
             if points:

@@ -1,5 +1,6 @@
 """Samples of the generator while it trains."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,64 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from headmix_vision.data.autoencoders import load_autoencoder
 from headmix_vision.data.seeding import derive_seed
-from headmix_vision.diffusion.autoencoders import load_autoencoder
 from headmix_vision.diffusion.grids import draw_grid, to_uint8
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import create_scheduler
+from headmix_vision.files import atomic_path
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.files import atomic_path
 from headmix_vision.training.options import SampleGridConfig
+
+
+def draw_images(
+    trainer: Trainer,
+    module: LightningModule,
+    vae: Any,
+    labels: list[int] | None,
+    indices: Sequence[int],
+    seed: int,
+    scheduler: str | None = None,
+    **options: Any,
+) -> np.ndarray:
+    """Draw samples of a module that is being trained, from noise that (seed, index) decides.
+
+    Args:
+        trainer: Its trainer, for the precision.
+        module: The module, or its average.
+        vae: Autoencoder of the latents; None for pixels.
+        labels: One for each index; None for an unconditional model.
+        indices: The samples.
+        seed: Seed of the noise.
+        scheduler: Name of the sampler; the objective's own when None.
+        options: Of the pipeline's call.
+
+    Returns:
+        uint8 [N, H, W, channels].
+    """
+    net: Any = module.net
+    objective: Any = module.objective_config
+    was_training = net.training
+    net.eval()
+    try:
+        pipeline = HeadMixDiTPipeline(
+            net,
+            create_scheduler(scheduler, objective, clip=vae is None),
+            vae=vae.to(module.device) if vae is not None else None,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        with trainer.precision_plugin.forward_context():
+            (images,) = pipeline(
+                labels,
+                len(indices),
+                generator=[torch.Generator().manual_seed(derive_seed(seed, i)) for i in indices],
+                output_type="np",
+                return_dict=False,
+                **options,
+            )
+    finally:
+        net.train(was_training)
+    return to_uint8(images)
 
 
 class SampleGrids(Callback):
@@ -57,8 +108,14 @@ class SampleGrids(Callback):
             raise ValueError(f"samples.classes must be from 0 to {net.num_classes - 1}, got {self.config.classes}")
         if self.config.guidance != 1 and not net.has_null_class:
             raise ValueError(f"samples.guidance={self.config.guidance} needs a model with a null class: set it to 1")
-        if self.vae_source is not None and self._vae is None and trainer.is_global_zero:
-            self._vae = load_autoencoder(self.vae_source)
+        drawn = self.config.every_n_steps is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if drawn and self.vae_source is None and net.in_channels not in (1, 3):
+            raise ValueError(
+                f"the model makes latents of {net.in_channels} channels: set model.vae to see samples,"
+                " or samples.every_n_steps to null"
+            )
+        if drawn and self.vae_source is not None and self._vae is None and trainer.is_global_zero:
+            self._vae = load_autoencoder(self.vae_source).module
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember where this run starts and ends."""
@@ -79,35 +136,19 @@ class SampleGrids(Callback):
 
     def draw(self, trainer: Trainer, module: LightningModule, kind: str) -> None:
         """Draw the samples of one module, `raw` or `ema`, of the present step."""
-        net: Any = module.net
-        labels, config = self._labels(net), self.config
+        labels, config = self._labels(module.net), self.config
         count = len(labels) if labels is not None else 10 * config.rows
-        was_training = net.training
-        net.eval()
-        try:
-            pipeline = HeadMixDiTPipeline(
-                net,
-                create_scheduler(config.scheduler, module.objective_config, clip=self._vae is None),  # type: ignore[arg-type]
-                vae=self._vae.to(module.device) if self._vae is not None else None,
-            )
-            pipeline.set_progress_bar_config(disable=True)
-            with trainer.precision_plugin.forward_context():
-                (images,) = pipeline(
-                    labels,
-                    count if labels is None else None,
-                    guidance_scale=config.guidance,
-                    num_inference_steps=config.steps,
-                    generator=[torch.Generator().manual_seed(derive_seed(self.seed, i)) for i in range(count)],
-                    output_type="np",
-                    return_dict=False,
-                )
-        finally:
-            net.train(was_training)
+        images = draw_images(
+            *(trainer, module, self._vae, labels, range(count), self.seed),
+            scheduler=config.scheduler,
+            guidance_scale=config.guidance,
+            num_inference_steps=config.steps,
+        )
         names = getattr(module, "class_names", None)
         captions = None if labels is None else [names[label] if names else str(label) for label in labels]
         weights = "moving average" if kind == "ema" else "weights being trained"
         title = f"step {trainer.global_step}, {weights}, {config.steps} steps, guidance {config.guidance:g}"
-        picture = draw_grid(to_uint8(images), captions, title, columns=count // config.rows)
+        picture = draw_grid(images, captions, title, columns=count // config.rows)
         with atomic_path(self.folder / f"step_{trainer.global_step:08d}_{kind}.png") as temporary:
             picture.save(temporary, format="png")
         for logger in trainer.loggers:
