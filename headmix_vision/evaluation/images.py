@@ -22,6 +22,7 @@ from headmix_vision.data.sources import Digits, Source
 
 DECODER_THREADS = 8
 CANVAS_SIZE = 64
+SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
 _EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[-\d:]+)\])?")
 
@@ -256,14 +257,34 @@ def npz_arrays(path: Path) -> list[str]:
         raise ValueError(f"{path} is truncated or no npz file: {error}") from None
 
 
+def npz_labels(path: Path) -> Tensor:
+    """Labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
+
+    Raises:
+        ValueError: No npz file, no labels, or other than one integer per image.
+    """
+    arrays = npz_arrays(path)
+    name = next((name for name in ("labels", "arr_1") if name in arrays), None)
+    if name is None:
+        raise ValueError(f"{path} has no labels or arr_1, it has {', '.join(arrays)}")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            labels = file[name]
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise ValueError(f"{path}: {name} is {labels.dtype} {list(labels.shape)}, it must be integers [N]")
+    return torch.from_numpy(labels.astype(np.int64))
+
+
 def open_images(source: str, mode: str, image_size: int | None = None, root: str | None = None) -> ImageSet:
     """Open images for scoring.
 
     Args:
-        source: A folder, an `.npz` file with uint8 images, or a data set `NAME[:SPLIT][SLICE]`: `digits`,
-            `canvas:train` (64 pixels unless `image_size` says otherwise), `folder:validation`, `hfds/NAME:train`,
-            `digits[::2]` for every other image. Without a split, digits are all of them and other data sets their
-            validation split.
+        source: A folder, also one of samples with their `images/` and `metadata.json`; an `.npz` file with uint8
+            images; or a data set `NAME[:SPLIT][SLICE]`: `digits`, `canvas:train` (64 pixels unless `image_size` says
+            otherwise), `folder:validation`, `hfds/NAME:train`, `digits[::2]` for every other image. Without a split,
+            digits are all of them and other data sets their validation split.
         mode: `L` or `RGB`.
         image_size: As in `ImageSet`.
         root: Place of a data set that needs one.
@@ -272,6 +293,8 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
         ValueError: Nothing there, or no images.
     """
     path = Path(source)
+    if (path / SAMPLES).is_dir() and (path / SAMPLES_METADATA).is_file():
+        path = path / SAMPLES  # without the grid beside it
     if path.is_dir():
         return ImageSet(Folder(path), mode, image_size)
     if path.is_file():
