@@ -19,7 +19,8 @@ from rich.progress import Progress as RichProgress
 from torch import Tensor
 
 from headmix_vision.evaluation import scores
-from headmix_vision.evaluation.images import ImageSet, npz_arrays, npz_labels, open_images
+from headmix_vision.evaluation.images import ImageSet, open_images
+from headmix_vision.evaluation.npz import npz_arrays, npz_labels
 from headmix_vision.evaluation.statistics import Statistics, read_statistics, write_statistics
 from headmix_vision.files import atomic_path
 from headmix_vision.training.feature_extractors import open_extractor
