@@ -19,7 +19,8 @@ from rich.progress import Progress as RichProgress
 from torch import Tensor
 
 from headmix_vision.evaluation import scores
-from headmix_vision.evaluation.images import ImageSet, npz_arrays, open_images
+from headmix_vision.evaluation.images import ImageSet, open_images
+from headmix_vision.evaluation.npz import npz_arrays, npz_labels
 from headmix_vision.evaluation.statistics import Statistics, read_statistics, write_statistics
 from headmix_vision.files import atomic_path
 from headmix_vision.training.feature_extractors import open_extractor
@@ -61,10 +62,13 @@ def _parser() -> argparse.ArgumentParser:
         ("kid", "kernel distance"),
         ("is", "inception score"),
         ("prc", "precision and recall"),
+        ("accuracy", "share of images that the classifier assigns to their label, of an npz file with labels"),
         ("stats", "keep the statistics of real images in a file"),
     ):
         metric = metrics.add_parser(name, help=text)
-        metric.add_argument("--real", required=name != "is", help="real images, or for fid their statistics")
+        metric.add_argument(
+            "--real", required=name not in ("is", "accuracy"), help="real images, or for fid their statistics"
+        )
         if name != "stats":
             metric.add_argument("--fake", required=True, help="generated images, or for fid their statistics")
         metric.add_argument("--features", default="inception", help="inception, digits, or a path (inception)")
@@ -105,7 +109,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     sides: dict[str, ImageSet | Statistics] = {}
     for side in ("real", "fake"):
         source = getattr(options, side)
-        if source is not None and not (options.metric == "is" and side == "real"):
+        if source is not None and not (options.metric in ("is", "accuracy") and side == "real"):
             sides[side] = _open(options, source, extractor.mode)
     return {
         "metric": options.metric,
@@ -128,6 +132,11 @@ def _score(options: argparse.Namespace, scorer: scores.Scorer, sides: dict[str, 
             return scores.kid(scorer, sides["real"], sides["fake"], options.subsets, options.subset_size)
         case "is":
             return scores.inception_score(scorer, sides["fake"], options.splits)
+        case "accuracy":
+            path = Path(options.fake)
+            if path.suffix != ".npz":
+                raise ValueError(f"accuracy needs an .npz file with labels, --fake is {path}")
+            return scores.accuracy(scorer, sides["fake"], npz_labels(path))
         case _:
             return scores.precision_recall(scorer, sides["real"], sides["fake"], options.neighbours)
 

@@ -5,7 +5,6 @@ Shapes: B images of a batch, C channels (1 or 3), H and W pixels. Pixels are uin
 
 import itertools
 import re
-import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +18,11 @@ from torch import Tensor
 from headmix_vision.data.crops import center_crop
 from headmix_vision.data.opening import STREAMING, open_canvas, open_source, reader_kind
 from headmix_vision.data.sources import Digits, Source
+from headmix_vision.evaluation.npz import NpzImages, npz_arrays
 
 DECODER_THREADS = 8
 CANVAS_SIZE = 64
+SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
 _EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[-\d:]+)\])?")
 
@@ -133,64 +134,6 @@ def _decode(path: Path) -> Image.Image:
     return image
 
 
-class NpzImages:
-    """`arr_0`, uint8 [N, H, W, C] or [N, H, W], of an npz file as ADM's evaluation takes it, read piece by piece.
-
-    Raises:
-        ValueError: Not such a file.
-    """
-
-    kind = "npz"
-
-    def __init__(self, path: Path) -> None:
-        self.source = str(path)
-        with self._open() as (_, shape, dtype, fortran_order):
-            images = dtype == np.uint8 and (len(shape) == 3 or (len(shape) == 4 and shape[-1] in (1, 3)))
-            if not images or fortran_order:
-                raise ValueError(
-                    f"{path}: arr_0 is {dtype} {list(shape)}, it must be uint8 [N, H, W, C] with 1 or 3 channels"
-                )
-        self.shape = shape
-
-    def _open(self) -> "_NpzMember":
-        return _NpzMember(self.source)
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
-    def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
-        length = int(np.prod(self.shape[1:]))
-        shape = self.shape[1:3] if self.shape[-1] == 1 and len(self.shape) == 4 else self.shape[1:]
-        with self._open() as (file, *_):
-            for index in range(len(self)):
-                try:
-                    data = file.read(length)
-                except (zipfile.BadZipFile, EOFError, OSError) as error:
-                    raise ValueError(f"{self.source} is damaged at image {index}: {error}") from None
-                if len(data) < length:
-                    raise ValueError(f"{self.source} is truncated at image {index} of {len(self)}")
-                yield f"{self.source}[{index}]", Image.fromarray(np.frombuffer(data, np.uint8).reshape(shape))
-
-
-class _NpzMember:
-    """Context of the open `arr_0` of an npz file: (file after the header, shape, dtype, fortran_order)."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __enter__(self) -> tuple[Any, tuple[int, ...], np.dtype[Any], bool]:
-        self.archive = zipfile.ZipFile(self.path)
-        self.member = self.archive.open("arr_0.npy")
-        version = np.lib.format.read_magic(self.member)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran_order, dtype = read_header(self.member)
-        return self.member, shape, dtype, fortran_order
-
-    def __exit__(self, *_: object) -> None:
-        self.member.close()
-        self.archive.close()
-
-
 class TensorImages:
     """Images in memory, uint8 [N, C, H, W] with 1 or 3 channels.
 
@@ -243,27 +186,14 @@ def _to_pil(image: Tensor) -> Image.Image:
     return Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).contiguous().numpy())
 
 
-def npz_arrays(path: Path) -> list[str]:
-    """Names of the arrays of an npz file.
-
-    Raises:
-        ValueError: Not an npz file.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return [name.removesuffix(".npy") for name in archive.namelist()]
-    except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{path} is truncated or no npz file: {error}") from None
-
-
 def open_images(source: str, mode: str, image_size: int | None = None, root: str | None = None) -> ImageSet:
     """Open images for scoring.
 
     Args:
-        source: A folder, an `.npz` file with uint8 images, or a data set `NAME[:SPLIT][SLICE]`: `digits`,
-            `canvas:train` (64 pixels unless `image_size` says otherwise), `folder:validation`, `hfds/NAME:train`,
-            `digits[::2]` for every other image. Without a split, digits are all of them and other data sets their
-            validation split.
+        source: A folder, also one of samples with their `images/` and `metadata.json`; an `.npz` file with uint8
+            images; or a data set `NAME[:SPLIT][SLICE]`: `digits`, `canvas:train` (64 pixels unless `image_size` says
+            otherwise), `folder:validation`, `hfds/NAME:train`, `digits[::2]` for every other image. Without a split,
+            digits are all of them and other data sets their validation split.
         mode: `L` or `RGB`.
         image_size: As in `ImageSet`.
         root: Place of a data set that needs one.
@@ -272,6 +202,8 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
         ValueError: Nothing there, or no images.
     """
     path = Path(source)
+    if (path / SAMPLES).is_dir() and (path / SAMPLES_METADATA).is_file():
+        path = path / SAMPLES  # without the grid beside it
     if path.is_dir():
         return ImageSet(Folder(path), mode, image_size)
     if path.is_file():

@@ -140,6 +140,26 @@ def precision_recall(scorer: Scorer, real: ImageSet, fake: ImageSet, neighbours:
     return {name: result[name] for name in ("precision", "recall", "f_score")} | {"prc_neighbours": neighbours}
 
 
+def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]:
+    """Share of generated images that the classifier assigns to the class they were asked for.
+
+    Args:
+        scorer: Extractor.
+        fake: Generated images.
+        labels: Their classes, int64 [N].
+
+    Raises:
+        ValueError: Not one label per image, or a label that the classifier does not know.
+    """
+    if len(labels) != len(fake):
+        raise ValueError(f"there are {len(labels)} labels for {len(fake)} images")
+    logits = scorer.collect(fake, "logits")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= logits.shape[1]:
+        raise ValueError(f"labels are {low} to {high}, the classifier knows 0 to {logits.shape[1] - 1}")
+    return {"top1": (logits.argmax(1) == labels).double().mean().item()}
+
+
 def check_sizes(real: ImageSet | Statistics, fake: ImageSet | Statistics) -> None:
     """Raise ValueError if the images of the two sides are known to be of different sizes."""
     sizes: Sequence[Any] = [side.description.get("size") for side in (real, fake)]

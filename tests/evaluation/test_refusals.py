@@ -70,6 +70,17 @@ def test_bad_options(
     assert "neighbours is 80" in refused(capsys, "prc", *common, "--neighbours", 80)
     assert "must be inception, digits, or the path" in refused(capsys, "fid", *sides, "--features", "resnet")
     assert "no checkpoint at" in refused(capsys, "fid", *sides, "--features", tmp_path)
+
+    def labelled(labels: np.ndarray) -> str:
+        path = save_npz(tmp_path / "labelled.npz", arr_0=digit_pixels(range(4)), labels=labels)
+        return refused(capsys, "accuracy", "--fake", path, "--features", classifier)
+
+    assert "3 labels for 4 images" in labelled(np.zeros(3, int))
+    assert "labels are 0 to 10, the classifier knows 0 to 9" in labelled(np.array([0, 1, 2, 10]))
+    assert "labels is float64 [4], it must be integers" in labelled(np.zeros(4))
+    unlabelled = save_npz(tmp_path / "unlabelled.npz", arr_0=digit_pixels(range(4)))
+    for fake, message in ((unlabelled, "has no labels or arr_1"), (folders[0], "accuracy needs an .npz file")):
+        assert message in refused(capsys, "accuracy", "--fake", fake, "--features", classifier)
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(classifier.read_bytes()[:1000])
     assert "truncated or no safetensors" in refused(capsys, "fid", *sides, "--features", damaged)

@@ -1,6 +1,7 @@
 """The command line on digits: every source, every score, against torch-fidelity on the same features."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,26 @@ def test_compressed_npz_is_read_piece_by_piece(tmp_path: Path) -> None:
     images = open_images(str(tmp_path / "images.npz"), "RGB")
     assert images.size == (5, 6)
     assert np.array_equal(torch.cat(list(images.batches(32))).permute(0, 2, 3, 1), pixels)
+
+
+def test_accuracy_of_labelled_samples(classifier: Path, tmp_path: Path) -> None:
+    pixels = digit_pixels(range(40))
+    predicted = open_weights(classifier)(torch.from_numpy(pixels)[:, None])["logits"].argmax(1).numpy()
+    wrong = np.where(np.arange(40) < 10, (predicted + 1) % 10, predicted)
+    for name in ("labels", "arr_1"):
+        path = tmp_path / f"{name}.npz"
+        np.savez(path, arr_0=pixels[..., None], **{name: wrong})
+        result = score(tmp_path, "accuracy", "--fake", path, "--features", classifier)
+        assert result["scores"] == {"top1": 0.75}
+
+
+def test_a_folder_of_samples_is_scored_without_its_grid(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders[0], tmp_path / "images")
+    Image.new("RGB", (100, 50)).save(tmp_path / "grid.png")
+    assert len(open_images(str(tmp_path), "L")) == 91
+    (tmp_path / "metadata.json").write_text("{}")
+    images = open_images(str(tmp_path), "L")
+    assert len(images) == 90 and images.size == (8, 8)
 
 
 def test_images_in_memory(folders: tuple[Path, Path]) -> None:
