@@ -24,6 +24,7 @@ demo: install
 	rm -rf runs/demo_gen/drawn
 	$(BIN)/python sample.py images --model runs/demo_gen --num 1797 --steps 25 --batch-size 128 --npz --out runs/demo_gen/drawn
 	$(BIN)/python -m headmix_vision.evaluate fid --real digits --fake runs/demo_gen/drawn --features runs/demo/model.safetensors
+	$(BIN)/python -m headmix_vision.evaluate accuracy --fake runs/demo_gen/drawn/samples.npz --features runs/demo/model.safetensors
 
 test: install
 	$(BIN)/python -m pytest

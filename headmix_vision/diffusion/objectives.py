@@ -6,6 +6,7 @@ B batch, x0 data [B, C, H, W], ε noise, x noisy data. The network's time runs f
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ class Ddpm(Objective):
         )
         likelihood = discretized_log_likelihood(x0, mean, 0.5 * log_variance)
         first = (steps == 0).view(-1, 1, 1, 1)
-        return torch.where(first, -likelihood, divergence).flatten(1).mean(1) / torch.log(torch.tensor(2.0))
+        return torch.where(first, -likelihood, divergence).flatten(1).mean(1) / math.log(2)
 
     def _at(self, table: Tensor, steps: Tensor) -> Tensor:
         return table.to(steps.device)[steps].float().view(-1, 1, 1, 1)
