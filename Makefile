@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CHECKED := headmix_vision tests benchmarks examples train_cls.py
+CHECKED := headmix_vision tests benchmarks examples train_cls.py train_gen.py sample.py
 
 .PHONY: install demo test test-gpu lint format clean
 
@@ -14,11 +14,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# Train on real digits, draw the test digits with their predictions, export, and load the export through timm.
+# Train a classifier on real digits, draw the test digits with their predictions, export, load the export through timm;
+# train a generator on them, draw samples, and score these with the classifier's features.
 demo: install
 	$(BIN)/python train_cls.py fit --config configs/cls/digits.yaml --run_dir runs/demo --overwrite true
 	$(BIN)/python -m headmix_vision.export runs/demo --out runs/demo/model.safetensors
 	$(BIN)/python examples/classify_digits.py runs/demo/model.safetensors --out runs/demo/digits.png
+	$(BIN)/python train_gen.py fit --config configs/gen/digits.yaml --run_dir runs/demo_gen --overwrite true
+	rm -rf runs/demo_gen/drawn
+	$(BIN)/python sample.py images --model runs/demo_gen --num 1797 --steps 25 --batch-size 128 --npz --out runs/demo_gen/drawn
+	$(BIN)/python -m headmix_vision.evaluate fid --real digits --fake runs/demo_gen/drawn --features runs/demo/model.safetensors
+	$(BIN)/python -m headmix_vision.evaluate accuracy --fake runs/demo_gen/drawn/samples.npz --features runs/demo/model.safetensors
 
 test: install
 	$(BIN)/python -m pytest

@@ -1,8 +1,13 @@
-"""Turn a run into a weights file which timm loads: `python -m headmix_vision.export RUN --out model.safetensors`."""
+"""Turn a run into something to load elsewhere: `python -m headmix_vision.export RUN --out TARGET`.
+
+A classifier becomes a weights file for timm (`--out model.safetensors`), a generator a pipeline directory for diffusers
+(`--out DIRECTORY`).
+"""
 
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,7 @@ from safetensors.torch import save_file
 from timm.models import get_pretrained_cfg_value, is_model
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
+from headmix_vision.sampling.loading import load_pipeline
 from headmix_vision.training.checkpoints import DESCRIPTION_KEY, find_checkpoint, model_state, read_checkpoint
 from headmix_vision.training.files import atomic_path
 
@@ -71,21 +77,62 @@ def export(checkpoint_path: Path, out: Path, *, raw: bool = False) -> str:
     return f"timm.create_model({description['name']!r}, {given}checkpoint_path={str(out)!r})"
 
 
+def export_pipeline(checkpoint_path: Path, out: Path, *, raw: bool = False) -> str:
+    """Write the generator of a checkpoint as a directory of diffusers, with its autoencoder if it has one.
+
+    Args:
+        checkpoint_path: A `.ckpt` file.
+        out: The directory to write; it must not exist.
+        raw: Export the weights being trained instead of their moving average.
+
+    Returns:
+        The Python expression which loads the directory.
+
+    Raises:
+        ValueError: If the checkpoint is not one of this package, or `out` exists.
+    """
+    if out.exists():
+        raise ValueError(f"--out {out} already exists; a generator is exported to a new directory")
+    pipeline, _ = load_pipeline(checkpoint_path, raw=raw)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+        complete = Path(temporary) / out.name
+        pipeline.save_pretrained(complete)
+        complete.rename(out)
+    return f"HeadMixDiTPipeline.from_pretrained({str(out)!r})"
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; wrong input ends the process with one line and exit status 2."""
     parser = argparse.ArgumentParser(prog="python -m headmix_vision.export", description="Export a run's weights.")
     parser.add_argument("run", type=Path, help="run directory, or a .ckpt file")
-    parser.add_argument("--out", type=Path, required=True, help="file to write, ending in .safetensors")
-    parser.add_argument("--checkpoint", default="best", help="best, last or a file; of a run directory (default: best)")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="file ending in .safetensors; for a generator a directory"
+    )
+    parser.add_argument(
+        "--checkpoint", help="best, last or a file; of a run directory (default: best, of a generator last)"
+    )
     parser.add_argument("--raw", action="store_true", help="the weights being trained, not their moving average")
     options = parser.parse_args(args)
     try:
-        path = options.run if options.run.suffix == ".ckpt" else find_checkpoint(options.run, options.checkpoint)
-        expression = export(path, options.out, raw=options.raw)
+        path = options.run if options.run.suffix == ".ckpt" else _find(options.run, options.checkpoint)
+        generator = read_checkpoint(path)[DESCRIPTION_KEY].get("kind") == "generator"
+        write = export_pipeline if generator else export
+        expression = write(path, options.out, raw=options.raw)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"import timm, headmix_vision; model = {expression}")
+    if generator:
+        print(f"from headmix_vision.diffusion import HeadMixDiTPipeline; pipe = {expression}")
+    else:
+        print(f"import timm, headmix_vision; model = {expression}")
+
+
+def _find(run_dir: Path, checkpoint: str | None) -> Path:
+    """The checkpoint asked for; without a wish the best one, or the last of a run that keeps no best."""
+    folder = run_dir / "checkpoints"
+    only_last = (folder / "last.ckpt").is_file() and not (folder / "best.ckpt").is_file()
+    return find_checkpoint(run_dir, checkpoint or ("last" if only_last else "best"))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_a_script_runs_with_the_models_registered(tmp_path: Path):
 
 
 def test_imports_point_downward():
-    order = ["ops", "layers", "models", "data", "training"]
+    order = ["ops", "layers", "models", "data", "evaluation", "diffusion", "training"]
     package = Path(__file__).parents[1] / "headmix_vision"
     for height, name in enumerate(order):
         for path in (package / name).rglob("*.py"):

@@ -15,7 +15,7 @@ from headmix_vision.data.augmentation import (
     eval_transform,
     train_transform,
 )
-from headmix_vision.data.opening import STREAMING, check_location, open_source, reader_kind
+from headmix_vision.data.opening import STREAMING, check_location, open_canvas, open_source, reader_kind
 from headmix_vision.data.samples import Collate, EvalSamples, TrainLoader, TrainSamples, UnreadableImages
 from headmix_vision.data.sampling import TrainBatchSampler, eval_batches
 from headmix_vision.data.sources import Digits, FakeImages, ImageFiles, Source, find_images
@@ -49,9 +49,9 @@ class ClassificationData(lightning.LightningDataModule):
     Where such a data set does not know its classes, the number of classes of the model counts.
 
     Args:
-        dataset: digits (embedded), folder (a directory or tar file per split and class), hfds (a local Hugging Face
-            directory), fake (random images of the model's input size), or a timm name: torch/NAME, hfds/NAME,
-            hfids/NAME, wds/, tfds/NAME.
+        dataset: digits (embedded), canvas or canvas/opposite (boards of digits, of the model's input size), folder (a
+            directory or tar file per split and class), hfds (a local Hugging Face directory), fake (random images of
+            the model's input size), or a timm name: torch/NAME, hfds/NAME, hfids/NAME, wds/, tfds/NAME.
         root: Place of the data. For folder a directory with train/ and val/ or train.tar and val.tar, or one tar
             file with these directories inside.
         train_split: Name of the training split.
@@ -65,8 +65,8 @@ class ClassificationData(lightning.LightningDataModule):
         seed: Seed of order and augmentation.
         max_unreadable: Largest share of unreadable images, above which an error stops the run; each process counts
             what it reads.
-        crop_pct: Centre crop of evaluation, as a share of the resized image; the model's if null (digits: all).
-        interpolation: Resizing in evaluation; the model's if null (digits: bilinear).
+        crop_pct: Centre crop of evaluation, as a share of the resized image; the model's if null (digits, canvas: all).
+        interpolation: Resizing in evaluation; the model's if null (digits, canvas: bilinear).
         augmentation: Training augmentation.
 
     Raises:
@@ -199,14 +199,14 @@ class ClassificationData(lightning.LightningDataModule):
         from timm.data import resolve_input_data_config
 
         asked = {"crop_pct": self.crop_pct, "interpolation": self.interpolation}
-        if self.kind == "digits":  # all pixels count in an 8x8 image
+        if self.kind in ("digits", "canvas"):  # all pixels count
             asked = {"crop_pct": self.crop_pct or 1.0, "interpolation": self.interpolation or "bilinear"}
         config: dict[str, Any] = resolve_input_data_config(self._attached_trainer().lightning_module.net, asked)
         channels = config["input_size"][0]
         if channels not in PIL_MODES:
             raise ValueError(f"the model takes {channels} input channels, images have 1 or 3")
-        if self.kind == "digits":
-            check_tensor_images("digits", self.augmentation, config["interpolation"])
+        if self.kind in ("digits", "canvas"):
+            check_tensor_images(self.kind, self.augmentation, config["interpolation"])
         return config
 
     @property
@@ -218,6 +218,8 @@ class ClassificationData(lightning.LightningDataModule):
         mode = PIL_MODES[channels]
         if self.kind == "digits":
             return Digits(split, channels)
+        if self.kind == "canvas":
+            return open_canvas(self.dataset, split, (image_size[0], image_size[1]), channels)
         if self.kind == "fake":
             return FakeImages(split, (image_size[0], image_size[1]), mode, self._model_classes)
         if self.kind not in STREAMING:

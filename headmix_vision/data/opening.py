@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headmix_vision.data.canvas import RULES, CanvasDigits
 from headmix_vision.data.sources import (
     EVAL_SYNONYMS,
     TRAIN_SYNONYMS,
@@ -20,8 +21,10 @@ from headmix_vision.data.sources import (
 
 RANDOM_ACCESS = ("folder", "torch", "hfds")
 STREAMING = ("hfids", "wds", "tfds")
-BUILT_IN = ("digits", "fake")
-DATASET_NAMES = "digits, fake, folder, hfds, torch/NAME, hfds/NAME, hfids/NAME, wds/, tfds/NAME"
+BUILT_IN = ("digits", "canvas", "fake")
+DATASET_NAMES = (
+    "digits, canvas, canvas/opposite, fake, folder, hfds, torch/NAME, hfds/NAME, hfids/NAME, wds/, tfds/NAME"
+)
 
 _NEEDED_PACKAGES = {
     "hfds": ("datasets", "pip install headmix_vision[datasets]"),
@@ -32,20 +35,34 @@ _NEEDED_PACKAGES = {
 
 
 def reader_kind(dataset: str) -> str:
-    """What a data set is read by: `digits`, `fake` or the part of a timm name before the slash, in lower case.
+    """What a data set is read by: the part of its name before the slash, in lower case.
 
     Raises:
         ValueError: Unknown name.
     """
     prefix, slash, rest = dataset.partition("/")
     kind = prefix.lower()
-    if slash:
-        known = kind in ("torch", "hfds", *STREAMING) and (rest or kind == "wds")
+    if slash and kind == "canvas":
+        known = rest in RULES
+    elif slash:
+        known = kind in ("torch", "hfds", *STREAMING) and bool(rest or kind == "wds")
     else:
         known = kind in (*BUILT_IN, "folder", "hfds")
     if not known:
         raise ValueError(f"dataset {dataset!r} is unknown, it must be one of {DATASET_NAMES}")
     return kind
+
+
+def open_canvas(dataset: str, split: str, image_size: tuple[int, int], channels: int) -> CanvasDigits:
+    """Open the data set `canvas` or `canvas/RULE` at a size in pixels.
+
+    Raises:
+        ValueError: The size is no square, or is too small.
+    """
+    if image_size[0] != image_size[1]:
+        raise ValueError(f"dataset {dataset!r} is square, the model takes {image_size[0]}x{image_size[1]} pixels")
+    _, _, rule = dataset.partition("/")
+    return CanvasDigits(split, image_size[0], rule=rule or "same", channels=channels)
 
 
 def check_location(dataset: str, root: str | None) -> None:
@@ -109,7 +126,7 @@ def _open_folder(root: Path, split: str, mode: str) -> Source:
         return _open_tar(root, mode, names)
     for name in names:
         if (root / name).is_dir():
-            return _open_class_folders(root / name, mode)
+            return open_class_folders(root / name, mode)
         if (root / f"{name}.tar").is_file():
             return _open_tar(root / f"{name}.tar", mode)
     looked_for = ", ".join(f"{name}/" for name in names)
@@ -122,7 +139,12 @@ def split_candidates(split: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((split, *synonyms)))
 
 
-def _open_class_folders(folder: Path, mode: str) -> Source:
+def open_class_folders(folder: Path, mode: str) -> Source:
+    """Open a directory with one sub-directory of images per class.
+
+    Raises:
+        ValueError: Images outside of a class folder, or an empty one.
+    """
     # timm labels by leaf folder and forgets a class without images, which would shift all later class indices.
     from timm.data.readers.img_extensions import get_img_extensions
 

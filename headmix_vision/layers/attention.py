@@ -36,7 +36,8 @@ class HeadMixAttention(nn.Module):
         qkv_bias, proj_bias, scale_norm, attn_drop, proj_drop, norm_layer: as in timm's Attention.
 
     Shape:
-        ``x`` [B, N, C] -> [B, N, C], tokens in raster order, prefix first.
+        ``x`` [B, N, C] -> [B, N, C], tokens in raster order, prefix first. ``grid`` is another token grid for this
+        call alone.
 
     Raises:
         ValueError: for an unknown core or head mix, heads not dividing the width, or blocks not fitting the grid.
@@ -102,16 +103,23 @@ class HeadMixAttention(nn.Module):
         self.core.set_grid(tuple(grid))
         self.grid = tuple(grid)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        _check_tokens(x, self.grid, self.num_prefix_tokens)
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        grid = self.grid if grid is None else grid
+        _check_tokens(x, grid, self.num_prefix_tokens)
         if self.cpe is not None:
-            x = self.cpe(x, self.grid, self.num_prefix_tokens)
+            x = self.cpe(x, grid, self.num_prefix_tokens)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (q, k, v))
         if self.head_mix is not None:
             q, k, v = self.head_mix(q, k, v)
-        out = self.core(q, k, v, self.grid, attn_mask, is_causal)
+        out = self.core(q, k, v, grid, attn_mask, is_causal)
         out = self.output_norm(out).flatten(2)
         if self.gate is not None:
             out = out * F.silu(self.gate(x))

@@ -1,20 +1,12 @@
 """Image classification as a LightningModule around one timm model."""
 
-import math
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
-from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from headmix_vision.data.seeding import derive_seed, seeded
+from headmix_vision.data.seeding import seeded
 from headmix_vision.training.accuracy import ClassificationMetrics
 from headmix_vision.training.checkpoints import DESCRIPTION_KEY, check_description, check_state
 from headmix_vision.training.networks import create_network
@@ -28,12 +20,13 @@ from headmix_vision.training.options import (
     OptimizerConfig,
     ScheduleConfig,
 )
+from headmix_vision.training.scheduled import ScheduledTraining
 
 Batch = tuple[Tensor, Tensor]
-_STEP, _MIXUP = 0, 1  # streams of random numbers
+_MIXUP = 1  # stream of random numbers, beside that of the step
 
 
-class ImageClassifier(LightningModule):
+class ImageClassifier(ScheduledTraining):
     """Train and evaluate one timm model on images with one label each.
 
     Random numbers of a training batch (dropout, drop path, mixup) follow from the seed, the epoch, the batch index
@@ -56,10 +49,6 @@ class ImageClassifier(LightningModule):
         ValueError: If the model is unknown, or the start weights do not fit it.
     """
 
-    train_loss: Tensor
-    schedule: Scheduler
-    _step_loss: Tensor
-
     def __init__(
         self,
         name: str,
@@ -74,7 +63,7 @@ class ImageClassifier(LightningModule):
         compile: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, schedule, seed)
         self.net = create_network(name, num_classes, img_size, model_args, checkpoint)
         self.num_classes = int(self.net.num_classes)  # type: ignore[arg-type]
         self.description: dict[str, Any] = {
@@ -85,14 +74,11 @@ class ImageClassifier(LightningModule):
         }
         self.class_names: list[str] | None = None
         self.loss_config, self.mixup_config = loss, mixup
-        self.optimizer_config, self.schedule_config = optimizer, schedule
         self.compile_net = compile
-        self.seed = seed
 
         self.criterion = _make_criterion(loss, soft_targets=mixup.enabled)
         self.mix = _make_mixup(mixup, loss, self.num_classes) if mixup.enabled else None
         self.val_metrics, self.test_metrics = (ClassificationMetrics(self.num_classes) for _ in range(2))
-        self._param_group_options: list[dict[str, Any]] = []
         self._validated_at = -1
 
     def forward(self, images: Tensor) -> Tensor:
@@ -118,97 +104,15 @@ class ImageClassifier(LightningModule):
         if self.compile_net:
             self.net.compile()
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Make the optimizer; the schedule follows in `on_train_start`."""
-        config = self.optimizer_config
-        optimizer = create_optimizer_v2(
-            self.net,
-            opt=config.opt,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            layer_decay=config.layer_decay,
-            **config.args,
-        )
-        self._param_group_options = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
-        return optimizer
-
-    def on_train_start(self) -> None:
-        """Make the schedule, a pure function of the optimizer step.
-
-        Not a Lightning scheduler: its length needs the training data, which must not be asked for before Lightning has
-        restored the progress within the epoch. And it has no state: on resuming, the command line holds, not the
-        options stored with the optimizer.
-        """
-        optimizer = self.trainer.optimizers[0]
-        for group, options in zip(optimizer.param_groups, self._param_group_options, strict=True):
-            group.pop("initial_lr", None)
-            group.update(options)
-        total_steps = self.trainer.estimated_stepping_batches
-        if not 0 < total_steps < math.inf:
-            raise ValueError("the schedule needs the length of the run: set trainer.max_epochs or trainer.max_steps")
-        steps_per_epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
-        if math.isinf(steps_per_epoch) and self.schedule_config.warmup_epochs:
-            raise ValueError("the length of an epoch is unknown: set schedule.warmup_epochs=0")
-        warmup_steps = round(self.schedule_config.warmup_epochs * steps_per_epoch) if steps_per_epoch < math.inf else 0
-        self.schedule, _ = create_scheduler_v2(
-            optimizer,
-            sched=self.schedule_config.sched,
-            num_epochs=int(total_steps),
-            warmup_epochs=warmup_steps,
-            warmup_lr=self.schedule_config.warmup_lr,
-            min_lr=self.schedule_config.min_lr,
-            step_on_epochs=False,
-            updates_per_epoch=1,
-        )
-        self.schedule.step_update(max(0, self.trainer.global_step - 1))
-        if not hasattr(self, "train_loss"):
-            self.train_loss = torch.zeros(2)
-        self.train_loss = self.train_loss.to(self.device)
-
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Set the learning rate of this step and the random numbers of this batch."""
-        self.schedule.step_update(self.trainer.global_step)
-        torch.manual_seed(self._batch_seed(batch_idx, _STEP))
-
-    def _batch_seed(self, batch_idx: int, stream: int) -> int:
-        return derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank, stream)
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of images [B, channels, H, W], float32, and targets [B], int64."""
         images, targets = batch
         if self.mix is not None:
-            with seeded(self._batch_seed(batch_idx, _MIXUP)):
+            with seeded(self.batch_seed(batch_idx, _MIXUP)):
                 images, targets = self.mix(images, targets)
         loss = self.criterion(self.net(images).float(), targets)
-        self.train_loss += torch.stack([loss.detach() * len(images), loss.new_tensor(len(images))])
-        self.log("loss", loss, prog_bar=True, logger=False)
-        self._step_loss = loss.detach()
+        self.track_loss(loss, len(images))
         return loss
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the loss of the last batch and the learning rate, every `log_every_n_steps` steps."""
-        every_n_steps: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if (self.trainer.global_step + 1) % every_n_steps == 0:
-            rate = max(group["lr"] for group in optimizer.param_groups)
-            self._log_now({"train/loss_step": float(self._step_loss), "lr": rate}, self.trainer.global_step)
-
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        """Log the mean loss of a finished epoch, including the part before an interruption."""
-        if self.trainer.is_last_batch:
-            total, count = self._reduced_train_loss().tolist()
-            self._log_now({"train/loss": total / count}, self.trainer.global_step - 1)
-            self.train_loss.zero_()
-
-    def _log_now(self, metrics: dict[str, float], step: int) -> None:
-        # What self.log collects reaches the loggers after the hooks in which a run may be saved and stopped.
-        for logger in self.loggers:
-            logger.log_metrics({"epoch": self.current_epoch, **metrics}, step)
-            logger.save()
-
-    def _reduced_train_loss(self) -> Tensor:
-        return self.trainer.strategy.reduce(self.train_loss.clone(), reduce_op="sum")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Update the validation metrics with images [B, channels, H, W] and targets [B]."""
@@ -247,8 +151,7 @@ class ImageClassifier(LightningModule):
         fresh = self._validated_at == self.trainer.global_step
         top1 = float(self.trainer.callback_metrics["val/top1"]) if fresh else None
         checkpoint[DESCRIPTION_KEY] = {**self.description, "class_names": self.class_names, "top1": top1}
-        if hasattr(self, "train_loss"):
-            checkpoint["train_loss"] = self._reduced_train_loss()
+        super().on_save_checkpoint(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model.
@@ -259,9 +162,7 @@ class ImageClassifier(LightningModule):
         check_description(checkpoint, self.description["name"], self.num_classes)
         check_state(checkpoint["state_dict"], self.state_dict())
         self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
-        if "train_loss" in checkpoint:
-            saved = checkpoint["train_loss"]
-            self.train_loss = saved.clone() if self.global_rank == 0 else torch.zeros_like(saved)
+        super().on_load_checkpoint(checkpoint)
 
 
 def _make_criterion(config: LossConfig, *, soft_targets: bool) -> nn.Module:

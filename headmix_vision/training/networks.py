@@ -11,6 +11,8 @@ from timm.models import get_pretrained_cfg_value, load_state_dict
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
+from headmix_vision.models import HeadMixDiT
+from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
 from headmix_vision.training.checkpoints import model_state, read_checkpoint
 
 
@@ -38,10 +40,7 @@ def create_network(
         ValueError: If the name is unknown, or the start weights are unreadable, of another number of classes, or do
             not fit the model.
     """
-    if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else "; timm.list_models() lists the known ones"
-        raise ValueError(f"unknown model {name!r}{hint}")
+    _check_name(name)
     arguments = {"num_classes": num_classes, "img_size": img_size, **(model_args or {})}
     if checkpoint is None:
         return timm.create_model(name, **arguments)
@@ -60,6 +59,49 @@ def create_network(
         raise ValueError(f"{checkpoint} does not fit model {name}: {reason}") from None
     cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
     return network
+
+
+def create_generator(
+    name: str,
+    num_classes: int | None = None,
+    input_size: int | list[int] | None = None,
+    model_args: dict[str, Any] | None = None,
+    checkpoint: str | None = None,
+) -> HeadMixDiT:
+    """Create a diffusion transformer by its timm name, optionally from start weights.
+
+    Args:
+        name: Name of the model in timm.
+        num_classes: Number of classes; the model's default when None.
+        input_size: Size of images or latents; the model's default when None.
+        model_args: Further arguments of `timm.create_model`.
+        checkpoint: Start weights: a `.ckpt` of this package, a `.safetensors`, or an official DiT's `.pt`; what they
+            lack keeps its initial values.
+
+    Raises:
+        ValueError: If the name is unknown or that of a classifier, or the start weights do not fit.
+    """
+    _check_name(name)
+    if not name.startswith("dit_"):
+        raise ValueError(f"{name} is a classifier; generators are {', '.join(timm.list_models('dit_*'))}")
+    size = tuple(input_size) if isinstance(input_size, list) else input_size
+    try:
+        model = timm.create_model(name, num_classes=num_classes, input_size=size, **(model_args or {}))
+    except TypeError as error:  # an argument that the model does not know
+        raise ValueError(f"model {name}: {str(error).rpartition('() ')[2]} (option model.model_args)") from None
+    assert isinstance(model, HeadMixDiT)
+    if checkpoint is not None:
+        ours = Path(checkpoint).suffix == ".ckpt"
+        state = model_state(read_checkpoint(checkpoint)) if ours else read_dit_weights(checkpoint)
+        model.load_state_dict(convert_dit_state_dict(state, model).state_dict)
+    return model
+
+
+def _check_name(name: str) -> None:
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else "; timm.list_models() lists the known ones"
+        raise ValueError(f"unknown model {name!r}{hint}")
 
 
 def _start_weights(checkpoint: str) -> dict[str, Tensor]:

@@ -127,6 +127,67 @@ class EmaConfig:
         require(self.decay is None or 0 <= self.decay < 1, f"ema.decay must be null or in [0, 1), got {self.decay}")
 
 
+@dataclass
+class SampleGridConfig:
+    """Samples drawn during training from fixed noise and labels, as PNG files and in TensorBoard.
+
+    Args:
+        every_n_steps: Draw after every so many optimizer steps, and at the end; never when null.
+        classes: Labels, one column each; the first ten when null.
+        rows: Samples of each label.
+        steps: Sampling steps.
+        scheduler: Sampler, see `sample.py`; the objective's own when null.
+        guidance: Scale of classifier-free guidance, 1 for none.
+    """
+
+    every_n_steps: int | None = 1000
+    classes: list[int] | None = None
+    rows: int = 4
+    steps: int = 25
+    scheduler: str | None = None
+    guidance: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("every_n_steps", "rows", "steps"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"samples.{name} must be at least 1, got {value}")
+        require(self.guidance >= 0, f"samples.guidance must not be negative, got {self.guidance}")
+
+
+@dataclass
+class FidConfig:
+    """Fréchet distance of samples during training, drawn with the averaged weights if there are any.
+
+    A number to see progress by; for one to report, draw with `sample.py` and score with `headmix_vision.evaluate`.
+
+    Args:
+        every_n_epochs: Score after every so many epochs; never when null.
+        real: Real images or their statistics, as for `headmix_vision.evaluate`: a folder, a data set such as `digits`,
+            or a statistics file.
+        features: `inception`, `digits` or a path, as there.
+        num: Number of samples, all classes in turn.
+        steps: Sampling steps.
+        scheduler: Sampler; the objective's own when null.
+        guidance: Scale of classifier-free guidance, 1 for none.
+        batch_size: Samples at a time.
+    """
+
+    every_n_epochs: int | None = None
+    real: str = "digits"
+    features: str = "digits"
+    num: int = 500
+    steps: int = 25
+    scheduler: str | None = None
+    guidance: float = 1.0
+    batch_size: int = 100
+
+    def __post_init__(self) -> None:
+        for name, least in (("every_n_epochs", 1), ("num", 2), ("steps", 1), ("batch_size", 1)):
+            value = getattr(self, name)
+            require(value is None or value >= least, f"fid.{name} must be at least {least}, got {value}")
+        require(self.guidance >= 0, f"fid.guidance must not be negative, got {self.guidance}")
+
+
 DEFAULT_OPTIMIZER = OptimizerConfig()
 DEFAULT_SCHEDULE = ScheduleConfig()
 DEFAULT_LOSS = LossConfig()

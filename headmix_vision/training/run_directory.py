@@ -7,13 +7,14 @@ from pathlib import Path
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-CONFIG, METRICS, CURVES, TENSORBOARD, CHECKPOINTS, PREDICTIONS = (
+CONFIG, METRICS, CURVES, TENSORBOARD, CHECKPOINTS, PREDICTIONS, SAMPLES = (
     "config.yaml",
     "metrics.csv",
     "curves.png",
     "tensorboard",
     "checkpoints",
     "predictions.csv",
+    "samples",
 )
 
 
@@ -42,7 +43,7 @@ def prepare_run_directory(run_dir: Path, *, resuming: bool, overwrite: bool) -> 
             f"{run_dir} already holds a run: continue it with --ckpt_path last,"
             " choose another --run_dir, or delete it with --overwrite true"
         )
-    for name in (CONFIG, METRICS, CURVES, TENSORBOARD, CHECKPOINTS, PREDICTIONS):
+    for name in (CONFIG, METRICS, CURVES, TENSORBOARD, CHECKPOINTS, PREDICTIONS, SAMPLES):
         path = run_dir / name
         if path.is_dir():
             shutil.rmtree(path)

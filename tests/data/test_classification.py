@@ -180,7 +180,7 @@ def test_evaluation_stages_run_without_training_data() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset": "digit"}, "dataset 'digit' is unknown, it must be one of digits, fake, folder"),
+        ({"dataset": "digit"}, "dataset 'digit' is unknown, it must be one of digits, canvas"),
         ({"dataset": "torch/"}, "dataset 'torch/' is unknown"),
         ({"batch_size": 0}, "batch_size is 0, it must be at least 1"),
         ({"eval_batch_size": -1}, "eval_batch_size is -1"),

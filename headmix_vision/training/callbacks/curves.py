@@ -12,18 +12,43 @@ from headmix_vision.training.files import atomic_path
 Rows = list[dict[str, float]]
 
 
+Panels = dict[str, list[str]]
+CLASSIFIER_PANELS: Panels = {
+    "loss": ["train/loss", "val/loss"],
+    "accuracy": ["val/top1", "val/top5"],
+    "learning rate": ["lr"],
+}
+GENERATOR_PANELS: Panels = {
+    "loss": ["train/loss", "val/loss"],
+    "loss by tenths of the noise level": [f"train/loss_level_{i}" for i in range(0, 10, 3)],
+    "FID": ["val/fid"],
+    "learning rate": ["lr"],
+}
+
+
 class LearningCurves(Callback):
-    """Draw loss, accuracy and learning rate over the epochs into a PNG: after validations, and at the end.
+    """Draw logged metrics over the epochs into a PNG: after epochs, and at the end.
 
     Args:
         path: The picture.
         rows: Gives the logged metrics, one dictionary per row.
+        panels: Title and metrics of each panel.
+        needs: The metric without which nothing is drawn.
         min_interval_s: Least time between two drawings, in seconds; drawing takes about one.
     """
 
-    def __init__(self, path: Path, rows: Callable[[], Rows], min_interval_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rows: Callable[[], Rows],
+        panels: Panels = CLASSIFIER_PANELS,
+        needs: str = "val/top1",
+        min_interval_s: float = 60.0,
+    ) -> None:
         self.path = path
         self.rows = rows
+        self.panels = panels
+        self.needs = needs
         self.min_interval_s = min_interval_s
         self._drawn_at_s = 0.0
 
@@ -37,24 +62,19 @@ class LearningCurves(Callback):
         self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero and any("val/top1" in row for row in self.rows()):
-            draw_curves(self.path, self.rows())
+        if trainer.is_global_zero and any(self.needs in row for row in self.rows()):
+            draw_curves(self.path, self.rows(), self.panels)
             self._drawn_at_s = time.monotonic()
 
 
-def draw_curves(path: Path, rows: Rows) -> None:
+def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> None:
     """Draw the learning curves of logged rows into a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.5), layout="constrained")
+    figure = Figure(figsize=(4 * len(panels), 3.5), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = {
-        "loss": ["train/loss", "val/loss"],
-        "accuracy": ["val/top1", "val/top5"],
-        "learning rate": ["lr"],
-    }
-    for axes, (title, names) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+    for axes, (title, names) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for name in names:
             points = [(row["step"], row[name]) for row in rows if name in row]
             if points:

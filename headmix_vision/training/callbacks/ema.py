@@ -1,5 +1,7 @@
 """Moving average of the weights with a warm-up of its decay."""
 
+from typing import cast
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
@@ -41,3 +43,8 @@ class EmaWithWarmup(WeightAveraging):
         if trainer.precision in ("bf16-true", "16-true"):
             raise ValueError(f"the moving average needs float32 weights, got trainer.precision={trainer.precision}")
         super().setup(trainer, pl_module, stage)
+
+    @property
+    def average(self) -> LightningModule | None:
+        """The module with averaged weights; None before `fit` has started."""
+        return None if self._average_model is None else cast(LightningModule, self._average_model.module)

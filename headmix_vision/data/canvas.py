@@ -1,0 +1,127 @@
+"""`canvas`: boards of real digits whose class depends on which digit stands where.
+
+A canvas has 3 x 3 regions. Each is filled with handwritten samples of one digit from 1 to 9, every digit in one
+region, and leaves one cell free. In one of the free cells stands a zero. The class is the digit of the region in which
+the zero stands (rule `same`), or of the region opposite to it through the centre (rule `opposite`).
+
+Every canvas holds the same collection of digits, so a summary of what is on it, without where, says nothing about the
+class. A fifth of the zeros stand in one home region, the others in any region alike: reading the digit that the home
+region points to is right in 29 % of all cases, and it is the first thing that a model learns.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from headmix_vision.data.seeding import derive_seed
+from headmix_vision.data.sources import Digits, canonical_split
+
+RULES = ("same", "opposite")
+LENGTHS = {"train": 50_000, "validation": 5_000}
+DIGIT_SIZE = 8
+CELL = 10
+REGIONS = 3
+FREE = -1
+HOME = {"same": 4, "opposite": 2}
+HOME_SHARE = 0.2
+
+
+class CanvasDigits(Dataset[tuple[Tensor, int]]):
+    """The canvases of one split; each depends on (seed, split, index) alone and is drawn when it is read.
+
+    The digits are those of `Digits`: training and validation canvases share no handwriting. 64 pixels hold regions of
+    2 x 2 cells, 96 pixels of 3 x 3, 128 pixels of 4 x 4.
+
+    Args:
+        split: `train` or `validation`, or a synonym.
+        size: Height and width in pixels.
+        seed: Seed of all canvases.
+        rule: `same` or `opposite`.
+        channels: 1, or 3 equal ones.
+        length: Number of canvases; 50,000 for training and 5,000 for validation when None.
+
+    Raises:
+        ValueError: An unknown split or rule, no room for regions of 2 x 2 cells, another number of channels, no
+            canvases.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        size: int = 64,
+        seed: int = 0,
+        rule: str = "same",
+        channels: int = 1,
+        length: int | None = None,
+    ) -> None:
+        self.split = canonical_split(split)
+        if rule not in RULES:
+            raise ValueError(f"rule is {rule!r}, it must be one of {', '.join(RULES)}")
+        self.region_cells = size // (CELL * REGIONS)
+        if self.region_cells < 2:
+            raise ValueError(f"size is {size}, a canvas needs at least {2 * CELL * REGIONS} pixels")
+        if channels not in (1, 3):
+            raise ValueError(f"channels is {channels}, it must be 1 or 3")
+        if length is not None and length < 1:
+            raise ValueError(f"length is {length}, it must be at least 1")
+        self.size = size
+        self.seed = seed
+        self.rule = rule
+        self.channels = channels
+        self.length = length or LENGTHS[self.split]
+        self.class_names = [str(digit) for digit in range(1, 10)]
+        digits = Digits(self.split)
+        targets = np.array(digits.targets)
+        # all handwriting sorted by digit; the last picture is empty, for free cells
+        order = np.argsort(targets, kind="stable")
+        self._pixels = np.pad(digits.images[order, 0].numpy(), ((0, 1), (0, 0), (0, 0)))
+        self._counts = np.bincount(targets)
+        self._first = np.cumsum(self._counts) - self._counts
+        cells = REGIONS * self.region_cells
+        corners = (size - cells * CELL) // 2 + (CELL - DIGIT_SIZE) // 2 + np.arange(cells) * CELL
+        places = corners[:, None] + np.arange(DIGIT_SIZE)
+        self._rows, self._columns = places[:, None, :, None], places[None, :, None, :]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Image, float32 [channels, size, size] in [0, 1], and class, an index into `class_names`."""
+        generator = self._generator(index)
+        board, label = self._board(generator)
+        written = np.maximum(board, 0)
+        chosen = self._first[written] + (generator.random(board.shape) * self._counts[written]).astype(np.int64)
+        image = np.zeros((self.size, self.size), np.float32)
+        image[self._rows, self._columns] = self._pixels[np.where(board == FREE, len(self._pixels) - 1, chosen)]
+        return torch.from_numpy(image).expand(self.channels, -1, -1), label
+
+    read = __getitem__
+
+    def name(self, index: int) -> str:
+        """What to call a canvas in a message."""
+        return f"canvas {self.split}[{index}]"
+
+    def board(self, index: int) -> tuple[NDArray[np.int64], int]:
+        """Digits of a canvas, int64 [cells, cells] with -1 for a free cell, and its class."""
+        return self._board(self._generator(index))
+
+    def _generator(self, index: int) -> np.random.Generator:
+        if not 0 <= index < self.length:
+            raise IndexError(f"canvas {index} of {self.length}")
+        return np.random.default_rng(derive_seed(self.seed, list(LENGTHS).index(self.split), index))
+
+    def _board(self, generator: np.random.Generator) -> tuple[NDArray[np.int64], int]:
+        n, regions = self.region_cells, REGIONS * REGIONS
+        digits = generator.permutation(regions) + 1
+        zero = HOME[self.rule] if generator.random() < HOME_SHARE else int(generator.integers(regions))
+        free = generator.integers(0, n * n, regions)
+        cells: NDArray[Any] = np.repeat(digits[:, None], n * n, axis=1)  # [regions, cells of a region]
+        cells[np.arange(regions), free] = FREE
+        cells[zero, free[zero]] = 0
+        board = cells.reshape(REGIONS, REGIONS, n, n).transpose(0, 2, 1, 3).reshape(REGIONS * n, REGIONS * n)
+        answer = zero if self.rule == "same" else regions - 1 - zero
+        return board, int(digits[answer]) - 1

@@ -1,0 +1,130 @@
+"""Cached latents: the files that `python -m headmix_vision.data.cache_latents` writes, and their reader.
+
+A cache is a directory with `latents.json`, which says how the latents were made, and shards of a fixed number of
+images in the order of the data set: `shard-00000.safetensors`, ...
+
+Shapes: n images of a shard, C latent channels, h and w latent places.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from headmix_vision.data.autoencoders import LatentScale
+from headmix_vision.data.seeding import derive_seed
+
+MANIFEST = "latents.json"
+FORMAT = 1
+
+
+def shard_name(number: int) -> str:
+    """File name of a shard."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def count_shards(manifest: dict[str, Any]) -> int:
+    """Number of shards of a complete cache."""
+    return -(-int(manifest["count"]) // int(manifest["shard_size"]))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read `latents.json` of a cache.
+
+    Raises:
+        ValueError: Absent, damaged, or of another format.
+    """
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{path} has no {MANIFEST}: make a cache with python -m headmix_vision.data.cache_latents")
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"{file} is of format {manifest.get('format')!r}, this version reads {FORMAT}")
+    return manifest
+
+
+class LatentShards(Dataset[tuple[Tensor, int]]):
+    """Latents of a cache, scaled as a diffusion model takes them.
+
+    Where the cache holds moments, a latent is drawn from them; where it holds mirrored images too, one of the two is
+    taken. Both depend on (seed, draw, index) alone; `draw` is for the epoch.
+
+    Args:
+        path: Directory of the cache.
+        seed: Seed of what is drawn.
+        flip: Probability of taking the mirrored image; half where the cache holds mirrored images, when None.
+
+    Raises:
+        ValueError: No cache there, an unfinished one, or `flip` without mirrored images.
+    """
+
+    def __init__(self, path: str | Path, seed: int = 0, flip: float | None = None) -> None:
+        self.path = Path(path)
+        self.seed = seed
+        self.manifest = read_manifest(self.path)
+        self.class_names: list[str] = self.manifest["class_names"]
+        self.num_classes = len(self.class_names)
+        self.shape: tuple[int, int, int] = tuple(self.manifest["shape"])
+        scale = self.manifest["autoencoder"]
+        self.scale = LatentScale(scale["scale"], scale["shift"])
+        self.flip = (0.5 if self.manifest["flip"] else 0.0) if flip is None else flip
+        if not 0 <= self.flip <= 1 or (self.flip and not self.manifest["flip"]):
+            allowed = "in [0, 1]" if self.manifest["flip"] else "0, the cache has no mirrored images"
+            raise ValueError(f"flip is {flip}, it must be {allowed}")
+        missing = [n for n in range(count_shards(self.manifest)) if not (self.path / shard_name(n)).is_file()]
+        if missing:
+            raise ValueError(
+                f"{self.path} lacks {len(missing)} of {count_shards(self.manifest)} shards, first"
+                f" {shard_name(missing[0])}; run python -m headmix_vision.data.cache_latents again to finish it"
+            )
+        self._files: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return int(self.manifest["count"])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Latent, float32 [C, h, w], and label."""
+        return self.read(index)
+
+    def read(self, index: int, draw: int = 0) -> tuple[Tensor, int]:
+        """Latent, float32 [C, h, w], and label; another `draw` (epoch) is another sample of the same image."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"latent {index} of {len(self)}")
+        number, place = divmod(index, int(self.manifest["shard_size"]))
+        file = self._open(number)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, draw, index))
+        mirrored = float(torch.rand((), generator=generator)) < self.flip
+        suffix = "_flipped" if mirrored else ""
+        label = int(file.get_slice("labels")[place : place + 1])
+        latent = file.get_slice(f"mean{suffix}")[place : place + 1][0]
+        if latent.dtype == torch.uint8:
+            latent = latent.float() / 255 * 2 - 1
+        latent = latent.float()
+        if self.manifest["store"] == "moments":
+            std = file.get_slice(f"std{suffix}")[place : place + 1][0].float()
+            latent = latent + std * torch.randn(latent.shape, generator=generator)
+        return self.scale.apply(latent), label
+
+    def labels(self) -> Tensor:
+        """All labels, int64 [count]."""
+        return torch.cat([self._open(number).get_tensor("labels") for number in range(count_shards(self.manifest))])
+
+    def _open(self, number: int) -> Any:
+        if number not in self._files:
+            path = self.path / shard_name(number)
+            try:
+                self._files[number] = safe_open(path, "pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path} is truncated or no safetensors file: {error}") from None
+        return self._files[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # open files stay in the process that opened them
+        return {**self.__dict__, "_files": {}}

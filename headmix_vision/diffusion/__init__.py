@@ -1,0 +1,16 @@
+"""Diffusion: training objectives, guidance, schedulers by name, the class-to-image pipeline."""
+
+from headmix_vision.diffusion.guidance import Guidance
+from headmix_vision.diffusion.objectives import Objective, ObjectiveConfig, create_objective
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
+from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, create_scheduler
+
+__all__ = [
+    "SCHEDULER_NAMES",
+    "Guidance",
+    "HeadMixDiTPipeline",
+    "Objective",
+    "ObjectiveConfig",
+    "create_objective",
+    "create_scheduler",
+]

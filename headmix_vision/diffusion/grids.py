@@ -1,0 +1,73 @@
+"""Pictures of many samples with captions, for people to look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+_GAP, _MARGIN = 4, 8
+_BACKGROUND, _INK = (255, 255, 255), (32, 32, 32)
+
+
+def to_uint8(images: np.ndarray) -> np.ndarray:
+    """Images in [0, 1] as uint8, rounded to the nearest level."""
+    return np.rint(np.clip(images, 0, 1) * 255).astype(np.uint8)
+
+
+def draw_grid(
+    images: np.ndarray,
+    captions: Sequence[str] | None = None,
+    title: str = "",
+    columns: int | None = None,
+    min_side: int = 48,
+) -> Image.Image:
+    """Images side by side with a caption below each and a title above all.
+
+    Args:
+        images: uint8 [N, H, W, channels], 1 or 3 channels.
+        captions: one for each image.
+        title: may have several lines.
+        columns: images in a row; about the square root of N when None.
+        min_side: smaller images are enlarged to about this many pixels, every pixel becoming a square.
+
+    Returns:
+        An RGB picture.
+    """
+    count, height, width, _ = images.shape
+    columns = columns or math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    scale = max(1, -(-min_side // max(height, width)))
+    cell_width, cell_height = width * scale, height * scale
+    font = ImageFont.load_default(size=12)
+    caption_height = 16 if captions is not None else 0
+    title_height = 18 * len(title.splitlines())
+    grid_width = columns * (cell_width + _GAP) - _GAP
+    title_width = max((math.ceil(font.getlength(line)) for line in title.splitlines()), default=0)
+    size = (
+        max(grid_width, title_width) + 2 * _MARGIN,
+        title_height + rows * (cell_height + caption_height + _GAP) - _GAP + 2 * _MARGIN,
+    )
+    picture = Image.new("RGB", size, _BACKGROUND)
+    pen = ImageDraw.Draw(picture)
+    if title:
+        pen.multiline_text((_MARGIN, _MARGIN - 2), title, fill=_INK, font=font, spacing=4)
+    for i, pixels in enumerate(images):
+        x = _MARGIN + i % columns * (cell_width + _GAP)
+        y = _MARGIN + title_height + i // columns * (cell_height + caption_height + _GAP)
+        image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")
+        picture.paste(image.resize((cell_width, cell_height), Image.Resampling.NEAREST), (x, y))
+        if captions is not None:
+            text = _shortened(captions[i], cell_width, font)
+            pen.text((x + cell_width / 2, y + cell_height + 1), text, fill=_INK, font=font, anchor="ma")
+    return picture
+
+
+def _shortened(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "…") > width:
+        text = text[:-1]
+    return text + "…"

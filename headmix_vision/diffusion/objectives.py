@@ -1,0 +1,197 @@
+"""Training objectives of diffusion models: what the network sees, what it should say, and the loss.
+
+B batch, x0 data [B, C, H, W], ε noise, x noisy data. The network's time runs from 0 (data) to 1000 (noise), its
+*noise level* is a thousandth of that.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+NUM_TIMESTEPS = 1000
+Predict = Callable[[Tensor, Tensor], Tensor]
+"""The network as a function of x [B, C, H, W] and its time [B], labels bound."""
+
+
+@dataclass
+class ObjectiveConfig:
+    """What a generator learns. It travels with checkpoints and pipelines, as the scheduler has to match.
+
+    Args:
+        kind: `flow`: flow matching on the straight path, velocity; `ddpm`: the discrete process of DDPM.
+        times: Flow matching: noise levels in training, `uniform` or `logit_normal` (arXiv 2403.03206).
+        logit_mean: Mean of the logit-normal distribution.
+        logit_std: Its standard deviation.
+        shift: Flow matching: moves noise levels t to s·t / (1 + (s - 1)·t), in training and in sampling.
+        prediction: DDPM: the network says `epsilon`, the noise, or `v` (arXiv 2202.00512).
+        learned_variance: DDPM: learn the variance within its range, with the variational bound as a second term
+            (arXiv 2102.09672); the network needs `learned_variance` as well.
+        beta_start: DDPM: variance of the first step; in between they grow linearly.
+        beta_end: DDPM: variance of the last step.
+    """
+
+    kind: Literal["flow", "ddpm"] = "flow"
+    times: Literal["uniform", "logit_normal"] = "uniform"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    shift: float = 1.0
+    prediction: Literal["epsilon", "v"] = "epsilon"
+    learned_variance: bool = False
+    beta_start: float = 1e-4
+    beta_end: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("kind", ("flow", "ddpm")),
+            ("times", ("uniform", "logit_normal")),
+            ("prediction", ("epsilon", "v")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"objective.{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if not self.shift > 0 or not self.logit_std > 0:
+            raise ValueError(
+                f"objective.shift and logit_std must be positive, got shift={self.shift}, logit_std={self.logit_std}"
+            )
+        if self.kind == "flow" and self.learned_variance:
+            raise ValueError("objective.learned_variance needs objective.kind=ddpm: flow matching has no variance")
+        if not 0 < self.beta_start <= self.beta_end < 1:
+            raise ValueError(f"0 < beta_start <= beta_end < 1 must hold, got {self.beta_start} and {self.beta_end}")
+
+
+class Objective(ABC):
+    """A training objective.
+
+    Args:
+        config: Its options.
+    """
+
+    def __init__(self, config: ObjectiveConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def draw_times(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """Times for a training batch from the global random numbers: float32 [B] in [0, 1000]."""
+
+    @abstractmethod
+    def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
+        """Loss of each sample.
+
+        Args:
+            predict: The network.
+            x0: Data [B, C, H, W], float32.
+            times: [B], as from `draw_times`.
+            noise: ε, standard normal, as `x0`.
+
+        Returns:
+            [B], float32.
+        """
+
+
+def create_objective(config: ObjectiveConfig) -> Objective:
+    """The objective that a configuration describes."""
+    return FlowMatching(config) if config.kind == "flow" else Ddpm(config)
+
+
+class FlowMatching(Objective):
+    """Flow matching on the path x = (1 - t)·x0 + t·ε, whose velocity is ε - x0 (arXiv 2209.03003, 2210.02747)."""
+
+    def draw_times(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        if self.config.times == "logit_normal":
+            logits = torch.randn(count, device=device) * self.config.logit_std + self.config.logit_mean
+            levels = logits.sigmoid()
+        else:
+            levels = torch.rand(count, device=device)
+        return NUM_TIMESTEPS * shifted(levels, self.config.shift)
+
+    def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
+        level = (times / NUM_TIMESTEPS).view(-1, 1, 1, 1)
+        x = torch.lerp(x0, noise, level)
+        return _mean_square(predict(x, times).float() - (noise - x0))
+
+
+def shifted(levels: Tensor, shift: float) -> Tensor:
+    """Noise levels in [0, 1], moved towards noise by a shift above 1 (arXiv 2403.03206, equation 23)."""
+    return shift * levels / (1 + (shift - 1) * levels)
+
+
+class Ddpm(Objective):
+    """DDPM with a linear variance schedule of 1,000 steps (arXiv 2006.11239), as DiT is trained."""
+
+    def __init__(self, config: ObjectiveConfig) -> None:
+        super().__init__(config)
+        betas = torch.linspace(config.beta_start, config.beta_end, NUM_TIMESTEPS, dtype=torch.float64)
+        self.betas = betas
+        self.alphas_cumprod = torch.cumprod(1 - betas, 0)
+
+    def draw_times(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        return torch.randint(NUM_TIMESTEPS, (count,), device=device).float()
+
+    def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
+        steps = times.long()
+        signal, sigma = self._at(self.alphas_cumprod.sqrt(), steps), self._at((1 - self.alphas_cumprod).sqrt(), steps)
+        x = signal * x0 + sigma * noise
+        output = predict(x, times).float()
+        prediction, variance = output, None
+        if self.config.learned_variance:
+            prediction, variance = output.chunk(2, dim=1)
+        if self.config.prediction == "v":
+            target, x0_hat = signal * noise - sigma * x0, signal * x - sigma * prediction
+        else:
+            target, x0_hat = noise, (x - sigma * prediction) / signal
+        loss = _mean_square(prediction - target)
+        if variance is not None:
+            # The bound shapes the variance alone: the mean is left to the first term.
+            loss = loss + self._variational_bound(x0, x, x0_hat.detach(), variance, steps)
+        return loss
+
+    def _variational_bound(self, x0: Tensor, x: Tensor, x0_hat: Tensor, variance: Tensor, steps: Tensor) -> Tensor:
+        """Term of the bound for one step: bits per dimension, [B] (arXiv 2102.09672, equations 15 and 4)."""
+        before = torch.cat([torch.ones(1, dtype=torch.float64), self.alphas_cumprod[:-1]])
+        posterior = self.betas * (1 - before) / (1 - self.alphas_cumprod)
+        posterior[0] = posterior[1]  # zero at the first step, where the logarithm needs a number
+        weight_x0 = self._at(self.betas * before.sqrt() / (1 - self.alphas_cumprod), steps)
+        weight_x = self._at((1 - before) * (1 - self.betas).sqrt() / (1 - self.alphas_cumprod), steps)
+        lower, upper = self._at(posterior.log(), steps), self._at(self.betas.log(), steps)
+
+        mean = weight_x0 * x0_hat + weight_x * x
+        log_variance = lower + (variance + 1) / 2 * (upper - lower)
+        true_mean = weight_x0 * x0 + weight_x * x
+        divergence = 0.5 * (
+            log_variance - lower + (lower - log_variance).exp() + (true_mean - mean) ** 2 * (-log_variance).exp() - 1
+        )
+        likelihood = discretized_log_likelihood(x0, mean, 0.5 * log_variance)
+        first = (steps == 0).view(-1, 1, 1, 1)
+        return torch.where(first, -likelihood, divergence).flatten(1).mean(1) / math.log(2)
+
+    def _at(self, table: Tensor, steps: Tensor) -> Tensor:
+        return table.to(steps.device)[steps].float().view(-1, 1, 1, 1)
+
+
+def discretized_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Logarithm of a normal distribution's mass in the bin of each value.
+
+    Args:
+        x: Values, meant to be of 256 levels in [-1, 1]; the outermost bins extend to infinity.
+        mean: Means, as `x`.
+        log_std: Logarithms of the standard deviations.
+
+    Returns:
+        As `x`, elementwise.
+    """
+    half_bin = 1 / 255
+    inverse_std = (-log_std).exp()
+    upper, lower = inverse_std * (x - mean + half_bin), inverse_std * (x - mean - half_bin)
+    inside = (torch.special.ndtr(upper) - torch.special.ndtr(lower)).clamp(min=1e-12).log()
+    log_below, log_above = torch.special.log_ndtr(upper), torch.special.log_ndtr(-lower)
+    return torch.where(x < -0.999, log_below, torch.where(x > 0.999, log_above, inside))
+
+
+def _mean_square(error: Tensor) -> Tensor:
+    return error.square().flatten(1).mean(1)

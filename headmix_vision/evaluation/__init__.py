@@ -1,0 +1,8 @@
+"""Scores of generated images: Fréchet distance, KID, inception score, precision and recall.
+
+The command line is `python -m headmix_vision.evaluate`. From Python:
+
+    from headmix_vision.evaluation.extractors import ClassifierExtractor
+    from headmix_vision.evaluation.images import open_images
+    from headmix_vision.evaluation.scores import fid
+"""

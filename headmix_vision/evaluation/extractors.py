@@ -1,0 +1,201 @@
+"""Feature extractors: Inception with torch-fidelity's weights, and any image classifier of timm.
+
+Shapes: B images, C channels, H and W pixels, D features, K classes.
+"""
+
+import io
+import json
+import pickle
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+import headmix_vision  # noqa: F401  (registers the models with timm)
+from headmix_vision.hashes import file_sha256, state_sha256
+
+INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
+INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
+SPATIAL_CHANNELS = 7
+
+
+class FeatureExtractor(ABC):
+    """From uint8 images to features.
+
+    Attributes:
+        mode: PIL mode of the images it takes, `L` or `RGB`.
+        description: Everything about it that changes a score: name, weights and their hash, resizing.
+    """
+
+    mode: str
+    description: dict[str, Any]
+
+    @abstractmethod
+    def __call__(self, images: Tensor) -> dict[str, Tensor]:
+        """Features of images, uint8 [B, C, H, W].
+
+        Returns:
+            `features` float32 [B, D], `logits` float32 [B, K], and for Inception `spatial` float32 [B, 2023].
+        """
+
+
+class InceptionExtractor(FeatureExtractor):
+    """The Inception network of 2015 which FID is defined by, as torch-fidelity converted and resizes for it.
+
+    `features` are the 2,048 of the pooling layer, `logits` those without bias, both as in torch-fidelity and ADM;
+    `spatial`, for sFID, the first 7 channels of the 1x1 branch of Mixed_6d (`mixed_6/conv` of the original graph).
+
+    Args:
+        path: The weights, `.pth` or `.safetensors`.
+        device: Where to run.
+
+    Raises:
+        ValueError: No file there, or other weights in it.
+    """
+
+    mode = "RGB"
+
+    def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
+        if not path.is_file():
+            raise ValueError(
+                f"no Inception weights at {path}: get {INCEPTION_FILE} from {INCEPTION_URL} and put it there,"
+                " or give its place with --features PATH"
+            )
+        state = _read_weights(path)
+        # torch-fidelity reads weights from a path or file by itself, with a loader that would run code in them.
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+        try:
+            network = FeatureExtractorInceptionV3(
+                "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=buffer
+            )
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path} holds no Inception weights of torch-fidelity: {reason}") from None
+        self.network = network.to(device)
+        self.device = torch.device(device)
+        network.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
+        digest = file_sha256(path)
+        self.description = {
+            "name": "inception",
+            "weights": path.name,
+            "sha256": digest,
+            "official": digest.startswith(Path(INCEPTION_FILE).stem.rsplit("-", 1)[1]),
+            "features": "2048",
+            "logits": "logits_unbiased",
+            "mode": self.mode,
+            "resize": "299x299 bilinear as in TensorFlow 1, no antialiasing",
+        }
+
+    def _keep_spatial(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        self.spatial = output[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1).float()
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> dict[str, Tensor]:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            features, logits = self.network(images.to(self.device))
+        return {"features": features, "logits": logits, "spatial": self.spatial}
+
+
+class ClassifierExtractor(FeatureExtractor):
+    """The last features before the classifier of a timm model, and its logits.
+
+    Images are scaled bilinearly, with antialiasing, to the size that the model takes, where they have another one.
+
+    Args:
+        network: A timm model of 1 or 3 input channels.
+        name: What to call it in the result file.
+        device: Where to run.
+
+    Raises:
+        ValueError: Another number of input channels, or no classifier.
+    """
+
+    def __init__(self, network: nn.Module, name: str, device: torch.device | str = "cpu") -> None:
+        config = timm.data.resolve_model_data_config(network)
+        channels, *size = config["input_size"]
+        if channels not in (1, 3) or not getattr(network, "num_classes", 0):
+            raise ValueError(f"{name} takes {channels} channels and has {network.num_classes} classes: no classifier")
+        self.mode = "L" if channels == 1 else "RGB"
+        self.network: Any = network.to(device).eval().requires_grad_(False)
+        self.device = torch.device(device)
+        self.size: tuple[int, int] = (size[0], size[1])
+        self.mean = torch.tensor(config["mean"], device=device).view(-1, 1, 1)
+        self.std = torch.tensor(config["std"], device=device).view(-1, 1, 1)
+        self.description = {
+            "name": name,
+            "sha256": state_sha256(network.state_dict()),
+            "features": "penultimate",
+            "logits": "classifier",
+            "resize": f"{size[0]}x{size[1]} bilinear with antialiasing, where the size differs",
+            "mode": self.mode,
+            "mean": list(config["mean"]),
+            "std": list(config["std"]),
+            "num_classes": network.num_classes,
+        }
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> dict[str, Tensor]:
+        pixels = images.to(self.device).float() / 255
+        if pixels.shape[-2:] != self.size:
+            pixels = interpolate(pixels, self.size, mode="bilinear", antialias=True).clamp(0, 1)
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            hidden = self.network.forward_features((pixels - self.mean) / self.std)
+            features = self.network.forward_head(hidden, pre_logits=True)
+            logits = self.network.forward_head(hidden)
+        return {"features": features.float(), "logits": logits.float()}
+
+
+def inception_path() -> Path:
+    """Where Inception's weights are looked for: the folder in which torch keeps downloads."""
+    return Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
+
+
+def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtractor:
+    """The extractor of a weights file: an export of `python -m headmix_vision.export`, or Inception's weights.
+
+    Args:
+        path: A `.safetensors` or `.pth` file.
+        device: Where to run.
+
+    Raises:
+        ValueError: No such file, or neither of the two.
+    """
+    header: dict[str, str] = {}
+    if path.suffix == ".safetensors" and path.is_file():
+        try:
+            with safe_open(path, "pt") as file:
+                header = file.metadata() or {}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is truncated or no safetensors file: {error}") from None
+    if "model_name" not in header:
+        return InceptionExtractor(path, device)
+    name, arguments = header["model_name"], json.loads(header["model_args"])
+    if not timm.is_model(name):
+        raise ValueError(f"{path} is of the model {name!r}, which timm does not know here")
+    return ClassifierExtractor(timm.create_model(name, checkpoint_path=str(path), **arguments), name, device)
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"{path} holds objects other than tensors, or is no weights file; nothing was loaded"
+        ) from None
+    except (SafetensorError, RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or damaged: {str(error).splitlines()[0]}") from None
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{path} holds no state dict")
+    return state

@@ -1,0 +1,239 @@
+"""The images to score: a folder, an ADM npz file, or a data set by its name.
+
+Shapes: B images of a batch, C channels (1 or 3), H and W pixels. Pixels are uint8 throughout, as files hold them.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from headmix_vision.data.crops import center_crop
+from headmix_vision.data.opening import STREAMING, open_canvas, open_source, reader_kind
+from headmix_vision.data.sources import Digits, Source
+from headmix_vision.evaluation.npz import NpzImages, npz_arrays
+
+DECODER_THREADS = 8
+CANVAS_SIZE = 64
+SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
+_EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+_DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[-\d:]+)\])?")
+
+
+class Pictures(Protocol):
+    """Images in a fixed order, each with what to call it in a message."""
+
+    source: str
+    kind: str
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[str, Image.Image]]: ...
+
+
+class ImageSet:
+    """Images of one size, in batches.
+
+    Args:
+        pictures: Where they come from.
+        mode: `L` or `RGB`: what the feature extractor takes.
+        image_size: Scale and centre-crop every image to a square of this many pixels, as ADM does; None takes images
+            as they are.
+
+    Raises:
+        ValueError: Fewer than two images, or an unreadable first one.
+    """
+
+    def __init__(self, pictures: Pictures, mode: str, image_size: int | None = None) -> None:
+        if len(pictures) < 2:
+            raise ValueError(f"{pictures.source} has {len(pictures)} images, at least 2 are needed")
+        self.pictures = pictures
+        self.mode = mode
+        self.image_size = image_size
+        first = next(iter(pictures))[1]
+        self.size = (image_size, image_size) if image_size else (first.height, first.width)
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the result file says about the images."""
+        return {
+            "source": self.pictures.source,
+            "kind": self.pictures.kind,
+            "count": len(self),
+            "size": list(self.size),
+            "crop": "adm_center" if self.image_size else None,
+        }
+
+    def batches(self, batch_size: int) -> Iterator[Tensor]:
+        """All images in order, uint8 [B, C, H, W].
+
+        Raises:
+            ValueError: An image that cannot be read or is of another size; it is named.
+        """
+        arrays = self._arrays()
+        while batch := list(itertools.islice(arrays, batch_size)):
+            yield torch.from_numpy(np.stack(batch))
+
+    def _arrays(self) -> Iterator[np.ndarray]:
+        for name, image in self.pictures:
+            if self.image_size:
+                image = center_crop(image, self.image_size)
+            if (image.height, image.width) != self.size:
+                raise ValueError(
+                    f"{name} is {image.width}x{image.height} pixels, the images before it are"
+                    f" {self.size[1]}x{self.size[0]}; --image-size N brings all to one size"
+                )
+            pixels = np.asarray(image.convert(self.mode))
+            yield pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+class Folder:
+    """All image files below a folder, in sorted order; a damaged one is an error."""
+
+    kind = "folder"
+
+    def __init__(self, path: Path) -> None:
+        from timm.data.readers.img_extensions import get_img_extensions
+
+        self.source = str(path)
+        extensions = get_img_extensions()
+        self.paths = sorted(
+            file
+            for file in path.rglob("*")
+            if file.suffix.lower() in extensions and file.is_file() and not file.name.startswith(".")
+        )
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
+        with ThreadPoolExecutor(DECODER_THREADS) as pool:
+            for start in range(0, len(self.paths), 4 * DECODER_THREADS):
+                paths = self.paths[start : start + 4 * DECODER_THREADS]
+                yield from zip(map(str, paths), pool.map(_decode, paths), strict=True)
+
+
+def _decode(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except Exception as error:  # decoders raise whatever comes to mind on a damaged file
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
+    if image.mode not in _EIGHT_BIT_MODES:
+        raise ValueError(f"{path} is of mode {image.mode}, scores are of 8-bit images")
+    return image
+
+
+class TensorImages:
+    """Images in memory, uint8 [N, C, H, W] with 1 or 3 channels.
+
+    Raises:
+        ValueError: Another type or shape.
+    """
+
+    kind = "memory"
+
+    def __init__(self, pixels: Tensor, source: str = "memory") -> None:
+        if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in (1, 3):
+            raise ValueError(f"images are {pixels.dtype} {list(pixels.shape)}, they must be uint8 [N, 1 or 3, H, W]")
+        self.source = source
+        self.pixels = pixels.cpu()
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
+        for index, pixels in enumerate(self.pixels):
+            array = pixels.permute(1, 2, 0).numpy()
+            yield f"image {index}", Image.fromarray(np.ascontiguousarray(array[..., 0] if len(pixels) == 1 else array))
+
+
+class DatasetImages:
+    """Images of a data set by its name, all of a split or a slice of it."""
+
+    kind = "dataset"
+
+    def __init__(self, name: str, sources: Sequence[Source], indices: slice) -> None:
+        self.source = name
+        everything = [(source, index) for source in sources for index in range(len(source))]
+        self.items = everything[indices]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
+        for source, index in self.items:
+            name = source.name(index)
+            try:
+                image, _ = source.read(index)
+            except Exception as error:  # as in Folder
+                raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error})") from None
+            yield name, _to_pil(image) if isinstance(image, Tensor) else image
+
+
+def _to_pil(image: Tensor) -> Image.Image:
+    pixels = (image * 255).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).contiguous().numpy())
+
+
+def open_images(source: str, mode: str, image_size: int | None = None, root: str | None = None) -> ImageSet:
+    """Open images for scoring.
+
+    Args:
+        source: A folder, also one of samples with their `images/` and `metadata.json`; an `.npz` file with uint8
+            images; or a data set `NAME[:SPLIT][SLICE]`: `digits`, `canvas:train` (64 pixels unless `image_size` says
+            otherwise), `folder:validation`, `hfds/NAME:train`, `digits[::2]` for every other image. Without a split,
+            digits are all of them and other data sets their validation split.
+        mode: `L` or `RGB`.
+        image_size: As in `ImageSet`.
+        root: Place of a data set that needs one.
+
+    Raises:
+        ValueError: Nothing there, or no images.
+    """
+    path = Path(source)
+    if (path / SAMPLES).is_dir() and (path / SAMPLES_METADATA).is_file():
+        path = path / SAMPLES  # without the grid beside it
+    if path.is_dir():
+        return ImageSet(Folder(path), mode, image_size)
+    if path.is_file():
+        if path.suffix != ".npz":
+            raise ValueError(f"{source} is a file, images come from a folder, an .npz file or a data set")
+        if "arr_0" not in npz_arrays(path):
+            raise ValueError(f"{source} has no images arr_0, it has {', '.join(npz_arrays(path))}")
+        return ImageSet(NpzImages(path), mode, image_size)
+    return ImageSet(_open_dataset(source, mode, image_size, root), mode, image_size)
+
+
+def _open_dataset(source: str, mode: str, image_size: int | None, root: str | None) -> DatasetImages:
+    match = _DATASET.fullmatch(source)
+    try:
+        kind = reader_kind(match["name"]) if match else ""
+    except ValueError as error:
+        raise ValueError(f"{source} is neither a file, nor a folder, nor a data set: {error}") from None
+    if match is None or kind in STREAMING:
+        raise ValueError(f"{source} is neither a file, nor a folder, nor a random-access data set NAME[:SPLIT][SLICE]")
+    name, split = match["name"], match["split"]
+    bounds = [int(part) if part else None for part in (match["slice"] or ":").split(":")]
+    if not 2 <= len(bounds) <= 3 or bounds[2:] == [0]:
+        raise ValueError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
+    if kind == "digits":
+        sources: list[Source] = [Digits(part) for part in ([split] if split else ["train", "validation"])]
+    elif kind == "canvas":
+        size = image_size or CANVAS_SIZE
+        sources = [open_canvas(name, split or "validation", (size, size), channels=1)]
+    elif kind == "fake":
+        raise ValueError("fake images cannot be scored")
+    else:
+        sources = [open_source(name, root, split or "validation", mode)]
+    return DatasetImages(source, sources, slice(*bounds))

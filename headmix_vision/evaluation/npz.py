@@ -1,0 +1,102 @@
+"""npz files as ADM's evaluation takes them: uint8 images `arr_0`, and their labels."""
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+
+class NpzImages:
+    """`arr_0`, uint8 [N, H, W, C] or [N, H, W], of an npz file as ADM's evaluation takes it, read piece by piece.
+
+    Raises:
+        ValueError: Not such a file.
+    """
+
+    kind = "npz"
+
+    def __init__(self, path: Path) -> None:
+        self.source = str(path)
+        with self._open() as (_, shape, dtype, fortran_order):
+            images = dtype == np.uint8 and (len(shape) == 3 or (len(shape) == 4 and shape[-1] in (1, 3)))
+            if not images or fortran_order:
+                raise ValueError(
+                    f"{path}: arr_0 is {dtype} {list(shape)}, it must be uint8 [N, H, W, C] with 1 or 3 channels"
+                )
+        self.shape = shape
+
+    def _open(self) -> "_NpzMember":
+        return _NpzMember(self.source)
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
+        length = int(np.prod(self.shape[1:]))
+        shape = self.shape[1:3] if self.shape[-1] == 1 and len(self.shape) == 4 else self.shape[1:]
+        with self._open() as (file, *_):
+            for index in range(len(self)):
+                try:
+                    data = file.read(length)
+                except (zipfile.BadZipFile, EOFError, OSError) as error:
+                    raise ValueError(f"{self.source} is damaged at image {index}: {error}") from None
+                if len(data) < length:
+                    raise ValueError(f"{self.source} is truncated at image {index} of {len(self)}")
+                yield f"{self.source}[{index}]", Image.fromarray(np.frombuffer(data, np.uint8).reshape(shape))
+
+
+class _NpzMember:
+    """Context of the open `arr_0` of an npz file: (file after the header, shape, dtype, fortran_order)."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __enter__(self) -> tuple[Any, tuple[int, ...], np.dtype[Any], bool]:
+        self.archive = zipfile.ZipFile(self.path)
+        self.member = self.archive.open("arr_0.npy")
+        version = np.lib.format.read_magic(self.member)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran_order, dtype = read_header(self.member)
+        return self.member, shape, dtype, fortran_order
+
+    def __exit__(self, *_: object) -> None:
+        self.member.close()
+        self.archive.close()
+
+
+def npz_arrays(path: Path) -> list[str]:
+    """Names of the arrays of an npz file.
+
+    Raises:
+        ValueError: Not an npz file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ValueError(f"{path} is truncated or no npz file: {error}") from None
+
+
+def npz_labels(path: Path) -> Tensor:
+    """Labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
+
+    Raises:
+        ValueError: No npz file, no labels, or other than one integer per image.
+    """
+    arrays = npz_arrays(path)
+    name = next((name for name in ("labels", "arr_1") if name in arrays), None)
+    if name is None:
+        raise ValueError(f"{path} has no labels or arr_1, it has {', '.join(arrays)}")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            labels = file[name]
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise ValueError(f"{path}: {name} is {labels.dtype} {list(labels.shape)}, it must be integers [N]")
+    return torch.from_numpy(labels.astype(np.int64))

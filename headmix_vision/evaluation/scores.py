@@ -1,0 +1,180 @@
+"""The scores, from images or their statistics.
+
+KID, inception score, precision and recall are torch-fidelity's, on features in float64.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmix_vision.evaluation.extractors import FeatureExtractor
+from headmix_vision.evaluation.frechet import Moments, frechet_distance
+from headmix_vision.evaluation.images import ImageSet
+from headmix_vision.evaluation.statistics import Statistics
+
+Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
+"""Wraps the batches of so many images, to show how far they are."""
+
+KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000
+NEIGHBOURS = 3
+SPLITS = 10
+RNG_SEED = 2020
+
+
+class Scorer:
+    """An extractor with the way to run it.
+
+    Args:
+        extractor: The feature extractor.
+        batch_size: Images at a time; changes features by rounding only.
+        progress: Shows the progress over batches.
+    """
+
+    def __init__(self, extractor: FeatureExtractor, batch_size: int = 64, progress: Progress | None = None) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}, it must be at least 1")
+        self.extractor = extractor
+        self.batch_size = batch_size
+        self.progress: Progress = progress or (lambda batches, _: batches)
+
+    def statistics(self, images: ImageSet) -> Statistics:
+        """Moments of the features, and of the spatial features where the extractor has them."""
+        moments: dict[str, Moments] = {}
+        for outputs in self._outputs(images):
+            for name in outputs.keys() - {"logits"}:
+                moments.setdefault(name, Moments()).update(outputs[name])
+        gaussians = {name: moments[name].gaussian() for name in sorted(moments)}
+        return Statistics(gaussians, images.description, self.extractor.description)
+
+    def collect(self, images: ImageSet, name: str = "features") -> Tensor:
+        """All features, or logits, float64 [N, D]."""
+        return torch.cat([outputs[name].cpu() for outputs in self._outputs(images)]).double()
+
+    def _outputs(self, images: ImageSet) -> Iterator[dict[str, Tensor]]:
+        for batch in self.progress(images.batches(self.batch_size), len(images)):
+            yield self.extractor(batch)
+
+
+def fid(scorer: Scorer, real: ImageSet | Statistics, fake: ImageSet | Statistics) -> dict[str, float]:
+    """Fréchet distance, and `sfid` where both sides have spatial features.
+
+    Raises:
+        ValueError: Statistics of another extractor, or sides that cannot be compared.
+    """
+    check_sizes(real, fake)
+    sides = (real, fake)
+    for side in sides:
+        if isinstance(side, Statistics):
+            _check_extractor(side, scorer.extractor)
+    first, second = (side if isinstance(side, Statistics) else scorer.statistics(side) for side in sides)
+    scores = {"fid": frechet_distance(first.gaussians["features"], second.gaussians["features"])}
+    if "spatial" in first.gaussians and "spatial" in second.gaussians:
+        scores["sfid"] = frechet_distance(first.gaussians["spatial"], second.gaussians["spatial"])
+    return scores
+
+
+def kid(
+    scorer: Scorer, real: ImageSet, fake: ImageSet, subsets: int = KID_SUBSETS, subset_size: int | None = None
+) -> dict[str, float]:
+    """Kernel distance of Bińkowski et al. (2018): mean and standard deviation over random subsets.
+
+    Args:
+        scorer: Extractor.
+        real: Real images.
+        fake: Generated images.
+        subsets: Number of subsets.
+        subset_size: Images in each; 1,000, or all of the smaller side if it has fewer, when None.
+
+    Raises:
+        ValueError: A subset larger than a side.
+    """
+    from torch_fidelity.metric_kid import kid_features_to_metric
+
+    check_sizes(real, fake)
+    smaller = min(len(real), len(fake))
+    subset_size = min(KID_SUBSET_SIZE, smaller) if subset_size is None else subset_size
+    if not 2 <= subset_size <= smaller:
+        raise ValueError(f"kid subset size is {subset_size}, it must be in [2, {smaller}], the images of a side")
+    if subsets < 1:
+        raise ValueError(f"kid subsets is {subsets}, it must be at least 1")
+    settings = {"kid_subsets": subsets, "kid_subset_size": subset_size, "rng_seed": RNG_SEED, "verbose": False}
+    result = kid_features_to_metric(scorer.collect(real), scorer.collect(fake), **settings)
+    return {
+        "kid_mean": result["kernel_inception_distance_mean"],
+        "kid_std": result["kernel_inception_distance_std"],
+        "kid_subsets": subsets,
+        "kid_subset_size": subset_size,
+    }
+
+
+def inception_score(scorer: Scorer, fake: ImageSet, splits: int = SPLITS) -> dict[str, float]:
+    """Inception score of Salimans et al. (2016), from the classifier's probabilities.
+
+    Raises:
+        ValueError: More splits than images.
+    """
+    from torch_fidelity.metric_isc import isc_features_to_metric
+
+    if not 1 <= splits <= len(fake):
+        raise ValueError(f"splits is {splits}, it must be in [1, {len(fake)}], the number of images")
+    result = isc_features_to_metric(scorer.collect(fake, "logits"), splits, shuffle=True, rng_seed=RNG_SEED)
+    return {"is_mean": result["inception_score_mean"], "is_std": result["inception_score_std"], "is_splits": splits}
+
+
+def precision_recall(scorer: Scorer, real: ImageSet, fake: ImageSet, neighbours: int = NEIGHBOURS) -> dict[str, float]:
+    """Improved precision and recall of Kynkäänniemi et al. (2019).
+
+    Raises:
+        ValueError: Not more images than neighbours.
+    """
+    from torch_fidelity.metric_prc import prc_features_to_metric
+
+    check_sizes(real, fake)
+    smaller = min(len(real), len(fake))
+    if not 1 <= neighbours < smaller:
+        raise ValueError(f"neighbours is {neighbours}, it must be in [1, {smaller - 1}], below the images of a side")
+    settings = {"prc_neighborhood": neighbours, "prc_batch_size": 2000, "save_cpu_ram": True, "verbose": False}
+    result = prc_features_to_metric(scorer.collect(fake), scorer.collect(real), **settings)
+    return {name: result[name] for name in ("precision", "recall", "f_score")} | {"prc_neighbours": neighbours}
+
+
+def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]:
+    """Share of generated images that the classifier assigns to the class they were asked for.
+
+    Args:
+        scorer: Extractor.
+        fake: Generated images.
+        labels: Their classes, int64 [N].
+
+    Raises:
+        ValueError: Not one label per image, or a label that the classifier does not know.
+    """
+    if len(labels) != len(fake):
+        raise ValueError(f"there are {len(labels)} labels for {len(fake)} images")
+    logits = scorer.collect(fake, "logits")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= logits.shape[1]:
+        raise ValueError(f"labels are {low} to {high}, the classifier knows 0 to {logits.shape[1] - 1}")
+    return {"top1": (logits.argmax(1) == labels).double().mean().item()}
+
+
+def check_sizes(real: ImageSet | Statistics, fake: ImageSet | Statistics) -> None:
+    """Raise ValueError if the images of the two sides are known to be of different sizes."""
+    sizes: Sequence[Any] = [side.description.get("size") for side in (real, fake)]
+    if None not in sizes and list(sizes[0]) != list(sizes[1]):
+        (height, width), (fake_height, fake_width) = sizes
+        raise ValueError(
+            f"real images are {width}x{height} pixels, fake ones {fake_width}x{fake_height};"
+            " --image-size N brings both to one size"
+        )
+
+
+def _check_extractor(statistics: Statistics, extractor: FeatureExtractor) -> None:
+    if statistics.extractor is not None and statistics.extractor["sha256"] != extractor.description["sha256"]:
+        raise ValueError(
+            f"{statistics.description['source']} was made with {statistics.extractor['name']}"
+            f" {statistics.extractor['sha256'][:8]}, the features asked for are {extractor.description['name']}"
+            f" {extractor.description['sha256'][:8]}"
+        )

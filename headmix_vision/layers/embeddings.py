@@ -1,0 +1,126 @@
+"""Embeddings of a diffusion transformer: positions on any grid, timesteps, class labels with dropout."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from diffusers.models.embeddings import get_timestep_embedding
+from torch import Tensor, nn
+
+
+def sincos_positions(dim: int, grid: tuple[int, int], base_grid: tuple[int, int], like: Tensor) -> Tensor:
+    """Fixed 2-D sine-cosine position embedding, as in MAE and DiT: the first half of the channels tells the column.
+
+    A grid other than ``base_grid`` covers the same extent more finely or coarsely: the centre of token ``i`` of ``g``
+    lies at ``(i + 1/2) * base / g - 1/2``.
+
+    Args:
+        dim: channels C, a multiple of 4.
+        grid: token grid (H, W).
+        base_grid: the grid on which positions are whole numbers.
+        like: gives device and dtype.
+
+    Returns:
+        [H * W, C] in raster order.
+
+    Raises:
+        ValueError: if ``dim`` is no multiple of 4.
+    """
+    if dim % 4:
+        raise ValueError(f"sine-cosine positions need a width that is a multiple of 4, got {dim}.")
+    if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
+        return _sincos(dim, grid, base_grid, like.device).to(like.dtype)
+    return _cached_sincos(dim, grid, base_grid, like.device).to(like.dtype)
+
+
+def _sincos(dim: int, grid: tuple[int, int], base_grid: tuple[int, int], device: torch.device) -> Tensor:
+    quarter = dim // 4
+    frequencies = 10000 ** (-torch.arange(quarter, dtype=torch.float64, device=device) / quarter)
+    axes = []
+    for size, base in zip(grid, base_grid, strict=True):
+        centers = (torch.arange(size, dtype=torch.float64, device=device) + 0.5) * (base / size) - 0.5
+        angles = centers[:, None] * frequencies
+        axes.append(torch.cat([angles.sin(), angles.cos()], dim=1))
+    rows, columns = axes
+    columns = columns[None, :].expand(grid[0], -1, -1)
+    return torch.cat([columns, rows[:, None].expand(-1, grid[1], -1)], dim=2).flatten(0, 1).float()
+
+
+@lru_cache(maxsize=64)
+def _cached_sincos(dim: int, grid: tuple[int, int], base_grid: tuple[int, int], device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return _sincos(dim, grid, base_grid, device)
+
+
+class TimestepEmbedding(nn.Module):
+    """Sinusoidal embedding of a time in [0, 1000], then a two-layer MLP.
+
+    Args:
+        dim: width C of the output.
+        num_frequencies: channels of the sinusoidal embedding.
+
+    Shape:
+        ``t`` [B], floating or integer -> [B, C].
+    """
+
+    def __init__(self, dim: int, num_frequencies: int = 256) -> None:
+        super().__init__()
+        self.num_frequencies = num_frequencies
+        self.mlp = nn.Sequential(nn.Linear(num_frequencies, dim), nn.SiLU(), nn.Linear(dim, dim))
+
+    def reset_parameters(self) -> None:
+        """Normal weights of standard deviation 0.02, as in DiT."""
+        for name, parameter in self.mlp.named_parameters():
+            if name.endswith("weight"):
+                nn.init.normal_(parameter, std=0.02)
+            else:
+                nn.init.zeros_(parameter)
+
+    def forward(self, t: Tensor) -> Tensor:
+        waves = get_timestep_embedding(t, self.num_frequencies, flip_sin_to_cos=True, downscale_freq_shift=0)
+        return self.mlp(waves.to(next(self.mlp.parameters()).dtype))
+
+
+class LabelEmbedding(nn.Module):
+    """Class labels, of which training replaces a share by the null class, for classifier-free guidance.
+
+    Args:
+        num_classes: labels 0 to ``num_classes`` - 1; the null class is ``num_classes``.
+        dim: width C.
+        dropout: share of labels replaced in training; with 0 there is no null class.
+
+    Shape:
+        ``y`` [B] int64 -> [B, C].
+
+    Raises:
+        ValueError: for a label out of range. Labels on an accelerator are not looked at: it would have to wait.
+    """
+
+    def __init__(self, num_classes: int, dim: int, dropout: float) -> None:
+        super().__init__()
+        self.num_classes, self.dropout = num_classes, dropout
+        self.embedding_table = nn.Embedding(num_classes + (dropout > 0), dim)
+
+    def reset_parameters(self) -> None:
+        """Normal weights of standard deviation 0.02, as in DiT."""
+        nn.init.normal_(self.embedding_table.weight, std=0.02)
+
+    def forward(self, y: Tensor) -> Tensor:
+        if y.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_labels(y, self.embedding_table.num_embeddings)
+        if self.training and self.dropout > 0:
+            y = torch.where(torch.rand(y.shape, device=y.device) < self.dropout, self.num_classes, y)
+        return self.embedding_table(y)
+
+    def extra_repr(self) -> str:
+        return f"num_classes={self.num_classes}, dropout={self.dropout}"
+
+
+def check_labels(y: Tensor, count: int) -> None:
+    """Raise ``ValueError`` for labels outside 0 to ``count`` - 1 (reads the values, so a device is waited for)."""
+    if y.is_floating_point() or y.ndim != 1:
+        raise ValueError(f"labels must be int64 [B], got {y.dtype} of shape {tuple(y.shape)}.")
+    bad = y[(y < 0) | (y >= count)]
+    if bad.numel():
+        raise ValueError(f"label {int(bad[0])} is out of range: the model takes 0 to {count - 1}.")

@@ -1,0 +1,313 @@
+"""Diffusion transformers (DiT, arXiv 2212.09748) with mixed heads: registered with timm, and models of diffusers.
+
+B batch, C latent channels, H x W latent size, p patch size, N = HW / p² tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from timm.layers import Mlp, to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from headmix_vision.layers import CORES, HeadMixAttention, MHLACore, MixingMatrix
+from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
+
+__all__ = ["HeadMixDiT"]  # timm appends the registered names
+
+
+class PatchEmbedding(nn.Module):
+    """Non-overlapping patches, projected: [B, C, H, W] -> [B, N, D] in raster order."""
+
+    def __init__(self, patch_size: int, in_channels: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, dim, patch_size, patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class DiTBlock(nn.Module):
+    """Attention and MLP, modulated by the condition: ``x`` [B, N, D] and ``c`` [B, D] -> [B, N, D] (adaLN-Zero)."""
+
+    def __init__(self, dim: int, mlp_ratio: float, attention: HeadMixAttention) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.attn = attention
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=cast(Any, partial(nn.GELU, approximate="tanh")))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+
+    def forward(self, x: Tensor, c: Tensor, grid: tuple[int, int]) -> Tensor:
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)
+        x = x + gate_a * self.attn(torch.addcmul(shift_a, self.norm1(x), 1 + scale_a), grid=grid)
+        return x + gate_m * self.mlp(torch.addcmul(shift_m, self.norm2(x), 1 + scale_m))
+
+
+class FinalLayer(nn.Module):
+    """Modulated norm and projection to patches: [B, N, D] -> [B, N, p² · channels]."""
+
+    def __init__(self, dim: int, patch_size: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm_final = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.linear = nn.Linear(dim, patch_size**2 * out_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=-1)
+        return self.linear(torch.addcmul(shift, self.norm_final(x), 1 + scale))
+
+
+class HeadMixDiT(ModelMixin, ConfigMixin):
+    """Class-conditional diffusion transformer with a choice of attention; weights are named as in the official DiT.
+
+    The resolution may change from call to call: positions cover the same extent, and of a block-wise core the blocks
+    grow while their number, and with it the mixing matrix, stays.
+
+    Args:
+        input_size: latent (or image) size in training, H and W or one number for both.
+        patch_size: p, a divisor of every latent size.
+        in_channels: C.
+        embed_dim, depth, num_heads, mlp_ratio: width D, blocks, attention heads, MLP width as a multiple of D.
+        num_classes: the null class is ``num_classes``; 0 makes an unconditional model.
+        class_dropout: share of training labels replaced by the null class; 0 leaves the model without one, hence
+            without classifier-free guidance.
+        learned_variance: predict the variance too: 2C output channels, as in the official checkpoints.
+        core: ``"softmax"``, ``"linear"`` or ``"mhla"``.
+        head_mix: mix across feature heads, or None.
+        block_grid: token blocks along height and width, for block-wise cores.
+        core_args: further arguments of the core, see :mod:`headmix_vision.layers.cores`.
+        cpe, output_gate, output_norm, qk_norm: options of :class:`~headmix_vision.layers.HeadMixAttention`.
+
+    Shape:
+        ``x`` [B, C, H, W], ``t`` [B] in [0, 1000] (or one number), ``y`` [B] int64 -> [B, C or 2C, H, W]; with the
+        learned variance the second C channels interpolate its logarithm.
+
+    Raises:
+        ValueError: if the input size is no multiple of the patch size, the channels or the labels do not fit, a label
+            is out of range, or an option is unknown.
+    """
+
+    _supports_gradient_checkpointing = True
+    _no_split_modules = ("DiTBlock",)
+
+    @register_to_config
+    def __init__(
+        self,
+        input_size: int | tuple[int, int] = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        embed_dim: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        class_dropout: float = 0.1,
+        learned_variance: bool = False,
+        core: str = "mhla",
+        head_mix: str | None = None,
+        block_grid: int | tuple[int, int] = (4, 4),
+        core_args: dict[str, Any] | None = None,
+        cpe: bool = False,
+        output_gate: bool = False,
+        output_norm: bool = False,
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in (("patch_size", patch_size), ("in_channels", in_channels), ("depth", depth)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if num_classes < 0:
+            raise ValueError(f"num_classes must not be negative, got {num_classes}; 0 is unconditional.")
+        if not 0 <= class_dropout < 1:
+            raise ValueError(f"class_dropout must be in [0, 1), got {class_dropout}.")
+        self.patch_size, self.in_channels, self.num_classes = patch_size, in_channels, num_classes
+        self.out_channels = 2 * in_channels if learned_variance else in_channels
+        self.input_size: tuple[int, int] = to_2tuple(input_size)
+        self.base_grid = self._grid(*self.input_size)
+        self.embed_dim = embed_dim
+
+        self.x_embedder = PatchEmbedding(patch_size, in_channels, embed_dim)
+        self.t_embedder = TimestepEmbedding(embed_dim)
+        self.y_embedder = LabelEmbedding(num_classes, embed_dim, class_dropout) if num_classes else None
+        self.blocks = nn.ModuleList(
+            DiTBlock(
+                embed_dim,
+                mlp_ratio,
+                HeadMixAttention(
+                    embed_dim,
+                    num_heads,
+                    core=core,
+                    head_mix=head_mix,
+                    grid=self.base_grid,
+                    block_grid=to_2tuple(block_grid),
+                    core_args=core_args,
+                    qk_norm=qk_norm,
+                    cpe=cpe,
+                    output_norm=output_norm,
+                    output_gate=output_gate,
+                    qkv_bias=True,
+                ),
+            )
+            for _ in range(depth)
+        )
+        self.final_layer = FinalLayer(embed_dim, patch_size, self.out_channels)
+        self.gradient_checkpointing = False
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw new weights as DiT does; every block starts as the identity and the output as zero."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
+        nn.init.zeros_(cast(Tensor, self.x_embedder.proj.bias))
+        self.t_embedder.reset_parameters()
+        if self.y_embedder is not None:
+            self.y_embedder.reset_parameters()
+        for layer in (*self.blocks, self.final_layer):
+            for parameter in layer.adaLN_modulation[-1].parameters():
+                nn.init.zeros_(parameter)
+        for parameter in self.final_layer.linear.parameters():
+            nn.init.zeros_(parameter)
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """All arguments of the constructor, as plain values: `HeadMixDiT(**architecture)` is the same model."""
+        values = {name: value for name, value in self.config.items() if not name.startswith("_")}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @property
+    def has_null_class(self) -> bool:
+        """Whether label ``num_classes`` stands for no class, which classifier-free guidance needs."""
+        return self.y_embedder is not None and self.y_embedder.dropout > 0
+
+    def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor:
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
+            raise ValueError(f"x must be [B, {self.in_channels}, H, W], got {tuple(x.shape)}.")
+        grid = self._grid(x.shape[2], x.shape[3])
+        c = self._condition(x, t, y)
+        x = self.x_embedder(x)
+        x = x + sincos_positions(self.embed_dim, grid, self.base_grid, like=x)
+        for block in self.blocks:
+            if torch.is_grad_enabled() and self.gradient_checkpointing:
+                x = self._gradient_checkpointing_func(block, x, c, grid)
+            else:
+                x = block(x, c, grid)
+        return self._to_images(self.final_layer(x, c), grid)
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        p = self.patch_size
+        if height % p or width % p or not (height and width):
+            raise ValueError(f"latent size {height}x{width} is no multiple of the patch size {p}.")
+        return height // p, width // p
+
+    def _condition(self, x: Tensor, t: Tensor | float, y: Tensor | None) -> Tensor:
+        t = torch.as_tensor(t, device=x.device)
+        c = self.t_embedder(t.expand(x.shape[0]))
+        if self.y_embedder is None:
+            if y is not None:
+                raise ValueError("labels given, but the model is unconditional (num_classes=0).")
+            return c
+        if y is None:
+            raise ValueError(f"the model needs labels y [B], 0 to {self.num_classes}.")
+        return c + self.y_embedder(y)
+
+    def _to_images(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
+        p = self.patch_size
+        patches = patches.unflatten(2, (p, p, self.out_channels)).unflatten(1, grid)
+        return patches.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, grid[0] * p, grid[1] * p)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass (timm's name for it)."""
+        if enable:
+            self.enable_gradient_checkpointing()
+        else:
+            self.disable_gradient_checkpointing()
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Parameters which weight decay leaves alone: the mixing matrices and the label table."""
+        mixing = (f"{name}.weight" for name, module in self.named_modules() if isinstance(module, MixingMatrix))
+        return {"y_embedder.embedding_table.weight", *mixing}
+
+    def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
+        """Change the number of token blocks: mixing matrices are resampled."""
+        for block in self.blocks:
+            core = cast(HeadMixAttention, block.attn).core
+            if not isinstance(core, MHLACore):
+                raise ValueError(f"{type(core).__name__} has no token blocks.")
+            core.set_block_grid(to_2tuple(block_grid))
+        self.register_to_config(block_grid=to_2tuple(block_grid))
+
+
+SIZES = {
+    "s": {"embed_dim": 384, "depth": 12, "num_heads": 6},
+    "b": {"embed_dim": 768, "depth": 12, "num_heads": 12},
+    "l": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "xl": {"embed_dim": 1152, "depth": 28, "num_heads": 16},
+}
+PATCH_SIZES = (2, 4, 8)
+# A DiT for the embedded 8x8 digits: 4 blocks of 2x2 tokens.
+DIGITS = {"input_size": 8, "patch_size": 2, "in_channels": 1, "num_classes": 10}
+DIGITS_DIMS = {"embed_dim": 128, "depth": 6, "num_heads": 4, "block_grid": (2, 2), "cpe": True}
+
+
+def _cfg(args: dict[str, Any]) -> dict[str, Any]:
+    size = args["input_size"]
+    return {
+        "num_classes": args["num_classes"],
+        "input_size": (args["in_channels"], size, size),
+        "first_conv": "x_embedder.proj",
+        "classifier": None,
+        "license": "apache-2.0",
+    }
+
+
+def _variants() -> dict[str, dict[str, Any]]:
+    """Model arguments of every registered name."""
+    variants: dict[str, dict[str, Any]] = {}
+    for core in CORES:
+        for size, dims in SIZES.items():
+            for patch_size in PATCH_SIZES:
+                args = {"input_size": 32, "in_channels": 4, "num_classes": 1000, "patch_size": patch_size}
+                variants[f"dit_{core}_{size}_{patch_size}"] = {**args, **dims, "core": core}
+        variants[f"dit_{core}_digits"] = {**DIGITS, **DIGITS_DIMS, "core": core}
+    return variants
+
+
+VARIANTS = _variants()
+default_cfgs = generate_default_cfgs({name: _cfg(args) for name, args in VARIANTS.items()})
+
+_OUR_NAMES = {"img_size": "input_size", "in_chans": "in_channels"}
+
+
+def _create_headmix_dit(variant: str, pretrained: bool = False, **kwargs: Any) -> HeadMixDiT:
+    for theirs, ours in _OUR_NAMES.items():
+        if theirs in kwargs:
+            raise ValueError(f"{variant} takes {ours}, not {theirs}.")
+    if kwargs.pop("features_only", False):
+        raise ValueError(f"{variant} is a generator: features_only does not apply.")
+    return build_model_with_cfg(HeadMixDiT, variant, pretrained, kwargs_filter=cast(Any, tuple(_OUR_NAMES)), **kwargs)
+
+
+def _entrypoint(name: str, model_args: dict[str, Any]) -> Callable[..., HeadMixDiT]:
+    def create(pretrained: bool = False, **kwargs: Any) -> HeadMixDiT:
+        return _create_headmix_dit(name, pretrained, **{**model_args, **kwargs})
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"{name}: {model_args}."
+    return create
+
+
+for _name, _args in VARIANTS.items():
+    globals()[_name] = register_model(_entrypoint(_name, _args))

@@ -1,0 +1,1 @@
+"""Drawing samples from trained generators, from the command line: `sample.py`."""

@@ -1,0 +1,179 @@
+"""Image generation as a LightningModule around one diffusion transformer.
+
+B batch, C channels, H x W size of the network's input: images in [-1, 1] or scaled latents.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from headmix_vision.data.seeding import derive_seed
+from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig, create_objective
+from headmix_vision.training.checkpoints import DESCRIPTION_KEY, check_description, check_state
+from headmix_vision.training.networks import create_generator
+from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
+from headmix_vision.training.scheduled import ScheduledTraining
+
+Batch = tuple[Tensor, Tensor]
+LEVELS = 10
+_VALIDATION = 2  # stream of random numbers, beside those of training
+
+DEFAULT_OBJECTIVE = ObjectiveConfig()
+DEFAULT_OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.0)
+DEFAULT_SCHEDULE = ScheduleConfig(sched="constant", warmup_epochs=0.0)
+
+
+class ImageGenerator(ScheduledTraining):
+    """Train one diffusion transformer on images or latents with labels.
+
+    Random numbers of a training batch (noise, times, dropped labels) follow from the seed, the epoch, the batch index
+    and the rank alone; those of validation from the seed and the batch index, so that its loss is comparable.
+
+    Args:
+        name: Name of the model in timm, for example `dit_mhla_s_2`.
+        num_classes: Number of classes, 0 for an unconditional model; the model's default when null.
+        input_size: Size of images or latents, one number or [height, width]; the model's default when null.
+        model_args: Further arguments of `timm.create_model`, for example `{cpe: true, output_gate: true}`.
+        checkpoint: Start weights: a `.ckpt` of this package, a `.safetensors`, or an official DiT's `.pt`. Weights that
+            they lack are new.
+        vae: Autoencoder of the latents, a local directory or a hub id; null for pixels. It is used to draw samples and
+            recorded for `sample.py`, but is no part of the model.
+        objective: What is learned.
+        optimizer: Optimizer.
+        schedule: Learning rate schedule.
+        compile: Compile the network with `torch.compile`.
+        seed: Seed of noise, times and dropped labels; the command line sets it to `seed_everything`.
+
+    Raises:
+        ValueError: If the model is unknown or no generator, the start weights do not fit it, or the learned variance is
+            asked of one but not of the other.
+    """
+
+    level_loss: Tensor
+
+    def __init__(
+        self,
+        name: str,
+        num_classes: int | None = None,
+        input_size: int | list[int] | None = None,
+        model_args: dict[str, Any] | None = None,
+        checkpoint: str | None = None,
+        vae: str | None = None,
+        objective: ObjectiveConfig = DEFAULT_OBJECTIVE,
+        optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
+        schedule: ScheduleConfig = DEFAULT_SCHEDULE,
+        compile: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(optimizer, schedule, seed)
+        arguments = {"learned_variance": objective.learned_variance, **(model_args or {})}
+        self.net = create_generator(name, num_classes, input_size, arguments, checkpoint)
+        if (self.net.out_channels != self.net.in_channels) != objective.learned_variance:
+            raise ValueError("model_args.learned_variance and objective.learned_variance must agree")
+        self.num_classes = int(self.net.num_classes)
+        self.description: dict[str, Any] = {
+            "kind": "generator",
+            "name": name,
+            "num_classes": self.num_classes,
+            "input_size": list(self.net.input_size),
+            "model_args": arguments,
+            "architecture": self.net.architecture,
+            "objective": asdict(objective),
+            "vae": vae,
+        }
+        self.class_names: list[str] | None = None
+        self.objective_config = objective
+        self.objective = create_objective(objective)
+        self.vae_source = vae
+        self.compile_net = compile
+        self.val_loss = MeanMetric()
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
+        """The network's prediction."""
+        return self.net(x, t, y)
+
+    def setup(self, stage: str) -> None:
+        """Take the class names over from the data, and compile."""
+        datamodule = getattr(self.trainer, "datamodule", None)
+        self.class_names = getattr(datamodule, "class_names", None) or self.class_names
+        if self.compile_net:
+            self.net.compile()
+
+    def on_train_start(self) -> None:
+        """Make the schedule and the sums of the loss by noise level."""
+        super().on_train_start()
+        if not hasattr(self, "level_loss"):
+            self.level_loss = torch.zeros(LEVELS, 2)
+        self.level_loss = self.level_loss.to(self.device)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of x [B, C, H, W], float32, and labels [B], int64."""
+        x0, labels = batch
+        times = self.objective.draw_times(len(x0), x0.device)
+        losses = self._losses(x0, labels, times, torch.randn_like(x0))
+        loss = losses.mean()
+        self.track_loss(loss, len(x0))
+        level = (times / NUM_TIMESTEPS * LEVELS).long().clamp(max=LEVELS - 1)
+        self.level_loss.index_add_(0, level, torch.stack([losses.detach(), torch.ones_like(losses)], dim=1))
+        return loss
+
+    def _losses(self, x0: Tensor, labels: Tensor, times: Tensor, noise: Tensor) -> Tensor:
+        y = labels if self.num_classes else None
+        return self.objective.losses(lambda x, t: self.net(x, t, y), x0, times, noise)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the mean loss of a finished epoch, also by tenths of the noise level."""
+        if self.trainer.is_last_batch:
+            sums, counts = self._reduced_level_loss().T.tolist()
+            means = {f"train/loss_level_{i}": s / n for i, (s, n) in enumerate(zip(sums, counts, strict=True)) if n}
+            self.log_now(means, self.trainer.global_step - 1)
+            self.level_loss.zero_()
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+    def _reduced_level_loss(self) -> Tensor:
+        return self.trainer.strategy.reduce(self.level_loss.clone(), reduce_op="sum")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Loss on x [B, C, H, W] and labels [B], with times and noise that are the same every time."""
+        x0, labels = batch
+        if not len(x0):
+            return
+        seed = derive_seed(self.seed, batch_idx, self.global_rank, _VALIDATION)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            times, noise = self.objective.draw_times(len(x0)), torch.randn(x0.shape)
+        losses = self._losses(x0, labels, times.to(x0.device), noise.to(x0.device))
+        self.val_loss.update(losses.mean(), weight=len(x0))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the loss of the validation split."""
+        if self.val_loss.update_called:
+            self.log("val/loss", self.val_loss.compute(), prog_bar=True)
+        self.val_loss.reset()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Describe the model, and keep the running means of the loss."""
+        checkpoint[DESCRIPTION_KEY] = {**self.description, "class_names": self.class_names}
+        super().on_save_checkpoint(checkpoint)
+        if hasattr(self, "level_loss"):
+            checkpoint["level_loss"] = self._reduced_level_loss()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model.
+
+        Raises:
+            ValueError: If the name, the number of classes, the objective or any weight's name or shape differs.
+        """
+        check_description(checkpoint, self.description["name"], self.num_classes)
+        stored = checkpoint[DESCRIPTION_KEY].get("objective")
+        if stored != self.description["objective"]:
+            raise ValueError(f"the checkpoint was trained with objective {stored} (options model.objective)")
+        check_state(checkpoint["state_dict"], self.state_dict())
+        self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
+        super().on_load_checkpoint(checkpoint)
+        if "level_loss" in checkpoint:
+            saved = checkpoint["level_loss"]
+            self.level_loss = saved.clone() if self.global_rank == 0 else torch.zeros_like(saved)

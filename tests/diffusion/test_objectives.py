@@ -1,0 +1,147 @@
+"""Losses against closed forms, and what they are minimised by."""
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Normal, kl_divergence
+
+from headmix_vision.diffusion import ObjectiveConfig, create_objective
+from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, Ddpm, discretized_log_likelihood, shifted
+
+
+def draw(count=4000, shape=(1, 2, 2), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, *shape, generator=generator), torch.randn(count, *shape, generator=generator)
+
+
+def test_flow_target_is_the_velocity_of_the_straight_path():
+    x0, noise = draw(8)
+    objective = create_objective(ObjectiveConfig())
+    times = torch.linspace(0, 1000, 8)
+    seen = {}
+
+    def predict(x, t):
+        seen["x"], seen["t"] = x, t
+        return noise - x0
+
+    assert not objective.losses(predict, x0, times, noise).any()
+    level = (times / 1000).view(-1, 1, 1, 1)
+    torch.testing.assert_close(seen["x"], (1 - level) * x0 + level * noise)
+    assert torch.equal(seen["t"], times)
+    assert objective.losses(lambda x, t: noise - x0 + 2, x0, times, noise).allclose(torch.tensor(4.0))
+
+
+@pytest.mark.parametrize("level", [0.1, 0.5, 0.9])
+def test_flow_loss_of_the_best_predictor_is_the_conditional_variance(level):
+    """For x0 ~ N(0, s²) the velocity given x is normal, with mean and variance in closed form."""
+    s = 0.5
+    x0, noise = draw()
+    x0 = s * x0
+    variance_x = (1 - level) ** 2 * s**2 + level**2
+    slope = (level - (1 - level) * s**2) / variance_x
+    expected = 1 + s**2 - slope**2 * variance_x
+    objective = create_objective(ObjectiveConfig())
+    times = torch.full((len(x0),), 1000 * level)
+    loss = objective.losses(lambda x, t: slope * x, x0, times, noise).mean().item()
+    assert loss == pytest.approx(expected, rel=0.04)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+def test_ddpm_targets(prediction):
+    x0, noise = draw(6)
+    objective = create_objective(ObjectiveConfig(kind="ddpm", prediction=prediction))
+    times = torch.tensor([0.0, 1, 10, 100, 500, 999])
+
+    def predict(x, t):
+        angle = torch.acos(objective.alphas_cumprod.sqrt()[t.long()]).float().view(-1, 1, 1, 1)
+        torch.testing.assert_close(x, angle.cos() * x0 + angle.sin() * noise)
+        return noise if prediction == "epsilon" else angle.cos() * noise - angle.sin() * x0
+
+    assert objective.losses(predict, x0, times, noise).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+@pytest.mark.parametrize("step", [1, 2, 300, 999])
+def test_variational_term_is_the_divergence_of_two_gaussians(prediction, step):
+    """Against torch's KL between the true and the model's step, for a prediction and a variance that are off."""
+    x0, noise = draw(5)
+    generator = torch.Generator().manual_seed(3)
+    error, fraction = 0.3 * torch.randn(x0.shape, generator=generator), torch.rand(x0.shape, generator=generator)
+    objective = create_objective(ObjectiveConfig(kind="ddpm", prediction=prediction, learned_variance=True))
+    betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
+    bar = torch.cumprod(1 - betas, 0)
+    signal, sigma = bar[step].sqrt(), (1 - bar[step]).sqrt()
+    x = signal * x0.double() + sigma * noise.double()
+    target = noise if prediction == "epsilon" else (signal * noise - sigma * x0).float()
+    times = torch.full((5,), float(step))
+    total = objective.losses(lambda x, t: torch.cat([target + error, 2 * fraction - 1], 1), x0, times, noise)
+
+    wrong = (target + error).double()
+    x0_hat = (x - sigma * wrong) / signal if prediction == "epsilon" else signal * x - sigma * wrong
+    before = bar[step - 1]
+    posterior = betas[step] * (1 - before) / (1 - bar[step])
+
+    def mean(start):
+        return (before.sqrt() * betas[step] * start + (1 - betas[step]).sqrt() * (1 - before) * x) / (1 - bar[step])
+
+    variance = torch.exp(fraction * betas[step].log() + (1 - fraction) * posterior.log())
+    divergence = kl_divergence(Normal(mean(x0.double()), posterior.sqrt()), Normal(mean(x0_hat), variance.sqrt()))
+    expected = error.square().flatten(1).mean(1) + divergence.flatten(1).mean(1) / math.log(2)
+    torch.testing.assert_close(total.double(), expected.double(), rtol=2e-3, atol=2e-4)
+
+
+def test_variational_term_leaves_the_mean_alone():
+    x0, noise = draw(4)
+    objective = create_objective(ObjectiveConfig(kind="ddpm", learned_variance=True))
+    mean, variance = noise.clone().requires_grad_(), torch.zeros_like(noise, requires_grad=True)
+    times = torch.tensor([0.0, 1, 500, 999])
+    objective.losses(lambda x, t: torch.cat([mean, variance], 1), x0, times, noise).sum().backward()
+    assert not mean.grad.any()  # the mean square is at its minimum there
+    assert variance.grad.flatten(1).any(1).all()
+
+
+def test_bins_of_the_likelihood_are_a_distribution():
+    levels = torch.linspace(-1, 1, 256, dtype=torch.float64)
+    for mean, std in ((0.0, 0.1), (0.9, 0.5), (-1.2, 0.01)):
+        log = discretized_log_likelihood(levels, torch.tensor(mean).double(), torch.tensor(std).log().double())
+        assert log.isfinite().all()
+        assert log.exp().sum().item() == pytest.approx(1, abs=1e-6)
+
+
+def test_times():
+    torch.manual_seed(0)
+    uniform = create_objective(ObjectiveConfig()).draw_times(20000) / NUM_TIMESTEPS
+    assert uniform.min() >= 0 and uniform.max() <= 1 and abs(uniform.mean() - 0.5) < 0.01
+    normal = create_objective(ObjectiveConfig(times="logit_normal", logit_mean=-0.5, logit_std=0.7)).draw_times(20000)
+    logits = (normal / NUM_TIMESTEPS).logit()
+    assert abs(logits.mean() + 0.5) < 0.02 and abs(logits.std() - 0.7) < 0.02
+    moved = create_objective(ObjectiveConfig(shift=3.0)).draw_times(20000) / NUM_TIMESTEPS
+    assert abs(moved.median() - 0.75) < 0.02 and shifted(torch.tensor(1.0), 3.0) == 1
+    discrete = create_objective(ObjectiveConfig(kind="ddpm")).draw_times(20000)
+    assert set(discrete.tolist()) <= set(map(float, range(1000))) and len(discrete.unique()) > 990
+
+
+def test_ddpm_is_the_process_of_the_scheduler():
+    from diffusers import DDPMScheduler
+
+    objective = create_objective(ObjectiveConfig(kind="ddpm"))
+    assert isinstance(objective, Ddpm)
+    expected = DDPMScheduler(beta_schedule="linear", beta_start=1e-4, beta_end=0.02).alphas_cumprod
+    torch.testing.assert_close(objective.alphas_cumprod.float(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "edm"}, "objective.kind must be one of"),
+        ({"times": "cosine"}, "objective.times"),
+        ({"prediction": "x0"}, "objective.prediction"),
+        ({"shift": 0.0}, "must be positive"),
+        ({"learned_variance": True}, "needs objective.kind=ddpm"),
+        ({"beta_start": 0.5}, "beta_start <= beta_end"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ObjectiveConfig(**options)

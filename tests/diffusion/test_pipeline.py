@@ -1,0 +1,254 @@
+"""Sampling: schedulers against a known distribution, guidance, saving and loading, refusals."""
+
+from dataclasses import asdict
+
+import diffusers
+import pytest
+import timm
+import torch
+
+from headmix_vision.data.autoencoders import load_autoencoder
+from headmix_vision.diffusion import (
+    SCHEDULER_NAMES,
+    Guidance,
+    HeadMixDiTPipeline,
+    ObjectiveConfig,
+    create_objective,
+    create_scheduler,
+)
+from headmix_vision.models import HeadMixDiT
+
+MEAN, STD = {0: 0.5, 1: -0.5, 2: 0.0}, 0.2
+FITTING = [
+    *(("flow", name) for name in ("euler", "heun", "dpm++", "unipc")),
+    *(("ddpm", name) for name in ("ddim", "ddpm", "dpm++", "unipc")),
+]
+
+
+class Oracle(HeadMixDiT):
+    """The best predictor for pixels from N(mean of the class, STD²), class 2 being the null class."""
+
+    def forward(self, x, t, y=None):
+        mean = torch.tensor([MEAN[int(label)] for label in y]).view(-1, 1, 1, 1)
+        if not hasattr(self, "bar"):
+            level = (t / 1000).view(-1, 1, 1, 1)
+            variance = (1 - level) ** 2 * STD**2 + level**2
+            return (level - (1 - level) * STD**2) / variance * (x - (1 - level) * mean) - mean
+        bar = self.bar[t.long()].float().view(-1, 1, 1, 1)
+        return (1 - bar).sqrt() / (bar * STD**2 + 1 - bar) * (x - bar.sqrt() * mean)
+
+
+def oracle_pipeline(kind):
+    objective = ObjectiveConfig(kind=kind)
+    model = Oracle(input_size=16, patch_size=2, in_channels=1, embed_dim=16, depth=1, num_heads=1, num_classes=2).eval()
+    if kind == "ddpm":
+        object.__setattr__(model, "bar", create_objective(objective).alphas_cumprod)
+    pipeline = HeadMixDiTPipeline(model, create_scheduler(None, objective), objective=asdict(objective))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def generators(*seeds):
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+@pytest.mark.parametrize(("kind", "scheduler"), FITTING)
+def test_every_scheduler_samples_the_distribution(kind, scheduler):
+    pipeline = oracle_pipeline(kind)
+    pipeline.set_scheduler(scheduler)
+    labels, steps = [0] * 20 + [1] * 20, 250 if scheduler in ("ddim", "ddpm") else 50
+    options = {"generator": torch.Generator().manual_seed(0), "output_type": "latent"}
+    samples = pipeline(labels, num_inference_steps=steps, **options).images
+    first, second = samples.chunk(2)
+    assert abs(first.mean() - MEAN[0]) < 0.02 and abs(second.mean() - MEAN[1]) < 0.02
+    # the last step to no noise narrows the distribution a little, the more the fewer steps
+    for part in (first, second):
+        assert part.std() == pytest.approx(STD, rel=0.1)
+
+
+def test_schedulers_are_those_of_the_table():
+    assert {name for _, name in FITTING} == set(SCHEDULER_NAMES)
+    with pytest.raises(ValueError, match=r"unknown scheduler 'plms'; for this model: euler, heun, dpm\+\+, unipc"):
+        create_scheduler("plms", ObjectiveConfig())
+    with pytest.raises(ValueError, match=r"'ddim' does not fit a model trained with objective\.kind=flow"):
+        create_scheduler("ddim", ObjectiveConfig())
+    with pytest.raises(ValueError, match="'euler' does not fit"):
+        create_scheduler("euler", ObjectiveConfig(kind="ddpm"))
+
+
+def test_steps_of_euler_are_equal_and_shifted():
+    pipeline = oracle_pipeline("flow")
+    levels = []
+    pipeline([0], num_inference_steps=4, callback_on_step_end=lambda p, i, t, k: levels.append(float(t)) or k)
+    assert levels == [1000, 750, 500, 250]
+    assert create_scheduler("euler", ObjectiveConfig(shift=3.0)).config.shift == 3.0
+
+
+def test_learned_variance_is_sampled_with():
+    """The DDPM scheduler takes both halves of the output, the others the first."""
+    objective = ObjectiveConfig(kind="ddpm", learned_variance=True)
+    torch.manual_seed(0)
+    model = timm.create_model("dit_mhla_digits", depth=1, learned_variance=True).eval()
+    torch.nn.init.normal_(model.final_layer.linear.weight, std=0.1)
+    pipeline = HeadMixDiTPipeline(model, create_scheduler(None, objective), objective=asdict(objective))
+    pipeline.set_progress_bar_config(disable=True)
+    for name in ("ddpm", "ddim", "dpm++"):
+        pipeline.set_scheduler(name)
+        image = pipeline([1], num_inference_steps=3, generator=generators(0), output_type="pt").images
+        assert image.shape == (1, 1, 8, 8) and image.isfinite().all()
+    assert create_scheduler("ddpm", objective).config.variance_type == "learned_range"
+
+
+def test_guidance_extrapolates_in_its_interval_and_channels():
+    one, zero = torch.ones(1, 4, 2, 2), torch.zeros(1, 4, 2, 2)
+    assert (Guidance(3.0).combine(one, zero) == 3).all()
+    three = Guidance(3.0, channels="first_three").combine(one, zero)
+    assert (three[:, :3] == 3).all() and (three[:, 3] == 1).all()
+    guidance = Guidance(2.0, (0.2, 0.6))
+    assert [guidance.acts_at(level) for level in (0.1, 0.2, 0.6, 0.7)] == [False, True, True, False]
+    assert not Guidance(1.0).acts_at(0.5)
+
+
+def test_guidance_moves_samples_and_an_empty_interval_does_not():
+    pipeline = oracle_pipeline("flow")
+    plain = pipeline([0], generator=generators(0), output_type="latent").images
+    guided = pipeline([0], guidance_scale=2.0, generator=generators(0), output_type="latent").images
+    assert guided.mean() - plain.mean() > 0.3  # away from the null class, whose mean is 0
+    late = {"guidance_scale": 2.0, "guidance_interval": (0.0, 0.001)}
+    assert torch.equal(pipeline([0], **late, generator=generators(0), output_type="latent").images, plain)
+    null = pipeline([0], guidance_scale=0.0, generator=generators(0), output_type="latent").images
+    assert torch.equal(null, pipeline([2], generator=generators(0), output_type="latent").images)
+
+
+@pytest.fixture
+def digits():
+    torch.manual_seed(0)
+    model = timm.create_model("dit_mhla_digits", depth=2).eval()
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    names = [str(i) for i in range(10)]
+    pipeline = HeadMixDiTPipeline(model, create_scheduler("euler", ObjectiveConfig()), class_names=names)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def test_images_depend_on_their_own_generator(digits):
+    options = {"guidance_scale": 1.5, "num_inference_steps": 5, "output_type": "pt"}
+    together = digits([3, 7, 9], generator=generators(0, 1, 2), **options).images
+    alone = digits([7], generator=generators(1), **options).images
+    torch.testing.assert_close(together[1:2], alone, rtol=0, atol=1e-5)
+    assert not torch.allclose(together[0], digits([3], generator=generators(5), **options).images[0], atol=1e-2)
+
+
+def test_output_types_sizes_and_callback(digits):
+    options = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(0)}
+    images = digits(class_labels=[3, 7], **options).images
+    assert [(image.size, image.mode) for image in images] == [((8, 8), "L")] * 2
+    assert digits(4, output_type="np", **options).images.shape == (1, 8, 8, 1)
+    assert digits(torch.tensor([1]), height=16, width=12, output_type="pt", **options).images.shape == (1, 1, 16, 12)
+    (latents,) = digits([1], output_type="latent", return_dict=False, **options)
+    assert latents.shape == (1, 1, 8, 8)
+    steps = []
+
+    def callback(pipeline, step, t, tensors):
+        steps.append((step, float(t)))
+        return {"latents": torch.full_like(tensors["latents"], 9.0)}
+
+    white = digits([1, 2], callback_on_step_end=callback, output_type="pt", **options).images
+    assert [step for step, _ in steps] == [0, 1] and (white == 1).all()
+    given = digits([1], latents=torch.zeros(1, 1, 8, 8), num_inference_steps=2, output_type="pt").images
+    assert torch.equal(given, digits([1], latents=torch.zeros(1, 1, 8, 8), num_inference_steps=2, output_type="pt")[0])
+
+
+def test_save_and_load(digits, tmp_path):
+    digits.set_scheduler("unipc")
+    digits.save_pretrained(tmp_path)
+    loaded = HeadMixDiTPipeline.from_pretrained(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    assert isinstance(loaded.scheduler, diffusers.UniPCMultistepScheduler)
+    assert loaded.objective == ObjectiveConfig() and loaded.config.class_names == [str(i) for i in range(10)]
+    options = {"num_inference_steps": 3, "output_type": "pt", "guidance_scale": 2.0}
+    expected = digits([5], generator=generators(4), **options).images
+    assert torch.equal(loaded([5], generator=generators(4), **options).images, expected)
+
+
+def tiny_vae(kind, folder):
+    torch.manual_seed(0)
+    if kind == "kl":
+        vae = diffusers.AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(8, 8),
+            layers_per_block=1,
+            norm_num_groups=4,
+            latent_channels=4,
+            scaling_factor=0.5,
+            shift_factor=0.1,
+        )
+    else:
+        blocks = {"block_out_channels": (8, 16), "layers_per_block": (1, 1), "block_types": ("ResBlock", "ResBlock")}
+        options = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in blocks.items()}
+        multiscales = {"encoder_qkv_multiscales": ((), ()), "decoder_qkv_multiscales": ((), ())}
+        acts = {"decoder_norm_types": "rms_norm", "decoder_act_fns": "silu"}
+        vae = diffusers.AutoencoderDC(latent_channels=4, **options, **multiscales, **acts)
+    vae.save_pretrained(folder / "vae")
+    return load_autoencoder(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["kl", "dc"])
+def test_latents_of_an_autoencoder(kind, tmp_path):
+    autoencoder = tiny_vae(kind, tmp_path)
+    vae = autoencoder.module
+    model = timm.create_model("dit_mhla_s_2", input_size=8, depth=1, embed_dim=32, num_heads=2, num_classes=5).eval()
+    pipeline = HeadMixDiTPipeline(model, create_scheduler(None, ObjectiveConfig()), vae=vae)
+    pipeline.set_progress_bar_config(disable=True)
+    image = pipeline([1], num_inference_steps=2).images[0]
+    assert image.size == (16, 16) and image.mode == "RGB"
+    pipeline.save_pretrained(tmp_path / "pipeline")
+    loaded = HeadMixDiTPipeline.from_pretrained(tmp_path / "pipeline")
+    assert type(loaded.vae) is type(vae)
+    latents = pipeline([1], num_inference_steps=2, generator=generators(0), output_type="latent").images
+    decoded = pipeline([1], num_inference_steps=2, generator=generators(0), output_type="pt").images
+    torch.testing.assert_close(decoded, autoencoder.decode(latents))
+    with pytest.raises(ValueError, match="width must be a multiple of 4 pixels, got 18"):
+        pipeline([1], width=18)
+
+
+def test_wrong_input_is_refused(digits):
+    for options, message in (
+        ({"class_labels": [3, 11]}, "class label 11 is out of range: the model takes 0 to 9"),
+        ({"class_labels": [-1]}, "class label -1 is out of range"),
+        ({"class_labels": []}, "class_labels are empty"),
+        ({}, "class_labels are missing"),
+        ({"class_labels": [1], "num_images": 2}, "1 class_labels, but num_images is 2"),
+        ({"class_labels": [1], "num_inference_steps": 0}, "num_inference_steps must be from 1 to 1000"),
+        ({"class_labels": [1], "output_type": "jpg"}, "output_type must be one of"),
+        ({"class_labels": [1], "guidance_scale": -1.0}, "guidance scale must be at least 0"),
+        ({"class_labels": [1], "guidance_interval": (0.5, 0.2)}, "low before high"),
+        ({"class_labels": [1], "guidance_channels": "two"}, "guidance channels must be one of"),
+        ({"class_labels": [1], "generator": generators(0, 1)}, "2 generators for 1 images"),
+        ({"class_labels": [1], "latents": torch.zeros(1, 1, 4, 4)}, r"latents must be of shape \[1, 1, 8, 8\]"),
+        ({"class_labels": [1], "callback_on_step_end_tensor_inputs": ("x",)}, "may hold 'latents' only"),
+        ({"class_labels": [1], "height": 0}, "height must be a multiple of 2 pixels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            digits(**options)
+
+
+def test_guidance_needs_a_null_class():
+    for options, kind in (({"num_classes": 0}, "unconditional"), ({"class_dropout": 0.0}, "without label dropout")):
+        model = timm.create_model("dit_linear_digits", depth=1, **options).eval()
+        pipeline = HeadMixDiTPipeline(model, create_scheduler(None, ObjectiveConfig()))
+        pipeline.set_progress_bar_config(disable=True)
+        labels = None if model.num_classes == 0 else [0]
+        with pytest.raises(ValueError, match=f"needs a null class, but the model is .*{kind}"):
+            pipeline(labels, guidance_scale=1.5)
+        assert len(pipeline(labels, num_images=1, num_inference_steps=2).images) == 1
+    with pytest.raises(ValueError, match="out of range"):
+        pipeline([10])
+    unconditional = HeadMixDiTPipeline(
+        timm.create_model("dit_linear_digits", depth=1, num_classes=0), create_scheduler(None, ObjectiveConfig())
+    )
+    with pytest.raises(ValueError, match="give num_images instead"):
+        unconditional([1])

@@ -1,0 +1,202 @@
+"""The command line on digits: every source, every score, against torch-fidelity on the same features."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+from torch_fidelity.metric_isc import isc_features_to_metric
+from torch_fidelity.metric_kid import kid_features_to_metric
+from torch_fidelity.metric_prc import prc_features_to_metric
+
+from headmix_vision.data.crops import center_crop
+from headmix_vision.evaluation.extractors import ClassifierExtractor, open_weights
+from headmix_vision.evaluation.images import ImageSet, TensorImages, open_images
+from headmix_vision.training.feature_extractors import open_extractor
+
+from .helpers import digit_pixels, run
+
+
+def score(tmp_path: Path, *args: object) -> dict[str, Any]:
+    out = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+    assert run(*args, "--out", out) == 0
+    return json.loads(out.read_text())
+
+
+def outputs(classifier: Path, folder: Path) -> dict[str, torch.Tensor]:
+    (batch,) = open_images(str(folder), "L").batches(1000)
+    return {name: value.double() for name, value in open_weights(classifier)(batch).items()}
+
+
+def test_fid_of_folders(classifier: Path, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    real, fake = (outputs(classifier, folder)["features"] for folder in folders)
+    expected = fid_statistics_to_metric(*map(fid_features_to_statistics, (real, fake)), verbose=False)
+    arguments = ("fid", "--real", folders[0], "--fake", folders[1], "--features", classifier)
+    result = score(tmp_path, *arguments, "--batch-size", 7)
+    assert result["scores"]["fid"] == pytest.approx(expected["frechet_inception_distance"], rel=1e-5)
+    assert "sfid" not in result["scores"]
+    assert result["real"] == {
+        "source": str(folders[0]),
+        "kind": "folder",
+        "count": 90,
+        "size": [8, 8],
+        "crop": None,
+    }
+    assert result["extractor"]["name"] == "deit_mhla_digits"
+    assert len(result["extractor"]["sha256"]) == 64
+    assert result["warnings"] == []
+
+
+def test_kid_is_and_prc_are_those_of_torch_fidelity(
+    classifier: Path, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    real, fake = (outputs(classifier, folder) for folder in folders)
+    common = ("--real", folders[0], "--fake", folders[1], "--features", classifier)
+
+    kid = score(tmp_path, "kid", *common, "--subsets", 5)["scores"]
+    settings = {"kid_subsets": 5, "kid_subset_size": 80, "verbose": False}
+    expected = kid_features_to_metric(real["features"], fake["features"], **settings)
+    assert kid["kid_mean"] == pytest.approx(expected["kernel_inception_distance_mean"], rel=1e-3)
+    assert kid["kid_subset_size"] == 80
+
+    inception = score(tmp_path, "is", "--fake", folders[1], "--features", classifier, "--splits", 4)["scores"]
+    expected = isc_features_to_metric(fake["logits"], 4)
+    assert inception["is_mean"] == pytest.approx(expected["inception_score_mean"], rel=1e-6)
+    assert 1 < inception["is_mean"] < 10
+
+    prc = score(tmp_path, "prc", *common)["scores"]
+    expected = prc_features_to_metric(fake["features"], real["features"], verbose=False)
+    assert prc["precision"] == pytest.approx(expected["precision"])
+    assert prc["recall"] == pytest.approx(expected["recall"])
+
+
+def test_precision_and_recall_are_not_swapped(classifier: Path, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    copies = tmp_path / "copies.npz"
+    np.savez(copies, arr_0=np.repeat(digit_pixels([5]), 8, 0))
+    arguments = ("--real", folders[0], "--fake", copies, "--features", classifier)
+    result = score(tmp_path, "prc", *arguments)["scores"]
+    assert result["precision"] == 1
+    assert result["recall"] < 0.1
+
+
+def test_all_sources_of_the_same_images_score_the_same(
+    classifier: Path, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    statistics, images, reference = tmp_path / "s.safetensors", tmp_path / "images.npz", tmp_path / "reference.npz"
+    assert run("stats", "--real", folders[0], "--features", classifier, "--out", statistics) == 0
+    pixels = digit_pixels(range(90))
+    np.savez(images, arr_0=np.repeat(pixels[..., None], 3, -1), arr_1=np.zeros(90, np.int64))
+    moments = load_file(statistics)
+    np.savez(reference, mu=moments["mu"].numpy(), sigma=moments["sigma"].numpy())
+
+    def fid(real: object) -> float:
+        arguments = ("fid", "--real", real, "--fake", folders[1], "--features", classifier)
+        return float(score(tmp_path, *arguments)["scores"]["fid"])
+
+    expected = fid(folders[0])
+    both = tmp_path / "both.npz"
+    np.savez(both, arr_0=pixels[:5], mu=moments["mu"].numpy(), sigma=moments["sigma"].numpy())
+    assert score(tmp_path, "is", "--fake", both, "--features", classifier, "--splits", 1)["fake"]["count"] == 5
+    for real in (statistics, images, reference, both, "digits:train[:90]"):
+        assert fid(real) == pytest.approx(expected, rel=1e-9), real
+
+
+def test_compressed_npz_is_read_piece_by_piece(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (70, 5, 6, 3), dtype=np.uint8)
+    np.savez_compressed(tmp_path / "images.npz", arr_0=pixels)
+    images = open_images(str(tmp_path / "images.npz"), "RGB")
+    assert images.size == (5, 6)
+    assert np.array_equal(torch.cat(list(images.batches(32))).permute(0, 2, 3, 1), pixels)
+
+
+def test_accuracy_of_labelled_samples(classifier: Path, tmp_path: Path) -> None:
+    pixels = digit_pixels(range(40))
+    predicted = open_weights(classifier)(torch.from_numpy(pixels)[:, None])["logits"].argmax(1).numpy()
+    wrong = np.where(np.arange(40) < 10, (predicted + 1) % 10, predicted)
+    for name in ("labels", "arr_1"):
+        path = tmp_path / f"{name}.npz"
+        np.savez(path, arr_0=pixels[..., None], **{name: wrong})
+        result = score(tmp_path, "accuracy", "--fake", path, "--features", classifier)
+        assert result["scores"] == {"top1": 0.75}
+
+
+def test_a_folder_of_samples_is_scored_without_its_grid(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders[0], tmp_path / "images")
+    Image.new("RGB", (100, 50)).save(tmp_path / "grid.png")
+    assert len(open_images(str(tmp_path), "L")) == 91
+    (tmp_path / "metadata.json").write_text("{}")
+    images = open_images(str(tmp_path), "L")
+    assert len(images) == 90 and images.size == (8, 8)
+
+
+def test_images_in_memory(folders: tuple[Path, Path]) -> None:
+    for mode, channels in (("L", 1), ("RGB", 3)):
+        (expected,) = open_images(str(folders[0]), mode).batches(100)
+        pixels = torch.from_numpy(digit_pixels(range(90)))[:, None].expand(-1, channels, -1, -1)
+        images = ImageSet(TensorImages(pixels), mode)
+        assert torch.equal(torch.cat(list(images.batches(32))), expected)
+    for wrong in (pixels.float(), pixels[0]):
+        with pytest.raises(ValueError, match=r"they must be uint8 \[N, 1 or 3, H, W\]"):
+            TensorImages(wrong)
+
+
+def test_digits_are_all_of_them_and_slices_part_them() -> None:
+    assert len(open_images("digits", "L")) == 1797
+    assert len(open_images("digits:validation", "L")) == 360
+    even, odd = (torch.cat(list(open_images(f"digits[{i}::2]", "L").batches(512))) for i in range(2))
+    assert (len(even), len(odd)) == (899, 898)
+    (first,) = open_images("digits:train[:4]", "L").batches(4)
+    assert torch.equal(first, torch.stack([even[0], odd[0], even[1], odd[1]]))
+
+
+def test_images_are_cropped_as_asked_for(tmp_path: Path) -> None:
+    for i, size in enumerate([(40, 20), (21, 33)]):
+        Image.fromarray(np.full((*size, 3), 100, np.uint8)).save(tmp_path / f"{i}.png")
+    images = open_images(str(tmp_path), "RGB", image_size=10)
+    (batch,) = images.batches(2)
+    assert batch.shape == (2, 3, 10, 10)
+    assert images.description["crop"] == "adm_center"
+    ramp = Image.fromarray(np.tile(np.arange(0, 200, 5, dtype=np.uint8), (20, 1)))
+    assert np.array_equal(np.asarray(center_crop(ramp, 20))[0], np.arange(50, 150, 5))
+
+
+def test_run_directory_and_its_export_are_one_extractor(classifier: Path, tmp_path: Path) -> None:
+    state = {f"net.{name}": value for name, value in load_file(classifier).items()}
+    description = {"name": "deit_mhla_digits", "num_classes": 10, "img_size": None, "model_args": {}}
+    checkpoint = tmp_path / "run" / "checkpoints" / "best.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    torch.save({"state_dict": state, "headmix_vision": description}, checkpoint)
+    extractors = [open_extractor(str(path)) for path in (classifier, tmp_path / "run", checkpoint)]
+    assert len({extractor.description["sha256"] for extractor in extractors}) == 1
+    images = torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8)
+    first, second, third = (extractor(images)["features"] for extractor in extractors)
+    assert torch.equal(first, second) and torch.equal(first, third)
+
+
+def test_digits_features_come_from_the_default_run(
+    classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"no digits classifier in runs/digits or runs/demo.*train_cls.py fit"):
+        open_extractor("digits")
+    test_run_directory_and_its_export_are_one_extractor(classifier, tmp_path / "runs")
+    (tmp_path / "runs" / "run").rename(tmp_path / "runs" / "digits")
+    assert open_extractor("digits").description == open_weights(classifier).description
+
+
+def test_classifier_extractor_resizes_and_gives_probabilities(classifier: Path) -> None:
+    extractor = open_weights(classifier)
+    assert isinstance(extractor, ClassifierExtractor)
+    small = torch.from_numpy(digit_pixels(range(4)))[:, None]
+    large = small.repeat_interleave(4, 2).repeat_interleave(4, 3)
+    torch.testing.assert_close(extractor(large)["features"], extractor(small)["features"], rtol=0.2, atol=0.3)
+    result = extractor(small)
+    assert result["features"].shape == (4, 64) and result["logits"].shape == (4, 10)
+    expected = extractor.network((small / 255 - extractor.mean) / extractor.std)
+    torch.testing.assert_close(result["logits"], expected)

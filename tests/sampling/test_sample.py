@@ -1,0 +1,286 @@
+"""`sample.py images`: the same pixels however they are drawn, what lies in the folder, refusals."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from headmix_vision import export
+from headmix_vision.diffusion import HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
+from headmix_vision.sampling.command import main
+from headmix_vision.sampling.loading import load_pipeline
+from headmix_vision.sampling.plan import batches, parse_classes
+
+ROOT = Path(__file__).parents[2]
+FAST = ("--num", 12, "--steps", 3, "--batch-size", 4)
+
+
+def save_pipeline(folder: Path, kind: str = "flow", **options: object) -> Path:
+    torch.manual_seed(0)
+    model = timm.create_model("dit_mhla_digits", depth=1, embed_dim=32, num_heads=2, **options).eval()
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.2)
+    objective = ObjectiveConfig(kind=kind)
+    names = [f"class {i}" for i in range(model.num_classes)]
+    HeadMixDiTPipeline(
+        model, create_scheduler(None, objective), objective=asdict(objective), class_names=names
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pipeline(tmp_path_factory.mktemp("exported") / "model")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(*args: object) -> int:
+    try:
+        main(["images", *map(str, args)])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def pixels(folder: Path) -> dict[str, np.ndarray]:
+    return {path.name: np.asarray(Image.open(path)) for path in sorted((folder / "images").iterdir())}
+
+
+def assert_same_pixels(a: Path, b: Path, names: slice = slice(None)) -> None:
+    first, second = pixels(a), pixels(b)
+    for name in list(first)[names]:
+        assert np.array_equal(first[name], second[name]), name
+
+
+@pytest.fixture(scope="session")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve samples in one go."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    torch.set_num_threads(1)
+    assert run("--model", model, *FAST, "--npz", "--out", folder) == 0
+    return folder
+
+
+def test_what_lies_in_the_folder(whole: Path, model: Path) -> None:
+    images = pixels(whole)
+    assert list(images) == [f"{i:06d}.png" for i in range(12)]
+    assert all(image.shape == (8, 8) and image.dtype == np.uint8 for image in images.values())
+    assert len({image.tobytes() for image in images.values()}) == 12
+    with np.load(whole / "samples.npz") as arrays:
+        assert arrays["arr_0"].dtype == np.uint8 and arrays["arr_0"].shape == (12, 8, 8, 1)
+        assert arrays["labels"].tolist() == [*range(10), 0, 1]
+        assert all(np.array_equal(arrays["arr_0"][i, ..., 0], image) for i, image in enumerate(images.values()))
+    metadata = json.loads((whole / "metadata.json").read_text())
+    assert metadata["complete"] and metadata["num"] == 12 and metadata["weights"] == "exported"
+    assert metadata["settings"]["guidance"] == {"scale": 1.5, "interval": [0.0, 1.0], "channels": "all"}
+    assert (metadata["settings"]["scheduler"], metadata["settings"]["steps"], metadata["settings"]["seed"]) == (
+        "euler",
+        3,
+        0,
+    )
+    assert len(metadata["settings"]["weights_sha256"]) == 64 and "torch" in metadata["versions"]
+    with Image.open(whole / "grid.png") as grid:
+        assert grid.mode == "RGB" and min(grid.size) > 60
+
+
+def test_batch_size_changes_nothing(whole: Path, model: Path, tmp_path: Path) -> None:
+    for batch_size in (1, 5, 12):
+        out = tmp_path / str(batch_size)
+        assert run("--model", model, "--num", 12, "--steps", 3, "--batch-size", batch_size, "--out", out) == 0
+        assert_same_pixels(whole, out)
+
+
+def test_half_finished_folder_is_continued(whole: Path, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    for index in (0, 5, 6, 11):
+        (out / "images" / f"{index:06d}.png").unlink()
+    (out / "images" / ".000005.png.77.tmp").write_bytes(b"half")
+    kept = (out / "images" / "000003.png").stat().st_mtime_ns
+    assert run("--model", model, *FAST, "--out", out) == 0
+    assert_same_pixels(whole, out)
+    assert (out / "images" / "000003.png").stat().st_mtime_ns == kept
+    assert not list(out.rglob("*.tmp"))
+
+
+def test_more_samples_continue_a_folder(whole: Path, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    assert run("--model", model, "--num", 15, "--steps", 3, "--batch-size", 4, "--out", out, "--npz") == 0
+    assert_same_pixels(whole, out)
+    with np.load(out / "samples.npz") as arrays:
+        assert arrays["labels"].tolist()[10:] == [0, 1, 2, 3, 4]
+
+
+def test_two_processes_equal_one(whole: Path, model: Path, tmp_path: Path) -> None:
+    # "--", since torchrun would take --num for an abbreviation of an option of its own
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29653, "--"]
+    arguments = ["images", "--model", model, *FAST, "--out", tmp_path / "out", "--npz"]
+    result = subprocess.run(
+        [str(part) for part in (*command, ROOT / "sample.py", *arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert_same_pixels(whole, tmp_path / "out")
+    assert result.stdout.count("drew 12 images") == 1
+    assert json.loads((tmp_path / "out" / "metadata.json").read_text())["processes"] == 2
+
+
+def test_options_reach_the_sampler(whole: Path, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--classes", "3,7", "--scheduler", "unipc", "--guidance", 3, "--guidance-interval", "0.1,0.8")
+    assert run("--model", model, *FAST, *options, "--seed", 4, "--size", "16,8", "--out", out) == 0
+    settings = json.loads((out / "metadata.json").read_text())["settings"]
+    assert settings["classes"] == [3, 7] and settings["guidance"]["interval"] == [0.1, 0.8]
+    assert (settings["scheduler"], settings["seed"], settings["size"]) == ("unipc", 4, [16, 8])
+    assert all(image.shape == (16, 8) for image in pixels(out).values())
+    assert run("--model", model, "--num", 2, "--steps", 2, "--dtype", "bfloat16", "--out", tmp_path / "half") == 0
+
+
+def test_unconditional_model(tmp_path: Path) -> None:
+    folder, out = save_pipeline(tmp_path / "model", num_classes=0), tmp_path / "out"
+    assert run("--model", folder, "--num", 3, "--steps", 2, "--out", out, "--npz") == 0
+    with np.load(out / "samples.npz") as arrays:
+        assert arrays.files == ["arr_0"]
+    assert json.loads((out / "metadata.json").read_text())["settings"]["guidance"]["scale"] == 1
+
+
+def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
+    capfd.readouterr()
+    assert run(*args) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--classes", "3,11"), "class label 11 is out of range: the model takes 0 to 9"),
+        (("--classes", "three"), "--classes must be 'balanced' or numbers"),
+        (("--scheduler", "plms"), "unknown scheduler 'plms'; for this model: euler"),
+        (("--scheduler", "ddim"), "does not fit a model trained with objective.kind=flow"),
+        (("--size", "9,8"), "height must be a multiple of 2 pixels, got 9"),
+        (("--size", "large"), "--size must be two numbers"),
+        (("--guidance-interval", "0.8,0.2"), "low before high"),
+        (("--guidance-interval", "0.8"), "--guidance-interval must be two numbers"),
+        (("--num", "0"), "--num must be at least 1"),
+        (("--batch-size", "0"), "--batch-size must be at least 1"),
+        (("--raw",), "leave out --raw"),
+        (("--vae", "/nowhere"), "is no directory, no hub id"),
+    ],
+)
+def test_wrong_options(
+    options: tuple[str, ...], message: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capfd, "--model", model, "--steps", 2, "--out", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_guidance_on_a_model_without_a_null_class(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    unconditional = save_pipeline(tmp_path / "none", num_classes=0)
+    message = refused(capfd, "--model", unconditional, "--guidance", 2, "--out", tmp_path / "out")
+    assert "needs a null class, but the model is unconditional" in message
+    assert "unconditional" in refused(capfd, "--model", unconditional, "--classes", "3", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_of_others(whole: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "holiday.jpg").write_bytes(b"precious")
+    assert "holds holiday.jpg" in refused(capfd, "--model", model, *FAST, "--out", foreign)
+    assert [path.name for path in foreign.iterdir()] == ["holiday.jpg"]
+
+    for change, message in (
+        (("--seed", 1), "holds samples with seed 0, asked for 1"),
+        (("--guidance", 2), "holds samples with guidance"),
+        (("--num", 3), "holds sample 11 already, --num is 3"),
+    ):
+        before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+        assert message in refused(capfd, "--model", model, *FAST, "--out", whole, *change)
+        assert before == {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+
+    copy = tmp_path / "copy"
+    shutil.copytree(whole, copy)
+    (copy / "images" / "notes.txt").write_text("mine")
+    assert "images/notes.txt" in refused(capfd, "--model", model, *FAST, "--out", copy)
+    (copy / "images" / "notes.txt").unlink()
+    (copy / "metadata.json").unlink()
+    assert "without metadata.json" in refused(capfd, "--model", model, *FAST, "--out", copy)
+    other = save_pipeline(tmp_path / "other", mlp_ratio=2.0)
+    assert "weights_sha256" in refused(capfd, "--model", other, *FAST, "--out", whole)
+
+
+def test_what_is_no_generator(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "neither a run directory" in refused(capfd, "--model", tmp_path / "absent")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert "no checkpoint at" in refused(capfd, "--model", tmp_path / "run")
+    classifier = tmp_path / "classifier.ckpt"
+    torch.save({"headmix_vision": {"name": "deit_mhla_digits"}, "state_dict": {}}, classifier)
+    assert "is of the classifier deit_mhla_digits" in refused(capfd, "--model", classifier)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "model_index.json").write_text("{}")
+    assert "is no pipeline" in refused(capfd, "--model", tmp_path / "broken")
+
+
+def test_run_directory_checkpoint_and_export_are_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from headmix_vision.training.generation_cli import main as train
+
+    arguments = {
+        "trainer.max_epochs": 1,
+        "trainer.limit_train_batches": 3,
+        "trainer.enable_progress_bar": "false",
+        "trainer.accelerator": "cpu",
+        "data.batch_size": 8,
+        "model.name": "dit_linear_digits",
+        "model.model_args.depth": 1,
+        "samples.every_n_steps": "null",
+    }
+    run_dir = tmp_path / "run"
+    options = [f"--{name}={value}" for name, value in arguments.items()]
+    train(["fit", *options, "--run_dir", str(run_dir)])
+    _, about = load_pipeline(run_dir)
+    assert (about["weights"], about["step"], about["name"]) == ("ema", 3, "dit_linear_digits")
+    _, raw = load_pipeline(run_dir, raw=True)
+    assert raw["weights"] == "raw" and raw["weights_sha256"] != about["weights_sha256"]
+    _, file = load_pipeline(run_dir / "checkpoints" / "last.ckpt")
+    assert file["weights_sha256"] == about["weights_sha256"]
+
+    export.main([str(run_dir), "--out", str(tmp_path / "exported")])
+    assert "HeadMixDiTPipeline.from_pretrained" in capsys.readouterr().out
+    exported, there = load_pipeline(tmp_path / "exported")
+    assert there["weights_sha256"] == about["weights_sha256"]
+    assert exported.config.class_names == [str(i) for i in range(10)]
+    with pytest.raises(SystemExit) as end:
+        export.main([str(run_dir), "--out", str(tmp_path / "exported")])
+    assert end.value.code == 2 and "already exists" in capsys.readouterr().err
+
+
+def test_plan() -> None:
+    assert parse_classes(None, 3) == (0, 1, 2) == parse_classes("balanced", 3)
+    assert parse_classes("2,0", 3) == (2, 0) and parse_classes(None, 0) is None
+    shares = [batches(list(range(11)), 3, rank, 2) for rank in (0, 1)]
+    assert shares == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10]]]

@@ -1,0 +1,82 @@
+"""Every shipped generator recipe, alone and in the combinations that its comments name."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from headmix_vision.training.generation_cli import GenerationCLI
+
+from .gen_helpers import run
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "gen"
+MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
+OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
+IMAGENET = [CONFIGS / f"imagenet{pixels}.yaml" for pixels in (256, 512)]
+ALONE = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "folder")]
+ONE_BATCH = (
+    *("--data.dataset", "fake", "--data.root", "null", "--data.batch_size", 2, "--data.val_split", "null"),
+    *("--data.num_workers", 0, "--trainer.precision", "32-true", "--trainer.accelerator", "cpu", "--data.hflip", 0),
+    *("--trainer.devices", 1, "--trainer.strategy", "auto", "--trainer.fast_dev_run", 1, "--model.vae", "null"),
+    *("--trainer.accumulate_grad_batches", 1, "--trainer.enable_progress_bar", "false"),
+)
+
+
+def files(*paths: Path) -> list[object]:
+    return [part for path in paths for part in ("-c", path)]
+
+
+def test_no_recipe_is_forgotten():
+    known = {*MODELS, *OVERLAYS, *IMAGENET, *ALONE, CONFIGS / "ddpm.yaml"}
+    assert known == set(CONFIGS.rglob("*.yaml"))
+    assert len(MODELS) == 8
+
+
+@pytest.mark.parametrize("recipe", [*ALONE, IMAGENET[0]], ids=lambda path: path.stem)
+def test_recipe_trains_one_batch(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(GenerationCLI, "after_fit", lambda cli: seen.append(cli))
+    assert run("fit", *files(recipe), "--run_dir", tmp_path / "run", *ONE_BATCH) == 0
+    assert seen[0].trainer.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "ddpm"),
+    list(product(IMAGENET, MODELS, (False, True))),
+    ids=lambda v: getattr(v, "stem", str(v)),
+)
+def test_family_is_built_at_its_true_size(
+    recipe: Path, model: Path, ddpm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything but the training itself, with weights that take no memory."""
+    seen = []
+    monkeypatch.setattr(GenerationCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
+    monkeypatch.chdir(tmp_path)
+    paths = [recipe, model, *([CONFIGS / "ddpm.yaml"] if ddpm else [])]
+    with torch.device("meta"):
+        assert run("fit", *files(*paths), "--trainer.accelerator", "cpu") == 0
+    (cli,) = seen
+    trainer, module = cli.trainer, cli.model
+    core, *options, size, patch = model.stem.removeprefix("dit_").split("_")
+    config = module.net.config
+    assert (config.core, config.patch_size, config.num_classes) == (core, int(patch), 1000)
+    assert config.embed_dim == {"s": 384, "xl": 1152}[size] and config.input_size == int(recipe.stem[8:]) // 8
+    assert (config.cpe, config.output_gate) == ((True, True) if options else (False, False))
+    assert module.net.out_channels == (8 if ddpm else 4)
+    assert cli.config.fit.data.batch_size * trainer.accumulate_grad_batches == 256
+    assert (trainer.max_steps, module.optimizer_config.lr, module.optimizer_config.weight_decay) == (400000, 1e-4, 0)
+    assert cli.config.fit.run_dir == "runs/gen/" + "-".join(path.stem for path in paths)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
+def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(GenerationCLI, "instantiate_classes", lambda cli: seen.append(cli))
+    monkeypatch.setattr(GenerationCLI, "_run_subcommand", lambda cli, name: None)
+    monkeypatch.chdir(tmp_path)
+    for model in MODELS:
+        assert run("fit", *files(IMAGENET[0], model, overlay)) == 0
+        options = seen.pop().config.fit
+        assert options.data.batch_size * options.trainer.devices * options.trainer.accumulate_grad_batches == 256
+        assert options.run_dir == f"runs/gen/imagenet256-{model.stem}"

@@ -1,0 +1,14 @@
+"""Train image generators.
+
+python train_gen.py fit                                                  # handwritten digits, nothing to download
+python train_gen.py fit -c configs/gen/imagenet/dit_mhla_s_2_256.yaml --data.root latents/imagenet256
+python train_gen.py fit -c runs/gen/digits/config.yaml --ckpt_path last  # continue an interrupted run
+python train_gen.py validate -c runs/gen/digits/config.yaml --ckpt_path last
+"""
+
+from pathlib import Path
+
+from headmix_vision.training.generation_cli import main
+
+if __name__ == "__main__":
+    main(default_config=Path(__file__).parent / "configs" / "gen" / "digits.yaml")
