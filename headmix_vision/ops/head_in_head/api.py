@@ -1,0 +1,109 @@
+"""Public entries of the Head-in-Head ops: validation and choice of implementation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
+from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
+from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
+from headmix_vision.ops.head_in_head.validation import validate_head_in_head, validate_head_in_head_rwkv7
+from headmix_vision.ops.token_scan import ScanTables, TokenScan, tables_of_order
+
+IMPLEMENTATIONS = {"reference": head_in_head_reference, "torch": head_in_head_torch}
+RWKV7_IMPLEMENTATIONS = {"reference": head_in_head_rwkv7_reference, "torch": head_in_head_rwkv7_torch}
+AUTO = "torch"
+
+
+def head_in_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    mask: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    scan: TokenScan | Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""Head-in-Head: the gated delta rule whose sub-heads correct each other through an r x r mask.
+
+    With the key dims of a head cut into r contiguous sub-heads and E(M) the mask with every entry repeated over
+    Dk / r x Dk / r places, the state S (Dk x Dv) and output of each head are::
+
+        S_t = exp(log_decay_t) (I - beta_t (k_t k_t^T * E(M_t))) S_{t-1} + beta_t k_t v_t^T
+        o_t = Dk^-0.5 q_t^T S_t
+
+    ``r = 1`` with a mask of one is the gated delta rule. A symmetric positive semidefinite mask with unit diagonal (see
+    :class:`headmix_vision.layers.SubHeadMask`) and keys of norm at most 1 keep the transition a contraction for beta in
+    [0, 2]. Sums run in float32 (float64 for float64 inputs) whatever the input type, also under autocast.
+
+    Args:
+        q: [B, N, H, Dk], queries in raster order, prefix tokens first; any floating type, any strides. Neither q nor k
+            is normalised here.
+        k: [B, N, H, Dk], keys, as ``q``.
+        v: [B, N, H, Dv], values, as ``q``.
+        beta: [B, N, H], strength of a write. Floating type.
+        log_decay: [B, N, H], at most 0, minus infinity forgets everything. Floating type.
+        mask: [H, r, r], or [B, N, H, r, r], one for each token; r divides Dk. Floating type.
+        initial_state: [B, H, Dk, Dv], zeros if None. Floating type.
+        output_final_state: return the state after the last token of the scan.
+        scan: order in which tokens are read: a :class:`~headmix_vision.ops.TokenScan`, or any permutation as int64 [N];
+            raster order if None. Inputs and output stay in raster order.
+        impl: ``"auto"``; ``"torch"``: chunk by chunk, any device; ``"reference"``: the loop, a specification.
+
+    Returns:
+        The output, [B, N, H, Dv] of ``v``'s type, and the final state, [B, H, Dk, Dv] in float32 or float64, or None.
+
+    Raises:
+        ValueError: naming the argument, if shapes, types, devices or options do not fit, or, read on the CPU outside a
+            tracer only, if ``log_decay`` is above 0 or ``scan`` no permutation.
+    """
+    validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl, ("auto", *IMPLEMENTATIONS))
+    run = IMPLEMENTATIONS[AUTO if impl == "auto" else impl]
+    out, state = run(q, k, v, beta, log_decay, mask, initial_state, _tables(scan, q))
+    return out, state if output_final_state else None
+
+
+def head_in_head_rwkv7(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_decay: Tensor,
+    mask: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    scan: TokenScan | Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""Head-in-Head with the transition of RWKV-7: a decay for each channel, and two vectors for the correction::
+
+        S_t = (diag(exp(log_decay_t)) + (b_t a_t^T) * E(M_t)) S_{t-1} + k_t v_t^T
+        o_t = Dk^-0.5 q_t^T S_t
+
+    Args:
+        q, k, v, mask, initial_state, output_final_state, scan, impl: as in :func:`head_in_head`.
+        a: [B, N, H, Dk], what the correction reads from the state, as ``q``.
+        b: [B, N, H, Dk], where it writes it, as ``q``.
+        log_decay: [B, N, H, Dk], at most 0. Floating type.
+
+    Returns:
+        As :func:`head_in_head`.
+
+    Raises:
+        ValueError: as :func:`head_in_head`.
+    """
+    impls = ("auto", *RWKV7_IMPLEMENTATIONS)
+    validate_head_in_head_rwkv7(q, k, v, a, b, log_decay, mask, initial_state, scan, impl, impls)
+    run = RWKV7_IMPLEMENTATIONS[AUTO if impl == "auto" else impl]
+    out, state = run(q, k, v, a, b, log_decay, mask, initial_state, _tables(scan, q))
+    return out, state if output_final_state else None
+
+
+def _tables(scan: TokenScan | Tensor | None, like: Tensor) -> ScanTables | None:
+    if scan is None:
+        return None
+    return scan.tables(like) if isinstance(scan, TokenScan) else tables_of_order(scan)

@@ -1,0 +1,90 @@
+"""Head-in-Head chunk by chunk, linear in N, in plain PyTorch for any device. The derivation is in README.md.
+
+B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads of d = Dk / r dimensions, C chunks of T tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headmix_vision.ops.head_in_head.chunks import (
+    chunk_states,
+    from_chunks,
+    mask_chunks,
+    segment_sums,
+    solve_unit_lower,
+    to_chunks,
+)
+from headmix_vision.ops.precision import accumulation_dtype, autocast_off
+from headmix_vision.ops.token_scan import ScanTables, reorder, restore
+
+
+def head_in_head_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    mask: Tensor,
+    initial_state: Tensor | None,
+    scan: ScanTables | None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`headmix_vision.ops.head_in_head`."""
+    with autocast_off(q):
+        out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
+        tokens, r = q.shape[1], mask.shape[-1]
+        if scan is not None:
+            q, k, v, beta, log_decay = (reorder(x, scan) for x in (q, k, v, beta, log_decay))
+            mask = reorder(mask, scan) if mask.ndim == 5 else mask
+
+        length = min(tokens, _chunk_length(r))
+        q, k, v, beta, log_decay = (to_chunks(x.to(dtype), length) for x in (q, k, v, beta, log_decay))
+        mask = mask_chunks(mask.to(dtype), length)  # [B or 1, H, C or 1, T or 1, r, r]
+        sums = segment_sums(log_decay[..., None])[..., 0]  # [B, H, C, T, T + 1]
+        within, since_start = sums[..., 1:].exp(), sums[..., 0].exp()  # e^(G_t - G_s), e^(G_t)
+        to_end = within[..., -1, :]  # e^(G_end - G_s)
+
+        q_sub, k_sub = (x.unflatten(-1, (r, -1)).transpose(-2, -3) for x in (q, k))  # [B, H, C, r, T, d]
+        writes, reads = _solve(k, k_sub, v, beta, mask, within, since_start)
+
+        # What one chunk does to the state: S <- transition S + addition, for all chunks at once.
+        keys_to_end = (k_sub * to_end[..., None, :, None]).transpose(-1, -2)  # [B, H, C, r, d, T]
+        decayed = torch.diag_embed(since_start[..., -1:].expand(*since_start.shape[:-1], k.shape[-1]))
+        transition = decayed - (keys_to_end @ reads).flatten(-3, -2)  # [B, H, C, Dk, Dk]
+        addition = (keys_to_end @ writes).flatten(-3, -2)  # [B, H, C, Dk, Dv]
+        starts, final = chunk_states(transition, addition, initial_state)
+
+        corrected = writes - reads @ starts[..., None, :, :]  # u, [B, H, C, r, T, Dv]
+        scores = (q_sub @ k_sub.transpose(-1, -2)) * within[..., None, :, :]  # [B, H, C, r, T, T]
+        out = since_start[..., None] * (q @ starts) + (scores @ corrected).sum(-3)
+        out = from_chunks(q.shape[-1] ** -0.5 * out, tokens)
+        return (out if scan is None else restore(out, scan)).to(out_dtype), final
+
+
+def _chunk_length(r: int) -> int:
+    """Tokens in a chunk: the system of a chunk has r T unknowns, so more sub-heads take shorter chunks."""
+    return min(64, max(16, 128 // r))
+
+
+def _solve(
+    k: Tensor, k_sub: Tensor, v: Tensor, beta: Tensor, mask: Tensor, within: Tensor, since_start: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The corrections u = writes - reads S of a chunk, for a state S yet unknown.
+
+    Returns:
+        writes [B, H, C, r, T, Dv] and reads [B, H, C, r, T, Dk].
+    """
+    r, length = mask.shape[-1], k.shape[-2]
+    scores = (k_sub @ k_sub.transpose(-1, -2)) * (beta[..., None] * within)[..., None, :, :]  # [B, H, C, r (l), T, T]
+    # Row (t, i), column (s, l): the r x r blocks on the diagonal are zero.
+    system = scores.tril(-1).movedim(-3, -1)[..., :, None, :, :] * mask[..., :, :, None, :]
+    system = system.flatten(-4, -3).flatten(-2)  # [B, H, C, T r, T r]
+
+    masked_keys = mask.repeat_interleave(k.shape[-1] // r, -1) * k[..., None, :]  # [B, H, C, T, r, Dk]
+    values = (beta[..., None] * v)[..., None, :].expand(*v.shape[:-1], r, v.shape[-1])
+    right = torch.cat([values, (beta * since_start)[..., None, None] * masked_keys], dim=-1)
+    solution = solve_unit_lower(system, right.flatten(-3, -2))
+    solution = solution.unflatten(-2, (length, r)).transpose(-2, -3)
+    writes, reads = solution.split([v.shape[-1], k.shape[-1]], dim=-1)
+    return writes, reads

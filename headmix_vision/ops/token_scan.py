@@ -1,0 +1,127 @@
+"""Orders in which a recurrent op reads a raster-ordered token sequence.
+
+N tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SCAN_ORDERS = ("row_major", "column_major")
+
+
+class ScanTables(NamedTuple):
+    """Index tables of a scan; int64 on one device.
+
+    Attributes:
+        order: [N], the token read at each step.
+        inverse: [N], the step at which each token is read.
+    """
+
+    order: Tensor
+    inverse: Tensor
+
+
+@dataclass(frozen=True)
+class TokenScan:
+    """An order of the tokens of a 1-D, 2-D or 3-D grid, preceded in memory by optional prefix tokens.
+
+    A scan that is not reversed reads the grid and then the prefix tokens (class, register, distillation): they close
+    over the whole grid. Its reverse is the exact reverse, so there all grid tokens are read after the prefix tokens.
+
+    Use :meth:`from_grid`, which validates. Instances are hashable and compare by value.
+    """
+
+    grid: tuple[int, ...]
+    order: str = "row_major"
+    reverse: bool = False
+    num_prefix_tokens: int = 0
+
+    @classmethod
+    def from_grid(
+        cls,
+        grid: tuple[int, ...] | list[int],
+        order: str = "row_major",
+        reverse: bool = False,
+        num_prefix_tokens: int = 0,
+    ) -> TokenScan:
+        """Choose an order of a token grid.
+
+        Args:
+            grid: tokens along each axis, (H, W) for images or (T, H, W) for videos.
+            order: ``"row_major"``, the last axis runs fastest, or ``"column_major"``, the first axis runs fastest.
+            reverse: read the whole sequence backwards.
+            num_prefix_tokens: tokens in front of the grid.
+
+        Raises:
+            ValueError: if the grid is not one to three positive numbers, or the order is unknown.
+        """
+        grid = tuple(grid)
+        if not 1 <= len(grid) <= 3 or min(grid) < 1:
+            raise ValueError(f"grid must have one to three axes of at least one token, got {grid}.")
+        if order not in SCAN_ORDERS:
+            raise ValueError(f"scan order must be one of {SCAN_ORDERS}, got {order!r}.")
+        if num_prefix_tokens < 0:
+            raise ValueError(f"num_prefix_tokens must not be negative, got {num_prefix_tokens}.")
+        return cls(grid, order, reverse, num_prefix_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """N, prefix tokens included."""
+        return self.num_prefix_tokens + math.prod(self.grid)
+
+    def tables(self, like: Tensor) -> ScanTables:
+        """Index tables on the device of ``like``, cached for plain tensors as those of ``TokenBlocks``."""
+        if torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):
+            return _build_tables(self, like.device)
+        return _cached_tables(self, like.device)
+
+
+def tables_of_order(order: Tensor) -> ScanTables:
+    """Tables of any permutation [N]."""
+    return ScanTables(order, order.argsort())
+
+
+def reorder(x: Tensor, tables: ScanTables) -> Tensor:
+    """Tokens of [B, N, ...] in the order of the scan."""
+    return _Reorder.apply(x, tables.order, tables.inverse)
+
+
+def restore(x: Tensor, tables: ScanTables) -> Tensor:
+    """Tokens of [B, N, ...] from the order of the scan back to raster order."""
+    return _Reorder.apply(x, tables.inverse, tables.order)
+
+
+class _Reorder(torch.autograd.Function):
+    """A gather in both directions: autograd's own adjoint of indexing is a scatter-add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return x.index_select(1, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _Reorder.apply(grads[0], inverse, order), None, None
+
+
+def _build_tables(scan: TokenScan, device: torch.device) -> ScanTables:
+    prefix = torch.arange(scan.num_prefix_tokens, device=device)
+    tokens = torch.arange(scan.num_prefix_tokens, scan.num_tokens, device=device).view(scan.grid)
+    if scan.order == "column_major":
+        tokens = tokens.permute(*reversed(range(tokens.ndim)))
+    order = torch.cat([tokens.flatten(), prefix])
+    return tables_of_order(order.flip(0) if scan.reverse else order)
+
+
+@lru_cache(maxsize=256)
+def _cached_tables(scan: TokenScan, device: torch.device) -> ScanTables:
+    with torch.inference_mode(False), torch.no_grad():
+        return _build_tables(scan, device)
