@@ -23,7 +23,7 @@ class HeadMixAttention(nn.Module):
     Args:
         dim: width C.
         num_heads: H, a divisor of ``dim``.
-        core: ``"softmax"``, ``"linear"`` or ``"mhla"``.
+        core: ``"softmax"``, ``"linear"``, ``"mhla"`` or ``"hih"``.
         head_mix: mix across feature heads before the core, or None.
         grid: token grid, (H, W) or (T, H, W), prefix tokens left out.
         block_grid: blocks along each axis, for block-wise cores. It stays fixed when the grid changes.
@@ -83,6 +83,7 @@ class HeadMixAttention(nn.Module):
         self.q_norm = nn.RMSNorm(dim, eps=1e-6, **factory) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(dim, eps=1e-6, **factory) if qk_norm else nn.Identity()
         self.head_mix = HEAD_MIXES[head_mix](num_heads, **factory) if head_mix else None
+        needed: dict[str, Any] = {"dim": dim} if CORES[core].reads_input else {}
         self.core = CORES[core](
             num_heads,
             self.grid,
@@ -90,6 +91,7 @@ class HeadMixAttention(nn.Module):
             num_prefix_tokens,
             attn_drop=attn_drop,
             **factory,
+            **needed,
             **(core_args or {}),
         )
         self.output_norm = nn.RMSNorm(head_dim, eps=1e-6, **factory) if output_norm else nn.Identity()
@@ -119,7 +121,7 @@ class HeadMixAttention(nn.Module):
         q, k, v = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (q, k, v))
         if self.head_mix is not None:
             q, k, v = self.head_mix(q, k, v)
-        out = self.core(q, k, v, grid, attn_mask, is_causal)
+        out = self.core(q, k, v, grid, attn_mask, is_causal, x if self.core.reads_input else None)
         out = self.output_norm(out).flatten(2)
         if self.gate is not None:
             out = out * F.silu(self.gate(x))

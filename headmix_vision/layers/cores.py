@@ -7,57 +7,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from headmix_vision.layers.core_base import AttentionCore, refuse_masks
+from headmix_vision.layers.head_in_head import HeadInHeadCore
 from headmix_vision.layers.mixing import MixingMatrix
 from headmix_vision.ops import TokenBlocks, mhla
-
-
-class AttentionCore(nn.Module):
-    """Base of the cores: what every core is built from and called with.
-
-    Args:
-        num_heads: H.
-        grid: token grid, prefix tokens left out.
-        block_grid: blocks along each axis of the grid; only block-wise cores read it.
-        num_prefix_tokens: tokens in front of the grid.
-        attn_drop: dropout on attention weights; only a core that forms them accepts more than 0.
-
-    Shape:
-        ``q``, ``k`` [B, N, H, D] and ``v`` [B, N, H, Dv] in raster order -> [B, N, H, Dv]. ``grid`` is the grid of
-        this call, which a dynamic image size may change.
-    """
-
-    forms_weights = False
-
-    def __init__(
-        self,
-        num_heads: int,
-        grid: tuple[int, ...],
-        block_grid: tuple[int, ...],
-        num_prefix_tokens: int = 0,
-        attn_drop: float = 0.0,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        if attn_drop and not self.forms_weights:
-            raise ValueError(f"attn_drop={attn_drop} needs the 'softmax' core: {type(self).__name__} forms no weights.")
-        self.attn_drop = attn_drop
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: tuple[int, ...],
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        raise NotImplementedError
-
-    def set_grid(self, grid: tuple[int, ...]) -> None:
-        """Adopt another token grid; most cores do not depend on it."""
 
 
 class SoftmaxCore(AttentionCore):
@@ -73,6 +28,7 @@ class SoftmaxCore(AttentionCore):
         grid: tuple[int, ...],
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        x: Tensor | None = None,
     ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         dropout = self.attn_drop if self.training else 0.0
@@ -111,8 +67,9 @@ class LinearCore(AttentionCore):
         grid: tuple[int, ...],
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        x: Tensor | None = None,
     ) -> Tensor:
-        _refuse_masks(type(self).__name__, attn_mask, is_causal)
+        refuse_masks(type(self).__name__, attn_mask, is_causal)
         return _linear_attention(q, k, v, self.normalizer, self.feature_map, self.eps, self.impl)
 
 
@@ -153,8 +110,9 @@ class MHLACore(LinearCore):
         grid: tuple[int, ...],
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        x: Tensor | None = None,
     ) -> Tensor:
-        _refuse_masks(type(self).__name__, attn_mask, is_causal)
+        refuse_masks(type(self).__name__, attn_mask, is_causal)
         blocks = self.mixing.blocks
         return _mhla(
             *(q, k, v, self.mixing(), grid, blocks.block_grid, blocks.num_prefix_tokens),
@@ -171,16 +129,17 @@ class MHLACore(LinearCore):
         self.mixing.set_blocks(TokenBlocks.from_grid(blocks.grid, block_grid, blocks.num_prefix_tokens))
 
 
-CORES: dict[str, type[AttentionCore]] = {"softmax": SoftmaxCore, "linear": LinearCore, "mhla": MHLACore}
+CORES: dict[str, type[AttentionCore]] = {
+    "softmax": SoftmaxCore,
+    "linear": LinearCore,
+    "mhla": MHLACore,
+    "hih": HeadInHeadCore,
+}
+# Options of the layer which the models of a core have on unless told otherwise.
+LAYER_OPTIONS: dict[str, dict[str, bool]] = {"hih": {"output_norm": True}}
 
 
 # torch.fx records these calls whole: the checks inside need real arguments.
-@torch.fx.wrap
-def _refuse_masks(core: str, attn_mask: Tensor | None, is_causal: bool) -> None:
-    if attn_mask is not None or is_causal:
-        raise ValueError(f"attn_mask and is_causal need the 'softmax' core, not {core}.")
-
-
 @torch.fx.wrap
 def _mhla(
     q: Tensor,

@@ -16,7 +16,7 @@ from timm.layers import Mlp, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from headmix_vision.layers import CORES, HeadMixAttention, MHLACore, MixingMatrix
+from headmix_vision.layers import CORES, LAYER_OPTIONS, HeadMixAttention, MHLACore, undecayed_parameters
 from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
 
 __all__ = ["HeadMixDiT"]  # timm appends the registered names
@@ -79,7 +79,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         class_dropout: share of training labels replaced by the null class; 0 leaves the model without one, hence
             without classifier-free guidance.
         learned_variance: predict the variance too: 2C output channels, as in the official checkpoints.
-        core: ``"softmax"``, ``"linear"`` or ``"mhla"``.
+        core: ``"softmax"``, ``"linear"``, ``"mhla"`` or ``"hih"``.
         head_mix: mix across feature heads, or None.
         block_grid: token blocks along height and width, for block-wise cores.
         core_args: further arguments of the core, see :mod:`headmix_vision.layers.cores`.
@@ -236,9 +236,8 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Parameters which weight decay leaves alone: the mixing matrices and the label table."""
-        mixing = (f"{name}.weight" for name, module in self.named_modules() if isinstance(module, MixingMatrix))
-        return {"y_embedder.embedding_table.weight", *mixing}
+        """Parameters which weight decay leaves alone: mixing matrices, masks and the label table."""
+        return {"y_embedder.embedding_table.weight"} | undecayed_parameters(self)
 
     def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
         """Change the number of token blocks: mixing matrices are resampled."""
@@ -277,11 +276,12 @@ def _variants() -> dict[str, dict[str, Any]]:
     """Model arguments of every registered name."""
     variants: dict[str, dict[str, Any]] = {}
     for core in CORES:
+        options = LAYER_OPTIONS.get(core, {})
         for size, dims in SIZES.items():
             for patch_size in PATCH_SIZES:
                 args = {"input_size": 32, "in_channels": 4, "num_classes": 1000, "patch_size": patch_size}
-                variants[f"dit_{core}_{size}_{patch_size}"] = {**args, **dims, "core": core}
-        variants[f"dit_{core}_digits"] = {**DIGITS, **DIGITS_DIMS, "core": core}
+                variants[f"dit_{core}_{size}_{patch_size}"] = {**args, **dims, "core": core, **options}
+        variants[f"dit_{core}_digits"] = {**DIGITS, **DIGITS_DIMS, "core": core, **options}
     return variants
 
 

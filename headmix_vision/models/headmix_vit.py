@@ -16,7 +16,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from headmix_vision.layers import HeadMixAttention, MHLACore, MixingMatrix
+from headmix_vision.layers import LAYER_OPTIONS, HeadMixAttention, MHLACore, undecayed_parameters
 
 __all__ = ["HeadMixVisionTransformer"]  # timm appends the registered names
 
@@ -36,7 +36,7 @@ class HeadMixVisionTransformer(VisionTransformer):
     checkpointing is on as well, run the backward pass before a forward pass with another aspect ratio.
 
     Args:
-        core: ``"softmax"``, ``"linear"`` or ``"mhla"``.
+        core: ``"softmax"``, ``"linear"``, ``"mhla"`` or ``"hih"``.
         head_mix: mix across feature heads, or None.
         block_grid: token blocks along height and width, for block-wise cores.
         core_args: further arguments of the core, see :mod:`headmix_vision.layers.cores`.
@@ -86,8 +86,7 @@ class HeadMixVisionTransformer(VisionTransformer):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        mixing = (name for name, module in self.named_modules() if isinstance(module, MixingMatrix))
-        return super().no_weight_decay() | {f"{name}.weight" for name in mixing}
+        return super().no_weight_decay() | undecayed_parameters(self)
 
     def set_input_size(
         self, img_size: tuple[int, int] | None = None, patch_size: tuple[int, int] | None = None
@@ -170,7 +169,7 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
     }
 
 
-CORE_NAMES = ("softmax", "linear", "mhla")
+CORE_NAMES = ("softmax", "linear", "mhla", "hih")
 SIZES = {
     "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
     "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
@@ -195,15 +194,16 @@ def _variants() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Model arguments and default configuration of every registered name."""
     variants = {}
     for core in CORE_NAMES:
+        options = LAYER_OPTIONS.get(core, {})
         for prefix in ("deit", "vit"):
             inception = {"mean": IMAGENET_INCEPTION_MEAN, "std": IMAGENET_INCEPTION_STD} if prefix == "vit" else {}
             for size, dims in SIZES.items():
-                args = {"patch_size": 16, **dims, **_family(prefix, core), "core": core}
+                args = {"patch_size": 16, **dims, **_family(prefix, core), "core": core, **options}
                 for res, crop in ((224, 0.9), (384, 1.0)):
                     cfg = _cfg(input_size=(3, res, res), crop_pct=crop, **inception)
                     variants[f"{prefix}_{core}_{size}_patch16_{res}"] = (args, cfg)
                 variants[f"{prefix}_{core}_{size}"] = variants[f"{prefix}_{core}_{size}_patch16_224"]
-        digits = {**DIGITS, "class_token": False, "global_pool": "avg", "core": core}
+        digits = {**DIGITS, "class_token": False, "global_pool": "avg", "core": core, **options}
         variants[f"deit_{core}_digits"] = (digits, DIGITS_CFG)
     return variants
 

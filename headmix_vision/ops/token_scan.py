@@ -76,6 +76,11 @@ class TokenScan:
         """N, prefix tokens included."""
         return self.num_prefix_tokens + math.prod(self.grid)
 
+    @property
+    def is_raster(self) -> bool:
+        """Whether tokens are read in the order in which they lie in memory."""
+        return self.order == "row_major" and not self.reverse and not self.num_prefix_tokens
+
     def tables(self, like: Tensor) -> ScanTables:
         """Index tables on the device of ``like``, cached for plain tensors as those of ``TokenBlocks``."""
         if torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):

@@ -82,7 +82,7 @@ def test_set_grid_keeps_the_mixing():
 
 @pytest.mark.parametrize("core", CORE_NAMES)
 def test_autocast_keeps_accumulation_in_float32(core):
-    layer = make_layer(core, core_args={} if core == "softmax" else {"feature_map": "elu1"})
+    layer = make_layer(core, core_args={"feature_map": "elu1"} if core in ("linear", "mhla") else {})
     x = torch.randn(2, 30, 24)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x)
@@ -109,6 +109,6 @@ def test_wrong_arguments_are_refused(arguments, message):
 def test_wrong_calls_are_refused():
     with pytest.raises(ValueError, match="31 tokens given, but the layer expects 30: 0 prefix tokens and a 5x6 grid"):
         make_layer()(torch.randn(1, 31, 24))
-    for core in ("linear", "mhla"):
+    for core in ("linear", "mhla", "hih"):
         with pytest.raises(ValueError, match="attn_mask and is_causal need the 'softmax' core"):
             make_layer(core)(torch.randn(1, 30, 24), is_causal=True)

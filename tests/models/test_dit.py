@@ -14,7 +14,7 @@ from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_w
 from headmix_vision.models.headmix_dit import VARIANTS
 
 SMALL = {"input_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
-CORES = ("softmax", "linear", "mhla")
+CORES = ("softmax", "linear", "mhla", "hih")
 
 
 def create(name="dit_mhla_s_2", filled=True, **kwargs):
@@ -163,8 +163,9 @@ def test_another_block_grid_is_stored():
         create("dit_softmax_s_2").set_block_grid((2, 2))
 
 
-def test_compiles_as_one_graph():
-    model = create(cpe=True, output_gate=True).eval()
+@pytest.mark.parametrize("core", ["mhla", "hih"])
+def test_compiles_as_one_graph(core):
+    model = create(f"dit_{core}_s_2", cpe=True, output_gate=True).eval()
     x, t, y = batch()
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x, t, y), model(x, t, y))
 

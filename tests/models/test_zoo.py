@@ -19,9 +19,11 @@ SMALL = [
     "deit_softmax_tiny",
     "deit_linear_tiny",
     "deit_mhla_tiny",
+    "deit_hih_tiny",
     "vit_softmax_tiny",
     "vit_linear_tiny",
     "vit_mhla_tiny",
+    "vit_hih_tiny",
 ]
 
 
@@ -50,7 +52,7 @@ def test_every_registered_name(name):
 
 
 def test_names_of_the_zoo():
-    for core in ("softmax", "linear", "mhla"):
+    for core in ("softmax", "linear", "mhla", "hih"):
         for family in ("deit", "vit"):
             for size in ("tiny", "small", "base", "large"):
                 short = f"{family}_{core}_{size}"
@@ -133,11 +135,14 @@ def test_gradient_checkpointing_changes_nothing(name):
         torch.testing.assert_close(plain, checkpointed)
 
 
-@pytest.mark.parametrize("name", ["deit_mhla_tiny", "vit_mhla_tiny"])
-def test_weight_decay_and_layer_decay(name):
+@pytest.mark.parametrize(
+    ("name", "matrix"), [("deit_mhla_tiny", "mixing"), ("vit_mhla_tiny", "mixing"), ("deit_hih_tiny", "mask")]
+)
+def test_weight_decay_and_layer_decay(name, matrix):
     model = create(name)
     skipped = model.no_weight_decay()
-    assert {"pos_embed", "blocks.0.attn.core.mixing.weight", "blocks.1.attn.core.mixing.weight"} <= skipped
+    first, second = (f"blocks.{i}.attn.core.{matrix}.weight" for i in range(2))
+    assert {"pos_embed", first, second} <= skipped
     optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=1.0, weight_decay=0.05, layer_decay=0.5)
     names = {p: n for n, p in model.named_parameters()}
     decay, scale = {}, {}
@@ -147,8 +152,8 @@ def test_weight_decay_and_layer_decay(name):
     assert set(decay) == set(names.values())
     for n, p in model.named_parameters():
         assert (decay[n] == 0) == (p.ndim == 1 or n in skipped)
-    assert scale["patch_embed.proj.weight"] < scale["blocks.0.attn.core.mixing.weight"]
-    assert scale["blocks.0.attn.core.mixing.weight"] < scale["blocks.1.attn.qkv.weight"] < scale["head.weight"] == 1
+    assert scale["patch_embed.proj.weight"] < scale[first]
+    assert scale[first] < scale["blocks.1.attn.qkv.weight"] < scale["head.weight"] == 1
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -217,7 +222,9 @@ def test_torch_export_with_a_dynamic_batch(name):
         torch.testing.assert_close(exported.module()(images(batch)), model(images(batch)))
 
 
-@pytest.mark.parametrize("name", ["deit_softmax_tiny", "deit_linear_tiny", "deit_mhla_tiny", "vit_mhla_tiny"])
+@pytest.mark.parametrize(
+    "name", ["deit_softmax_tiny", "deit_linear_tiny", "deit_mhla_tiny", "vit_mhla_tiny", "vit_hih_tiny"]
+)
 def test_torch_compile_as_one_graph(name):
     model = create(name, cpe=True, output_gate=True)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -276,6 +283,23 @@ def test_digits_model_needs_no_arguments():
     model = timm.create_model("deit_mhla_digits")
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
     assert model.blocks[0].attn.core.mixing().shape == (16, 16)
+
+
+@pytest.mark.parametrize(
+    "core_args",
+    [{"num_sub_heads": 1, "conv_size": 0}, {"mask": "token", "num_sub_heads": 8}, {"scans": "cross"}],
+)
+@pytest.mark.parametrize("name", ["deit_hih_digits", "deit_hih_tiny"])
+def test_every_parameter_of_head_in_head_receives_a_gradient(name, core_args):
+    model = timm.create_model(name, img_size=8, patch_size=1, in_chans=1, depth=2, core_args=core_args)
+    model(images(chans=1, size=(8, 8))).square().sum().backward()
+    assert not [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+
+
+def test_head_in_head_models_normalise_the_output_of_heads():
+    for name, on in (("deit_hih_tiny", True), ("deit_mhla_tiny", False)):
+        assert isinstance(create(name).blocks[0].attn.output_norm, torch.nn.RMSNorm) is on
+    assert isinstance(create("deit_hih_tiny", output_norm=False).blocks[0].attn.output_norm, torch.nn.Identity)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,6 @@ def head_in_head_rwkv7(
 
 
 def _tables(scan: TokenScan | Tensor | None, like: Tensor) -> ScanTables | None:
-    if scan is None:
-        return None
-    return scan.tables(like) if isinstance(scan, TokenScan) else tables_of_order(scan)
+    if isinstance(scan, TokenScan):
+        return None if scan.is_raster else scan.tables(like)
+    return None if scan is None else tables_of_order(scan)
