@@ -57,7 +57,7 @@ class AttentionCore(nn.Module):
         """Adopt another token grid; most cores do not depend on it."""
 
 
-@torch.fx.wrap
 def refuse_masks(core: str, attn_mask: Tensor | None, is_causal: bool) -> None:
+    """Raise ValueError for a mask; a module that calls this needs ``torch.fx.wrap("refuse_masks")`` to be traced."""
     if attn_mask is not None or is_causal:
         raise ValueError(f"attn_mask and is_causal need the 'softmax' core, not {core}.")

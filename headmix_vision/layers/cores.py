@@ -14,6 +14,8 @@ from headmix_vision.layers.head_in_head import HeadInHeadCore
 from headmix_vision.layers.mixing import MixingMatrix
 from headmix_vision.ops import TokenBlocks, mhla
 
+torch.fx.wrap("refuse_masks")  # recorded whole, as the functions below
+
 
 class SoftmaxCore(AttentionCore):
     """Scaled dot-product attention."""

@@ -24,6 +24,8 @@ SCANS = {
 }
 MASKS = ("static", "token")
 
+torch.fx.wrap("refuse_masks")  # recorded whole, as the sum of scans below: checks need real arguments
+
 
 class HeadInHeadCore(AttentionCore):
     """The masked delta rule of Head-in-Head, scanned over the token grid.
@@ -73,6 +75,7 @@ class HeadInHeadCore(AttentionCore):
             raise ValueError(f"num_sub_heads={num_sub_heads} does not divide the head dim {dim // num_heads}.")
         if conv_size and (conv_size < 0 or conv_size % 2 == 0):
             raise ValueError(f"conv_size must be odd, or 0 for none, got {conv_size}.")
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
         self.num_prefix_tokens, self.scans, self.impl = num_prefix_tokens, scans, impl
         self.conv: GridConvolution | None = None
         if conv_size:
@@ -105,8 +108,8 @@ class HeadInHeadCore(AttentionCore):
         assert x is not None
         if self.conv is not None:
             packed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], dim=-1)
-            packed = self.conv(packed, grid, self.num_prefix_tokens)
-            q, k, v = (y.unflatten(-1, (self.A_log.shape[0], -1)) for y in packed.chunk(3, dim=-1))
+            q, k, v = self.conv(packed, grid, self.num_prefix_tokens).chunk(3, dim=-1)
+            q, k, v = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (q, k, v))
         v = F.silu(v)
         q, k = (F.normalize(F.silu(y), dim=-1, eps=1e-6).type_as(v) for y in (q, k))
         beta = torch.sigmoid(self.beta(x))
@@ -119,7 +122,6 @@ class HeadInHeadCore(AttentionCore):
         return f"scans={self.scans}, impl={self.impl}"
 
 
-# torch.fx records this call whole: the checks inside need real arguments.
 @torch.fx.wrap
 def _sum_of_scans(
     q: Tensor,

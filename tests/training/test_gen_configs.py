@@ -30,7 +30,7 @@ def files(*paths: Path) -> list[object]:
 def test_no_recipe_is_forgotten():
     known = {*MODELS, *OVERLAYS, *IMAGENET, *ALONE, CONFIGS / "ddpm.yaml"}
     assert known == set(CONFIGS.rglob("*.yaml"))
-    assert len(MODELS) == 8
+    assert len(MODELS) == 10
 
 
 @pytest.mark.parametrize("recipe", [*ALONE, IMAGENET[0]], ids=lambda path: path.stem)

@@ -35,9 +35,9 @@ def head_in_head(
         S_t = exp(log_decay_t) (I - beta_t (k_t k_t^T * E(M_t))) S_{t-1} + beta_t k_t v_t^T
         o_t = Dk^-0.5 q_t^T S_t
 
-    ``r = 1`` with a mask of one is the gated delta rule. A symmetric positive semidefinite mask with unit diagonal (see
-    :class:`headmix_vision.layers.SubHeadMask`) and keys of norm at most 1 keep the transition a contraction for beta in
-    [0, 2]. Sums run in float32 (float64 for float64 inputs) whatever the input type, also under autocast.
+    ``r = 1`` with a mask of one is the gated delta rule. A symmetric positive semidefinite mask with unit diagonal and
+    keys of norm at most 1 make the transition a contraction for beta in [0, 2]. Sums run in float32 (float64 for
+    float64 inputs) whatever the input type, also under autocast.
 
     Args:
         q: [B, N, H, Dk], queries in raster order, prefix tokens first; any floating type, any strides. Neither q nor k

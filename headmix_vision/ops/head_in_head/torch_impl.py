@@ -5,6 +5,8 @@ B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads of d = Dk / r dimen
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ def head_in_head_torch(
             q, k, v, beta, log_decay = (reorder(x, scan) for x in (q, k, v, beta, log_decay))
             mask = reorder(mask, scan) if mask.ndim == 5 else mask
 
-        length = min(tokens, _chunk_length(r))
+        length = min(tokens, _chunk_length(r, q.shape[-1], v.shape[-1]))
         q, k, v, beta, log_decay = (to_chunks(x.to(dtype), length) for x in (q, k, v, beta, log_decay))
         mask = mask_chunks(mask.to(dtype), length)  # [B or 1, H, C or 1, T or 1, r, r]
         sums = segment_sums(log_decay[..., None])[..., 0]  # [B, H, C, T, T + 1]
@@ -57,14 +59,16 @@ def head_in_head_torch(
 
         corrected = writes - reads @ starts[..., None, :, :]  # u, [B, H, C, r, T, Dv]
         scores = (q_sub @ k_sub.transpose(-1, -2)) * within[..., None, :, :]  # [B, H, C, r, T, T]
-        out = since_start[..., None] * (q @ starts) + (scores @ corrected).sum(-3)
+        own = scores.transpose(-2, -3).flatten(-2) @ corrected.flatten(-3, -2)  # over the r T pairs of the chunk
+        out = since_start[..., None] * (q @ starts) + own
         out = from_chunks(q.shape[-1] ** -0.5 * out, tokens)
         return (out if scan is None else restore(out, scan)).to(out_dtype), final
 
 
-def _chunk_length(r: int) -> int:
-    """Tokens in a chunk: the system of a chunk has r T unknowns, so more sub-heads take shorter chunks."""
-    return min(64, max(16, 128 // r))
+def _chunk_length(r: int, key_dim: int, value_dim: int) -> int:
+    """Tokens in a chunk: T r² numbers of the system balanced with Dk (Dk + Dv) / T of the transition, a token."""
+    balance = math.sqrt(key_dim * (key_dim + value_dim)) / r
+    return min(64, max(16, 2 ** math.ceil(math.log2(balance))))
 
 
 def _solve(
