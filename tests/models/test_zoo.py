@@ -214,9 +214,11 @@ def test_torch_fx(name):
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_torch_export_with_a_dynamic_batch(name):
-    model = create(name, cpe=True).eval()
+@pytest.mark.parametrize(
+    ("name", "core_args"), [*((name, {}) for name in SMALL), ("vit_hih_tiny", {"mask": "token", "scans": "cross"})]
+)
+def test_torch_export_with_a_dynamic_batch(name, core_args):
+    model = create(name, cpe=True, core_args=core_args).eval()
     exported = torch.export.export(model, (images(3),), dynamic_shapes=({0: torch.export.Dim("batch")},))
     for batch in (2, 5):
         torch.testing.assert_close(exported.module()(images(batch)), model(images(batch)))

@@ -111,7 +111,9 @@ def _check_common(
 def _check_mask(mask: Tensor, q: Tensor) -> None:
     r = mask.shape[-1] if mask.ndim else 0
     heads, head_dim = q.shape[2:]
-    if r < 1 or tuple(mask.shape) not in ((heads, r, r), (*q.shape[:3], r, r)):
+    # Of one rank only: comparing a batch with a number of heads would bind a symbolic batch.
+    expected = (heads, r, r) if mask.ndim == 3 else (*q.shape[:3], r, r)
+    if r < 1 or mask.ndim not in (3, 5) or mask.shape != expected:
         raise ValueError(
             f"mask must be [H, r, r] or [B, N, H, r, r] with B, N, H = {tuple(q.shape[:3])}, "
             f"got shape {tuple(mask.shape)}."
