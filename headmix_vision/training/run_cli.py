@@ -20,6 +20,7 @@ from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterru
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
 from headmix_vision.training.callbacks.progress import ImagesPerSecondBar
+from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.checkpoints import (
     AtomicCheckpointIO,
     check_description,
@@ -161,6 +162,7 @@ class RunCLI(LightningCLI):
             *average,
             StopOnNonFinite(),
             *before,
+            ImagesPerSecond(),
             self.last,
             GracefulInterrupt(self.request, self.last, files.resume_command(run_dir)),
             *after,

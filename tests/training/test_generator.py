@@ -68,6 +68,7 @@ def test_what_a_run_leaves_behind(reference: Path) -> None:
     assert (reference / "curves.png").is_file() and (reference / "config.yaml").is_file()
     events = b"".join(path.read_bytes() for path in (reference / "tensorboard").iterdir())
     assert b"samples/raw" in events and b"samples/ema" in events
+    assert b"train/images_per_s" in events
 
 
 def test_average_is_float32_and_counted(reference: Path) -> None:

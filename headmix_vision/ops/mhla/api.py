@@ -71,8 +71,8 @@ def mhla(
         eps: see ``feature_map`` and ``normalizer``.
         impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: kernels for bfloat16,
             float16 and float32 and head dims up to 128, whose cost model picks an algorithm; ``"triton_pairwise"`` and
-            ``"triton_summary"`` are the two. ``"torch"``: linear in N, any device. ``"reference"``: the N x N form, a
-            specification.
+            ``"triton_summary"`` are the two; differentiable once. ``"torch"``: linear in N, any device.
+            ``"reference"``: the N x N form, a specification.
 
     Returns:
         [B, N, H, Dv] of ``v``'s type, in raster order.
