@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from measuring import format_table
 from mhla_cases import COLUMNS, Column
 
-from headmix_vision.training.files import atomic_path
+from headmix_vision.files import atomic_path
 
 Row = dict[str, Any]
 

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from timm.models import get_pretrained_cfg_value, is_model
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
+from headmix_vision.files import atomic_path
 from headmix_vision.sampling.loading import load_pipeline
 from headmix_vision.training.checkpoints import DESCRIPTION_KEY, find_checkpoint, model_state, read_checkpoint
-from headmix_vision.training.files import atomic_path
 
 # They act while training only, and change no weight's name or shape.
 _TRAINING_ARGUMENTS = ("drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate")

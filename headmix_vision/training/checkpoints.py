@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from headmix_vision.training.files import atomic_path
+from headmix_vision.files import atomic_path
 
 DESCRIPTION_KEY = "headmix_vision"
 MODEL_PREFIX = "net."

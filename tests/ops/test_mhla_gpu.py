@@ -196,7 +196,7 @@ def _peak_bytes(f):
 @pytest.mark.parametrize(
     ("grid", "block_grid", "dim"), [((14, 14), (4, 4), 64), ((32, 32), (4, 4), 72), ((64, 64), (8, 8), 64)]
 )
-def test_peak_memory_is_not_above_flash_attention(grid, block_grid, dim):
+def test_peak_memory_is_at_most_one_percent_above_flash_attention(grid, block_grid, dim):
     blocks = TokenBlocks.from_grid(grid, block_grid)
     (q, k, v, mixing), d_out = make(blocks, batch=16, heads=8, dim=dim, value_dim=dim)
     leaves = [x.detach().requires_grad_() for x in (q, k, v, mixing)]

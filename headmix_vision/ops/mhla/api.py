@@ -14,18 +14,34 @@ from headmix_vision.ops.token_blocks import TokenBlocks
 
 IMPLEMENTATIONS = {"reference": mhla_reference, "torch": mhla_torch}
 TRITON_IMPLS = ("triton", "triton_pairwise", "triton_summary")
+OLDEST_TRITON = (3, 6)
 
-if find_spec("triton") is not None:
+
+def _why_no_kernels() -> str | None:
+    """Reason why the kernels cannot be loaded, if so: older versions of Triton lack some of their language."""
+    if find_spec("triton") is None:
+        return "q cannot reach the kernels: the package triton is not installed"
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        return f"q cannot reach the kernels: they need triton {oldest} (torch 2.11), installed is {triton.__version__}"
+    return None
+
+
+NO_KERNELS = _why_no_kernels()
+if NO_KERNELS is None:
     from headmix_vision.ops.mhla.triton_impl import mhla_triton, why_not_triton
 
-    regimes = (None, "pairwise", "summary")
     IMPLEMENTATIONS |= {
-        impl: partial(mhla_triton, regime=regime) for impl, regime in zip(TRITON_IMPLS, regimes, strict=True)
+        "triton": mhla_triton,
+        "triton_pairwise": partial(mhla_triton, regime="pairwise"),
+        "triton_summary": partial(mhla_triton, regime="summary"),
     }
 else:
 
     def why_not_triton(q: Tensor, v: Tensor) -> str | None:
-        return "q cannot reach the kernels: the package triton is not installed"
+        return NO_KERNELS
 
 
 def _select(impl: str, q: Tensor, v: Tensor) -> str:

@@ -30,7 +30,9 @@ def why_not_triton(q: Tensor, v: Tensor) -> str | None:
     """Reason, naming the argument, why the kernels cannot run on these inputs; None if they can."""
     if q.device.type != "cuda" and not (_INTERPRETED and q.device.type == "cpu"):
         return f"q is on {q.device}: the kernels need a CUDA device"
-    if q.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
+    if torch.version.hip is not None:
+        return f"q is on {q.device} of a ROCm build of torch: the kernels are written for NVIDIA GPUs"
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
         return f"q is on {torch.cuda.get_device_name(q.device)}: the kernels need compute capability 8.0"
     if q.dtype not in _DTYPES:
         return f"q has type {q.dtype}: the kernels take bfloat16, float16 and float32"
@@ -172,8 +174,10 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, *options):  # type: ignore[no-untyped-def]
-    given = options[4]
+def _(  # type: ignore[no-untyped-def]
+    d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector,
+    grid, block_grid, num_prefix_tokens, paper, given, feature_map, eps,
+):  # fmt: skip
     return *(x.new_empty(x.shape) for x in (q, k, v, mixing)), torch.empty_like(inverse if given else inverse[..., :0])
 
 

@@ -321,17 +321,3 @@ def mixing_gradient_kernel(
     matrix = (pid_bh // H * splits + share) * H + pid_bh % H
     p_gradient = d_mixing + (matrix * M + rows[:, None]) * M + columns[None, :]
     tl.store(p_gradient, accumulator, mask=m_rows & (columns < M)[None, :])
-
-
-@triton.jit
-def sum_rows_kernel(x, out, rows, columns, share, BR: tl.constexpr, BC: tl.constexpr):
-    """Sums over rows of a float32 matrix, one share of the rows at a time: [rows, columns] -> [shares, columns]."""
-    column = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1) * share
-    end = min(first + share, rows)
-    total = tl.zeros((BR, BC), tl.float32)
-    for row in range(first, end, BR):
-        place = row + tl.arange(0, BR)
-        pointers = x + place[:, None].to(tl.int64) * columns + column[None, :]
-        total += tl.load(pointers, mask=(place < end)[:, None] & (column < columns)[None, :], other=0.0)
-    tl.store(out + tl.program_id(1).to(tl.int64) * columns + column, tl.sum(total, 0), mask=column < columns)

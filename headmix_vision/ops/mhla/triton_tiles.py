@@ -326,29 +326,3 @@ def dot_exact(a, x, accumulator, COMPUTE: tl.constexpr, PRECISION: tl.constexpr)
         return tl.dot(a, low, tl.dot(a, high, accumulator))
     else:
         return tl.dot(a, x, accumulator, input_precision=PRECISION)
-
-
-@triton.jit
-def zero_columns(COLUMNS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """Transposed rows, one tile [D1 or D2, COLUMNS] per part."""
-    if D2 == 0:
-        return (tl.zeros((D1, COLUMNS), tl.float32),)
-    else:
-        return (tl.zeros((D1, COLUMNS), tl.float32), tl.zeros((D2, COLUMNS), tl.float32))
-
-
-@triton.jit
-def dot_transposed(rows, matrix, accumulators, PRECISION: tl.constexpr):
-    """accumulators + rows^T matrix: transposed rows."""
-    if len(rows) == 1:
-        return (tl.dot(tl.trans(rows[0]), matrix, accumulators[0], input_precision=PRECISION),)
-    else:
-        return (
-            tl.dot(tl.trans(rows[0]), matrix, accumulators[0], input_precision=PRECISION),
-            tl.dot(tl.trans(rows[1]), matrix, accumulators[1], input_precision=PRECISION),
-        )
-
-
-@triton.jit
-def transpose(rows):
-    return [tl.trans(x) for x in rows]
