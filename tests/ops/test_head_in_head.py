@@ -41,7 +41,7 @@ def values_and_gradients(op, inputs, impl, **options):
     leaves = [x.clone().requires_grad_() for x in inputs]
     out, state = op(*leaves, True, impl=impl, **options)
     generator = torch.Generator().manual_seed(2)
-    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (out, state)]
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in (out, state)]
     return out.detach(), state.detach(), *torch.autograd.grad([out, state], leaves, weights)
 
 

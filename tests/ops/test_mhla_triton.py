@@ -9,8 +9,8 @@ import triton
 from torch.utils.checkpoint import checkpoint
 
 from headmix_vision.ops import TokenBlocks, mhla
+from headmix_vision.ops.kernels import why_no_kernels
 from headmix_vision.ops.mhla import regimes, triton_launch, triton_tables, triton_tuning
-from headmix_vision.ops.mhla.api import _why_no_kernels
 
 from .helpers import make_inputs, relative_error, run
 
@@ -306,4 +306,4 @@ def test_meta_tensors_are_refused():
 
 def test_an_older_triton_is_named(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.4.1")
-    assert "they need triton 3.6 (torch 2.11), installed is 3.4.1" in _why_no_kernels()
+    assert "they need triton 3.6 (torch 2.11), installed is 3.4.1" in why_no_kernels()

@@ -8,11 +8,30 @@ from headmix_vision.ops.head_in_head.reference import head_in_head_reference, he
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
 from headmix_vision.ops.head_in_head.validation import validate_head_in_head, validate_head_in_head_rwkv7
+from headmix_vision.ops.kernels import NO_KERNELS
 from headmix_vision.ops.token_scan import ScanTables, TokenScan, tables_of_order
 
 IMPLEMENTATIONS = {"reference": head_in_head_reference, "torch": head_in_head_torch}
 RWKV7_IMPLEMENTATIONS = {"reference": head_in_head_rwkv7_reference, "torch": head_in_head_rwkv7_torch}
-AUTO = "torch"
+TRITON_IMPLS = ("triton",)
+
+if NO_KERNELS is None:
+    from headmix_vision.ops.head_in_head.triton_impl import head_in_head_triton, why_not_head_in_head_triton
+
+    IMPLEMENTATIONS["triton"] = head_in_head_triton
+else:
+
+    def why_not_head_in_head_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
+        return NO_KERNELS
+
+
+def _select(impl: str, q: Tensor, v: Tensor, mask: Tensor) -> str:
+    """The implementation to run: "auto" takes the Triton kernels on CUDA wherever they can run."""
+    if impl == "auto":
+        return "triton" if q.is_cuda and why_not_head_in_head_triton(q, v, mask) is None else "torch"
+    if impl in TRITON_IMPLS and (reason := why_not_head_in_head_triton(q, v, mask)):
+        raise ValueError(f"{reason}; impl={impl!r} was asked for.")
+    return impl
 
 
 def head_in_head(
@@ -51,17 +70,20 @@ def head_in_head(
         output_final_state: return the state after the last token of the scan.
         scan: order in which tokens are read: a :class:`~headmix_vision.ops.TokenScan`, or any permutation as int64 [N];
             raster order if None. Inputs and output stay in raster order.
-        impl: ``"auto"``; ``"torch"``: chunk by chunk, any device; ``"reference"``: the loop, a specification.
+        impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: kernels for bfloat16,
+            float16 and float32, r of 1, 2, 4 or 8 and head dims up to 128; differentiable once; decays below exp(-50)
+            are taken as that. ``"torch"``: chunk by chunk, any device. ``"reference"``: the loop, a specification.
 
     Returns:
         The output, [B, N, H, Dv] of ``v``'s type, and the final state, [B, H, Dk, Dv] in float32 or float64, or None.
 
     Raises:
         ValueError: naming the argument, if shapes, types, devices or options do not fit, or, read on the CPU outside a
-            tracer only, if ``log_decay`` is above 0 or ``scan`` no permutation.
+            tracer only, if ``log_decay`` is above 0 or ``scan`` no permutation; or if ``impl`` cannot run them.
     """
-    validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl, ("auto", *IMPLEMENTATIONS))
-    run = IMPLEMENTATIONS[AUTO if impl == "auto" else impl]
+    impls = ("auto", *dict.fromkeys((*IMPLEMENTATIONS, *TRITON_IMPLS)))
+    validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl, impls)
+    run = IMPLEMENTATIONS[_select(impl, q, v, mask)]
     out, state = run(q, k, v, beta, log_decay, mask, initial_state, _tables(scan, q))
     return out, state if output_final_state else None
 
@@ -85,7 +107,7 @@ def head_in_head_rwkv7(
         o_t = Dk^-0.5 q_t^T S_t
 
     Args:
-        q, k, v, mask, initial_state, output_final_state, scan, impl: as in :func:`head_in_head`.
+        q, k, v, mask, initial_state, output_final_state, scan, impl: as in :func:`head_in_head`, but without kernels.
         a: [B, N, H, Dk], what the correction reads from the state, as ``q``.
         b: [B, N, H, Dk], where it writes it, as ``q``.
         log_decay: [B, N, H, Dk], at most 0. Floating type.
@@ -98,7 +120,7 @@ def head_in_head_rwkv7(
     """
     impls = ("auto", *RWKV7_IMPLEMENTATIONS)
     validate_head_in_head_rwkv7(q, k, v, a, b, log_decay, mask, initial_state, scan, impl, impls)
-    run = RWKV7_IMPLEMENTATIONS[AUTO if impl == "auto" else impl]
+    run = RWKV7_IMPLEMENTATIONS["torch" if impl == "auto" else impl]
     out, state = run(q, k, v, a, b, log_decay, mask, initial_state, _tables(scan, q))
     return out, state if output_final_state else None
 

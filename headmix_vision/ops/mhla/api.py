@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 
 from torch import Tensor
 
+from headmix_vision.ops.kernels import NO_KERNELS
 from headmix_vision.ops.mhla.reference import mhla_reference
 from headmix_vision.ops.mhla.torch_impl import mhla_torch
 from headmix_vision.ops.mhla.validation import validate_mhla
@@ -14,24 +14,10 @@ from headmix_vision.ops.token_blocks import TokenBlocks
 
 IMPLEMENTATIONS = {"reference": mhla_reference, "torch": mhla_torch}
 TRITON_IMPLS = ("triton", "triton_pairwise", "triton_summary")
-OLDEST_TRITON = (3, 6)
 
-
-def _why_no_kernels() -> str | None:
-    """Reason why the kernels cannot be loaded, if so: older versions of Triton lack some of their language."""
-    if find_spec("triton") is None:
-        return "q cannot reach the kernels: the package triton is not installed"
-    import triton
-
-    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
-        oldest = ".".join(map(str, OLDEST_TRITON))
-        return f"q cannot reach the kernels: they need triton {oldest} (torch 2.11), installed is {triton.__version__}"
-    return None
-
-
-NO_KERNELS = _why_no_kernels()
 if NO_KERNELS is None:
-    from headmix_vision.ops.mhla.triton_impl import mhla_triton, why_not_triton
+    from headmix_vision.ops.mhla.triton_impl import mhla_triton
+    from headmix_vision.ops.triton_inputs import why_not_triton
 
     IMPLEMENTATIONS |= {
         "triton": mhla_triton,

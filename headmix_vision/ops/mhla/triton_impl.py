@@ -10,36 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from headmix_vision.ops.feature_maps import apply_feature_map
 from headmix_vision.ops.mhla import triton_launch as launch
 from headmix_vision.ops.mhla.block_gather import source_block_denominator, to_blocks
 from headmix_vision.ops.mhla.regimes import choose_regime
-from headmix_vision.ops.mhla.triton_tuning import numerics
 from headmix_vision.ops.precision import autocast_off
 from headmix_vision.ops.token_blocks import TokenBlocks
-
-MAX_DIM = 128
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INTERPRETED = triton.knobs.runtime.interpret  # as of the definition of the kernels
-
-
-def why_not_triton(q: Tensor, v: Tensor) -> str | None:
-    """Reason, naming the argument, why the kernels cannot run on these inputs; None if they can."""
-    if q.device.type != "cuda" and not (_INTERPRETED and q.device.type == "cpu"):
-        return f"q is on {q.device}: the kernels need a CUDA device"
-    if torch.version.hip is not None:
-        return f"q is on {q.device} of a ROCm build of torch: the kernels are written for NVIDIA GPUs"
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return f"q is on {torch.cuda.get_device_name(q.device)}: the kernels need compute capability 8.0"
-    if q.dtype not in _DTYPES:
-        return f"q has type {q.dtype}: the kernels take bfloat16, float16 and float32"
-    for name, x in (("q", q), ("v", v)):
-        if x.shape[-1] > MAX_DIM:
-            return f"{name} has head dim {x.shape[-1]}: the kernels take up to {MAX_DIM}"
-    return None
+from headmix_vision.ops.triton_inputs import numerics
 
 
 def mhla_triton(

@@ -6,7 +6,6 @@ B batch, N tokens, H heads, M blocks, C parts of blocks, D and Dv head dims. Of 
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.triton_tables import Places, parts, places
 from headmix_vision.ops.token_blocks import TokenBlocks
+from headmix_vision.ops.triton_inputs import alignment, numerics
 
 # Tokens in a part of a block, whatever the device and the batch: results do not depend on these.
 PART_TOKENS = 512
@@ -54,13 +54,6 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _alignment(*tensors: Tensor) -> int:
-    """Largest of 8, 4, 2, 1 dividing all strides but the last dim's, so that rows are loaded in wide words."""
-    if any(x.data_ptr() % 16 for x in tensors):
-        return 1
-    return math.gcd(8, *(stride for x in tensors for stride in x.stride()[:-1]))
-
-
 def _strides(align: int, *tensors: Tensor) -> list[int]:
     return [s for x in tensors for s in (*(stride // align for stride in x.stride()[:-1]), x.stride(-1))]
 
@@ -71,7 +64,7 @@ def _mixing_strides(mixing: Tensor) -> tuple[int, ...]:
 
 
 def _constants(q: Tensor, v: Tensor, settings: Settings, align: int) -> dict[str, Any]:
-    compute, precision, _ = tuning.numerics(q.dtype)
+    compute, precision, _ = numerics(q.dtype)
     (d1, d2), (dv1, dv2) = tuning.head_parts(q.shape[-1]), tuning.head_parts(v.shape[-1])
     return dict(
         D=q.shape[-1], D1=d1, D2=d2, DV=v.shape[-1], DV1=dv1, DV2=dv2,
@@ -116,7 +109,7 @@ def pairwise_forward(
     c = tuning.resident(tuning.RESIDENT_FORWARD, N) if resident else tuning.tiles(tuning.PAIRWISE_FORWARD, dim, q.dtype)
     t = _places(c, q, settings)
     weights = _run_weights(mixing, t)
-    align = _alignment(q, k, v)
+    align = alignment(q, k, v)
     arguments = (
         q, k, v, weights, out, inverse, t.tokens,
         *_strides(align, q, k, v), *_mixing_strides(weights), N, H, t.num_places, settings.eps,
@@ -158,7 +151,7 @@ def _pairwise_backward_query(
         some = slice(first, first + per_launch)
         b_q, b_k, b_v, b_out, b_inverse, b_g = (x[some] for x in (q, k, v, out, inverse, d_out))
         b_weights = q.new_empty(len(b_q), H, *sums, dtype=torch.float32)
-        align = _alignment(b_q, b_k, b_v, b_out, b_g)
+        align = alignment(b_q, b_k, b_v, b_out, b_g)
         pairwise.pairwise_backward_query_kernel[(len(b_q) * H * query_tiles,)](
             b_q, b_k, b_v, weights, b_out, b_inverse, b_g, d_q[some], d_scale[some], b_weights, t.tokens,
             *_strides(align, b_q, b_k, b_v, b_out, b_g), *_mixing_strides(weights), N, H, t.num_places, settings.eps,
@@ -197,7 +190,7 @@ def _pairwise_backward_key(
     t = _places(c, q, settings)
     weights = _run_weights(mixing, t)
     d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
-    align = _alignment(q, k, v, d_out)
+    align = alignment(q, k, v, d_out)
     arguments = (
         q, k, v, weights, inverse, d_out, d_scale, d_k, d_v, t.tokens,
         *_strides(align, q, k, v, d_out), *_mixing_strides(weights), N, H, t.num_places, settings.eps,
@@ -222,7 +215,7 @@ def _part_summaries(q: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, T
     """
     B, _, H, D = q.shape
     C = settings.blocks.num_blocks * settings.split
-    dtype = tuning.numerics(q.dtype).storage if settings.split == 1 else torch.float32
+    dtype = numerics(q.dtype).storage if settings.split == 1 else torch.float32
     vectors = C if settings.normalizer == "paper" else 0
     return q.new_empty(B, H, C, D, v.shape[-1], dtype=dtype), q.new_empty(B, H, vectors, D, dtype=torch.float32)
 
@@ -230,7 +223,7 @@ def _part_summaries(q: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, T
 def _sum_parts(matrix: Tensor, vector: Tensor, q: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     if settings.split == 1:
         return matrix, vector
-    storage = tuning.numerics(q.dtype).storage
+    storage = numerics(q.dtype).storage
     matrix, vector = (x.unflatten(2, (-1, settings.split)).sum(3) if x.numel() else x for x in (matrix, vector))
     return matrix.to(storage), vector
 
@@ -240,7 +233,7 @@ def summarize(k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]
     H = k.shape[2]
     t = parts(settings.blocks, settings.split, k.device)
     c = tuning.tiles(tuning.SUMMARIZE, max(k.shape[-1], v.shape[-1]), k.dtype)
-    align = _alignment(k, v)
+    align = alignment(k, v)
     matrix, vector = _part_summaries(k, v, settings)
     summary.summarize_kernel[(matrix[..., 0, 0].numel(),)](
         k, v, matrix, vector, t, *_strides(align, k, v), H, *t.shape, settings.eps,
@@ -259,7 +252,7 @@ def mix(
     row_tiles, column_tiles, chunks = _ceil(M, c["BM"]), _ceil(size, c["BF"]), _ceil(M, c["BC"])
     shares = max(_ceil(column_tiles, c["per"]), _ceil(vector.shape[-1], VECTOR_TILE))
     stride_h, stride_row, stride_source = _mixing_strides(mixing.mT if transposed else mixing)
-    compute, precision, _ = tuning.numerics(matrix.dtype)
+    compute, precision, _ = numerics(matrix.dtype)
     mixed, mixed_vector = torch.empty_like(matrix), torch.empty_like(vector)
     summary.mix_kernel[(B * H * row_tiles * shares,)](
         matrix, vector, mixing, mixed, mixed_vector, stride_h, stride_row, stride_source, H, M, row_tiles, shares,
@@ -276,7 +269,7 @@ def apply(q: Tensor, matrix: Tensor, vector: Tensor, inverse: Tensor, out: Tenso
     M = settings.blocks.num_blocks
     t = parts(settings.blocks, settings.split, q.device)
     c = tuning.tiles(tuning.APPLY, max(D, out.shape[-1]), q.dtype)
-    align = _alignment(q)
+    align = alignment(q)
     summary.apply_kernel[(B * H * len(t),)](
         q, matrix, vector, out, inverse, t, *_strides(align, q), N, H, M, len(t), settings.split, t.shape[1],
         settings.eps, **_token_constants(q, out, settings, align, t.shape[1], c),
@@ -294,7 +287,7 @@ def backward_query(
     c = tuning.tiles(tuning.BACKWARD_QUERY, dim, q.dtype)
     if dim <= 64 and q.dtype == torch.bfloat16 and t.shape[1] > c["BT"]:
         c = tuning.BACKWARD_QUERY_LONG
-    align = _alignment(q, d_out)
+    align = alignment(q, d_out)
     d_q = q.new_empty(q.shape)
     d_denominator = q.new_empty(B, H, N, dtype=torch.float32)
     R, r = _part_summaries(q, d_out, settings)
@@ -313,7 +306,7 @@ def mixing_gradient(R: Tensor, r: Tensor, S: Tensor, z: Tensor, per_head: bool, 
     c = tuning.mixing_gradient_tiles(M, R.dtype)
     row_tiles = _ceil(M, c["BM"])
     splits = max(1, min(_ceil(size, c["BF"] * 4), 1024 // (B * H * row_tiles * row_tiles)))
-    compute, precision, _ = tuning.numerics(R.dtype)
+    compute, precision, _ = numerics(R.dtype)
     d_mixing = R.new_empty(B, splits, H, M, M, dtype=torch.float32)
     summary.mixing_gradient_kernel[(B * H * row_tiles * row_tiles * splits,)](
         R, r, S, z, d_mixing, H, M, row_tiles, splits, SIZE=size, VECTOR_SIZE=r.shape[-1],
@@ -327,7 +320,7 @@ def backward_key(k: Tensor, v: Tensor, matrix: Tensor, vector: Tensor, settings:
     B, N, H, D = k.shape
     t = parts(settings.blocks, settings.split, k.device)
     c = tuning.tiles(tuning.BACKWARD_KEY, max(D, v.shape[-1]), k.dtype)
-    align = _alignment(k, v)
+    align = alignment(k, v)
     d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
     summary.backward_key_kernel[(B * H * len(t),)](
         k, v, matrix, vector, d_k, d_v, t, *_strides(align, k, v),

@@ -1,31 +1,13 @@
-"""Tile sizes of the Triton kernels, the best of sweeps on an H200 (bf16), and the numbers their products are taken in.
+"""Tile sizes of the Triton kernels, the best of sweeps on an H200 (bf16).
 
 Tokens are named by T, queries by Q, keys by K, rows and columns of the mixing by M and C, entries of a summary by F.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import triton.language as tl
 
 Tiles = dict[str, int]
-
-
-class Numerics(NamedTuple):
-    """Type and precision of the products, and the type of stored summaries; sums are float32 throughout."""
-
-    compute: tl.dtype
-    precision: str
-    storage: torch.dtype
-
-
-def numerics(dtype: torch.dtype) -> Numerics:
-    """bf16 stays bf16; fp16 has too small a range for scores and is computed as float32 with 10-bit products."""
-    if dtype == torch.bfloat16:
-        return Numerics(tl.bfloat16, "tf32", torch.bfloat16)
-    return Numerics(tl.float32, "tf32" if dtype == torch.float16 else "tf32x3", torch.float32)
 
 
 def head_parts(dim: int) -> tuple[int, int]:

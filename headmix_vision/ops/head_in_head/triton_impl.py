@@ -1,0 +1,133 @@
+"""Head-in-Head in Triton kernels, as ``torch.library`` ops with gradients. Derivation: README.md.
+
+B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads. Saved for the backward pass are the inputs and, for every
+chunk, the inverse of its system, the state before it and its corrections. Sums have a fixed order: repeated calls are
+bit-equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmix_vision.ops.head_in_head import triton_launch as launch
+from headmix_vision.ops.token_scan import ScanTables
+from headmix_vision.ops.triton_inputs import why_not_triton
+
+_INPUTS = 8  # tensors that the op takes
+
+
+def why_not_head_in_head_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
+    """Reason, naming the argument, why the kernels cannot run on these inputs; None if they can."""
+    if mask.shape[-1] not in launch.SUB_HEADS:
+        return f"mask has r = {mask.shape[-1]} sub-heads: the kernels take {launch.SUB_HEADS}"
+    return why_not_triton(q, v)
+
+
+def head_in_head_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    mask: Tensor,
+    initial_state: Tensor | None,
+    scan: ScanTables | None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`headmix_vision.ops.head_in_head`."""
+    inputs = (q, k, v, beta, log_decay, mask, initial_state)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    out, final, *_ = _forward_op(*inputs, None if scan is None else scan.order, save)
+    return out, final
+
+
+@torch.library.custom_op("headmix_vision::head_in_head", mutates_args=())
+def _forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    mask: Tensor,
+    initial_state: Tensor | None,
+    order: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, final state, and what :class:`triton_launch.Saved` holds."""
+    out, final, buffers = _outputs(q, v, mask, save)
+    if q.shape[0] * q.shape[2]:
+        with torch.cuda.device_of(q):
+            launch.forward_pass(q, k, v, beta, log_decay, mask, initial_state, order, buffers, out, final)
+    return out, final, *buffers
+
+
+@_forward_op.register_fake
+def _(q, k, v, beta, log_decay, mask, initial_state, order, save):  # type: ignore[no-untyped-def]
+    out, final, buffers = _outputs(q, v, mask, save)
+    return out, final, *buffers
+
+
+def _outputs(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> tuple[Tensor, Tensor, launch.Saved]:
+    out = v.new_empty(v.shape)
+    final = q.new_empty(q.shape[0], *q.shape[2:], v.shape[-1], dtype=torch.float32)
+    return out, final, launch.saved(q, v, mask, save)
+
+
+@torch.library.custom_op("headmix_vision::head_in_head_backward", mutates_args=())
+def _backward_op(
+    d_out: Tensor,
+    d_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    mask: Tensor,
+    order: Tensor | None,
+    decays: Tensor,
+    inverse: Tensor,
+    states: Tensor,
+    corrections: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, beta, log_decay, mask and the initial state."""
+    if q.shape[0] * q.shape[2] == 0:
+        d_initial = q.new_empty(q.shape[0], *q.shape[2:], v.shape[-1], dtype=torch.float32)
+        d_q, d_k, d_v, d_beta, d_log_decay, d_mask = (
+            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, beta, log_decay, mask)
+        )
+        return d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial
+    with torch.cuda.device_of(q):
+        buffers = launch.Saved(decays, inverse, states, corrections)
+        d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial = launch.backward_pass(
+            q, k, v, beta, log_decay, mask, order, buffers, d_out, d_final
+        )
+    d_gates = d_beta.to(beta.dtype), d_log_decay.to(log_decay.dtype)
+    return d_q, d_k, d_v, *d_gates, d_mask.to(mask.dtype), d_initial
+
+
+@_backward_op.register_fake
+def _(d_out, d_final, q, k, v, beta, log_decay, mask, *rest):  # type: ignore[no-untyped-def]
+    d_initial = q.new_empty(q.shape[0], *q.shape[2:], v.shape[-1], dtype=torch.float32)
+    return *(x.new_empty(x.shape) for x in (q, k, v, beta, log_decay, mask)), d_initial
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, beta, log_decay, mask, initial_state, order, _ = inputs
+    out, final, *saved = output
+    ctx.save_for_backward(q, k, v, beta, log_decay, mask, order, *saved)
+    ctx.state_dtype = None if initial_state is None else initial_state.dtype
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    if d_out is None and d_final is None:
+        return (None,) * (_INPUTS + 1)
+    v = ctx.saved_tensors[2]
+    *gradients, d_initial = _backward_op(v.new_zeros(v.shape) if d_out is None else d_out, d_final, *ctx.saved_tensors)
+    return *gradients, None if ctx.state_dtype is None else d_initial.to(ctx.state_dtype), None, None
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)

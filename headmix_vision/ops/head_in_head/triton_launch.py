@@ -1,0 +1,148 @@
+"""Launches of the Head-in-Head kernels: tiles, strides, buffers, grids.
+
+B batch, N tokens, H heads, C chunks of T tokens, Dk and Dv head dims, r sub-heads, R = r T rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from headmix_vision.ops.head_in_head import triton_backward as backward
+from headmix_vision.ops.head_in_head import triton_forward as forward
+from headmix_vision.ops.triton_inputs import alignment, numerics
+
+SUB_HEADS = (1, 2, 4, 8)
+PREPARE = dict(num_warps=4, num_stages=1)
+SCAN = dict(VALUES=64, num_warps=4, num_stages=2)
+SCAN_BACKWARD = dict(VALUES=64, num_warps=4, num_stages=2)
+INPUTS_BACKWARD = dict(VALUES=64, num_warps=4, num_stages=1)
+LEAST_TOKENS = 16  # of a chunk: the shortest side of a product
+
+
+class Saved(NamedTuple):
+    """What the forward pass leaves to the backward pass.
+
+    Attributes:
+        decays: [B, H, C, T] float32, log decay since the start of the chunk.
+        inverse: [B, H, C, R, R], of the system of each chunk.
+        states: [B, H, C, Dk, Dv], before each chunk.
+        corrections: [B, H, C, R, Dv].
+    """
+
+    decays: Tensor
+    inverse: Tensor
+    states: Tensor
+    corrections: Tensor
+
+
+def chunk_tokens(r: int) -> int:
+    """T: 64 rows, or as many as the shortest chunk has."""
+    return max(LEAST_TOKENS, 64 // r)
+
+
+def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
+    """Empty buffers; without ``save`` the last two are left out, C = 0."""
+    (B, N, H, Dk), Dv, r = q.shape, v.shape[-1], mask.shape[-1]
+    T = chunk_tokens(r)
+    C, storage = -(-N // T), numerics(q.dtype).storage
+    kept = C if save else 0
+    return Saved(
+        q.new_empty(B, H, C, T, dtype=torch.float32),
+        q.new_empty(B, H, C, r * T, r * T, dtype=storage),
+        q.new_empty(B, H, kept, Dk, Dv, dtype=storage),
+        q.new_empty(B, H, kept, r * T, Dv, dtype=storage),
+    )
+
+
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """With contiguous rows."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _strides(align: int, *tensors: Tensor) -> list[int]:
+    return [stride // align for x in tensors for stride in x.stride()[:3]]
+
+
+def _mask_strides(mask: Tensor) -> tuple[int, ...]:
+    return (0, 0, mask.stride(0)) if mask.ndim == 3 else mask.stride()[:3]
+
+
+def _constants(k: Tensor, mask: Tensor, order: Tensor | None, align: int) -> dict[str, Any]:
+    compute, precision, _ = numerics(k.dtype)
+    r, D = mask.shape[-1], k.shape[-1]
+    return dict(
+        T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=_columns(D), ORDERED=order is not None,
+        COMPUTE=compute, PRECISION=precision, ALIGN=align,
+    )  # fmt: skip
+
+
+def _columns(dim: int) -> int:
+    """Columns of a tile which holds a head dim."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _values(v: Tensor, mask: Tensor, tiles: dict[str, int]) -> dict[str, Any]:
+    tiles = tiles | dict(VALUES=min(_columns(v.shape[-1]), tiles["VALUES"]))
+    return dict(DV=v.shape[-1], TOKEN_MASK=mask.ndim == 5, **tiles)
+
+
+def forward_pass(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, mask: Tensor,
+    initial: Tensor | None, order: Tensor | None, buffers: Saved, out: Tensor, final: Tensor,
+) -> None:  # fmt: skip
+    """Fill ``out`` [B, N, H, Dv], ``final`` [B, H, Dk, Dv] and the buffers."""
+    B, N, H, Dk = q.shape
+    C = buffers.decays.shape[2]
+    q, k, v = _rows(q, k, v)
+    mask, initial = mask.contiguous(), None if initial is None else initial.contiguous()
+    align = alignment(q, k, v)
+    constants = _constants(k, mask, order, align)
+    forward.prepare_kernel[(B * H * C,)](
+        k, beta, log_decay, mask, order, buffers.decays, buffers.inverse,
+        *_strides(align, k), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), N, H, C,
+        **constants, **PREPARE,
+    )  # fmt: skip
+    values = _values(v, mask, SCAN)
+    forward.scan_kernel[(B * H * -(-v.shape[-1] // values["VALUES"]),)](
+        q, k, v, beta, mask, initial, order, buffers.decays, buffers.inverse, out, final,
+        buffers.states, buffers.corrections,
+        *_strides(align, q, k, v), *beta.stride(), *_mask_strides(mask), N, H, C, Dk**-0.5,
+        INITIAL=initial is not None, SAVE=buffers.states.shape[2] > 0, **constants, **values,
+    )  # fmt: skip
+
+
+def backward_pass(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, mask: Tensor,
+    order: Tensor | None, buffers: Saved, d_out: Tensor, d_final: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, beta, log_decay, mask and the initial state, the last four in float32."""
+    (B, N, H, Dk), r = q.shape, mask.shape[-1]
+    C = buffers.decays.shape[2]
+    q, k, v, d_out = _rows(q, k, v, d_out)
+    mask, d_final = mask.contiguous(), None if d_final is None else d_final.contiguous()
+    align = alignment(q, k, v, d_out)
+    constants = _constants(k, mask, order, align)
+
+    d_states, d_errors = torch.empty_like(buffers.states), torch.empty_like(buffers.corrections)
+    d_initial = q.new_empty(B, H, Dk, v.shape[-1], dtype=torch.float32)
+    values = _values(v, mask, SCAN_BACKWARD)
+    backward.scan_backward_kernel[(B * H * -(-v.shape[-1] // values["VALUES"]),)](
+        q, k, beta, mask, d_out, d_final, order, buffers.decays, buffers.inverse, d_states, d_errors, d_initial,
+        *_strides(align, q, k), *beta.stride(), *_mask_strides(mask), *_strides(align, d_out), N, H, C, Dk**-0.5,
+        FINAL=d_final is not None, **constants, **values,
+    )  # fmt: skip
+
+    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    d_beta, d_log_decay = (q.new_empty(B, N, H, dtype=torch.float32) for _ in range(2))
+    d_mask = q.new_empty(*((B, H, C) if mask.ndim == 3 else (B, N, H)), r, r, dtype=torch.float32)
+    backward.inputs_backward_kernel[(B * H * C,)](
+        q, k, v, beta, log_decay, mask, d_out, order, buffers.decays, buffers.states, buffers.corrections,
+        d_states, d_errors, d_q, d_k, d_v, d_beta, d_log_decay, d_mask,
+        *_strides(align, q, k, v), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), *_strides(align, d_out),
+        N, H, C, Dk**-0.5, **constants, **_values(v, mask, INPUTS_BACKWARD),
+    )  # fmt: skip
+    return d_q, d_k, d_v, d_beta, d_log_decay, d_mask if mask.ndim == 5 else d_mask.sum((0, 2)), d_initial

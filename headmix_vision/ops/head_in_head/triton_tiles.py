@@ -1,0 +1,190 @@
+"""Tiles of a chunk inside the Triton kernels.
+
+A chunk of T tokens has r T rows (t, i), one for each token and sub-head, tokens first. Three kinds of keys stand in
+them: the key of the token, the masked key m_ti that sub-head i reads the memory with, and the key of sub-head i alone,
+zero in all other columns, that it writes with.
+"""
+
+import triton
+import triton.language as tl
+
+# A decay of exp(-50) is none: smaller ones would only cost the precision of the sums that they stand in.
+LEAST_LOG_DECAY: tl.constexpr = tl.constexpr(-50.0)
+
+
+@triton.jit
+def token_index(order, chunk, N, T: tl.constexpr, ORDERED: tl.constexpr):
+    """Tokens of a chunk, int64 [T], and which of them exist; the others are named as one that does."""
+    place = chunk * T + tl.arange(0, T)
+    exists = place < N
+    if ORDERED:
+        return tl.load(order + place, mask=exists, other=0), exists
+    else:
+        return tl.where(exists, place, 0).to(tl.int64), exists
+
+
+@triton.jit
+def load_tokens(base, tokens, exists, stride, first, D: tl.constexpr, SIZE: tl.constexpr, ALIGN: tl.constexpr):
+    """Columns first .. first + SIZE of token rows, zero beyond D and in absent tokens: [T, SIZE]."""
+    columns = first + tl.arange(0, SIZE)
+    pointers = base + (tokens * stride * ALIGN)[:, None] + columns[None, :]
+    if D % SIZE == 0:
+        return tl.load(pointers, mask=exists[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=exists[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tokens(base, tokens, exists, stride, first, x, D: tl.constexpr, SIZE: tl.constexpr):
+    columns = first + tl.arange(0, SIZE)
+    pointers = base + (tokens * stride)[:, None] + columns[None, :]
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=exists[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def load_matrix(base, first, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SIZE: tl.constexpr):
+    """Columns first .. first + SIZE of a contiguous [D1, D2], zero outside: [ROWS, SIZE]."""
+    rows, columns = tl.arange(0, ROWS), first + tl.arange(0, SIZE)
+    pointers = base + rows[:, None] * D2 + columns[None, :]
+    if D1 == ROWS and D2 % SIZE == 0:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(rows < D1)[:, None] & (columns < D2)[None, :], other=0.0)
+
+
+@triton.jit
+def store_matrix(base, first, x, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SIZE: tl.constexpr):
+    rows, columns = tl.arange(0, ROWS), first + tl.arange(0, SIZE)
+    pointers = base + rows[:, None] * D2 + columns[None, :]
+    if D1 == ROWS and D2 % SIZE == 0:
+        tl.store(pointers, x.to(base.dtype.element_ty))
+    else:
+        tl.store(pointers, x.to(base.dtype.element_ty), mask=(rows < D1)[:, None] & (columns < D2)[None, :])
+
+
+@triton.jit
+def to_rows(x, SUB_HEADS: tl.constexpr):
+    """[T, D] -> [r T, D], each token r times."""
+    if SUB_HEADS == 1:
+        return x
+    else:
+        T: tl.constexpr = x.shape[0]
+        D: tl.constexpr = x.shape[1]
+        return tl.reshape(tl.broadcast_to(x[:, None, :], (T, SUB_HEADS, D)), (T * SUB_HEADS, D))
+
+
+@triton.jit
+def vector_to_rows(x, SUB_HEADS: tl.constexpr):
+    """[T] -> [r T]."""
+    if SUB_HEADS == 1:
+        return x
+    else:
+        T: tl.constexpr = x.shape[0]
+        return tl.reshape(tl.broadcast_to(x[:, None], (T, SUB_HEADS)), (T * SUB_HEADS,))
+
+
+@triton.jit
+def sum_rows(x, SUB_HEADS: tl.constexpr):
+    """[r T, D] -> [T, D], the sum over the sub-heads of a token."""
+    if SUB_HEADS == 1:
+        return x
+    else:
+        T: tl.constexpr = x.shape[0] // SUB_HEADS
+        return tl.sum(tl.reshape(x, (T, SUB_HEADS, x.shape[1])), axis=1)
+
+
+@triton.jit
+def sum_vector_rows(x, SUB_HEADS: tl.constexpr):
+    """[r T] -> [T]."""
+    if SUB_HEADS == 1:
+        return x
+    else:
+        T: tl.constexpr = x.shape[0] // SUB_HEADS
+        return tl.sum(tl.reshape(x, (T, SUB_HEADS)), axis=1)
+
+
+@triton.jit
+def sub_head_of(SIZE: tl.constexpr, DK: tl.constexpr, SUB_HEADS: tl.constexpr):
+    """Sub-head of each key column, [SIZE]."""
+    return tl.minimum(tl.arange(0, SIZE) // (DK // SUB_HEADS), SUB_HEADS - 1)
+
+
+@triton.jit
+def load_mask(base, tokens, stride, SIZE: tl.constexpr, DK: tl.constexpr, SUB_HEADS: tl.constexpr):
+    """Mask entries M_t[i, sub-head of the column] of all rows, float32: [r T, SIZE], or [T, 1] for one sub-head.
+
+    A static mask has stride 0, whatever the tokens.
+    """
+    row = tl.arange(0, tokens.shape[0] * SUB_HEADS) % SUB_HEADS
+    pointers = base + (vector_to_rows(tokens, SUB_HEADS) * stride + row * SUB_HEADS)[:, None]
+    if SUB_HEADS == 1:
+        return tl.load(pointers).to(tl.float32)
+    else:
+        return tl.load(pointers + sub_head_of(SIZE, DK, SUB_HEADS)[None, :]).to(tl.float32)
+
+
+@triton.jit
+def own_columns(ROWS: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, SUB_HEADS: tl.constexpr):
+    """Whether a column belongs to the sub-head of its row: [r T, SIZE]."""
+    return (tl.arange(0, ROWS) % SUB_HEADS)[:, None] == sub_head_of(SIZE, DK, SUB_HEADS)[None, :]
+
+
+@triton.jit
+def merge_inverses(x, a, precision: tl.constexpr):
+    """From the inverses of the n blocks of size s on the diagonal of I + a to those of size 2 s.
+
+    [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]], taken as E - E C E with E = diag(P^-1, Q^-1).
+
+    Args:
+        x: [n, s, s] float32.
+        a: [n s, n s] float32, of which C are entries.
+    """
+    n: tl.constexpr = x.shape[0] // 2
+    s: tl.constexpr = x.shape[1]
+    half = tl.arange(0, 2)
+    pair = tl.arange(0, n)
+    e = tl.broadcast_to(tl.reshape(x, (n, 2, s, 1, s)), (n, 2, s, 2, s))
+    e = tl.where(half[None, :, None, None, None] == half[None, None, None, :, None], e, 0.0)
+    lower = (half[None, :, None, None, None] == 1) & (half[None, None, None, :, None] == 0)
+    if n > 1:
+        c = tl.reshape(a, (n, 2 * s, n, 2 * s))
+        c = tl.sum(tl.where(pair[:, None, None, None] == pair[None, None, :, None], c, 0.0), axis=2)
+        c = tl.where(lower, tl.reshape(c, (n, 2, s, 2, s)), 0.0)
+        e, c = tl.reshape(e, (n, 2 * s, 2 * s)), tl.reshape(c, (n, 2 * s, 2 * s))
+        return e - tl.dot(tl.dot(e, c, input_precision=precision), e, input_precision=precision)
+    else:
+        c = tl.where(lower, tl.reshape(a, (1, 2, s, 2, s)), 0.0)
+        e, c = tl.reshape(e, (2 * s, 2 * s)), tl.reshape(c, (2 * s, 2 * s))
+        inverse = e - tl.dot(tl.dot(e, c, input_precision=precision), e, input_precision=precision)
+        return tl.reshape(inverse, (1, 2 * s, 2 * s))
+
+
+@triton.jit
+def _merge_inside(x, a, s: tl.constexpr, precision: tl.constexpr):
+    """`merge_inverses` for blocks of size s inside each of the n matrices [n, 16, 16]."""
+    row = tl.arange(0, 16)
+    r, c = row[None, :, None], row[None, None, :]
+    corner = tl.where((r // (2 * s) == c // (2 * s)) & (r // s != c // s), a, 0.0)
+    return x - tl.dot(tl.dot(x, corner, input_precision=precision), x, input_precision=precision)
+
+
+@triton.jit
+def unit_lower_inverse(a, SUB_HEADS: tl.constexpr, precision: tl.constexpr):
+    """(I + a)^-1, a [n, n] float32 zero on and above its diagonal blocks of r x r, n a power of two from 32.
+
+    Blocks of 16 first, then merged two by two: no powers of a are taken, whose cancellation would cost all digits.
+    """
+    n: tl.constexpr = a.shape[0]
+    blocks: tl.constexpr = n // 16
+    block, row = tl.arange(0, blocks), tl.arange(0, 16)
+    d = tl.reshape(a, (blocks, 16, blocks, 16))
+    d = tl.sum(tl.where(block[:, None, None, None] == block[None, None, :, None], d, 0.0), axis=2)
+    r, c = row[None, :, None], row[None, None, :]
+    x = tl.where(r == c, 1.0, 0.0) - tl.where(r // (2 * SUB_HEADS) == c // (2 * SUB_HEADS), d, 0.0)
+    for level in tl.static_range(3):
+        if (2 << level) >= 2 * SUB_HEADS:
+            x = _merge_inside(x, d, 2 << level, precision)
+    for level in tl.static_range(3):
+        if (16 << level) < n:
+            x = merge_inverses(x, a, precision)
+    return tl.reshape(x, (n, n))
