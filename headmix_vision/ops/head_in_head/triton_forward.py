@@ -1,7 +1,9 @@
-"""Forward kernels: the triangular system of every chunk, then the state from chunk to chunk. Derivation: README.md.
+"""Forward kernels: what chunks do on their own, then the state from chunk to chunk. Derivation: README.md.
 
-B batch, N tokens, H heads, C chunks of T tokens, Dk and Dv head dims, r sub-heads. Constants: D and DV the head dims,
-KEYS and VALUES the columns of a tile of them, ALIGN see ``mhla.triton_tiles``.
+B batch, N tokens, H heads, C chunks of T tokens, Dk and Dv head dims, r sub-heads, R = r T rows of a chunk. States and
+corrections are kept and multiplied transposed, values first: what depends on the state is then the left factor of each
+product and stays in registers. Constants: D and DV the head dims, KEYS and VALUES columns of a tile of them, ALIGN see
+``mhla.triton_tiles``.
 """
 
 import triton
@@ -9,54 +11,67 @@ import triton.language as tl
 
 from headmix_vision.ops.head_in_head.triton_tiles import (
     LEAST_LOG_DECAY,
+    decay_between,
     load_mask,
     load_matrix,
     load_tokens,
-    own_columns,
+    masked_factor,
+    masked_keys,
     store_matrix,
     store_tokens,
-    to_rows,
     token_index,
     unit_lower_inverse,
     vector_to_rows,
+    write_keys,
 )
 
 
 @triton.jit
 def prepare_kernel(
-    k, beta, log_decay, mask, order, decays, inverse,
-    k_b, k_n, k_h, beta_b, beta_n, beta_h, decay_b, decay_n, decay_h, mask_b, mask_n, mask_h, N, H, C,
+    q, k, beta, log_decay, mask, order, decays, scores, inverse, spread,
+    q_b, q_n, q_h, k_b, k_n, k_h, beta_b, beta_n, beta_h, decay_b, decay_n, decay_h, mask_b, mask_n, mask_h,
+    N, H, C, scale,
     T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, ORDERED: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Log decays since the start of a chunk, [B, H, C, T], and (I + A)^-1 of its pairs (t, i), [B, H, C, r T, r T]."""
+    """What is known of a chunk without the state.
+
+    Log decays since its start, [B, H, C, T]; decayed scores of queries and write keys, [B, H, C, T, R]; the inverse of
+    the system of its pairs, [B, H, C, R, R]; and that times beta, summed over sub-heads, which share a token's value:
+    [B, H, C, R, T].
+    """
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program % C, program // C
     b, h = head // H, head % H
     ROWS: tl.constexpr = T * SUB_HEADS
     tokens, exists = token_index(order, chunk, N, T, ORDERED)
-    key = load_tokens(k + (b * k_b + h * k_h) * ALIGN, tokens, exists, k_n, 0, D, KEYS, ALIGN)
+    key = load_tokens(k + (b * k_b + h * k_h) * ALIGN, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+    query = load_tokens(q + (b * q_b + h * q_h) * ALIGN, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
     strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
     rate = tl.load(log_decay + b * decay_b + tokens * decay_n + h * decay_h, mask=exists, other=0.0).to(tl.float32)
     sums = tl.cumsum(tl.maximum(rate, LEAST_LOG_DECAY), 0)
     tl.store(decays + program * T + tl.arange(0, T), sums)
 
-    rows = to_rows(key.to(tl.float32), SUB_HEADS)
-    masked = rows * load_mask(mask + b * mask_b + h * mask_h, tokens, mask_n, KEYS, D, SUB_HEADS)
-    own = tl.where(own_columns(ROWS, KEYS, D, SUB_HEADS), rows, 0.0)
-    a = tl.dot(masked.to(COMPUTE), tl.trans(own.to(COMPUTE)), input_precision=PRECISION)
-    time, sums = tl.arange(0, ROWS) // SUB_HEADS, vector_to_rows(sums, SUB_HEADS)
-    before = time[None, :] < time[:, None]
-    decay = tl.exp(tl.where(before, sums[:, None] - sums[None, :], -float("inf")))
-    a *= decay * vector_to_rows(strength, SUB_HEADS)[:, None]
-    store_matrix(
-        inverse + program * ROWS * ROWS, 0, unit_lower_inverse(a, SUB_HEADS, PRECISION), ROWS, ROWS, ROWS, ROWS
-    )
+    place, time, row_sums = tl.arange(0, T), tl.arange(0, ROWS) // SUB_HEADS, vector_to_rows(sums, SUB_HEADS)
+    write = tl.trans(write_keys(key, D, SUB_HEADS))
+    score = tl.dot(query, write, input_precision=PRECISION)
+    score *= scale * decay_between(sums[:, None], row_sums[None, :], time[None, :] <= place[:, None])
+    store_matrix(scores + program * T * ROWS, 0, score, T, ROWS, T, ROWS)
+
+    entries = load_mask(mask + b * mask_b + h * mask_h, tokens, mask_n, KEYS, D, SUB_HEADS)
+    a = tl.dot(masked_keys(key, entries, SUB_HEADS), write, input_precision=PRECISION)
+    factor = masked_factor(vector_to_rows(strength, SUB_HEADS), entries, SUB_HEADS)
+    a *= factor[:, None] * decay_between(row_sums[:, None], row_sums[None, :], time[None, :] < time[:, None])
+    solve = unit_lower_inverse(a, SUB_HEADS, PRECISION)
+    store_matrix(inverse + program * ROWS * ROWS, 0, solve, ROWS, ROWS, ROWS, ROWS)
+    if SUB_HEADS > 1:
+        solve = tl.sum(tl.reshape(solve, (ROWS, T, SUB_HEADS)), axis=2)
+    store_matrix(spread + program * ROWS * T, 0, solve * strength[None, :], ROWS, T, ROWS, T)
 
 
 @triton.jit
 def scan_kernel(
-    q, k, v, beta, mask, initial, order, decays, inverse, out, final, states, corrections,
+    q, k, v, beta, mask, initial, order, decays, scores, inverse, spread, out, final, states, corrections,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, mask_b, mask_n, mask_h, N, H, C, scale,
     T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, DV: tl.constexpr,
     VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr, INITIAL: tl.constexpr, SAVE: tl.constexpr,
@@ -64,7 +79,7 @@ def scan_kernel(
 ):  # fmt: skip
     """Outputs and the final state of one head and some value columns, chunk after chunk.
 
-    To save are the state before each chunk, [B, H, C, Dk, Dv], and the corrections u, [B, H, C, r T, Dv].
+    To save are the state before each chunk, [B, H, C, Dv, Dk], and the corrections u, [B, H, C, Dv, R].
     """
     PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
     program = tl.program_id(0).to(tl.int64)
@@ -76,47 +91,45 @@ def scan_kernel(
     v += (b * v_b + h * v_h) * ALIGN
     mask += b * mask_b + h * mask_h
     out += b * N * H * DV + h * DV
-    place, time = tl.arange(0, T), tl.arange(0, ROWS) // SUB_HEADS
-    seen = time[None, :] <= place[:, None]
-    own = own_columns(ROWS, KEYS, D, SUB_HEADS)
+    place = tl.arange(0, T)
+    values, keys = first + tl.arange(0, VALUES), tl.arange(0, KEYS)
+    of_state, in_state = keys[None, :] * DV + values[:, None], (keys < D)[None, :] & (values < DV)[:, None]
     if INITIAL:
-        state = load_matrix(initial + head * D * DV, first, KEYS, D, DV, VALUES).to(tl.float32)
+        state = tl.load(initial + head * D * DV + of_state, mask=in_state, other=0.0).to(tl.float32)
     else:
-        state = tl.zeros((KEYS, VALUES), tl.float32)
+        state = tl.zeros((VALUES, KEYS), tl.float32)
     if not TOKEN_MASK:
         entries = load_mask(mask, place, 0, KEYS, D, SUB_HEADS)
     for chunk in range(C):
         at = head * C + chunk
         tokens, exists = token_index(order, chunk, N, T, ORDERED)
-        key = load_tokens(k, tokens, exists, k_n, 0, D, KEYS, ALIGN)
-        query = load_tokens(q, tokens, exists, q_n, 0, D, KEYS, ALIGN)
-        value = load_tokens(v, tokens, exists, v_n, first, DV, VALUES, ALIGN)
+        key = load_tokens(k, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+        query = load_tokens(q, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+        value = load_tokens(v, tokens, exists, v_n, first, DV, VALUES, ALIGN).to(COMPUTE)
         solve = load_matrix(inverse + at * ROWS * ROWS, 0, ROWS, ROWS, ROWS, ROWS)
+        of_value = load_matrix(spread + at * ROWS * T, 0, ROWS, T, ROWS, T)
+        score = load_matrix(scores + at * T * ROWS, 0, T, ROWS, T, ROWS)
         sums = tl.load(decays + at * T + place)
         total = tl.load(decays + at * T + T - 1)
         strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
-        strength, row_sums = vector_to_rows(strength, SUB_HEADS), vector_to_rows(sums, SUB_HEADS)
-        rows = to_rows(key, SUB_HEADS)
+        row_sums = vector_to_rows(sums, SUB_HEADS)
         if TOKEN_MASK:
             entries = load_mask(mask, tokens, mask_n, KEYS, D, SUB_HEADS)
-        masked = (rows * entries).to(COMPUTE)
-        write = tl.where(own, rows, 0.0)
+        factor = masked_factor(vector_to_rows(strength, SUB_HEADS) * tl.exp(row_sums), entries, SUB_HEADS)
         before = state.to(COMPUTE)
         if SAVE:
-            store_matrix(states + at * D * DV, first, before, KEYS, D, DV, VALUES)
+            store_matrix(states + at * DV * D, first, before, DV, D, VALUES, KEYS)
 
-        read = tl.dot(masked, before, input_precision=PRECISION)
-        error = strength[:, None] * (to_rows(value, SUB_HEADS).to(tl.float32) - tl.exp(row_sums)[:, None] * read)
-        correction = tl.dot(solve, error.to(COMPUTE), input_precision=PRECISION).to(COMPUTE)
+        read = tl.dot(before, tl.trans(masked_keys(key, entries, SUB_HEADS)), input_precision=PRECISION)
+        error = (read * -factor[None, :]).to(COMPUTE)
+        correction = tl.dot(tl.trans(value), tl.trans(of_value), input_precision=PRECISION)
+        correction += tl.dot(error, tl.trans(solve), input_precision=PRECISION)
         if SAVE:
-            store_matrix(corrections + at * ROWS * DV, first, correction, ROWS, ROWS, DV, VALUES)
-        query = query.to(COMPUTE)
-        scores = tl.dot(query, tl.trans(write.to(COMPUTE)), input_precision=PRECISION)
-        scores *= tl.exp(tl.where(seen, sums[:, None] - row_sums[None, :], -float("inf")))
-        result = tl.exp(sums)[:, None] * tl.dot(query, before, input_precision=PRECISION)
-        result += tl.dot(scores.to(COMPUTE), correction, input_precision=PRECISION)
-        store_tokens(out, tokens, exists, H * DV, first, scale * result, DV, VALUES)
+            store_matrix(corrections + at * DV * ROWS, first, correction, DV, ROWS, VALUES, ROWS)
+        result = tl.dot(before, tl.trans(query), input_precision=PRECISION) * (scale * tl.exp(sums))[None, :]
+        result += tl.dot(correction.to(COMPUTE), tl.trans(score), input_precision=PRECISION)
+        store_tokens(out, tokens, exists, H * DV, first, tl.trans(result), DV, VALUES)
 
-        write = (write * tl.exp(total - row_sums)[:, None]).to(COMPUTE)
-        state = tl.exp(total) * state + tl.dot(tl.trans(write), correction, input_precision=PRECISION)
-    store_matrix(final + head * D * DV, first, state, KEYS, D, DV, VALUES)
+        correction = (correction * tl.exp(total - row_sums)[None, :]).to(COMPUTE)
+        state = tl.exp(total) * state + tl.dot(correction, write_keys(key, D, SUB_HEADS), input_precision=PRECISION)
+    tl.store(final + head * D * DV + of_state, state, mask=in_state)

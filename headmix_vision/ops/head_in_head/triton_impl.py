@@ -54,7 +54,7 @@ def _forward_op(
     initial_state: Tensor | None,
     order: Tensor | None,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, final state, and what :class:`triton_launch.Saved` holds."""
     out, final, buffers = _outputs(q, v, mask, save)
     if q.shape[0] * q.shape[2]:
@@ -87,6 +87,7 @@ def _backward_op(
     mask: Tensor,
     order: Tensor | None,
     decays: Tensor,
+    scores: Tensor,
     inverse: Tensor,
     states: Tensor,
     corrections: Tensor,
@@ -99,7 +100,7 @@ def _backward_op(
         )
         return d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial
     with torch.cuda.device_of(q):
-        buffers = launch.Saved(decays, inverse, states, corrections)
+        buffers = launch.Saved(decays, scores, inverse, states, corrections)
         d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial = launch.backward_pass(
             q, k, v, beta, log_decay, mask, order, buffers, d_out, d_final
         )

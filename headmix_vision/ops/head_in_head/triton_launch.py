@@ -16,7 +16,7 @@ from headmix_vision.ops.head_in_head import triton_forward as forward
 from headmix_vision.ops.triton_inputs import alignment, numerics
 
 SUB_HEADS = (1, 2, 4, 8)
-PREPARE = dict(num_warps=4, num_stages=1)
+PREPARE = dict(num_warps=1, num_stages=1)
 SCAN = dict(VALUES=64, num_warps=4, num_stages=2)
 SCAN_BACKWARD = dict(VALUES=64, num_warps=4, num_stages=2)
 INPUTS_BACKWARD = dict(VALUES=64, num_warps=4, num_stages=1)
@@ -28,12 +28,14 @@ class Saved(NamedTuple):
 
     Attributes:
         decays: [B, H, C, T] float32, log decay since the start of the chunk.
+        scores: [B, H, C, T, R], of queries and keys of single sub-heads, decayed and scaled.
         inverse: [B, H, C, R, R], of the system of each chunk.
-        states: [B, H, C, Dk, Dv], before each chunk.
-        corrections: [B, H, C, R, Dv].
+        states: [B, H, C, Dv, Dk], before each chunk.
+        corrections: [B, H, C, Dv, R].
     """
 
     decays: Tensor
+    scores: Tensor
     inverse: Tensor
     states: Tensor
     corrections: Tensor
@@ -52,9 +54,10 @@ def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
     kept = C if save else 0
     return Saved(
         q.new_empty(B, H, C, T, dtype=torch.float32),
+        q.new_empty(B, H, C, T, r * T, dtype=storage),
         q.new_empty(B, H, C, r * T, r * T, dtype=storage),
-        q.new_empty(B, H, kept, Dk, Dv, dtype=storage),
-        q.new_empty(B, H, kept, r * T, Dv, dtype=storage),
+        q.new_empty(B, H, kept, Dv, Dk, dtype=storage),
+        q.new_empty(B, H, kept, Dv, r * T, dtype=storage),
     )
 
 
@@ -101,14 +104,15 @@ def forward_pass(
     mask, initial = mask.contiguous(), None if initial is None else initial.contiguous()
     align = alignment(q, k, v)
     constants = _constants(k, mask, order, align)
+    spread = torch.empty_like(buffers.scores).view(B, H, C, -1, buffers.decays.shape[-1])  # [B, H, C, R, T]
     forward.prepare_kernel[(B * H * C,)](
-        k, beta, log_decay, mask, order, buffers.decays, buffers.inverse,
-        *_strides(align, k), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), N, H, C,
+        q, k, beta, log_decay, mask, order, buffers.decays, buffers.scores, buffers.inverse, spread,
+        *_strides(align, q, k), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), N, H, C, Dk**-0.5,
         **constants, **PREPARE,
     )  # fmt: skip
     values = _values(v, mask, SCAN)
     forward.scan_kernel[(B * H * -(-v.shape[-1] // values["VALUES"]),)](
-        q, k, v, beta, mask, initial, order, buffers.decays, buffers.inverse, out, final,
+        q, k, v, beta, mask, initial, order, buffers.decays, buffers.scores, buffers.inverse, spread, out, final,
         buffers.states, buffers.corrections,
         *_strides(align, q, k, v), *beta.stride(), *_mask_strides(mask), N, H, C, Dk**-0.5,
         INITIAL=initial is not None, SAVE=buffers.states.shape[2] > 0, **constants, **values,
@@ -131,7 +135,8 @@ def backward_pass(
     d_initial = q.new_empty(B, H, Dk, v.shape[-1], dtype=torch.float32)
     values = _values(v, mask, SCAN_BACKWARD)
     backward.scan_backward_kernel[(B * H * -(-v.shape[-1] // values["VALUES"]),)](
-        q, k, beta, mask, d_out, d_final, order, buffers.decays, buffers.inverse, d_states, d_errors, d_initial,
+        q, k, beta, mask, d_out, d_final, order, buffers.decays, buffers.scores, buffers.inverse,
+        d_states, d_errors, d_initial,
         *_strides(align, q, k), *beta.stride(), *_mask_strides(mask), *_strides(align, d_out), N, H, C, Dk**-0.5,
         FINAL=d_final is not None, **constants, **values,
     )  # fmt: skip

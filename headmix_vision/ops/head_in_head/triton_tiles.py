@@ -42,24 +42,29 @@ def store_tokens(base, tokens, exists, stride, first, x, D: tl.constexpr, SIZE: 
 
 
 @triton.jit
-def load_matrix(base, first, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SIZE: tl.constexpr):
-    """Columns first .. first + SIZE of a contiguous [D1, D2], zero outside: [ROWS, SIZE]."""
-    rows, columns = tl.arange(0, ROWS), first + tl.arange(0, SIZE)
-    pointers = base + rows[:, None] * D2 + columns[None, :]
-    if D1 == ROWS and D2 % SIZE == 0:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=(rows < D1)[:, None] & (columns < D2)[None, :], other=0.0)
+def _places(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, stride):
+    rows, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    return rows, columns, rows[:, None] * stride + columns[None, :]
 
 
 @triton.jit
-def store_matrix(base, first, x, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SIZE: tl.constexpr):
-    rows, columns = tl.arange(0, ROWS), first + tl.arange(0, SIZE)
-    pointers = base + rows[:, None] * D2 + columns[None, :]
-    if D1 == ROWS and D2 % SIZE == 0:
-        tl.store(pointers, x.to(base.dtype.element_ty))
+def load_matrix(base, first, D1: tl.constexpr, D2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows first .. first + ROWS of a contiguous [D1, D2], zero outside: [ROWS, COLUMNS]."""
+    rows, columns, places = _places(first, ROWS, COLUMNS, D2)
+    if D1 % ROWS == 0 and D2 == COLUMNS:
+        return tl.load(base + places)
     else:
-        tl.store(pointers, x.to(base.dtype.element_ty), mask=(rows < D1)[:, None] & (columns < D2)[None, :])
+        return tl.load(base + places, mask=(rows < D1)[:, None] & (columns < D2)[None, :], other=0.0)
+
+
+@triton.jit
+def store_matrix(base, first, x, D1: tl.constexpr, D2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows, columns, places = _places(first, ROWS, COLUMNS, D2)
+    if D1 % ROWS == 0 and D2 == COLUMNS:
+        tl.store(base + places, x.to(base.dtype.element_ty))
+    else:
+        mask = (rows < D1)[:, None] & (columns < D2)[None, :]
+        tl.store(base + places, x.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -124,44 +129,82 @@ def load_mask(base, tokens, stride, SIZE: tl.constexpr, DK: tl.constexpr, SUB_HE
 
 
 @triton.jit
-def own_columns(ROWS: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, SUB_HEADS: tl.constexpr):
-    """Whether a column belongs to the sub-head of its row: [r T, SIZE]."""
-    return (tl.arange(0, ROWS) % SUB_HEADS)[:, None] == sub_head_of(SIZE, DK, SUB_HEADS)[None, :]
+def own_columns(rows, D: tl.constexpr, SUB_HEADS: tl.constexpr):
+    """Zeros in the columns of other sub-heads than the row's: [r T, SIZE]."""
+    if SUB_HEADS == 1:
+        return rows
+    else:
+        own = (tl.arange(0, rows.shape[0]) % SUB_HEADS)[:, None] == sub_head_of(rows.shape[1], D, SUB_HEADS)[None, :]
+        return tl.where(own, rows, tl.zeros_like(rows))
 
 
 @triton.jit
-def merge_inverses(x, a, precision: tl.constexpr):
-    """From the inverses of the n blocks of size s on the diagonal of I + a to those of size 2 s.
+def write_keys(key, D: tl.constexpr, SUB_HEADS: tl.constexpr):
+    """Keys of single sub-heads: [T, SIZE] -> [r T, SIZE], zero in the columns of other sub-heads."""
+    return own_columns(to_rows(key, SUB_HEADS), D, SUB_HEADS)
 
-    [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]], taken as E - E C E with E = diag(P^-1, Q^-1).
+
+@triton.jit
+def masked_keys(key, entries, SUB_HEADS: tl.constexpr):
+    """Keys by which the sub-heads read the memory, [T, SIZE] -> [r T, SIZE]; not masked for one sub-head.
+
+    That one's entry is a factor of the whole row, for `masked_factor`.
+    """
+    if SUB_HEADS == 1:
+        return key
+    else:
+        return (to_rows(key, SUB_HEADS) * entries).to(key.dtype)
+
+
+@triton.jit
+def masked_factor(factor, entries, SUB_HEADS: tl.constexpr):
+    """Factors of the rows, [r T], times what `masked_keys` left out."""
+    if SUB_HEADS == 1:
+        return factor * tl.sum(entries, 1)
+    else:
+        return factor
+
+
+@triton.jit
+def decay_between(later, earlier, is_later):
+    """exp(later - earlier) where it is, else 0, from log decays since the start of the chunk."""
+    return tl.exp(tl.where(is_later, later - earlier, -float("inf")))
+
+
+@triton.jit
+def _merge_pairs(x, a, precision: tl.constexpr):
+    """From the inverses of the 2 n blocks of size s on the diagonal of I + a to those of size 2 s.
+
+    [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]
 
     Args:
-        x: [n, s, s] float32.
-        a: [n s, n s] float32, of which C are entries.
+        x: [2 n, s, s] float32.
+        a: [2 n s, 2 n s] float32, of which C are entries.
     """
     n: tl.constexpr = x.shape[0] // 2
     s: tl.constexpr = x.shape[1]
-    half = tl.arange(0, 2)
-    pair = tl.arange(0, n)
-    e = tl.broadcast_to(tl.reshape(x, (n, 2, s, 1, s)), (n, 2, s, 2, s))
-    e = tl.where(half[None, :, None, None, None] == half[None, None, None, :, None], e, 0.0)
-    lower = (half[None, :, None, None, None] == 1) & (half[None, None, None, :, None] == 0)
-    if n > 1:
-        c = tl.reshape(a, (n, 2 * s, n, 2 * s))
-        c = tl.sum(tl.where(pair[:, None, None, None] == pair[None, None, :, None], c, 0.0), axis=2)
-        c = tl.where(lower, tl.reshape(c, (n, 2, s, 2, s)), 0.0)
-        e, c = tl.reshape(e, (n, 2 * s, 2 * s)), tl.reshape(c, (n, 2 * s, 2 * s))
-        return e - tl.dot(tl.dot(e, c, input_precision=precision), e, input_precision=precision)
+    half, pair = tl.arange(0, 2), tl.arange(0, n)
+    pairs = tl.reshape(x, (n, 2, s, s))
+    p = tl.sum(tl.where(half[None, :, None, None] == 0, pairs, 0.0), axis=1)
+    q = tl.sum(tl.where(half[None, :, None, None] == 1, pairs, 0.0), axis=1)
+    c = tl.reshape(a, (n, 2 * s, n, 2 * s))
+    c = tl.sum(tl.where(pair[:, None, None, None] == pair[None, None, :, None], c, 0.0), axis=2)
+    row, column = half[None, :, None, None, None], half[None, None, None, :, None]
+    c = tl.where((row == 1) & (column == 0), tl.reshape(c, (n, 2, s, 2, s)), 0.0)
+    c = tl.sum(tl.sum(c, axis=3), axis=1)
+    if n == 1:
+        p, q, c = tl.reshape(p, (s, s)), tl.reshape(q, (s, s)), tl.reshape(c, (s, s))
+        lower = tl.dot(tl.dot(q, c, input_precision=precision), p, input_precision=precision)
     else:
-        c = tl.where(lower, tl.reshape(a, (1, 2, s, 2, s)), 0.0)
-        e, c = tl.reshape(e, (2 * s, 2 * s)), tl.reshape(c, (2 * s, 2 * s))
-        inverse = e - tl.dot(tl.dot(e, c, input_precision=precision), e, input_precision=precision)
-        return tl.reshape(inverse, (1, 2 * s, 2 * s))
+        lower = tl.dot(tl.dot(q, c, input_precision=precision), p, input_precision=precision)
+    lower, diagonal = tl.reshape(lower, (n, 1, s, 1, s)), tl.reshape(x, (n, 2, s, 1, s))
+    merged = tl.where((row == 1) & (column == 0), -lower, tl.where(row == column, diagonal, 0.0))
+    return tl.reshape(merged, (n, 2 * s, 2 * s))
 
 
 @triton.jit
 def _merge_inside(x, a, s: tl.constexpr, precision: tl.constexpr):
-    """`merge_inverses` for blocks of size s inside each of the n matrices [n, 16, 16]."""
+    """`_merge_pairs` for blocks of size s inside each of the n matrices [n, 16, 16]."""
     row = tl.arange(0, 16)
     r, c = row[None, :, None], row[None, None, :]
     corner = tl.where((r // (2 * s) == c // (2 * s)) & (r // s != c // s), a, 0.0)
@@ -186,5 +229,5 @@ def unit_lower_inverse(a, SUB_HEADS: tl.constexpr, precision: tl.constexpr):
             x = _merge_inside(x, d, 2 << level, precision)
     for level in tl.static_range(3):
         if (16 << level) < n:
-            x = merge_inverses(x, a, precision)
+            x = _merge_pairs(x, a, precision)
     return tl.reshape(x, (n, n))
