@@ -1,6 +1,6 @@
 """Softmax, linear and MHLA attention on boards of digits, as classifiers and as generators, under one recipe each.
 
-    python benchmarks/compare_canvas.py --out docs/canvas.csv --jobs 12    # runs side by side on one GPU
+    python benchmarks/compare_canvas.py --out docs/canvas.csv --jobs 16    # runs side by side on one GPU
 
 Classifiers are `train_cls.py fit -c configs/cls/canvas.yaml`, generators `train_gen.py fit -c configs/gen/canvas.yaml`
 with the options of `GENERATOR_RECIPE`, all of one width and depth; only attention and seed differ. A generator's
@@ -44,7 +44,7 @@ MODELS = {
 }
 BATCH = 256
 WARMUP_SHARE = 0.1
-# configs/gen/canvas.yaml is for a wider network and 16 times as many steps
+# configs/gen/canvas.yaml is for a wider network and 40,000 steps
 GENERATOR_RECIPE = ("--model.optimizer.lr", 1e-3, "--ema.decay", 0.998)
 FLOORS = {"training handwriting": ("train", 0), "validation handwriting": ("validation", 1)}  # split, seed
 COLUMNS = (
@@ -325,7 +325,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--models", nargs="+", default=list(MODELS)[:4], help=f"of {', '.join(MODELS)} (all but hih)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of training and samples (0 1 2)")
     add("--steps-cls", type=int, default=2500, help="steps of a classifier, 256 canvases each (%(default)s)")
-    add("--steps-gen", type=int, default=2500, help="steps of a generator, 256 canvases each (%(default)s)")
+    add("--steps-gen", type=int, default=1500, help="steps of a generator, 256 canvases each (%(default)s)")
     add("--dim", type=int, default=128, help="width (%(default)s)")
     add("--depth", type=int, default=6, help="blocks (%(default)s)")
     add("--heads", type=int, default=4, help="attention heads (%(default)s)")
