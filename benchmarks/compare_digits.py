@@ -9,30 +9,22 @@ of top-1 accuracies (mean ± standard deviation over seeds, of the last epoch an
 
 import argparse
 import csv
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
+from training_runs import RunFailed, markdown_table, mean_and_deviation, read_metric, train
+
 CORES = ("softmax", "linear", "mhla")
 
 
-def train(core: str, cpe: bool, seed: int, directory: Path, jobs: int) -> tuple[float, float]:
+def train_setting(core: str, cpe: bool, seed: int, directory: Path, jobs: int) -> tuple[float, float]:
     """Top-1 of the last and of the best epoch, in percent."""
     run = directory / f"{core}-cpe_{cpe}-seed_{seed}"
-    command = [sys.executable, "train_cls.py", "fit", "-c", "configs/cls/digits.yaml", "--run_dir", str(run)]
-    command += ["--model.name", f"deit_{core}_digits", "--model.model_args.cpe", str(cpe).lower()]
-    command += ["--seed_everything", str(seed), "--trainer.devices", "1", "--trainer.enable_progress_bar", "false"]
-    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    if result.returncode:
-        raise SystemExit(f"error: {' '.join(command)} ended with {result.returncode}:\n{result.stderr}")
-    with (run / "metrics.csv").open() as file:
-        top1 = [100 * float(row["val/top1"]) for row in csv.DictReader(file) if row["val/top1"]]
+    arguments: list[object] = ["--model.name", f"deit_{core}_digits", "--model.model_args.cpe", str(cpe).lower()]
+    arguments += ["--seed_everything", seed, "--trainer.devices", 1, "--trainer.enable_progress_bar", "false"]
+    train("train_cls.py", "configs/cls/digits.yaml", run, arguments, one_thread=jobs > 1)
+    top1 = [100 * value for value in read_metric(run, "val/top1")]
     return top1[-1], max(top1)
 
 
@@ -45,17 +37,23 @@ def main() -> None:
 
     settings = [(core, cpe, seed) for cpe in (True, False) for core in CORES for seed in arguments.seeds]
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(lambda setting: train(*setting, Path(directory), arguments.jobs), settings))
+        try:
+            results = list(pool.map(lambda setting: train_setting(*setting, Path(directory), arguments.jobs), settings))
+        except RunFailed as error:
+            pool.shutdown(cancel_futures=True)
+            raise SystemExit(f"error: {error}") from None
 
     with arguments.out.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["core", "cpe", "seed", "last_top1_percent", "best_top1_percent"])
         writer.writerows((*s, f"{last:.2f}", f"{best:.2f}") for s, (last, best) in zip(settings, results, strict=True))
-    print("| attention | CPE | last epoch | best epoch |\n|---|---|---|---|")
+    rows = []
     for core, cpe in dict.fromkeys((core, cpe) for core, cpe, _ in settings):
         scores = [score for setting, score in zip(settings, results, strict=True) if setting[:2] == (core, cpe)]
-        cells = [f"{statistics.mean(x):.2f} ± {statistics.stdev(x):.2f}" for x in zip(*scores, strict=True)]
-        print(f"| {core} | {'on' if cpe else 'off'} | {cells[0]} | {cells[1]} |")
+        rows.append(
+            [core, "on" if cpe else "off", *(mean_and_deviation(column) for column in zip(*scores, strict=True))]
+        )
+    print(markdown_table(["attention", "CPE", "last epoch", "best epoch"], rows))
 
 
 if __name__ == "__main__":

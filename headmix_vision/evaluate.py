@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name != "stats":
             metric.add_argument("--fake", required=True, help="generated images, or for fid their statistics")
-        metric.add_argument("--features", default="inception", help="inception, digits, or a path (inception)")
+        metric.add_argument(
+            "--features", default="inception", help="inception, digits, or a run or weights file (inception)"
+        )
         metric.add_argument("--out", type=Path, required=name == "stats", help="file to write; it must not exist")
         metric.add_argument("--root", help="place of a data set that needs one")
         metric.add_argument("--image-size", type=int, help="scale and centre-crop all images to this size first")

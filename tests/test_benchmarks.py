@@ -11,7 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 
+from headmix_vision.layers import CORES
 from headmix_vision.ops import TokenBlocks, mhla
+from headmix_vision.training.cli import main as train_classifier
+from headmix_vision.training.generation_cli import main as train_generator
+from headmix_vision.training.run_cli import RunCLI
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -199,6 +203,88 @@ def test_bench_models_halves_a_batch_that_does_not_fit(load, monkeypatch, capsys
     assert "batch 32 instead" in capsys.readouterr().out
 
 
+@pytest.mark.timeout(300)
+def test_canvas_comparison_trains_draws_scores_and_goes_on(load, tmp_path: Path, capsys):
+    comparison, out = load("compare_canvas"), tmp_path / "canvas.csv"
+    arguments = ["--out", str(out), "--runs", str(tmp_path / "runs"), "--models", "mhla+CPE+gate", "--seeds", "3"]
+    arguments += ["--dim", "16", "--depth", "1", "--heads", "2", "--steps-cls", "2", "--steps-gen", "2", "--jobs", "2"]
+    arguments += ["--samples", "18", "--sampling-steps", "2", "--cls-options=--trainer.limit_val_batches 1"]
+    comparison.main(arguments)
+    written, printed = out.read_text(), capsys.readouterr().out
+    classifier, generator, *floors = csv.DictReader(written.splitlines())
+    assert (classifier["task"], generator["task"]) == ("classification", "generation")
+    assert {row["task"] for row in floors} == {"floor"} and len(floors) == 2
+    assert 0 <= float(classifier["last_top1_percent"]) <= float(classifier["best_top1_percent"]) <= 100
+    assert all(0 < float(floor["fid"]) < float(generator["fid"]) for floor in floors)
+    assert len({row["features"] for row in (generator, *floors)}) == 1
+    assert generator["features"].startswith("mhla+CPE+gate seed 3 ")
+    assert f"| {float(generator['fid']):.3f} |" in printed and "| mhla+CPE+gate |" in printed
+
+    comparison.main(arguments)
+    assert out.read_text() == written and "generation" not in capsys.readouterr().out
+    out.write_text("\n".join(line for line in written.splitlines() if not line.startswith("generation")))
+    comparison.main(arguments)
+    assert out.read_text() == written, "samples that are there are scored again, alike"
+
+
+def test_canvas_comparison_changes_nothing_but_the_attention(load, tmp_path: Path, monkeypatch):
+    comparison, seen = load("compare_canvas"), []
+    arguments = comparison.parse_arguments(["--out", str(tmp_path / "x.csv"), "--models", *comparison.MODELS])
+    runs = comparison.Runs(arguments)
+    monkeypatch.chdir(FOLDER.parent)
+    monkeypatch.setattr(RunCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
+    for task, main in (("classification", train_classifier), ("generation", train_generator)):
+        recipes = []
+        for model, (core, extras) in comparison.MODELS.items():
+            options = runs.options(comparison.Case(task, model, 1))
+            config = f"configs/{'cls' if task == 'classification' else 'gen'}/canvas.yaml"
+            main(["fit", "-c", config, "--run_dir", str(tmp_path / "run"), *map(str, options)])
+            cli = seen.pop()
+            attention = cli.model.net.blocks[0].attn
+            assert isinstance(attention.core, CORES[core])
+            assert [attention.cpe is not None, attention.gate is not None] == [bool(extras)] * 2
+            settings = cli.config["fit"].as_dict()
+            for name in ("cpe", "output_gate"):
+                settings["model"]["model_args"].pop(name)
+            settings["model"].pop("name")
+            recipes.append(settings)
+        assert all(recipe == recipes[0] for recipe in recipes)
+        assert recipes[0]["model"]["model_args"]["depth"] == 6 and recipes[0]["trainer"]["max_steps"] == runs.steps(
+            task
+        )
+
+
+def test_a_run_that_fails_leaves_the_rows_of_the_others(load, tmp_path: Path, monkeypatch, capsys):
+    comparison, out = load("compare_canvas"), tmp_path / "canvas.csv"
+
+    def fail_for_one_seed(runs, case):
+        if case.seed == 1:
+            raise comparison.RunFailed("no memory")
+        runs.directory(case).mkdir(parents=True, exist_ok=True)
+        (runs.directory(case) / "metrics.csv").write_text("step,val/top1\n1,\n2,0.5\n3,0.25\n")
+
+    monkeypatch.setattr(comparison.Runs, "classify", fail_for_one_seed)
+    monkeypatch.setattr(comparison.Runs, "generate", lambda runs, case: fail_for_one_seed(runs, case._replace(seed=1)))
+    monkeypatch.setattr(comparison.Runs, "parameters", lambda runs, case: 7)
+    monkeypatch.setattr(comparison, "open_judge", lambda runs, table: None)
+    with pytest.raises(SystemExit) as stop:
+        comparison.main(["--out", str(out), "--runs", str(tmp_path), "--models", "linear", "--seeds", "0", "1"])
+    assert stop.value.code == 1 and "error: no memory" in capsys.readouterr().err
+    (row,) = csv.DictReader(out.read_text().splitlines())
+    assert (row["seed"], row["last_top1_percent"], row["best_top1_percent"]) == ("0", "25.00", "50.00")
+
+
+def test_training_runs_tables(load):
+    training_runs = load("training_runs")
+    assert training_runs.mean_and_deviation([1.0, 2.0, 3.0]) == "2.00 ± 1.00"
+    assert [training_runs.mean_and_deviation(values, 1) for values in ([], [2.0])] == ["–", "2.0"]
+    assert training_runs.markdown_table(["a", "b"], [["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
+    with pytest.raises(training_runs.RunFailed, match=r"no_such_script\.py"):
+        training_runs.run_script(["no_such_script.py"])
+    assert load("compare_canvas").validation_interval(2500, 5) == 500
+    assert load("compare_canvas").validation_interval(7, 5) == 7
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
@@ -211,6 +297,10 @@ def test_bench_models_halves_a_batch_that_does_not_fit(load, monkeypatch, capsys
         ("bench_models", ["--baseline", "deit_mhla_small"], "twice"),
         ("bench_models", ["--compile", "fast"], "'fast'"),
         ("bench_models", ["--windows", "0"], "positive"),
+        ("compare_canvas", ["--out", "x.csv", "--models", "soft"], "'soft'"),
+        ("compare_canvas", ["--out", "x.csv", "--seeds", "1", "1"], "twice"),
+        ("compare_canvas", ["--out", "x.csv", "--jobs", "0"], "--jobs"),
+        ("compare_canvas", ["--out", __file__], "another --out"),
     ],
 )
 def test_wrong_arguments_end_with_one_line(load, script, arguments, message):

@@ -73,6 +73,12 @@ class Augmentation:
         """Whether rotation, shift or zoom is on."""
         return bool(self.degrees or self.translate or tuple(self.rescale) != (1.0, 1.0))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether an image of the model's input size stays as it is."""
+        random = (self.hflip, self.vflip, self.auto_augment, self.color_jitter, self.reprob)
+        return not (any(random) or self.is_affine) and tuple(self.scale) == tuple(self.ratio) == (1.0, 1.0)
+
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
     if not condition:
@@ -159,3 +165,10 @@ def eval_transform(data_config: dict[str, Any]) -> Transform:
     from timm.data import create_transform
 
     return create_transform(**data_config, is_training=False)
+
+
+def normalize(data_config: dict[str, Any]) -> Transform:
+    """Normalisation alone, of a batch too: what the other transforms leave of an image that already has its size."""
+    from torchvision.transforms import Normalize
+
+    return Normalize(data_config["mean"], data_config["std"])

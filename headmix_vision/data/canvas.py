@@ -9,6 +9,7 @@ class. A fifth of the zeros stand in one home region, the others in any region a
 region points to is right in 29 % of all cases, and it is the first thing that a model learns.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ DIGIT_SIZE = 8
 CELL = 10
 REGIONS = 3
 FREE = -1
+NOT_DRAWN = -1
 HOME = {"same": 4, "opposite": 2}
 HOME_SHARE = 0.2
 
@@ -34,7 +36,8 @@ class CanvasDigits(Dataset[tuple[Tensor, int]]):
     """The canvases of one split; each depends on (seed, split, index) alone and is drawn when it is read.
 
     The digits are those of `Digits`: training and validation canvases share no handwriting. 64 pixels hold regions of
-    2 x 2 cells, 96 pixels of 3 x 3, 128 pixels of 4 x 4.
+    2 x 2 cells, 96 pixels of 3 x 3, 128 pixels of 4 x 4. Which handwriting stands where is remembered (72 bytes a
+    canvas of 64 pixels), so that from the second epoch on a batch is one look-up.
 
     Args:
         split: `train` or `validation`, or a synonym.
@@ -76,28 +79,40 @@ class CanvasDigits(Dataset[tuple[Tensor, int]]):
         self.class_names = [str(digit) for digit in range(1, 10)]
         digits = Digits(self.split)
         targets = np.array(digits.targets)
-        # all handwriting sorted by digit; the last picture is empty, for free cells
+        # all handwriting sorted by digit, in sixteenths, with the border of its cell; the last picture is a free cell
         order = np.argsort(targets, kind="stable")
-        self._pixels = np.pad(digits.images[order, 0].numpy(), ((0, 1), (0, 0), (0, 0)))
+        sixteenths = (digits.images[order, 0] * 16).to(torch.uint8).numpy()
+        border = (CELL - DIGIT_SIZE) // 2
+        self._pictures = np.pad(sixteenths, ((0, 1), (border, border), (border, border)))
         self._counts = np.bincount(targets)
         self._first = np.cumsum(self._counts) - self._counts
         cells = REGIONS * self.region_cells
-        corners = (size - cells * CELL) // 2 + (CELL - DIGIT_SIZE) // 2 + np.arange(cells) * CELL
-        places = corners[:, None] + np.arange(DIGIT_SIZE)
-        self._rows, self._columns = places[:, None, :, None], places[None, :, None, :]
+        self._start = (size - cells * CELL) // 2
+        self._chosen = np.zeros((self.length, cells, cells), np.int16)
+        self._labels = np.full(self.length, NOT_DRAWN, np.int8)
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Image, float32 [channels, size, size] in [0, 1], and class, an index into `class_names`."""
-        generator = self._generator(index)
-        board, label = self._board(generator)
-        written = np.maximum(board, 0)
-        chosen = self._first[written] + (generator.random(board.shape) * self._counts[written]).astype(np.int64)
-        image = np.zeros((self.size, self.size), np.float32)
-        image[self._rows, self._columns] = self._pixels[np.where(board == FREE, len(self._pixels) - 1, chosen)]
-        return torch.from_numpy(image).expand(self.channels, -1, -1), label
+        images, labels = self.read_batch([index])
+        return images[0], int(labels[0])
+
+    def read_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Images, float32 [B, channels, size, size], and classes, int64 [B], of several canvases."""
+        places = np.asarray(indices, np.int64)
+        for index in places[(places < 0) | (places >= self.length)]:
+            raise IndexError(f"canvas {index} of {self.length}")
+        for index in places[self._labels[places] == NOT_DRAWN].tolist():
+            self._draw(index)
+        cells = self._pictures[self._chosen[places]]  # [B, rows of cells, columns of cells, CELL, CELL]
+        side = cells.shape[1] * CELL
+        images = np.zeros((len(places), 1, self.size, self.size), np.uint8)
+        middle = slice(self._start, self._start + side)
+        images[:, 0, middle, middle] = cells.transpose(0, 1, 3, 2, 4).reshape(len(places), side, side)
+        pixels = torch.from_numpy(images).float() / 16
+        return pixels.expand(-1, self.channels, -1, -1), torch.from_numpy(self._labels[places].astype(np.int64))
 
     read = __getitem__
 
@@ -110,9 +125,15 @@ class CanvasDigits(Dataset[tuple[Tensor, int]]):
         return self._board(self._generator(index))
 
     def _generator(self, index: int) -> np.random.Generator:
-        if not 0 <= index < self.length:
-            raise IndexError(f"canvas {index} of {self.length}")
         return np.random.default_rng(derive_seed(self.seed, list(LENGTHS).index(self.split), index))
+
+    def _draw(self, index: int) -> None:
+        generator = self._generator(index)
+        board, label = self._board(generator)
+        written = np.maximum(board, 0)
+        chosen = self._first[written] + (generator.random(board.shape) * self._counts[written]).astype(np.int64)
+        self._chosen[index] = np.where(board == FREE, len(self._pictures) - 1, chosen)
+        self._labels[index] = label
 
     def _board(self, generator: np.random.Generator) -> tuple[NDArray[np.int64], int]:
         n, regions = self.region_cells, REGIONS * REGIONS

@@ -13,10 +13,20 @@ from headmix_vision.data.augmentation import (
     check_interpolation,
     check_tensor_images,
     eval_transform,
+    normalize,
     train_transform,
 )
+from headmix_vision.data.canvas import CanvasDigits
 from headmix_vision.data.opening import STREAMING, check_location, open_canvas, open_source, reader_kind
-from headmix_vision.data.samples import Collate, EvalSamples, TrainLoader, TrainSamples, UnreadableImages
+from headmix_vision.data.samples import (
+    Collate,
+    EvalSamples,
+    TrainLoader,
+    TrainSamples,
+    UnreadableImages,
+    WholeBatches,
+    as_it_is,
+)
 from headmix_vision.data.sampling import TrainBatchSampler, eval_batches
 from headmix_vision.data.sources import Digits, FakeImages, ImageFiles, Source, find_images
 from headmix_vision.data.streaming import StreamedSamples, StreamLoader
@@ -60,8 +70,8 @@ class ClassificationData(lightning.LightningDataModule):
         predict_path: Image file or folder, searched with its sub-folders, for the predict command.
         batch_size: Images per process and step.
         eval_batch_size: Images per process and step in evaluation and prediction; batch_size if null.
-        num_workers: Worker processes per process; if null, none for digits, else the CPU cores per process, at
-            most 8.
+        num_workers: Worker processes per process; if null, none for digits and for canvases that are not augmented,
+            else the CPU cores per process, at most 8.
         seed: Seed of order and augmentation.
         max_unreadable: Largest share of unreadable images, above which an error stops the run; each process counts
             what it reads.
@@ -164,6 +174,8 @@ class ClassificationData(lightning.LightningDataModule):
             world_size=trainer.world_size,
             first_batch=self._batches_trained,
         )
+        if isinstance(split, CanvasDigits) and self.augmentation.is_idle:
+            return TrainLoader(self._whole_batches(split), batch_sampler=sampler, **self._loader_options(whole=True))
         transform = train_transform(self._data_config, self.augmentation)
         samples = TrainSamples(split, transform, self.seed, UnreadableImages(len(split), self.max_unreadable))
         return TrainLoader(samples, batch_sampler=sampler, **self._loader_options())
@@ -267,8 +279,13 @@ class ClassificationData(lightning.LightningDataModule):
         if isinstance(split, StreamedSamples):
             return self._stream_loader(split, self.eval_batch_size, lambda: 0, drop_last=False)
         batches = eval_batches(len(split), self.eval_batch_size, trainer.global_rank, trainer.world_size)
+        if isinstance(split, CanvasDigits) and self._data_config["crop_pct"] == 1:
+            return DataLoader(self._whole_batches(split), batch_sampler=batches, **self._loader_options(whole=True))
         samples = self._eval_samples(split, sum(map(len, batches)))
         return DataLoader(samples, batch_sampler=batches, **self._loader_options())
+
+    def _whole_batches(self, split: CanvasDigits) -> WholeBatches:
+        return WholeBatches(split, normalize(self._data_config))
 
     def _eval_samples(self, source: Source, share: int, with_name: bool = False) -> EvalSamples:
         unreadable = UnreadableImages(len(source), self.max_unreadable, seen=share)
@@ -280,13 +297,13 @@ class ClassificationData(lightning.LightningDataModule):
         options = self._loader_options()
         return StreamLoader(samples, epoch=epoch, batch_size=batch_size, drop_last=drop_last, **options)
 
-    def _loader_options(self, with_name: bool = False) -> dict[str, Any]:
+    def _loader_options(self, with_name: bool = False, whole: bool = False) -> dict[str, Any]:
         trainer, workers = self._attached_trainer(), self.num_workers
         if workers is None:
-            workers = 0 if self.kind == "digits" else min(8, suggested_max_num_workers(trainer.num_devices))
+            workers = 0 if self.kind == "digits" or whole else min(8, suggested_max_num_workers(trainer.num_devices))
         return {
             "num_workers": workers,
             "persistent_workers": workers > 0,
             "pin_memory": trainer.strategy.root_device.type == "cuda",
-            "collate_fn": Collate(self._data_config["input_size"], with_name),
+            "collate_fn": as_it_is if whole else Collate(self._data_config["input_size"], with_name),
         }

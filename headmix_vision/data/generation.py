@@ -5,7 +5,7 @@ B batch, C channels, H x W the network's input size.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import lightning
 import torch
@@ -18,8 +18,16 @@ from torchvision.transforms import v2
 
 from headmix_vision.data.canvas import CanvasDigits
 from headmix_vision.data.latents import LatentShards
-from headmix_vision.data.opening import RANDOM_ACCESS, check_location, open_source, reader_kind
-from headmix_vision.data.samples import Collate, EvalSamples, TrainLoader, TrainSamples, UnreadableImages
+from headmix_vision.data.opening import RANDOM_ACCESS, check_location, open_canvas, open_source, reader_kind
+from headmix_vision.data.samples import (
+    Collate,
+    EvalSamples,
+    TrainLoader,
+    TrainSamples,
+    UnreadableImages,
+    WholeBatches,
+    as_it_is,
+)
 from headmix_vision.data.sampling import SampleKey, TrainBatchSampler, eval_batches
 from headmix_vision.data.sources import Digits, Source
 
@@ -38,15 +46,16 @@ class GenerationData(lightning.LightningDataModule):
     processes and workers; see `ClassificationData`.
 
     Args:
-        dataset: digits (embedded), canvas (boards of digits), latents (shards of cache_latents), fake (random
-            numbers, to try a recipe), folder (a directory per split and class) or a timm name torch/NAME, hfds/NAME.
+        dataset: digits (embedded), canvas or canvas/opposite (boards of digits), latents (shards of cache_latents),
+            fake (random numbers, to try a recipe), folder (a directory per split and class) or a timm name
+            torch/NAME, hfds/NAME.
         root: Place of the data; of latents the directory of the cache, or of a cache for each split.
         train_split: Name of the training split; `all` trains on both splits of digits.
         val_split: Name of the validation split, on which the loss is measured; none when null.
         batch_size: Samples per process and step.
         eval_batch_size: Samples per process and step in validation; batch_size if null.
-        num_workers: Worker processes per process; if null, none for digits and fake, else the CPU cores per process,
-            at most 8.
+        num_workers: Worker processes per process; if null, none for digits, fake and canvases that are neither
+            flipped nor resized, else the CPU cores per process, at most 8.
         seed: Seed of order and flips.
         hflip: Probability of a horizontal flip of an image.
         max_unreadable: Largest share of unreadable images, above which an error stops the run.
@@ -137,6 +146,10 @@ class GenerationData(lightning.LightningDataModule):
             world_size=trainer.world_size,
             first_batch=self._batches_trained,
         )
+        if self._drawn_whole(split, self.hflip):
+            return TrainLoader(
+                WholeBatches(split, _to_range), batch_sampler=sampler, **self._loader_options(whole=True)
+            )
         samples: Dataset[tuple[Tensor, int]]
         if isinstance(split, LatentSource):
             samples = LatentSamples(split.shards)
@@ -150,6 +163,8 @@ class GenerationData(lightning.LightningDataModule):
             return []
         trainer, split = self._attached_trainer(), self._splits["val"]
         batches = eval_batches(len(split), self.eval_batch_size, trainer.global_rank, trainer.world_size)
+        if self._drawn_whole(split):
+            return DataLoader(WholeBatches(split, _to_range), batch_sampler=batches, **self._loader_options(whole=True))
         samples = EvalSamples(split, self._transform(0.0), self._unreadable(len(split)))
         return DataLoader(samples, batch_sampler=batches, **self._loader_options())
 
@@ -183,7 +198,7 @@ class GenerationData(lightning.LightningDataModule):
         return 0 if trainer.overfit_batches else trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
     def _open(self, split: str) -> Source:
-        channels, height, _ = self._shape
+        channels, height, width = self._shape
         numbers = [str(i) for i in range(max(self._model_classes, 1))]
         if self.kind == "digits":
             parts = ("train", "validation") if split == "all" else (split,)
@@ -191,7 +206,8 @@ class GenerationData(lightning.LightningDataModule):
         if self.kind == "fake":
             return FakeSamples(self._shape, numbers)
         if self.kind == "canvas":
-            return CanvasDigits(split, self.canvas_size or height, self.seed, channels=channels)
+            size = (self.canvas_size, self.canvas_size) if self.canvas_size else (height, width)
+            return open_canvas(self.dataset, split, size, channels)
         if self.kind == "latents":
             return self._open_latents(split)
         if channels not in PIL_MODES:
@@ -216,6 +232,10 @@ class GenerationData(lightning.LightningDataModule):
             )
         return LatentSource(shards)
 
+    def _drawn_whole(self, split: Source, hflip: float = 0.0) -> TypeGuard[CanvasDigits]:
+        """Whether a batch of the split is drawn at once: canvases of the network's size as they are."""
+        return isinstance(split, CanvasDigits) and split.size == self._shape[1] and not hflip
+
     def _transform(self, hflip: float) -> Callable[[Any], Tensor]:
         if self.kind in ("latents", "fake"):
             return Tensor.float
@@ -224,16 +244,16 @@ class GenerationData(lightning.LightningDataModule):
     def _unreadable(self, size: int) -> UnreadableImages:
         return UnreadableImages(size, self.max_unreadable)
 
-    def _loader_options(self) -> dict[str, Any]:
+    def _loader_options(self, whole: bool = False) -> dict[str, Any]:
         trainer, workers = self._attached_trainer(), self.num_workers
         if workers is None:
-            idle = self.kind in ("digits", "fake")
+            idle = self.kind in ("digits", "fake") or whole
             workers = 0 if idle else min(8, suggested_max_num_workers(trainer.num_devices))
         return {
             "num_workers": workers,
             "persistent_workers": workers > 0,
             "pin_memory": trainer.strategy.root_device.type == "cuda",
-            "collate_fn": Collate(self._shape),
+            "collate_fn": as_it_is if whole else Collate(self._shape),
         }
 
 
@@ -324,4 +344,9 @@ class _ToRange:
             x = interpolate(x[None], self.size, mode=mode, antialias=mode == "bilinear")[0]
         if self.hflip and torch.rand(()) < self.hflip:
             x = x.flip(-1)
-        return x * 2 - 1
+        return _to_range(x)
+
+
+def _to_range(pixels: Tensor) -> Tensor:
+    """Pixels in [0, 1] of any shape, in [-1, 1]."""
+    return pixels * 2 - 1

@@ -121,7 +121,7 @@ class ClassifierExtractor(FeatureExtractor):
     """
 
     def __init__(self, network: nn.Module, name: str, device: torch.device | str = "cpu") -> None:
-        config = timm.data.resolve_model_data_config(network)
+        config = timm.data.resolve_input_data_config(network)
         channels, *size = config["input_size"]
         if channels not in (1, 3) or not getattr(network, "num_classes", 0):
             raise ValueError(f"{name} takes {channels} channels and has {network.num_classes} classes: no classifier")

@@ -1,16 +1,22 @@
 """Canvas: what its class depends on, what it does not depend on, and how the data module opens it."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
 from headmix_vision.data import ClassificationData
+from headmix_vision.data.augmentation import Augmentation, eval_transform, train_transform
 from headmix_vision.data.canvas import CELL, RULES, CanvasDigits
+from headmix_vision.data.generation import GenerationData
+from headmix_vision.data.samples import TrainSamples, UnreadableImages
 from headmix_vision.data.sources import Digits
 from headmix_vision.evaluation.images import open_images
 
-from .helpers import attach
+from .helpers import attach, make_trainer
 
 COUNT = 4000
 
@@ -57,6 +63,8 @@ def test_what_is_on_a_canvas_does_not_tell_its_class_where_it_is_does(
 
 
 def test_canvases_depend_on_seed_split_and_index_alone() -> None:
+    with pytest.raises(IndexError, match="canvas -1 of 9"):
+        CanvasDigits("train", length=9).read_batch([0, -1])
     first, again = CanvasDigits("train", length=9), CanvasDigits("train")
     assert len(first) == 9 and len(again) == 50_000 and len(CanvasDigits("val")) == 5_000
     for index in (3, 0, 8):
@@ -103,6 +111,57 @@ def test_data_module_opens_canvases_of_the_models_size() -> None:
     assert data.class_names == [str(digit) for digit in range(1, 10)]
     images, _ = next(iter(data.train_dataloader()))
     assert images.shape == (6, 3, 96, 96)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_drawn_at_once_are_those_of_single_images_and_transforms(workers: int) -> None:
+    data = ClassificationData("canvas", batch_size=6, eval_batch_size=4, num_workers=workers)
+    attach(data, img_size=64, num_classes=9)
+    images, targets = next(iter(loader := data.train_dataloader()))
+    source, config = CanvasDigits("train"), data._data_config
+    transform = train_transform(config, data.augmentation)
+    single = TrainSamples(source, transform, data.seed, UnreadableImages(len(source), 0))
+    expected = [single[key] for key in next(iter(loader.batch_sampler))]
+    assert torch.equal(images, torch.stack([image for image, _ in expected]))
+    assert targets.tolist() == [target for _, target in expected]
+
+    *_, (images, targets) = data.val_dataloader()
+    source, transform = CanvasDigits("validation"), eval_transform(config)
+    assert torch.equal(images, torch.stack([transform(source[index][0]) for index in range(4996, 5000)]))
+    assert targets.tolist() == [source[index][1] for index in range(4996, 5000)]
+
+
+def test_augmented_canvases_are_drawn_one_by_one() -> None:
+    data = ClassificationData("canvas", batch_size=6, num_workers=0, augmentation=Augmentation(hflip=1.0))
+    attach(data, img_size=64, num_classes=9)
+    images, _ = next(iter(loader := data.train_dataloader()))
+    key = next(iter(loader.batch_sampler))[0]
+    expected = eval_transform(data._data_config)(CanvasDigits("train")[key.sample][0])
+    assert torch.equal(images[0], expected.flip(-1)) and not torch.equal(images[0], expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"canvas_size": 128}, {"hflip": 1.0}])
+def test_generators_are_fed_the_same_canvases_by_rule_whatever_the_seed(options: dict[str, Any]) -> None:
+    data = GenerationData("canvas/opposite", batch_size=6, eval_batch_size=4, num_workers=0, seed=5, **options)
+    module, trainer = torch.nn.Module(), make_trainer(max_epochs=1)
+    module.net = SimpleNamespace(in_channels=3, input_size=(64, 64), num_classes=9)
+    trainer.strategy._lightning_module = module
+    data.trainer = trainer
+    data.setup("fit")
+    images, labels = next(iter(data.val_dataloader()))
+    source = CanvasDigits("validation", options.get("canvas_size", 64), rule="opposite", channels=3)
+    expected, expected_labels = source.read_batch(range(4))
+    assert labels.tolist() == expected_labels.tolist() and images.shape == (4, 3, 64, 64)
+    if "canvas_size" not in options:
+        torch.testing.assert_close(images, expected * 2 - 1)
+
+    images, labels = next(iter(loader := data.train_dataloader()))
+    keys = next(iter(loader.batch_sampler))
+    source = CanvasDigits("train", source.size, rule="opposite", channels=3)
+    expected, expected_labels = source.read_batch([key.sample for key in keys])
+    assert labels.tolist() == expected_labels.tolist() and images.shape == (6, 3, 64, 64)
+    if "canvas_size" not in options:
+        torch.testing.assert_close(images, (expected.flip(-1) if "hflip" in options else expected) * 2 - 1)
 
 
 def test_canvases_can_be_scored() -> None:

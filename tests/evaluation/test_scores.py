@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
@@ -177,6 +178,25 @@ def test_run_directory_and_its_export_are_one_extractor(classifier: Path, tmp_pa
     images = torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8)
     first, second, third = (extractor(images)["features"] for extractor in extractors)
     assert torch.equal(first, second) and torch.equal(first, third)
+
+
+def test_a_classifier_of_canvases_takes_images_of_its_own_size(tmp_path: Path) -> None:
+    arguments = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    network = timm.create_model("deit_mhla_digits", num_classes=9, img_size=64, **arguments).eval()
+    description = {"name": "deit_mhla_digits", "num_classes": 9, "img_size": 64, "model_args": arguments}
+    checkpoint = tmp_path / "run" / "checkpoints" / "best.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    state = {f"net.{name}": value for name, value in network.state_dict().items()}
+    torch.save({"state_dict": state, "headmix_vision": description}, checkpoint)
+    extractor = open_extractor(str(tmp_path / "run"))
+    (images,) = open_images("canvas[:4]", extractor.mode).batches(4)
+    mean, std = network.pretrained_cfg["mean"][0], network.pretrained_cfg["std"][0]
+    torch.testing.assert_close(extractor(images)["logits"], network((images / 255 - mean) / std).detach())
+    result = score(
+        *(tmp_path, "fid", "--features", tmp_path / "run"),
+        *("--real", "canvas[:40]", "--fake", "canvas:train[:40]"),
+    )
+    assert result["real"]["size"] == [64, 64] and result["scores"]["fid"] > 0
 
 
 def test_digits_features_come_from_the_default_run(

@@ -1,0 +1,77 @@
+"""Training runs of a comparison: starting the scripts of the repository, and tables over seeds."""
+
+import csv
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+FINISHED = "finished"
+
+
+class RunFailed(RuntimeError):
+    """A script of a run ended with an error."""
+
+
+def run_script(arguments: Sequence[object], *, one_thread: bool = False) -> None:
+    """Run a script of the repository, with this Python and from the repository's root.
+
+    Args:
+        arguments: Name of the script and its arguments.
+        one_thread: Compute on one CPU thread, for runs side by side.
+
+    Raises:
+        RunFailed: It failed; the message ends with what it printed last.
+    """
+    command = [sys.executable, *map(str, arguments)]
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        raise RunFailed(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-3000:]}")
+
+
+def train(script: str, config: str, run: Path, options: Sequence[object], *, one_thread: bool = False) -> None:
+    """Train, or go on with an interrupted run; a finished run is left as it is.
+
+    Args:
+        script: `train_cls.py` or `train_gen.py`.
+        config: The recipe.
+        run: Run directory, the same for the same options alone.
+        options: Further options.
+        one_thread: Compute on one CPU thread.
+
+    Raises:
+        RunFailed: Training failed.
+    """
+    if (run / FINISHED).exists():
+        return
+    place = ["--run_dir", run.absolute()]
+    if (run / "checkpoints" / "last.ckpt").exists():
+        arguments = [script, "fit", "-c", run.absolute() / "config.yaml", *place, "--ckpt_path", "last"]
+    else:
+        arguments = [script, "fit", "-c", config, *place, "--overwrite", "true", *options]
+    run_script(arguments, one_thread=one_thread)
+    (run / FINISHED).touch()
+
+
+def read_metric(run: Path, name: str) -> list[float]:
+    """All values of a metric in a run's `metrics.csv`, in the order of steps."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+def mean_and_deviation(values: Sequence[float], digits: int = 2) -> str:
+    """`mean ± standard deviation` of a table cell; the value alone where there is one, a dash without any."""
+    if not values:
+        return "–"
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(line)} |" for line in (header, *rows)]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
