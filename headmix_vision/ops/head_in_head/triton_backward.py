@@ -128,7 +128,7 @@ def inputs_backward_kernel(
 
     # Of the values; of beta, without the share of the masked keys.
     d_strength = tl.zeros((T,), tl.float32)
-    for part in tl.static_range(PARTS):
+    for part in range(PARTS):
         value = load_tokens(v, tokens, exists, v_n, part * VALUES, DV, VALUES, ALIGN).to(tl.float32)
         d_error = tl.trans(load_matrix(d_errors, part * VALUES, DV, ROWS, VALUES, ROWS)).to(tl.float32)
         d_error = sum_rows(d_error, SUB_HEADS)
@@ -139,7 +139,7 @@ def inputs_backward_kernel(
     # Of the scores, the queries and, through the scores, the write keys.
     d_score = tl.zeros((T, ROWS), tl.float32)
     d_query = tl.zeros((T, KEYS), tl.float32)
-    for part in tl.static_range(PARTS):
+    for part in range(PARTS):
         gradient = load_tokens(d_out, tokens, exists, g_n, part * VALUES, DV, VALUES, ALIGN).to(COMPUTE)
         correction = load_matrix(corrections, part * VALUES, DV, ROWS, VALUES, ROWS)
         state = load_matrix(states, part * VALUES, DV, D, VALUES, KEYS)
@@ -154,7 +154,7 @@ def inputs_backward_kernel(
     # Of the system, and of the masked keys over beta.
     d_system = tl.zeros((ROWS, ROWS), tl.float32)
     d_masked = tl.zeros((ROWS, KEYS), tl.float32)
-    for part in tl.static_range(PARTS):
+    for part in range(PARTS):
         d_error = tl.trans(load_matrix(d_errors, part * VALUES, DV, ROWS, VALUES, ROWS))
         correction = load_matrix(corrections, part * VALUES, DV, ROWS, VALUES, ROWS)
         state = load_matrix(states, part * VALUES, DV, D, VALUES, KEYS)
@@ -189,7 +189,7 @@ def inputs_backward_kernel(
     # Of the write keys, the decay to the end of the chunk and, in all, of the decays.
     d_write = tl.zeros((ROWS, KEYS), tl.float32)
     of_total = 0.0
-    for part in tl.static_range(PARTS):
+    for part in range(PARTS):
         correction = tl.trans(load_matrix(corrections, part * VALUES, DV, ROWS, VALUES, ROWS))
         state = load_matrix(states, part * VALUES, DV, D, VALUES, KEYS).to(tl.float32)
         d_state = load_matrix(d_states, part * VALUES, DV, D, VALUES, KEYS)

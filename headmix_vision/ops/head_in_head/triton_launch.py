@@ -16,11 +16,13 @@ from headmix_vision.ops.head_in_head import triton_forward as forward
 from headmix_vision.ops.triton_inputs import alignment, numerics
 
 SUB_HEADS = (1, 2, 4, 8)
-PREPARE = dict(num_warps=1, num_stages=1)
-SCAN = dict(VALUES=64, num_warps=4, num_stages=2)
-SCAN_BACKWARD = dict(VALUES=64, num_warps=4, num_stages=2)
-INPUTS_BACKWARD = dict(VALUES=64, num_warps=4, num_stages=1)
 LEAST_TOKENS = 16  # of a chunk: the shortest side of a product
+Tiles = dict[str, int]
+# For bfloat16, up to 64 rows and keys, the best of sweeps on an H200.
+PREPARE = Tiles(num_warps=1, num_stages=1)
+SCAN = Tiles(VALUES=64, num_warps=4, num_stages=2)
+SCAN_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=2)
+INPUTS_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=1)
 
 
 class Saved(NamedTuple):
@@ -77,10 +79,29 @@ def _mask_strides(mask: Tensor) -> tuple[int, ...]:
 def _constants(k: Tensor, mask: Tensor, order: Tensor | None, align: int) -> dict[str, Any]:
     compute, precision, _ = numerics(k.dtype)
     r, D = mask.shape[-1], k.shape[-1]
+    if k.dtype == torch.float32 and _is_large(k, mask):
+        precision = "bf16x6"  # as exact as tf32x3 in half the shared memory
     return dict(
         T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=_columns(D), ORDERED=order is not None,
         COMPUTE=compute, PRECISION=precision, ALIGN=align,
     )  # fmt: skip
+
+
+def _is_large(k: Tensor, mask: Tensor) -> bool:
+    """Whether the tile of a chunk's keys has 128 x 128 numbers."""
+    r = mask.shape[-1]
+    return r * chunk_tokens(r) * _columns(k.shape[-1]) >= 128 * 128
+
+
+def _tiles(tiles: Tiles, k: Tensor, mask: Tensor) -> Tiles:
+    """The tiles, with fewer columns and more warps where a program would not fit."""
+    r = mask.shape[-1]
+    wide = r * chunk_tokens(r) > 64 or k.shape[-1] > 64
+    if "VALUES" not in tiles:
+        return tiles | Tiles(num_warps=8 if _is_large(k, mask) else 4) if wide or k.dtype != torch.bfloat16 else tiles
+    if k.dtype == torch.bfloat16:
+        return tiles | Tiles(num_stages=1) if wide else tiles
+    return Tiles(VALUES=16 if _is_large(k, mask) else 32, num_warps=8 if wide else 4, num_stages=1)
 
 
 def _columns(dim: int) -> int:
@@ -88,8 +109,9 @@ def _columns(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def _values(v: Tensor, mask: Tensor, tiles: dict[str, int]) -> dict[str, Any]:
-    tiles = tiles | dict(VALUES=min(_columns(v.shape[-1]), tiles["VALUES"]))
+def _values(k: Tensor, v: Tensor, mask: Tensor, tiles: Tiles) -> dict[str, Any]:
+    tiles = _tiles(tiles, k, mask)
+    tiles |= Tiles(VALUES=min(_columns(v.shape[-1]), tiles["VALUES"]))
     return dict(DV=v.shape[-1], TOKEN_MASK=mask.ndim == 5, **tiles)
 
 
@@ -108,9 +130,9 @@ def forward_pass(
     forward.prepare_kernel[(B * H * C,)](
         q, k, beta, log_decay, mask, order, buffers.decays, buffers.scores, buffers.inverse, spread,
         *_strides(align, q, k), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), N, H, C, Dk**-0.5,
-        **constants, **PREPARE,
+        **constants, **_tiles(PREPARE, k, mask),
     )  # fmt: skip
-    values = _values(v, mask, SCAN)
+    values = _values(k, v, mask, SCAN)
     forward.scan_kernel[(B * H * -(-v.shape[-1] // values["VALUES"]),)](
         q, k, v, beta, mask, initial, order, buffers.decays, buffers.scores, buffers.inverse, spread, out, final,
         buffers.states, buffers.corrections,
@@ -133,7 +155,7 @@ def backward_pass(
 
     d_states, d_errors = torch.empty_like(buffers.states), torch.empty_like(buffers.corrections)
     d_initial = q.new_empty(B, H, Dk, v.shape[-1], dtype=torch.float32)
-    values = _values(v, mask, SCAN_BACKWARD)
+    values = _values(k, v, mask, SCAN_BACKWARD)
     backward.scan_backward_kernel[(B * H * -(-v.shape[-1] // values["VALUES"]),)](
         q, k, beta, mask, d_out, d_final, order, buffers.decays, buffers.scores, buffers.inverse,
         d_states, d_errors, d_initial,
@@ -148,6 +170,6 @@ def backward_pass(
         q, k, v, beta, log_decay, mask, d_out, order, buffers.decays, buffers.states, buffers.corrections,
         d_states, d_errors, d_q, d_k, d_v, d_beta, d_log_decay, d_mask,
         *_strides(align, q, k, v), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), *_strides(align, d_out),
-        N, H, C, Dk**-0.5, **constants, **_values(v, mask, INPUTS_BACKWARD),
+        N, H, C, Dk**-0.5, **constants, **_values(k, v, mask, INPUTS_BACKWARD),
     )  # fmt: skip
     return d_q, d_k, d_v, d_beta, d_log_decay, d_mask if mask.ndim == 5 else d_mask.sum((0, 2)), d_initial
