@@ -142,36 +142,34 @@ def spread(values: list[float]) -> str:
 
 
 def plot(path: Path, rows: list[dict[str, Any]], steps: int) -> None:
-    """Above the share of glyphs recalled in the course of training, below by age; lines are means, bands extremes."""
+    """Left the share of glyphs recalled in the course of training, right by age; lines are means, bands extremes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     attributes = list(dict.fromkeys(row["attributes"] for row in rows))
-    figure = Figure(figsize=(1.2 + 3.6 * len(attributes), 6), layout="constrained")
+    figure = Figure(figsize=(9, 0.8 + 2.7 * len(attributes)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(2, len(attributes), sharey=True, squeeze=False)
-    for column, count in enumerate(attributes):
-        curves = [row for row in rows if row["attributes"] == count and row["age"] == "all"]
-        final = [row for row in rows if row["attributes"] == count and row["age"] != "all"]
-        draw_lines(panels[0, column], curves, "step")
-        draw_lines(panels[1, column], final, "age")
-        panels[0, column].set(title=f"{count} place{'s' if count != 1 else ''} per write", xlabel="training step")
-        panels[1, column].set(xlabel="patches since the glyph was written")
-        panels[1, column].set_xscale("symlog", base=2, linthresh=1)
-        ticks = sorted({row["age"] for row in final})
-        panels[1, column].set_xticks(ticks, [f"{n}-{2 * n - 1}" if n > 1 else str(n) for n in ticks])
-    for axes in panels.flat:
-        axes.set_ylim(0, 102)
-        axes.grid(alpha=0.3)
-    for axes in panels[:, 0]:
-        axes.set_ylabel("glyphs recalled, %")
-    panels[0, 0].legend(title="sub-heads")
+    panels = figure.subplots(len(attributes), 2, sharex="col", sharey=True, squeeze=False)
+    for (training, ages), count in zip(panels, attributes, strict=True):
+        some = [row for row in rows if row["attributes"] == count]
+        final = [row for row in some if row["age"] != "all"]
+        ranges = sorted({row["age"] for row in final})
+        draw_lines(training, [row for row in some if row["age"] == "all"], "step")
+        draw_lines(ages, [row | {"age": ranges.index(row["age"])} for row in final], "age")
+        for axes in (training, ages):
+            axes.set(title=f"{count} place{'s' if count != 1 else ''} per write", ylim=(0, 102))
+            axes.grid(alpha=0.3)
+        training.set_ylabel("glyphs recalled, %")
+        ages.set_xticks(range(len(ranges)), [f"{n}-{2 * n - 1}" if n > 1 else str(n) for n in ranges])
+    panels[-1, 0].set_xlabel("training step")
+    panels[-1, 1].set_xlabel(f"patches since the glyph was written, after {steps} steps")
+    panels[0, 0].legend(loc="lower right")
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 
 def draw_lines(axes: Any, rows: list[dict[str, Any]], x_name: str) -> None:
-    """One line with a band per r."""
+    """A line of means with a band of extremes for each r."""
     for sub_heads in dict.fromkeys(row["sub_heads"] for row in rows):
         points: dict[int, list[float]] = {}
         for row in rows:
