@@ -1,10 +1,12 @@
-"""Softmax, linear and MHLA attention on the embedded digits under one recipe, several seeds.
+"""Softmax, linear, MHLA and Head-in-Head attention on the embedded digits under one recipe, several seeds.
 
     python benchmarks/compare_digits.py --out docs/digits.csv            # about 50 minutes on two CPU cores
     python benchmarks/compare_digits.py --out docs/digits.csv --jobs 16  # side by side, for example on one GPU
+    python benchmarks/compare_digits.py --out docs/digits.csv --cores hih  # this core alone; other rows stay
 
 Each run is `train_cls.py fit -c configs/cls/digits.yaml` with another model, seed or position encoding. Prints a table
-of top-1 accuracies (mean ± standard deviation over seeds, of the last epoch and of the best) and writes a CSV.
+of top-1 accuracies (mean ± standard deviation over seeds, of the last epoch and of the best) and writes a CSV; runs
+which it holds and which are not repeated are kept.
 """
 
 import argparse
@@ -15,7 +17,8 @@ from pathlib import Path
 
 from training_runs import RunFailed, markdown_table, mean_and_deviation, read_metric, train
 
-CORES = ("softmax", "linear", "mhla")
+CORES = ("softmax", "linear", "mhla", "hih")
+Results = dict[tuple[str, bool, int], tuple[float, float]]  # of core, CPE and seed
 
 
 def train_setting(core: str, cpe: bool, seed: int, directory: Path, jobs: int) -> tuple[float, float]:
@@ -28,14 +31,39 @@ def train_setting(core: str, cpe: bool, seed: int, directory: Path, jobs: int) -
     return top1[-1], max(top1)
 
 
+def read_results(path: Path) -> Results:
+    """Results of an earlier call, none if there is no such file."""
+    if not path.exists():
+        return {}
+    with path.open() as file:
+        try:
+            return {
+                (row["core"], row["cpe"] == "True", int(row["seed"])): (
+                    float(row["last_top1_percent"]),
+                    float(row["best_top1_percent"]),
+                )
+                for row in csv.DictReader(file)
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise SystemExit(f"error: {path} was not written by this script ({error!r}), it is left as it is") from None
+
+
+def in_order(results: Results) -> Results:
+    """With CPE first, then by core and seed."""
+    known = [*CORES, *(core for core, _, _ in results if core not in CORES)]
+    return dict(sorted(results.items(), key=lambda item: (not item[0][1], known.index(item[0][0]), item[0][2])))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cores", nargs="+", choices=CORES, default=CORES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, required=True, help="CSV to write")
     arguments = parser.parse_args()
+    earlier = read_results(arguments.out)
 
-    settings = [(core, cpe, seed) for cpe in (True, False) for core in CORES for seed in arguments.seeds]
+    settings = [(core, cpe, seed) for cpe in (True, False) for core in arguments.cores for seed in arguments.seeds]
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:
         try:
             results = list(pool.map(lambda setting: train_setting(*setting, Path(directory), arguments.jobs), settings))
@@ -43,6 +71,8 @@ def main() -> None:
             pool.shutdown(cancel_futures=True)
             raise SystemExit(f"error: {error}") from None
 
+    merged = in_order(earlier | dict(zip(settings, results, strict=True)))
+    settings, results = list(merged), list(merged.values())
     with arguments.out.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["core", "cpe", "seed", "last_top1_percent", "best_top1_percent"])

@@ -31,7 +31,8 @@ class HeadInHeadCore(AttentionCore):
     """The masked delta rule of Head-in-Head, scanned over the token grid.
 
     Queries, keys and values pass a short depthwise convolution on the grid and SiLU, queries and keys are normalised to
-    norm 1. The strength of a write is sigmoid(linear(x)), its decay exp(-exp(A_log) softplus(linear(x) + dt_bias)).
+    norm 1. The strength of a write is beta_max * sigmoid(linear(x)), the decay before it
+    exp(-exp(A_log) softplus(linear(x) + dt_bias)).
     Scans share all weights; prefix tokens are read after the grid in a scan and before it in its reverse.
 
     Args:
@@ -40,6 +41,8 @@ class HeadInHeadCore(AttentionCore):
         mask: ``"static"``, a parameter for each head, or ``"token"``, a projection of each token.
         scans: ``"bidirectional"`` (rows and their reverse), ``"cross"`` (columns and their reverse too) or
             ``"forward"`` (rows alone: a token does not see those after it).
+        beta_max: upper bound of the strengths, above 0 and at most 2, up to which the transition is a contraction. An
+            erasure is of trace beta at most: 1 replaces what one key holds, 2 what the keys of two sub-heads hold.
         conv_size: odd extent of the convolution along each axis; 0 leaves it out. Prefix tokens pass it unchanged.
         impl: of :func:`headmix_vision.ops.head_in_head`.
         num_heads, grid, block_grid, num_prefix_tokens, attn_drop: as in :class:`AttentionCore`; blocks are not read.
@@ -63,6 +66,7 @@ class HeadInHeadCore(AttentionCore):
         mask: str = "static",
         scans: str = "bidirectional",
         conv_size: int = 3,
+        beta_max: float = 1.0,
         impl: str = "auto",
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -75,8 +79,10 @@ class HeadInHeadCore(AttentionCore):
             raise ValueError(f"num_sub_heads={num_sub_heads} does not divide the head dim {dim // num_heads}.")
         if conv_size and (conv_size < 0 or conv_size % 2 == 0):
             raise ValueError(f"conv_size must be odd, or 0 for none, got {conv_size}.")
+        if not 0 < beta_max <= 2:
+            raise ValueError(f"beta_max must be above 0 and at most 2, got {beta_max}.")
         self.num_heads, self.head_dim = num_heads, dim // num_heads
-        self.num_prefix_tokens, self.scans, self.impl = num_prefix_tokens, scans, impl
+        self.num_prefix_tokens, self.scans, self.beta_max, self.impl = num_prefix_tokens, scans, beta_max, impl
         self.conv: GridConvolution | None = None
         if conv_size:
             self.conv = GridConvolution(3 * dim, len(grid), conv_size, bias=False, device=device, dtype=dtype)
@@ -112,14 +118,14 @@ class HeadInHeadCore(AttentionCore):
             q, k, v = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (q, k, v))
         v = F.silu(v)
         q, k = (F.normalize(F.silu(y), dim=-1, eps=1e-6).type_as(v) for y in (q, k))
-        beta = torch.sigmoid(self.beta(x))
+        beta = self.beta_max * torch.sigmoid(self.beta(x))
         log_decay = -torch.exp(self.A_log) * F.softplus(self.decay(x) + self.dt_bias)
         return _sum_of_scans(
             q, k, v, beta, log_decay, self.mask(x), grid, self.num_prefix_tokens, self.scans, self.impl
         )
 
     def extra_repr(self) -> str:
-        return f"scans={self.scans}, impl={self.impl}"
+        return f"scans={self.scans}, beta_max={self.beta_max}, impl={self.impl}"
 
 
 @torch.fx.wrap
