@@ -13,6 +13,8 @@ from torch import Tensor
 MAX_DIM = 128
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTERPRETED = triton.knobs.runtime.interpret  # as of the definition of the kernels
+# As exact as "tf32x3", but with three halves of a float32 in shared memory instead of four; not known when interpreted.
+SMALL_FLOAT32_PRECISION = "tf32x3" if _INTERPRETED else "bf16x6"
 
 
 class Numerics(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headmix_vision.ops.head_in_head import triton_backward as backward
 from headmix_vision.ops.head_in_head import triton_forward as forward
-from headmix_vision.ops.triton_inputs import alignment, numerics
+from headmix_vision.ops.triton_inputs import SMALL_FLOAT32_PRECISION, alignment, numerics
 
 SUB_HEADS = (1, 2, 4, 8)
 LEAST_TOKENS = 16  # of a chunk: the shortest side of a product
@@ -22,7 +22,7 @@ Tiles = dict[str, int]
 PREPARE = Tiles(num_warps=1, num_stages=1)
 SCAN = Tiles(VALUES=64, num_warps=4, num_stages=2)
 SCAN_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=2)
-INPUTS_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=1)
+INPUTS_BACKWARD = Tiles(VALUES=64, CHUNKS=1, num_warps=4, num_stages=1)
 
 
 class Saved(NamedTuple):
@@ -79,10 +79,12 @@ def _mask_strides(mask: Tensor) -> tuple[int, ...]:
 def _constants(k: Tensor, mask: Tensor, order: Tensor | None, align: int) -> dict[str, Any]:
     compute, precision, _ = numerics(k.dtype)
     r, D = mask.shape[-1], k.shape[-1]
-    if k.dtype == torch.float32 and _is_large(k, mask):
-        precision = "bf16x6"  # as exact as tf32x3 in half the shared memory
+    if precision == "tf32x3" and (r == 8 or D > 64):
+        precision = SMALL_FLOAT32_PRECISION
+    # A product with fewer than 64 columns is wrong where Triton 3.6 takes its tile from registers.
+    keys = max(64, _columns(D)) if k.dtype == torch.bfloat16 else _columns(D)
     return dict(
-        T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=_columns(D), ORDERED=order is not None,
+        T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=keys, ORDERED=order is not None,
         COMPUTE=compute, PRECISION=precision, ALIGN=align,
     )  # fmt: skip
 
@@ -101,7 +103,7 @@ def _tiles(tiles: Tiles, k: Tensor, mask: Tensor) -> Tiles:
         return tiles | Tiles(num_warps=8 if _is_large(k, mask) else 4) if wide or k.dtype != torch.bfloat16 else tiles
     if k.dtype == torch.bfloat16:
         return tiles | Tiles(num_stages=1) if wide else tiles
-    return Tiles(VALUES=16 if _is_large(k, mask) else 32, num_warps=8 if wide else 4, num_stages=1)
+    return tiles | Tiles(VALUES=16 if _is_large(k, mask) else 32, num_warps=8 if wide else 4, num_stages=1)
 
 
 def _columns(dim: int) -> int:
@@ -166,10 +168,11 @@ def backward_pass(
     d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     d_beta, d_log_decay = (q.new_empty(B, N, H, dtype=torch.float32) for _ in range(2))
     d_mask = q.new_empty(*((B, H, C) if mask.ndim == 3 else (B, N, H)), r, r, dtype=torch.float32)
-    backward.inputs_backward_kernel[(B * H * C,)](
+    values = _values(k, v, mask, INPUTS_BACKWARD)
+    backward.inputs_backward_kernel[(B * H * -(-C // values["CHUNKS"]),)](
         q, k, v, beta, log_decay, mask, d_out, order, buffers.decays, buffers.states, buffers.corrections,
         d_states, d_errors, d_q, d_k, d_v, d_beta, d_log_decay, d_mask,
         *_strides(align, q, k, v), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), *_strides(align, d_out),
-        N, H, C, Dk**-0.5, **constants, **_values(k, v, mask, INPUTS_BACKWARD),
+        N, H, C, Dk**-0.5, **constants, **values,
     )  # fmt: skip
     return d_q, d_k, d_v, d_beta, d_log_decay, d_mask if mask.ndim == 5 else d_mask.sum((0, 2)), d_initial

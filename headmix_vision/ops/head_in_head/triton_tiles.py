@@ -109,23 +109,52 @@ def sum_vector_rows(x, SUB_HEADS: tl.constexpr):
 
 
 @triton.jit
-def sub_head_of(SIZE: tl.constexpr, DK: tl.constexpr, SUB_HEADS: tl.constexpr):
+def sub_head_of(SIZE: tl.constexpr, D: tl.constexpr, SUB_HEADS: tl.constexpr):
     """Sub-head of each key column, [SIZE]."""
-    return tl.minimum(tl.arange(0, SIZE) // (DK // SUB_HEADS), SUB_HEADS - 1)
+    return tl.minimum(tl.arange(0, SIZE) // (D // SUB_HEADS), SUB_HEADS - 1)
 
 
 @triton.jit
-def load_mask(base, tokens, stride, SIZE: tl.constexpr, DK: tl.constexpr, SUB_HEADS: tl.constexpr):
-    """Mask entries M_t[i, sub-head of the column] of all rows, float32: [r T, SIZE], or [T, 1] for one sub-head.
+def load_entries(base, tokens, stride, SUB_HEADS: tl.constexpr):
+    """Mask entries of all rows, M_t[i, :]: [r T, r] float32. A static mask has stride 0, whatever the tokens."""
+    row = tl.arange(0, tokens.shape[0] * SUB_HEADS) % SUB_HEADS
+    pointers = base + (vector_to_rows(tokens, SUB_HEADS) * stride + row * SUB_HEADS)[:, None]
+    return tl.load(pointers + tl.arange(0, SUB_HEADS)[None, :]).to(tl.float32)
 
-    A static mask has stride 0, whatever the tokens.
-    """
+
+@triton.jit
+def load_mask(base, tokens, stride, SIZE: tl.constexpr, D: tl.constexpr, SUB_HEADS: tl.constexpr):
+    """`load_entries`, that of the sub-head of each key column: [r T, SIZE], or [T, 1] for one sub-head."""
     row = tl.arange(0, tokens.shape[0] * SUB_HEADS) % SUB_HEADS
     pointers = base + (vector_to_rows(tokens, SUB_HEADS) * stride + row * SUB_HEADS)[:, None]
     if SUB_HEADS == 1:
         return tl.load(pointers).to(tl.float32)
     else:
-        return tl.load(pointers + sub_head_of(SIZE, DK, SUB_HEADS)[None, :]).to(tl.float32)
+        return tl.load(pointers + sub_head_of(SIZE, D, SUB_HEADS)[None, :]).to(tl.float32)
+
+
+@triton.jit
+def to_columns(entries, D: tl.constexpr, SIZE: tl.constexpr, SUB_HEADS: tl.constexpr):
+    """[R, r] -> [R, SIZE], each entry in all columns of its sub-head."""
+    if SUB_HEADS == 1:
+        return entries
+    elif D == SIZE:
+        rows: tl.constexpr = entries.shape[0]
+        wide = tl.broadcast_to(entries[:, :, None], (rows, SUB_HEADS, SIZE // SUB_HEADS))
+        return tl.reshape(wide, (rows, SIZE))
+    else:
+        column, other = sub_head_of(SIZE, D, SUB_HEADS), tl.arange(0, SUB_HEADS)
+        return tl.sum(tl.where(column[None, None, :] == other[None, :, None], entries[:, :, None], 0.0), axis=1)
+
+
+@triton.jit
+def sum_sub_heads(x, D: tl.constexpr, SUB_HEADS: tl.constexpr):
+    """[R, SIZE] -> [R, r], the sums over the columns of each sub-head."""
+    if x.shape[1] == D:
+        return tl.sum(tl.reshape(x, (x.shape[0], SUB_HEADS, D // SUB_HEADS)), axis=2)
+    else:
+        column, other = sub_head_of(x.shape[1], D, SUB_HEADS), tl.arange(0, SUB_HEADS)
+        return tl.sum(tl.where(column[None, None, :] == other[None, :, None], x[:, None, :], 0.0), axis=2)
 
 
 @triton.jit
