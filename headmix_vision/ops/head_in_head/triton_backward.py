@@ -99,19 +99,18 @@ def inputs_backward_kernel(
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, decay_b, decay_n, decay_h,
     mask_b, mask_n, mask_h, g_b, g_n, g_h, N, H, C, scale,
     T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, DV: tl.constexpr,
-    VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr, CHUNKS: tl.constexpr,
+    VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the inputs of some chunks of a head.
+    """Gradients of the inputs of one chunk of a head.
 
     That of the mask is [B, N, H, r, r] for a mask of tokens, else [B, H, C, r, r], still to be summed. One gradient
     is finished after the other, so that few are held at a time.
     """
     PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
     ROWS: tl.constexpr = T * SUB_HEADS
-    shares = (C + CHUNKS - 1) // CHUNKS
-    program = tl.program_id(0).to(tl.int64)
-    share, head = program % shares, program // shares
+    at = tl.program_id(0).to(tl.int64)
+    chunk, head = at % C, at // C
     b, h = head // H, head % H
     q += (b * q_b + h * q_h) * ALIGN
     k += (b * k_b + h * k_h) * ALIGN
@@ -122,91 +121,86 @@ def inputs_backward_kernel(
     d_v += b * N * H * DV + h * DV
     mask += b * mask_b + h * mask_h
     place, time = tl.arange(0, T), tl.arange(0, ROWS) // SUB_HEADS
-    if not TOKEN_MASK:
-        entries = load_entries(mask, place, 0, SUB_HEADS)
-    for chunk in range(share * CHUNKS, tl.minimum(share * CHUNKS + CHUNKS, C)):
-        at = head * C + chunk
-        tokens, exists = token_index(order, chunk, N, T, ORDERED)
-        sums = tl.load(decays + at * T + place)
-        total = tl.load(decays + at * T + T - 1)
-        strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
-        row_sums = vector_to_rows(sums, SUB_HEADS)
-        query = load_tokens(q, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
-        key = load_tokens(k, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
-        write = write_keys(key, D, SUB_HEADS)
+    tokens, exists = token_index(order, chunk, N, T, ORDERED)
+    sums = tl.load(decays + at * T + place)
+    total = tl.load(decays + at * T + T - 1)
+    strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
+    row_sums = vector_to_rows(sums, SUB_HEADS)
+    query = load_tokens(q, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+    key = load_tokens(k, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+    write = write_keys(key, D, SUB_HEADS)
 
-        # Of the values, the scores, the queries, the system, and the masked keys over beta.
-        d_strength = tl.zeros((T,), tl.float32)
-        d_score = tl.zeros((T, ROWS), tl.float32)
-        d_query = tl.zeros((T, KEYS), tl.float32)
-        d_system = tl.zeros((ROWS, ROWS), tl.float32)
-        d_masked = tl.zeros((ROWS, KEYS), tl.float32)
-        for part in range(PARTS):
-            first = part * VALUES
-            value = load_tokens(v, tokens, exists, v_n, first, DV, VALUES, ALIGN).to(tl.float32)
-            gradient = load_tokens(d_out, tokens, exists, g_n, first, DV, VALUES, ALIGN).to(COMPUTE)
-            correction = load_matrix(corrections + at * DV * ROWS, first, DV, ROWS, VALUES, ROWS)
-            state = load_matrix(states + at * DV * D, first, DV, D, VALUES, KEYS)
-            d_error = tl.trans(load_matrix(d_errors + at * DV * ROWS, first, DV, ROWS, VALUES, ROWS))
-            d_score += tl.dot(gradient, correction, input_precision=PRECISION)
-            d_query += tl.dot(gradient, state, input_precision=PRECISION)
-            d_system += tl.dot(d_error, correction, input_precision=PRECISION)
-            d_masked += tl.dot(d_error, state, input_precision=PRECISION)
-            d_value = sum_rows(d_error.to(tl.float32), SUB_HEADS)
-            d_strength += tl.sum(d_value * value, 1)
-            store_tokens(d_v, tokens, exists, H * DV, first, d_value * strength[:, None], DV, VALUES)
-        d_score *= scale * decay_between(sums[:, None], row_sums[None, :], time[None, :] <= place[:, None])
-        d_query *= (scale * tl.exp(sums))[:, None]
-        d_query += tl.dot(d_score.to(COMPUTE), write, input_precision=PRECISION)
-        store_tokens(d_q, tokens, exists, H * D, 0, d_query, D, KEYS)
-        d_sums = tl.sum(query.to(tl.float32) * d_query, 1)
-        d_system *= -decay_between(row_sums[:, None], row_sums[None, :], time[None, :] < time[:, None])
-        d_masked *= -tl.exp(row_sums)[:, None]
-        d_masked += tl.dot(d_system.to(COMPUTE), write, input_precision=PRECISION)
-        row_strength = vector_to_rows(strength, SUB_HEADS)
-        d_system = (d_system * row_strength[:, None]).to(COMPUTE)
-        if TOKEN_MASK:
-            entries = load_entries(mask, tokens, mask_n, SUB_HEADS)
-        products = sum_sub_heads(d_masked * to_rows(key, SUB_HEADS).to(tl.float32), D, SUB_HEADS)
-        of_masked = tl.sum(products * entries, 1)
-        d_strength += sum_vector_rows(of_masked, SUB_HEADS)
-        d_sums += sum_vector_rows(of_masked * row_strength, SUB_HEADS)
-        d_masked *= to_columns(entries, D, KEYS, SUB_HEADS) * row_strength[:, None]
-        d_key = sum_rows(d_masked, SUB_HEADS)
-        gates = b * N * H + tokens * H + h
-        tl.store(d_beta + gates, d_strength, mask=exists)
+    # Of the values, the scores, the queries, the system, and the masked keys over beta.
+    d_strength = tl.zeros((T,), tl.float32)
+    d_score = tl.zeros((T, ROWS), tl.float32)
+    d_query = tl.zeros((T, KEYS), tl.float32)
+    d_system = tl.zeros((ROWS, ROWS), tl.float32)
+    d_masked = tl.zeros((ROWS, KEYS), tl.float32)
+    for part in range(PARTS):
+        first = part * VALUES
+        value = load_tokens(v, tokens, exists, v_n, first, DV, VALUES, ALIGN).to(tl.float32)
+        gradient = load_tokens(d_out, tokens, exists, g_n, first, DV, VALUES, ALIGN).to(COMPUTE)
+        correction = load_matrix(corrections + at * DV * ROWS, first, DV, ROWS, VALUES, ROWS)
+        state = load_matrix(states + at * DV * D, first, DV, D, VALUES, KEYS)
+        d_error = tl.trans(load_matrix(d_errors + at * DV * ROWS, first, DV, ROWS, VALUES, ROWS))
+        d_score += tl.dot(gradient, correction, input_precision=PRECISION)
+        d_query += tl.dot(gradient, state, input_precision=PRECISION)
+        d_system += tl.dot(d_error, correction, input_precision=PRECISION)
+        d_masked += tl.dot(d_error, state, input_precision=PRECISION)
+        d_value = sum_rows(d_error.to(tl.float32), SUB_HEADS)
+        d_strength += tl.sum(d_value * value, 1)
+        store_tokens(d_v, tokens, exists, H * DV, first, d_value * strength[:, None], DV, VALUES)
+    d_score *= scale * decay_between(sums[:, None], row_sums[None, :], time[None, :] <= place[:, None])
+    d_query *= (scale * tl.exp(sums))[:, None]
+    d_query += tl.dot(d_score.to(COMPUTE), write, input_precision=PRECISION)
+    store_tokens(d_q, tokens, exists, H * D, 0, d_query, D, KEYS)
+    d_sums = tl.sum(query.to(tl.float32) * d_query, 1)
+    d_system *= -decay_between(row_sums[:, None], row_sums[None, :], time[None, :] < time[:, None])
+    d_masked *= -tl.exp(row_sums)[:, None]
+    d_masked += tl.dot(d_system.to(COMPUTE), write, input_precision=PRECISION)
+    row_strength = vector_to_rows(strength, SUB_HEADS)
+    d_system = (d_system * row_strength[:, None]).to(COMPUTE)
+    entries = load_entries(mask, tokens, mask_n, SUB_HEADS)
+    products = sum_sub_heads(d_masked * to_rows(key, SUB_HEADS).to(tl.float32), D, SUB_HEADS)
+    of_masked = tl.sum(products * entries, 1)
+    d_strength += sum_vector_rows(of_masked, SUB_HEADS)
+    d_sums += sum_vector_rows(of_masked * row_strength, SUB_HEADS)
+    d_masked *= to_columns(entries, D, KEYS, SUB_HEADS) * row_strength[:, None]
+    d_key = sum_rows(d_masked, SUB_HEADS)
+    gates = b * N * H + tokens * H + h
+    tl.store(d_beta + gates, d_strength, mask=exists)
 
-        # Of the mask.
-        products *= row_strength[:, None]
-        others = tl.arange(0, SUB_HEADS)
-        if TOKEN_MASK:
-            row = vector_to_rows(gates, SUB_HEADS) * SUB_HEADS + tl.arange(0, ROWS) % SUB_HEADS
-            there = vector_to_rows(exists, SUB_HEADS)[:, None]
-            tl.store(d_mask + row[:, None] * SUB_HEADS + others[None, :], products, mask=there)
-        else:
-            products = tl.sum(tl.reshape(products, (T, SUB_HEADS, SUB_HEADS)), axis=0)
-            places = others[:, None] * SUB_HEADS + others[None, :]
-            tl.store(d_mask + at * SUB_HEADS * SUB_HEADS + places, products)
+    # Of the mask.
+    products *= row_strength[:, None]
+    others = tl.arange(0, SUB_HEADS)
+    if TOKEN_MASK:
+        row = vector_to_rows(gates, SUB_HEADS) * SUB_HEADS + tl.arange(0, ROWS) % SUB_HEADS
+        there = vector_to_rows(exists, SUB_HEADS)[:, None]
+        tl.store(d_mask + row[:, None] * SUB_HEADS + others[None, :], products, mask=there)
+    else:
+        products = tl.sum(tl.reshape(products, (T, SUB_HEADS, SUB_HEADS)), axis=0)
+        places = others[:, None] * SUB_HEADS + others[None, :]
+        tl.store(d_mask + at * SUB_HEADS * SUB_HEADS + places, products)
 
-        # Of the write keys, the decay to the end of the chunk and, in all, of the decays.
-        d_write = tl.zeros((ROWS, KEYS), tl.float32)
-        of_total = 0.0
-        for part in range(PARTS):
-            correction = tl.trans(load_matrix(corrections + at * DV * ROWS, part * VALUES, DV, ROWS, VALUES, ROWS))
-            state = load_matrix(states + at * DV * D, part * VALUES, DV, D, VALUES, KEYS).to(tl.float32)
-            d_state = load_matrix(d_states + at * DV * D, part * VALUES, DV, D, VALUES, KEYS)
-            d_write += tl.dot(correction, d_state, input_precision=PRECISION)
-            of_total += tl.sum(tl.sum(state * d_state.to(tl.float32), 1), 0)
-        d_write *= tl.exp(total - row_sums)[:, None]
-        of_total = tl.exp(total) * of_total + tl.sum(tl.sum(write.to(tl.float32) * d_write, 1), 0)
-        d_write += tl.dot(tl.trans(d_score.to(COMPUTE)), query, input_precision=PRECISION)
-        masked = (to_rows(key, SUB_HEADS) * to_columns(entries, D, KEYS, SUB_HEADS)).to(COMPUTE)
-        d_write += tl.dot(tl.trans(d_system), masked, input_precision=PRECISION)
-        d_write = own_columns(d_write, D, SUB_HEADS)
-        d_sums -= sum_vector_rows(tl.sum(write.to(tl.float32) * d_write, 1), SUB_HEADS)
-        d_key += sum_rows(d_write, SUB_HEADS)
-        store_tokens(d_k, tokens, exists, H * D, 0, d_key, D, KEYS)
-        d_sums = tl.where(place == T - 1, d_sums + of_total, d_sums)
-        rate = tl.load(log_decay + b * decay_b + tokens * decay_n + h * decay_h, mask=exists, other=0.0).to(tl.float32)
-        d_rate = tl.where(rate < LEAST_LOG_DECAY, 0.0, tl.cumsum(d_sums, 0, reverse=True))
-        tl.store(d_log_decay + gates, d_rate, mask=exists)
+    # Of the write keys, the decay to the end of the chunk and, in all, of the decays.
+    d_write = tl.zeros((ROWS, KEYS), tl.float32)
+    of_total = 0.0
+    for part in range(PARTS):
+        correction = tl.trans(load_matrix(corrections + at * DV * ROWS, part * VALUES, DV, ROWS, VALUES, ROWS))
+        state = load_matrix(states + at * DV * D, part * VALUES, DV, D, VALUES, KEYS).to(tl.float32)
+        d_state = load_matrix(d_states + at * DV * D, part * VALUES, DV, D, VALUES, KEYS)
+        d_write += tl.dot(correction, d_state, input_precision=PRECISION)
+        of_total += tl.sum(tl.sum(state * d_state.to(tl.float32), 1), 0)
+    d_write *= tl.exp(total - row_sums)[:, None]
+    of_total = tl.exp(total) * of_total + tl.sum(tl.sum(write.to(tl.float32) * d_write, 1), 0)
+    d_write += tl.dot(tl.trans(d_score.to(COMPUTE)), query, input_precision=PRECISION)
+    masked = (to_rows(key, SUB_HEADS) * to_columns(entries, D, KEYS, SUB_HEADS)).to(COMPUTE)
+    d_write += tl.dot(tl.trans(d_system), masked, input_precision=PRECISION)
+    d_write = own_columns(d_write, D, SUB_HEADS)
+    d_sums -= sum_vector_rows(tl.sum(write.to(tl.float32) * d_write, 1), SUB_HEADS)
+    d_key += sum_rows(d_write, SUB_HEADS)
+    store_tokens(d_k, tokens, exists, H * D, 0, d_key, D, KEYS)
+    d_sums = tl.where(place == T - 1, d_sums + of_total, d_sums)
+    rate = tl.load(log_decay + b * decay_b + tokens * decay_n + h * decay_h, mask=exists, other=0.0).to(tl.float32)
+    d_rate = tl.where(rate < LEAST_LOG_DECAY, 0.0, tl.cumsum(d_sums, 0, reverse=True))
+    tl.store(d_log_decay + gates, d_rate, mask=exists)

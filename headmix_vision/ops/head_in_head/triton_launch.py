@@ -5,6 +5,7 @@ B batch, N tokens, H heads, C chunks of T tokens, Dk and Dv head dims, r sub-hea
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,12 @@ from headmix_vision.ops.triton_inputs import SMALL_FLOAT32_PRECISION, alignment,
 SUB_HEADS = (1, 2, 4, 8)
 LEAST_TOKENS = 16  # of a chunk: the shortest side of a product
 Tiles = dict[str, int]
-# For bfloat16, up to 64 rows and keys, the best of sweeps on an H200.
+# For bfloat16, up to 64 rows and keys, the best of sweeps on an H200. More stages hide the way to memory where they do
+# not crowd out a second program: the scans of one sub-head take most shared memory, and are alone if heads are few.
 PREPARE = Tiles(num_warps=1, num_stages=1)
-SCAN = Tiles(VALUES=64, num_warps=4, num_stages=2)
-SCAN_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=2)
-INPUTS_BACKWARD = Tiles(VALUES=64, CHUNKS=1, num_warps=4, num_stages=1)
+SCAN = Tiles(VALUES=64, num_warps=4, num_stages=3)
+CROWDED_SCAN = SCAN | Tiles(num_stages=2)
+INPUTS_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=1)
 
 
 class Saved(NamedTuple):
@@ -117,6 +119,17 @@ def _values(k: Tensor, v: Tensor, mask: Tensor, tiles: Tiles) -> dict[str, Any]:
     return dict(DV=v.shape[-1], TOKEN_MASK=mask.ndim == 5, **tiles)
 
 
+def _scan_tiles(heads: int, v: Tensor, mask: Tensor) -> Tiles:
+    if mask.shape[-1] > 1 or heads * -(-v.shape[-1] // SCAN["VALUES"]) <= _processors(v.device):
+        return SCAN
+    return CROWDED_SCAN
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def forward_pass(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, mask: Tensor,
     initial: Tensor | None, order: Tensor | None, buffers: Saved, out: Tensor, final: Tensor,
@@ -134,7 +147,7 @@ def forward_pass(
         *_strides(align, q, k), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), N, H, C, Dk**-0.5,
         **constants, **_tiles(PREPARE, k, mask),
     )  # fmt: skip
-    values = _values(k, v, mask, SCAN)
+    values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
     forward.scan_kernel[(B * H * -(-v.shape[-1] // values["VALUES"]),)](
         q, k, v, beta, mask, initial, order, buffers.decays, buffers.scores, buffers.inverse, spread, out, final,
         buffers.states, buffers.corrections,
@@ -157,7 +170,7 @@ def backward_pass(
 
     d_states, d_errors = torch.empty_like(buffers.states), torch.empty_like(buffers.corrections)
     d_initial = q.new_empty(B, H, Dk, v.shape[-1], dtype=torch.float32)
-    values = _values(k, v, mask, SCAN_BACKWARD)
+    values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
     backward.scan_backward_kernel[(B * H * -(-v.shape[-1] // values["VALUES"]),)](
         q, k, beta, mask, d_out, d_final, order, buffers.decays, buffers.scores, buffers.inverse,
         d_states, d_errors, d_initial,
@@ -169,7 +182,7 @@ def backward_pass(
     d_beta, d_log_decay = (q.new_empty(B, N, H, dtype=torch.float32) for _ in range(2))
     d_mask = q.new_empty(*((B, H, C) if mask.ndim == 3 else (B, N, H)), r, r, dtype=torch.float32)
     values = _values(k, v, mask, INPUTS_BACKWARD)
-    backward.inputs_backward_kernel[(B * H * -(-C // values["CHUNKS"]),)](
+    backward.inputs_backward_kernel[(B * H * C,)](
         q, k, v, beta, log_decay, mask, d_out, order, buffers.decays, buffers.states, buffers.corrections,
         d_states, d_errors, d_q, d_k, d_v, d_beta, d_log_decay, d_mask,
         *_strides(align, q, k, v), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), *_strides(align, d_out),

@@ -136,25 +136,34 @@ def load_mask(base, tokens, stride, SIZE: tl.constexpr, D: tl.constexpr, SUB_HEA
 @triton.jit
 def to_columns(entries, D: tl.constexpr, SIZE: tl.constexpr, SUB_HEADS: tl.constexpr):
     """[R, r] -> [R, SIZE], each entry in all columns of its sub-head."""
+    rows: tl.constexpr = entries.shape[0]
     if SUB_HEADS == 1:
         return entries
     elif D == SIZE:
-        rows: tl.constexpr = entries.shape[0]
         wide = tl.broadcast_to(entries[:, :, None], (rows, SUB_HEADS, SIZE // SUB_HEADS))
         return tl.reshape(wide, (rows, SIZE))
     else:
         column, other = sub_head_of(SIZE, D, SUB_HEADS), tl.arange(0, SUB_HEADS)
-        return tl.sum(tl.where(column[None, None, :] == other[None, :, None], entries[:, :, None], 0.0), axis=1)
+        wide = tl.zeros((rows, SIZE), tl.float32)
+        for i in tl.static_range(SUB_HEADS):
+            entry = tl.sum(tl.where(other[None, :] == i, entries, 0.0), 1)
+            wide = tl.where(column[None, :] == i, entry[:, None], wide)
+        return wide
 
 
 @triton.jit
 def sum_sub_heads(x, D: tl.constexpr, SUB_HEADS: tl.constexpr):
     """[R, SIZE] -> [R, r], the sums over the columns of each sub-head."""
+    rows: tl.constexpr = x.shape[0]
     if x.shape[1] == D:
-        return tl.sum(tl.reshape(x, (x.shape[0], SUB_HEADS, D // SUB_HEADS)), axis=2)
+        return tl.sum(tl.reshape(x, (rows, SUB_HEADS, D // SUB_HEADS)), axis=2)
     else:
         column, other = sub_head_of(x.shape[1], D, SUB_HEADS), tl.arange(0, SUB_HEADS)
-        return tl.sum(tl.where(column[None, None, :] == other[None, :, None], x[:, None, :], 0.0), axis=2)
+        sums = tl.zeros((rows, SUB_HEADS), tl.float32)
+        for i in tl.static_range(SUB_HEADS):
+            own = tl.sum(tl.where(column[None, :] == i, x, 0.0), 1)
+            sums = tl.where(other[None, :] == i, own[:, None], sums)
+        return sums
 
 
 @triton.jit
