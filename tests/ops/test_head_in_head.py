@@ -354,3 +354,15 @@ def test_wrong_rwkv7_arguments_are_refused():
 def test_wrong_scans_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         TokenScan.from_grid(*arguments)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_permutation_is_checked_again_after_it_changed(inference):
+    q, k, v, beta, log_decay, mask, _ = make_inputs(tokens=6)
+    with torch.inference_mode(inference):
+        order = torch.arange(6).flip(0)
+        for _ in range(2):
+            head_in_head(q, k, v, beta, log_decay, mask, scan=order)
+        order[2] = 5
+        with pytest.raises(ValueError, match="scan must be a permutation of 0 to 5"):
+            head_in_head(q, k, v, beta, log_decay, mask, scan=order)

@@ -78,8 +78,9 @@ def head_in_head(
         The output, [B, N, H, Dv] of ``v``'s type, and the final state, [B, H, Dk, Dv] in float32 or float64, or None.
 
     Raises:
-        ValueError: naming the argument, if shapes, types, devices or options do not fit, or, read on the CPU outside a
-            tracer only, if ``log_decay`` is above 0 or ``scan`` no permutation; or if ``impl`` cannot run them.
+        ValueError: naming the argument, if shapes, types, devices or options do not fit, if ``impl`` cannot run them,
+            and, outside a tracer, if ``scan`` is no permutation or, on the CPU only, ``log_decay`` above 0: elsewhere
+            reading it would hold up every call.
     """
     impls = ("auto", *dict.fromkeys((*IMPLEMENTATIONS, *TRITON_IMPLS)))
     validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl, impls)

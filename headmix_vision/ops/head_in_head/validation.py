@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from headmix_vision.ops.token_scan import TokenScan
 
@@ -134,10 +135,33 @@ def _check_scan(scan: TokenScan | Tensor | None, q: Tensor) -> None:
             )
         if scan.device != q.device:
             raise ValueError(f"scan is on {scan.device}, q on {q.device}: all inputs must share one device.")
-        if _values_are_at_hand(scan) and not torch.equal(scan.sort().values, torch.arange(tokens)):
-            raise ValueError(f"scan must be a permutation of 0 to {tokens - 1}: some token is missing or repeated.")
+        _check_permutation(scan)
+
+
+# Versions of index tensors that were found to be permutations: an accelerator has to wait for the first check only.
+_permutations = WeakIdKeyDictionary()
+
+
+def _check_permutation(scan: Tensor) -> None:
+    if not _is_plain(scan) or _is_capturing(scan):
+        return
+    version = None if scan.is_inference() else scan._version  # inference tensors count no versions
+    if version is not None and _permutations.get(scan) == version:
+        return
+    if not torch.equal(scan.sort().values, torch.arange(len(scan), device=scan.device)):
+        raise ValueError(f"scan must be a permutation of 0 to {len(scan) - 1}: some token is missing or repeated.")
+    _permutations[scan] = version
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether the tensor has values: a tracer's has none."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _values_are_at_hand(x: Tensor) -> bool:
-    """Whether reading values is free: an accelerator would have to wait, a tracer has none."""
-    return x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    """Whether reading values is free: an accelerator would have to wait."""
+    return x.device.type == "cpu" and _is_plain(x)
