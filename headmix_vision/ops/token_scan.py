@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,23 @@ from torch import Tensor
 SCAN_ORDERS = ("row_major", "column_major")
 
 
-class ScanTables(NamedTuple):
+class ScanTables:
     """Index tables of a scan; int64 on one device.
 
     Attributes:
         order: [N], the token read at each step.
-        inverse: [N], the step at which each token is read.
+        inverse: [N], the step at which each token is read; sorted out of the order when first asked for, if not given.
     """
 
-    order: Tensor
-    inverse: Tensor
+    def __init__(self, order: Tensor, inverse: Tensor | None = None) -> None:
+        self.order = order
+        self._inverse = inverse
+
+    @property
+    def inverse(self) -> Tensor:
+        if self._inverse is None:
+            self._inverse = self.order.argsort()
+        return self._inverse
 
 
 @dataclass(frozen=True)
@@ -88,11 +95,6 @@ class TokenScan:
         return _cached_tables(self, like.device)
 
 
-def tables_of_order(order: Tensor) -> ScanTables:
-    """Tables of any permutation [N]."""
-    return ScanTables(order, order.argsort())
-
-
 def reorder(x: Tensor, tables: ScanTables) -> Tensor:
     """Tokens of [B, N, ...] in the order of the scan."""
     return _Reorder.apply(x, tables.order, tables.inverse)
@@ -118,12 +120,15 @@ class _Reorder(torch.autograd.Function):
 
 
 def _build_tables(scan: TokenScan, device: torch.device) -> ScanTables:
-    prefix = torch.arange(scan.num_prefix_tokens, device=device)
-    tokens = torch.arange(scan.num_prefix_tokens, scan.num_tokens, device=device).view(scan.grid)
+    prefix, tokens = scan.num_prefix_tokens, math.prod(scan.grid)
+    order, steps = torch.arange(tokens, device=device), torch.arange(tokens, device=device)
     if scan.order == "column_major":
-        tokens = tokens.permute(*reversed(range(tokens.ndim)))
-    order = torch.cat([tokens.flatten(), prefix])
-    return tables_of_order(order.flip(0) if scan.reverse else order)
+        axes = tuple(reversed(range(len(scan.grid))))
+        order = order.view(scan.grid).permute(axes).flatten()
+        steps = steps.view(scan.grid[::-1]).permute(axes).flatten()
+    first = torch.arange(prefix, device=device)
+    order, inverse = torch.cat([order + prefix, first]), torch.cat([first + tokens, steps])
+    return ScanTables(order.flip(0), tokens + prefix - 1 - inverse) if scan.reverse else ScanTables(order, inverse)
 
 
 @lru_cache(maxsize=256)

@@ -1,5 +1,6 @@
 """Head-in-Head: agreement of the implementations, and the invariants of the method in float64."""
 
+import itertools
 import time
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from headmix_vision.ops import TokenScan, head_in_head, head_in_head_rwkv7
+from headmix_vision.ops.token_scan import SCAN_ORDERS
 
 from .helpers import relative_error
 
@@ -290,8 +292,9 @@ def test_grid_orders():
     assert order((2, 2), num_prefix_tokens=2) == [2, 3, 4, 5, 0, 1]
     assert order((2, 2), reverse=True, num_prefix_tokens=2) == [1, 0, 5, 4, 3, 2]
     assert order((2, 1, 2), "column_major") == [0, 2, 1, 3]
-    tables = TokenScan.from_grid((3, 4), "column_major", num_prefix_tokens=1).tables(like)
-    assert torch.equal(tables.order[tables.inverse], torch.arange(13))
+    for grid, direction, reverse in itertools.product([(7,), (3, 4), (2, 3, 2)], SCAN_ORDERS, (False, True)):
+        tables = TokenScan.from_grid(grid, direction, reverse, num_prefix_tokens=1).tables(like)
+        assert torch.equal(tables.inverse, tables.order.argsort())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
 from headmix_vision.ops.head_in_head.validation import validate_head_in_head, validate_head_in_head_rwkv7
 from headmix_vision.ops.kernels import NO_KERNELS
-from headmix_vision.ops.token_scan import ScanTables, TokenScan, tables_of_order
+from headmix_vision.ops.token_scan import ScanTables, TokenScan
 
 IMPLEMENTATIONS = {"reference": head_in_head_reference, "torch": head_in_head_torch}
 RWKV7_IMPLEMENTATIONS = {"reference": head_in_head_rwkv7_reference, "torch": head_in_head_rwkv7_torch}
@@ -129,4 +129,4 @@ def head_in_head_rwkv7(
 def _tables(scan: TokenScan | Tensor | None, like: Tensor) -> ScanTables | None:
     if isinstance(scan, TokenScan):
         return None if scan.is_raster else scan.tables(like)
-    return None if scan is None else tables_of_order(scan)
+    return None if scan is None else ScanTables(scan)
