@@ -5,8 +5,12 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 REPOSITORY = Path(__file__).parents[1]
 FINISHED = "finished"
@@ -16,8 +20,36 @@ class RunFailed(RuntimeError):
     """A script of a run ended with an error."""
 
 
+class Gpus:
+    """The GPUs of the machine, of which each script gets the one that fewest others run on."""
+
+    def __init__(self) -> None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+        self._running = dict.fromkeys(names, 0)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def least_busy(self) -> Iterator[dict[str, str]]:
+        """The environment variable which shows a script its GPU; none where there is no choice."""
+        if len(self._running) < 2:
+            yield {}
+            return
+        with self._lock:
+            name = min(self._running, key=lambda name: self._running[name])
+            self._running[name] += 1
+        try:
+            yield {"CUDA_VISIBLE_DEVICES": name}
+        finally:
+            with self._lock:
+                self._running[name] -= 1
+
+
+GPUS = Gpus()
+
+
 def run_script(arguments: Sequence[object], *, one_thread: bool = False) -> None:
-    """Run a script of the repository, with this Python and from the repository's root.
+    """Run a script of the repository, with this Python, from the repository's root, on the GPU that is least busy.
 
     Args:
         arguments: Name of the script and its arguments.
@@ -27,8 +59,10 @@ def run_script(arguments: Sequence[object], *, one_thread: bool = False) -> None
         RunFailed: It failed; the message ends with what it printed last.
     """
     command = [sys.executable, *map(str, arguments)]
-    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
+    with GPUS.least_busy() as gpu:
+        environment = os.environ | threads | gpu
+        result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     if result.returncode:
         raise RunFailed(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-3000:]}")
 
