@@ -285,6 +285,18 @@ def test_training_runs_tables(load):
     assert load("compare_canvas").validation_interval(7, 5) == 7
 
 
+def test_scripts_share_the_gpus_out(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    gpus = load("training_runs").Gpus()
+    with gpus.least_busy() as first, gpus.least_busy() as second:
+        assert [first, second] == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
+    with gpus.least_busy(), gpus.least_busy(), gpus.least_busy() as third:
+        assert third == {"CUDA_VISIBLE_DEVICES": "3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with load("training_runs").Gpus().least_busy() as only:
+        assert only == {}
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
