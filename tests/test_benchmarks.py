@@ -285,7 +285,7 @@ def test_training_runs_tables(load):
     assert load("compare_canvas").validation_interval(7, 5) == 7
 
 
-def test_scripts_share_the_gpus_out(monkeypatch):
+def test_scripts_share_the_gpus_out(load, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     gpus = load("training_runs").Gpus()
     with gpus.least_busy() as first, gpus.least_busy() as second:
