@@ -6,15 +6,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from columns import Column, Row
 from matplotlib.figure import Figure
 from measuring import format_table
-from mhla_cases import COLUMNS, Column
+from mhla_cases import COLUMNS
 
 from headmix_vision.files import atomic_path
-
-Row = dict[str, Any]
 
 
 def print_tables(rows: Sequence[Row], columns: Sequence[Column]) -> None:
