@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from columns import Column, Row, measure, results, run_checks, warm_up
+from columns import Column, Row, measure, results, run_checks, scaling_exponents, warm_up
 from measuring import copy_bandwidth, device_slug, environment, open_device, release_memory, write_csv
 from mhla_cases import (
     COLUMNS,
@@ -40,7 +40,7 @@ from mhla_cases import (
     run_mhla,
     select_shapes,
 )
-from mhla_report import draw, print_tables, scaling_exponents
+from mhla_report import draw, print_tables
 from torch import Tensor
 
 GATE_BATCH, GATE_HEADS = 2, 2

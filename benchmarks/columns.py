@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -116,3 +117,22 @@ def _measure(row: Row, shape: Any, column: Column, device: torch.device, limit_m
             row["peak_mib"] = peak_mib(lambda: both(*first), device)
         timing = time_calls([partial(call, *copy) for copy in copies], device)
         row[name], row[f"{name}_launched"] = timing.ms, timing.launched_ms
+
+
+def scaling_exponents(rows: Sequence[Row], group: str = "scaling") -> dict[str, tuple[float, float]]:
+    """Per column, p of time per batch item ~ N^p by least squares: forward, forward with backward.
+
+    Args:
+        rows: with "column", "group", "batch", "tokens", "forward_ms" and "forward_backward_ms".
+        group: of the shapes to take; columns which lack a time at one of them are left out.
+    """
+    exponents = {}
+    for name in dict.fromkeys(row["column"] for row in rows):
+        points = [row for row in rows if row["group"] == group and row["column"] == name]
+        times = [[row[key] for row in points] for key in ("forward_ms", "forward_backward_ms")]
+        if len(points) > 1 and all(t is not None for series in times for t in series):
+            tokens = [math.log(row["tokens"]) for row in points]
+            items = [[math.log(t / row["batch"]) for t, row in zip(x, points, strict=True)] for x in times]
+            slopes = [statistics.linear_regression(tokens, series).slope for series in items]
+            exponents[name] = (slopes[0], slopes[1])
+    return exponents

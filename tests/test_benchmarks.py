@@ -132,13 +132,16 @@ def test_the_gate_refuses_wrong_results(cases, load, monkeypatch):
 
 def test_scaling_exponents(load):
     rows = [
-        {"group": "scaling", "column": "a", "tokens": n, "forward_ms": 3 * n**1.5, "forward_backward_ms": n**2.0}
+        {"column": "a", "batch": 1, "tokens": n, "forward_ms": 3 * n**1.5, "forward_backward_ms": n**2.0}
         for n in (64, 256, 1024)
     ]
-    rows.append({"group": "scaling", "column": "skipped", "tokens": 64, "forward_ms": 1.0, "forward_backward_ms": None})
-    (forward, both) = load("mhla_report").scaling_exponents(rows)["a"]
-    assert math.isclose(forward, 1.5) and math.isclose(both, 2.0)
-    assert "skipped" not in load("mhla_report").scaling_exponents(rows)
+    rows.append({"column": "skipped", "batch": 1, "tokens": 64, "forward_ms": 1.0, "forward_backward_ms": None})
+    rows = [row | {"group": "scaling"} for row in rows]
+    # With as many tokens in all, what is linear takes as long.
+    rows += [{**rows[0], "group": "sweep", "batch": b, "tokens": 64 // b, "forward_ms": 7.0} for b in (1, 4)]
+    exponents = load("columns").scaling_exponents(rows)
+    assert exponents.keys() == {"a"} and exponents["a"] == pytest.approx((1.5, 2.0))
+    assert load("columns").scaling_exponents(rows, "sweep")["a"][0] == pytest.approx(1.0)
 
 
 def test_measuring(load, tmp_path: Path):
