@@ -100,7 +100,7 @@ def why_no_fla() -> str | None:
 
 def run_fla(shape: Shape, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
     """The gated delta rule of flash-linear-attention, chunk by chunk."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return chunk_gated_delta_rule(q, k, v, g=log_decay, beta=beta, scale=q.shape[-1] ** -0.5)[0]
 

@@ -89,14 +89,17 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     columns = list(dict.fromkeys(row["column"] for row in rows))
+    colours = list(dict.fromkeys(_sub_heads(name) or name for name in columns))  # one for all forms with the same r
+    styles = {"": "-", "torch": ":", "loop": "-."}
     for axis, time, title in zip(axes, TIMES, ("forward", "forward with backward"), strict=True):
         for name in columns:
             points = [(row["tokens"], _per_token(row, time)) for row in rows if row["column"] == name and row[time]]
-            style = "-" if name.startswith("r") else ":" if name.startswith(("torch", "loop")) else "--"
+            style = styles[name.rpartition("_")[0]] if _sub_heads(name) else "--"
+            colour = f"C{colours.index(_sub_heads(name) or name)}"
             # Without points too, so that both panels have the same colours.
             xs, ys = zip(*points, strict=True) if points else ((), ())
             width = 2.5 if style == "-" else 1.5
-            axis.plot(xs, ys, style, marker="o", markersize=4, linewidth=width, label=label(name))
+            axis.plot(xs, ys, style, color=colour, marker="o", markersize=4, linewidth=width, label=label(name))
         floor = time.replace("_ms", "_floor_ms")
         floors = {row["tokens"]: _per_token(row, floor) for row in rows}
         axis.plot(list(floors), list(floors.values()), color="black", linewidth=1, label="copy floor")

@@ -161,7 +161,8 @@ def test_forgetting_often_costs_the_rounding_of_the_sums(every, r):
     exact = values_and_gradients(head_in_head, [x.double() for x in inputs], "reference")
     tolerance = 1e-5 + torch.finfo(torch.float32).eps * 50 * triton_launch.chunk_tokens(r) / every
     for name, x, reference in zip(RESULTS[:-1], ours, exact, strict=False):
-        assert relative_error(x.double(), reference) < tolerance, name
+        cancelling = 10 if name == "log_decay" else 1  # the gradient that is a difference, in torch as well
+        assert relative_error(x.double(), reference) < cancelling * tolerance, name
     assert ours[-1].abs().max() < 1e-19 and not exact[-1].any()  # what is left after exp(-50)
 
 
