@@ -23,11 +23,16 @@ LABELS = {
 
 
 def label(column: str) -> str:
-    """ "torch_r4" -> "torch, r = 4"."""
-    name, _, r = column.rpartition("r") if column[-1].isdigit() else (column, "", "")
-    if not r:
-        return LABELS.get(column, column)
-    return f"{name.rstrip('_') or 'Triton'}, r = {r}"
+    """Name of a column in tables and plots: of "torch_r4" it is "torch, r = 4"."""
+    if r := _sub_heads(column):
+        return f"{column.removesuffix(r).rstrip('_') or 'Triton'}, r = {r[1:]}"
+    return LABELS.get(column, column)
+
+
+def _sub_heads(column: str) -> str:
+    """The end of the name that tells the number of sub-heads, "r4" of "torch_r4"; empty for other columns."""
+    last = column.rpartition("_")[2]
+    return last if last[1:].isdigit() else ""
 
 
 def _cells(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
