@@ -155,14 +155,13 @@ def test_forgetting_everything_is_exact_and_has_finite_gradients(forget, r):
 @pytest.mark.parametrize("every", [2, 16])
 def test_forgetting_often_costs_the_rounding_of_the_sums(every, r):
     """Each token that forgets adds 50 to the sum of log decays of its chunk, whose last digit is lost to the others."""
-    inputs = make(64, r=r, heads=1)
+    inputs = make(64, r=r, heads=4)  # with one head the gradient of a mask of one is one number, near zero by chance
     inputs[4][:, ::every] = -float("inf")
     ours = run(inputs)
     exact = values_and_gradients(head_in_head, [x.double() for x in inputs], "reference")
     tolerance = 1e-5 + torch.finfo(torch.float32).eps * 50 * triton_launch.chunk_tokens(r) / every
     for name, x, reference in zip(RESULTS[:-1], ours, exact, strict=False):
-        cancelling = 10 if name == "log_decay" else 1  # the gradient that is a difference, in torch as well
-        assert relative_error(x.double(), reference) < cancelling * tolerance, name
+        assert relative_error(x.double(), reference) < tolerance, name
     assert ours[-1].abs().max() < 1e-19 and not exact[-1].any()  # what is left after exp(-50)
 
 
