@@ -22,45 +22,30 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
-import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from measuring import (
-    copy_bandwidth,
-    device_slug,
-    environment,
-    once_ms,
-    open_device,
-    peak_mib,
-    release_memory,
-    time_calls,
-    write_csv,
-)
+from columns import Column, Row, measure, results, run_checks, scaling_exponents, warm_up
+from measuring import copy_bandwidth, device_slug, environment, open_device, release_memory, write_csv
 from mhla_cases import (
     COLUMNS,
     DEFAULT_COLUMNS,
-    Column,
     Shape,
     raster_inputs,
     run_low_precision,
     run_mhla,
     select_shapes,
 )
-from mhla_report import Row, draw, print_tables, scaling_exponents
+from mhla_report import draw, print_tables
 from torch import Tensor
 
-COLD_BYTES = 2**28  # all copies of the inputs together: several times the L2 of any GPU of today
 GATE_BATCH, GATE_HEADS = 2, 2
 REFERENCE_MAX_TOKENS = 1024  # up to here the oracle is the N x N reference, beyond it the float64 torch form
 GRADIENT_NAMES = ("dq", "dk", "dv", "dmixing")
-BACKWARD_OVER_FORWARD = 3  # a guess at forward with backward from forward alone, to skip what would take too long
 
 
 def check_shape(shape: Shape, column_names: Sequence[str], device_name: str) -> list[str]:
@@ -72,32 +57,22 @@ def check_shape(shape: Shape, column_names: Sequence[str], device_name: str) -> 
     grad = torch.randn(inputs[0].shape, generator=generator, device=device, dtype=inputs[0].dtype)
     oracle = "reference" if shape.tokens <= REFERENCE_MAX_TOKENS else "torch"
 
-    exact = _results(partial(run_mhla, oracle, small), [x.double() for x in inputs], grad.double())
-    eager = _results(partial(run_low_precision, small), inputs, grad)
+    exact = results(partial(run_mhla, oracle, small), [x.double() for x in inputs], grad.double())
+    eager = results(partial(run_low_precision, small), inputs, grad)
     budgets = [_errors(x, y) for x, y in zip(eager, exact, strict=True)]
     failures = []
     for name in column_names:
-        results = _results(partial(COLUMNS[name].run, small), inputs, grad)
-        for what, x, y, budget in zip(("out", *GRADIENT_NAMES), results, exact, budgets, strict=True):
+        found = results(partial(COLUMNS[name].run, small), inputs, grad)
+        for what, x, y, budget in zip(("out", *GRADIENT_NAMES), found, exact, budgets, strict=True):
             factor = 2 if what == "out" else 3
             for kind, error, allowed in zip(("mean", "maximum"), _errors(x, y), budget, strict=True):
                 if not error <= factor * allowed:
                     limit = f"{factor} x {allowed:.2e}"
                     failures.append(f"{shape.name}: {kind} error of {what} of {name} is {error:.2e}, allowed {limit}")
-    if device.type == "cuda":  # compiles what the full batch needs into Triton's cache on disk
+    if device.type == "cuda":
         for name in column_names:
-            full = COLUMNS[name].make(shape, generator)
-            with torch.no_grad():
-                COLUMNS[name].run(shape, *full)
-            out = COLUMNS[name].run(shape, *full)
-            torch.autograd.grad(out, full, torch.ones_like(out))
+            warm_up(shape, COLUMNS[name], generator)
     return failures
-
-
-def _results(run: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = run(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def _errors(x: Tensor, exact: Tensor) -> tuple[float, float]:
@@ -109,65 +84,12 @@ def gate(shapes: Sequence[Shape], columns: Sequence[Column], device: torch.devic
     """Exit with the failures, if any: speed is reported for right results only. Processes share the compiling."""
     ours = [c for c in columns if c.ours]
     work = [(shape, names) for shape in shapes if (names := [c.name for c in ours if c.applies(shape)])]
-    check = partial(_check, device_name=str(device))
-    try:
-        if jobs > 1:
-            with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-                failures = [line for lines in pool.map(check, work) for line in lines]
-        else:
-            failures = [line for item in work for line in check(item)]
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    if failures:
-        raise SystemExit("\n".join([*failures, "error: results are wrong, nothing timed."]))
+    run_checks(partial(_check, device_name=str(device)), work, jobs)
     print(f"correct: {', '.join(c.name for c in ours) or 'nothing of ours'} at {len(work)} shapes, all gradients\n")
 
 
 def _check(item: tuple[Shape, list[str]], device_name: str) -> list[str]:
     return check_shape(*item, device_name)
-
-
-def measure(shape: Shape, column: Column, device: torch.device, limit_ms: float) -> tuple[Row, str]:
-    """Times and memory of a column at a shape, None where there is none, and a note that says why."""
-    row: Row = dict.fromkeys(("forward", "forward_launched", "both", "both_launched", "peak_mib"))
-    try:
-        _measure(row, shape, column, device, limit_ms)
-    except RuntimeError as error:
-        if column.ours:
-            raise
-        return row, f"{shape.name}, {column.name}: {str(error).strip().splitlines()[0]}"
-    skipped = [name for name, key in (("forward", "forward"), ("forward+backward", "both")) if row[key] is None]
-    return row, f"{shape.name}, {column.name}: {', '.join(skipped)} beyond {limit_ms:g} ms" if skipped else ""
-
-
-def _measure(row: Row, shape: Shape, column: Column, device: torch.device, limit_ms: float) -> None:
-    def make(copy: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        inputs = column.make(shape, torch.Generator(device).manual_seed(copy))
-        with torch.no_grad():
-            return inputs, torch.randn_like(column.run(shape, *inputs))
-
-    @torch.no_grad()
-    def forward(inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return column.run(shape, *inputs)
-
-    def both(inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(column.run(shape, *inputs), inputs, grad)
-
-    first = make(0)
-    forward_ms = once_ms(lambda: forward(*first), device)
-    with_backward = BACKWARD_OVER_FORWARD * forward_ms <= limit_ms
-    if with_backward:
-        row["peak_mib"] = peak_mib(lambda: both(*first), device)
-    if forward_ms > limit_ms:
-        return
-    copies = [first]
-    if device.type == "cuda":
-        copies += [make(i) for i in range(1, max(2, math.ceil(COLD_BYTES * 4 / 3 / shape.floor_bytes)))]
-    for name, call in (("forward", forward), ("both", both)):
-        if name == "both" and not with_backward:
-            return
-        timing = time_calls([partial(call, *copy) for copy in copies], device)
-        row[name], row[f"{name}_launched"] = timing.ms, timing.launched_ms
 
 
 def measure_all(
@@ -183,9 +105,9 @@ def measure_all(
         for column in columns:
             if not column.applies(shape):
                 continue
-            row, note = measure(shape, column, device, limit_ms)
+            row, reason = measure(shape, column, device, limit_ms)
             release_memory()
-            notes += [note] if note else []
+            notes += [f"{shape.name}, {column.name}: {reason}"] if reason else []
             rows.append(_describe(shape) | {"column": column.name} | _with_floor(row, floor_ms))
             print(
                 column.name, *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("forward", "both")), end=" "

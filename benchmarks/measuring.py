@@ -170,10 +170,11 @@ def open_device(name: str) -> torch.device:
 def environment(device: torch.device) -> dict[str, str]:
     """What a figure depends on besides the code: device and versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "triton": _version("triton")}
+    return {"device": name, "torch": torch.__version__, "triton": installed_version("triton")}
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str:
+    """Version of an installed package, "none" where there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

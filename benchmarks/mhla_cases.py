@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from columns import Column
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -93,21 +94,6 @@ def select_shapes(names: str) -> list[Shape]:
             raise ValueError(f"shapes must be of all, {', '.join(known)}, model, sweep, scaling, got {name!r}.")
         chosen += [s for s in found if s not in chosen]
     return chosen
-
-
-@dataclass(frozen=True)
-class Column:
-    """An attention: ``make`` draws its inputs (q, k, v and perhaps mixing), ``run`` takes the shape and them."""
-
-    name: str
-    make: Callable[[Shape, torch.Generator], tuple[Tensor, ...]]
-    run: Callable[..., Tensor]
-    ours: bool = False
-    scaling: bool = False  # whether it is measured at the "scaling" shapes as well
-    max_tokens: int | None = None
-
-    def applies(self, shape: Shape) -> bool:
-        return (self.scaling or shape.group != "scaling") and shape.tokens <= (self.max_tokens or shape.tokens)
 
 
 def raster_inputs(shape: Shape, generator: torch.Generator) -> tuple[Tensor, ...]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from columns import Column, Row
 from matplotlib.figure import Figure
 from measuring import format_table
-from mhla_cases import COLUMNS, Column
+from mhla_cases import COLUMNS
 
 from headmix_vision.files import atomic_path
-
-Row = dict[str, Any]
 
 
 def print_tables(rows: Sequence[Row], columns: Sequence[Column]) -> None:
@@ -46,19 +42,6 @@ def print_tables(rows: Sequence[Row], columns: Sequence[Column]) -> None:
 def _ratios(row: Row, ours: Row) -> str:
     pairs = [(row.get(key), ours.get(key)) for key in ("forward_ms", "forward_backward_ms")]
     return " / ".join("-" if x is None or y is None else f"{x / y:.2f}" for x, y in pairs)
-
-
-def scaling_exponents(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Per column, p of time ~ N^p by least squares over the "scaling" shapes: forward, forward with backward."""
-    exponents = {}
-    for name in dict.fromkeys(row["column"] for row in rows):
-        points = [row for row in rows if row["group"] == "scaling" and row["column"] == name]
-        times = [[row[key] for row in points] for key in ("forward_ms", "forward_backward_ms")]
-        if len(points) > 1 and all(t is not None for series in times for t in series):
-            logs = [math.log(row["tokens"]) for row in points]
-            slopes = [statistics.linear_regression(logs, [math.log(t) for t in series]).slope for series in times]
-            exponents[name] = (slopes[0], slopes[1])
-    return exponents
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

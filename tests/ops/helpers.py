@@ -3,8 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from headmix_vision.ops import mhla
+from headmix_vision.ops import head_in_head, mhla
 from headmix_vision.ops.feature_maps import apply_feature_map
+
+HEAD_IN_HEAD_NAMES = ("q", "k", "v", "beta", "log_decay", "mask", "initial_state")
 
 
 def make_inputs(blocks, batch=2, heads=3, dim=8, value_dim=5, per_head=False, dtype=torch.float64, seed=0):
@@ -60,9 +62,79 @@ def assert_within_budget(impl, ours, inputs, d_out, blocks, normalizer="paper", 
     options = {"normalizer": normalizer, "feature_map": feature_map}
     exact = run(lambda *x: mhla(*x, blocks, impl="torch", **options), [x.double() for x in inputs], d_out)
     eager = run(lambda *x: EAGER[impl](*x, blocks, **options), inputs, d_out)
-    for name, x, e, reference in zip(("out", "dq", "dk", "dv", "dmixing"), ours, eager, exact, strict=True):
-        factor = 2 if name == "out" else 3
+    assert_errors_within(("out", "dq", "dk", "dv", "dmixing"), ours, eager, exact)
+
+
+def assert_errors_within(names, ours, eager, exact):
+    """Mean and largest error of each result at most twice those of the eager form, of gradients three times."""
+    for name, x, e, reference in zip(names, ours, eager, exact, strict=True):
+        factor = 3 if name.startswith("d") else 2
         error, budget = (x.double() - reference).abs(), (e.double() - reference).abs()
         for kind, measure in (("mean", torch.mean), ("max", torch.max)):
             message = f"{kind} error of {name}: {measure(error):.2e}, of the eager form {measure(budget):.2e}"
             assert measure(error) <= factor * measure(budget), message
+
+
+def make_head_in_head_inputs(
+    tokens=40, r=2, batch=2, heads=2, dim=8, value_dim=5, per_token=False, dtype=torch.float64, seed=0
+):
+    """q, k, v, beta, log_decay, mask, initial_state."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k = F.normalize(normal(2, batch, tokens, heads, dim), dim=-1)
+    rows = F.normalize(normal(*((batch, tokens) if per_token else ()), heads, r, r).abs(), dim=-1)
+    inputs = [q, k, normal(batch, tokens, heads, value_dim), 2 * normal(batch, tokens, heads).sigmoid()]
+    inputs += [-0.2 * normal(batch, tokens, heads).abs(), rows @ rows.mT, normal(batch, heads, dim, value_dim)]
+    return [x.to(dtype) for x in inputs]
+
+
+def values_and_gradients(op, inputs, impl, weights=None, **options):
+    """Output, final state and the gradients of all inputs, those of a loss that weighs output and state.
+
+    A weight of None leaves its result out of the loss.
+    """
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, state = op(*leaves, True, impl=impl, **options)
+    if weights is None:
+        generator = torch.Generator().manual_seed(2)
+        weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, state)]
+    used = [(x, w.to(x)) for x, w in zip((out, state), weights, strict=True) if w is not None]
+    values, weights = zip(*used, strict=True)
+    return out.detach(), state.detach(), *torch.autograd.grad(values, leaves, weights, materialize_grads=True)
+
+
+def eager_head_in_head(q, k, v, beta, log_decay, mask, initial_state, output_final_state, impl, scan=None):
+    """The loop of the definition with every step, and the state, in the type of q."""
+    state, outputs = initial_state, {}
+    identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    per_token = mask.ndim == 5
+    mask = mask.repeat_interleave(k.shape[-1] // mask.shape[-1], -1)
+    mask = mask.repeat_interleave(k.shape[-1] // mask.shape[-2], -2)
+    order = range(q.shape[1]) if scan is None else _order(scan, q)
+    for t in order:
+        strength, decay = beta[:, t, :, None, None], log_decay[:, t, :, None, None].exp()
+        key = k[:, t, :, :, None]
+        erase = key * k[:, t, :, None] * (mask[:, t] if per_token else mask)
+        state = decay * ((identity - strength * erase) @ state) + strength * (key * v[:, t, :, None])
+        outputs[t] = q.shape[-1] ** -0.5 * (q[:, t, :, None] @ state)[..., 0, :]
+    return torch.stack([outputs[t] for t in range(q.shape[1])], 1), state
+
+
+def _order(scan, q):
+    return (scan if isinstance(scan, torch.Tensor) else scan.tables(q).order).tolist()
+
+
+def assert_head_in_head_within_budget(inputs, weights, scan=None):
+    """As `assert_within_budget`, for the kernels; with numbers that the type of q can hold.
+
+    Args:
+        inputs: q, k, v, beta, log_decay, mask, initial_state.
+        weights: of output and final state in the loss, see `values_and_gradients`.
+    """
+    ours = values_and_gradients(head_in_head, inputs, "triton", weights, scan=scan)
+    exact = values_and_gradients(head_in_head, [x.double() for x in inputs], "torch", weights, scan=scan)
+    eager = values_and_gradients(eager_head_in_head, [x.to(inputs[0].dtype) for x in inputs], "", weights, scan=scan)
+    assert_errors_within(("out", "state", *(f"d{name}" for name in HEAD_IN_HEAD_NAMES)), ours, eager, exact)

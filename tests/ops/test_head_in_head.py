@@ -10,24 +10,11 @@ import torch.nn.functional as F
 from headmix_vision.ops import TokenScan, head_in_head, head_in_head_rwkv7
 from headmix_vision.ops.token_scan import SCAN_ORDERS
 
-from .helpers import relative_error
+from .helpers import HEAD_IN_HEAD_NAMES as NAMES
+from .helpers import make_head_in_head_inputs as make_inputs
+from .helpers import relative_error, values_and_gradients
 
 IMPLS = ("reference", "torch")
-NAMES = ("q", "k", "v", "beta", "log_decay", "mask", "initial_state")
-
-
-def make_inputs(tokens=40, r=2, batch=2, heads=2, dim=8, value_dim=5, per_token=False, dtype=torch.float64, seed=0):
-    """q, k, v, beta, log_decay, mask, initial_state."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    q, k = F.normalize(normal(2, batch, tokens, heads, dim), dim=-1)
-    rows = F.normalize(normal(*((batch, tokens) if per_token else ()), heads, r, r).abs(), dim=-1)
-    inputs = [q, k, normal(batch, tokens, heads, value_dim), 2 * normal(batch, tokens, heads).sigmoid()]
-    inputs += [-0.2 * normal(batch, tokens, heads).abs(), rows @ rows.mT, normal(batch, heads, dim, value_dim)]
-    return [x.to(dtype) for x in inputs]
 
 
 def make_rwkv7_inputs(tokens=40, r=2, dtype=torch.float64, **kwargs):
@@ -37,14 +24,6 @@ def make_rwkv7_inputs(tokens=40, r=2, dtype=torch.float64, **kwargs):
     a = F.normalize(torch.randn(q.shape, generator=generator, dtype=q.dtype), dim=-1)
     log_decay = -0.6 * torch.rand(q.shape, generator=generator, dtype=q.dtype)
     return [x.to(dtype) for x in (q, k, v, a, -beta[..., None] * a, log_decay, mask, state)]
-
-
-def values_and_gradients(op, inputs, impl, **options):
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    out, state = op(*leaves, True, impl=impl, **options)
-    generator = torch.Generator().manual_seed(2)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in (out, state)]
-    return out.detach(), state.detach(), *torch.autograd.grad([out, state], leaves, weights)
 
 
 def gated_delta_rule(q, k, v, beta, log_decay):
@@ -320,7 +299,7 @@ def test_grid_orders():
         ({"scan": torch.arange(5)}, r"scan must be int64 \[N\] with N = 6"),
         ({"scan": torch.arange(6.0)}, r"scan must be int64 \[N\] with N = 6"),
         ({"scan": TokenScan.from_grid((2, 2))}, "scan orders 4 tokens, q has 6"),
-        ({"impl": "triton"}, "impl must be one of .*'torch'.* got 'triton'"),
+        ({"impl": "fast"}, "impl must be one of .*'torch'.* got 'fast'"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
