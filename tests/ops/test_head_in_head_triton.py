@@ -144,25 +144,23 @@ def test_forgetting_everything_is_exact_and_has_finite_gradients(forget, r):
     assert all(x.isfinite().all() for x in others)
     assert not others[1 + HEAD_IN_HEAD_NAMES.index("log_decay")][:, 10].any()
     expected, final = head_in_head(*(x[:, 10:].double() for x in inputs), mask.double(), None, True, impl="reference")
-    assert relative_error(out[:, 10:].double(), expected) < 1e-5
-    assert relative_error(others[0].double(), final) < 1e-5
+    assert relative_error(out[:, 10:].double(), expected) < 1e-6
+    assert relative_error(others[0].double(), final) < 1e-6
     exact = values_and_gradients(head_in_head, [x.double() for x in (*inputs, mask, state)], "reference")
     for name, x, reference in zip(RESULTS, (out, *others), exact, strict=True):
-        assert relative_error(x.double(), reference) < 1e-5, name
+        assert relative_error(x.double(), reference) < 2e-6, name
 
 
 @pytest.mark.parametrize("r", [1, 4])
 @pytest.mark.parametrize("every", [2, 16])
-def test_forgetting_often_costs_the_rounding_of_the_sums(every, r):
-    """Each token that forgets adds 50 to the sum of log decays of its chunk, whose last digit is lost to the others."""
+def test_forgetting_often_costs_the_others_nothing(every, r):
     inputs = make(64, r=r, heads=4)  # with one head the gradient of a mask of one is one number, near zero by chance
     inputs[4][:, ::every] = -float("inf")
     ours = run(inputs)
     exact = values_and_gradients(head_in_head, [x.double() for x in inputs], "reference")
-    tolerance = 1e-5 + torch.finfo(torch.float32).eps * 50 * triton_launch.chunk_tokens(r) / every
     for name, x, reference in zip(RESULTS[:-1], ours, exact, strict=False):
-        assert relative_error(x.double(), reference) < tolerance, name
-    assert ours[-1].abs().max() < 1e-19 and not exact[-1].any()  # what is left after exp(-50)
+        assert relative_error(x.double(), reference) < 2e-6, name
+    assert not ours[-1].any() and not exact[-1].any()  # nothing of the initial state is left
 
 
 @pytest.mark.parametrize("name", ["beta", "k", "q"])

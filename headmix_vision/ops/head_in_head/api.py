@@ -72,7 +72,7 @@ def head_in_head(
             raster order if None. Inputs and output stay in raster order.
         impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: kernels for bfloat16,
             float16 and float32, r of 1, 2, 4 or 8 and head dims up to 128; differentiable once; decays below exp(-50)
-            are taken as that. ``"torch"``: chunk by chunk, any device. ``"reference"``: the loop, a specification.
+            are taken as 0. ``"torch"``: chunk by chunk, any device. ``"reference"``: the loop, a specification.
 
     Returns:
         The output, [B, N, H, Dv] of ``v``'s type, and the final state, [B, H, Dk, Dv] in float32 or float64, or None.

@@ -9,6 +9,8 @@ import triton.language as tl
 from headmix_vision.ops.head_in_head.triton_tiles import (
     LEAST_LOG_DECAY,
     decay_between,
+    decay_if,
+    load_decays,
     load_entries,
     load_mask,
     load_matrix,
@@ -69,24 +71,24 @@ def scan_backward_kernel(
         gradient = tl.trans(load_tokens(d_out, tokens, exists, g_n, first, DV, VALUES, ALIGN).to(COMPUTE))
         solve = load_matrix(inverse + at * ROWS * ROWS, 0, ROWS, ROWS, ROWS, ROWS)
         score = load_matrix(scores + at * T * ROWS, 0, T, ROWS, T, ROWS)
-        sums = tl.load(decays + at * T + place)
-        total = tl.load(decays + at * T + T - 1)
+        sums, resets, total, all_resets = load_decays(decays, at, T)
         strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
-        row_sums = vector_to_rows(sums, SUB_HEADS)
+        from_start = decay_if(sums, resets == 0)
+        to_end = vector_to_rows(decay_if(total - sums, resets == all_resets), SUB_HEADS)
         if TOKEN_MASK:
             entries = load_mask(mask, tokens, mask_n, KEYS, D, SUB_HEADS)
-        factor = masked_factor(vector_to_rows(strength, SUB_HEADS) * tl.exp(row_sums), entries, SUB_HEADS)
+        factor = masked_factor(vector_to_rows(strength * from_start, SUB_HEADS), entries, SUB_HEADS)
         after = d_state.to(COMPUTE)
         store_matrix(d_states + at * DV * D, first, after, DV, D, VALUES, KEYS)
 
         d_correction = tl.dot(after, tl.trans(write_keys(key, D, SUB_HEADS)), input_precision=PRECISION)
-        d_correction *= tl.exp(total - row_sums)[None, :]
+        d_correction *= to_end[None, :]
         d_correction += tl.dot(gradient, score, input_precision=PRECISION)
         d_error = tl.dot(d_correction.to(COMPUTE), solve, input_precision=PRECISION)
         store_matrix(d_errors + at * DV * ROWS, first, d_error, DV, ROWS, VALUES, ROWS)
-        query = (query * (scale * tl.exp(sums))[:, None]).to(COMPUTE)
+        query = (query * (scale * from_start)[:, None]).to(COMPUTE)
         d_error = (d_error * -factor[None, :]).to(COMPUTE)
-        d_state *= tl.exp(total)
+        d_state *= decay_if(total, all_resets == 0)
         d_state += tl.dot(gradient, query, input_precision=PRECISION)
         d_state += tl.dot(d_error, masked_keys(key, entries, SUB_HEADS), input_precision=PRECISION)
     tl.store(d_initial + head * D * DV + of_state, d_state, mask=in_state)
@@ -122,10 +124,11 @@ def inputs_backward_kernel(
     mask += b * mask_b + h * mask_h
     place, time = tl.arange(0, T), tl.arange(0, ROWS) // SUB_HEADS
     tokens, exists = token_index(order, chunk, N, T, ORDERED)
-    sums = tl.load(decays + at * T + place)
-    total = tl.load(decays + at * T + T - 1)
+    sums, resets, total, all_resets = load_decays(decays, at, T)
     strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
-    row_sums = vector_to_rows(sums, SUB_HEADS)
+    row_sums, row_resets = vector_to_rows(sums, SUB_HEADS), vector_to_rows(resets, SUB_HEADS)
+    from_start = decay_if(sums, resets == 0)
+    to_end = vector_to_rows(decay_if(total - sums, resets == all_resets), SUB_HEADS)
     query = load_tokens(q, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
     key = load_tokens(k, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
     write = write_keys(key, D, SUB_HEADS)
@@ -150,13 +153,15 @@ def inputs_backward_kernel(
         d_value = sum_rows(d_error.to(tl.float32), SUB_HEADS)
         d_strength += tl.sum(d_value * value, 1)
         store_tokens(d_v, tokens, exists, H * DV, first, d_value * strength[:, None], DV, VALUES)
-    d_score *= scale * decay_between(sums[:, None], row_sums[None, :], time[None, :] <= place[:, None])
-    d_query *= (scale * tl.exp(sums))[:, None]
+    seen = time[None, :] <= place[:, None]
+    d_score *= scale * decay_between(sums, resets, row_sums, row_resets, seen)
+    d_query *= (scale * from_start)[:, None]
     d_query += tl.dot(d_score.to(COMPUTE), write, input_precision=PRECISION)
     store_tokens(d_q, tokens, exists, H * D, 0, d_query, D, KEYS)
     d_sums = tl.sum(query.to(tl.float32) * d_query, 1)
-    d_system *= -decay_between(row_sums[:, None], row_sums[None, :], time[None, :] < time[:, None])
-    d_masked *= -tl.exp(row_sums)[:, None]
+    before = time[None, :] < time[:, None]
+    d_system *= -decay_between(row_sums, row_resets, row_sums, row_resets, before)
+    d_masked *= -vector_to_rows(from_start, SUB_HEADS)[:, None]
     d_masked += tl.dot(d_system.to(COMPUTE), write, input_precision=PRECISION)
     row_strength = vector_to_rows(strength, SUB_HEADS)
     d_system = (d_system * row_strength[:, None]).to(COMPUTE)
@@ -191,8 +196,8 @@ def inputs_backward_kernel(
         d_state = load_matrix(d_states + at * DV * D, part * VALUES, DV, D, VALUES, KEYS)
         d_write += tl.dot(correction, d_state, input_precision=PRECISION)
         of_total += tl.sum(tl.sum(state * d_state.to(tl.float32), 1), 0)
-    d_write *= tl.exp(total - row_sums)[:, None]
-    of_total = tl.exp(total) * of_total + tl.sum(tl.sum(write.to(tl.float32) * d_write, 1), 0)
+    d_write *= to_end[:, None]
+    of_total = decay_if(total, all_resets == 0) * of_total + tl.sum(tl.sum(write.to(tl.float32) * d_write, 1), 0)
     d_write += tl.dot(tl.trans(d_score.to(COMPUTE)), query, input_precision=PRECISION)
     masked = (to_rows(key, SUB_HEADS) * to_columns(entries, D, KEYS, SUB_HEADS)).to(COMPUTE)
     d_write += tl.dot(tl.trans(d_system), masked, input_precision=PRECISION)

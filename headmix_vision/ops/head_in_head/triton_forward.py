@@ -12,6 +12,8 @@ import triton.language as tl
 from headmix_vision.ops.head_in_head.triton_tiles import (
     LEAST_LOG_DECAY,
     decay_between,
+    decay_if,
+    load_decays,
     load_mask,
     load_matrix,
     load_tokens,
@@ -36,9 +38,9 @@ def prepare_kernel(
 ):  # fmt: skip
     """What is known of a chunk without the state.
 
-    Log decays since its start, [B, H, C, T]; decayed scores of queries and write keys, [B, H, C, T, R]; the inverse of
-    the system of its pairs, [B, H, C, R, R]; and that times beta, summed over sub-heads, which share a token's value:
-    [B, H, C, R, T].
+    Log decays since its start and how often all was forgotten, [B, H, C, 2, T]; decayed scores of queries and write
+    keys, [B, H, C, T, R]; the inverse of the system of its pairs, [B, H, C, R, R]; and that times beta, summed over
+    sub-heads, which share a token's value: [B, H, C, R, T].
     """
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program % C, program // C
@@ -49,19 +51,24 @@ def prepare_kernel(
     query = load_tokens(q + (b * q_b + h * q_h) * ALIGN, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
     strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
     rate = tl.load(log_decay + b * decay_b + tokens * decay_n + h * decay_h, mask=exists, other=0.0).to(tl.float32)
-    sums = tl.cumsum(tl.maximum(rate, LEAST_LOG_DECAY), 0)
-    tl.store(decays + program * T + tl.arange(0, T), sums)
-
-    place, time, row_sums = tl.arange(0, T), tl.arange(0, ROWS) // SUB_HEADS, vector_to_rows(sums, SUB_HEADS)
+    place, time = tl.arange(0, T), tl.arange(0, ROWS) // SUB_HEADS
+    sums = tl.cumsum(tl.where(rate < LEAST_LOG_DECAY, 0.0, rate), 0)
+    resets = tl.cumsum(tl.where(rate < LEAST_LOG_DECAY, 1.0, 0.0), 0)
+    tl.store(decays + program * 2 * T + place, sums)
+    tl.store(decays + program * 2 * T + T + place, resets)
+    row_sums, row_resets = vector_to_rows(sums, SUB_HEADS), vector_to_rows(resets, SUB_HEADS)
     write = tl.trans(write_keys(key, D, SUB_HEADS))
     score = tl.dot(query, write, input_precision=PRECISION)
-    score *= scale * decay_between(sums[:, None], row_sums[None, :], time[None, :] <= place[:, None])
+    seen = time[None, :] <= place[:, None]
+    score *= scale * decay_between(sums, resets, row_sums, row_resets, seen)
     store_matrix(scores + program * T * ROWS, 0, score, T, ROWS, T, ROWS)
 
     entries = load_mask(mask + b * mask_b + h * mask_h, tokens, mask_n, KEYS, D, SUB_HEADS)
     a = tl.dot(masked_keys(key, entries, SUB_HEADS), write, input_precision=PRECISION)
     factor = masked_factor(vector_to_rows(strength, SUB_HEADS), entries, SUB_HEADS)
-    a *= factor[:, None] * decay_between(row_sums[:, None], row_sums[None, :], time[None, :] < time[:, None])
+    before = time[None, :] < time[:, None]
+    a *= decay_between(row_sums, row_resets, row_sums, row_resets, before)
+    a *= factor[:, None]
     solve = unit_lower_inverse(a, SUB_HEADS, PRECISION)
     store_matrix(inverse + program * ROWS * ROWS, 0, solve, ROWS, ROWS, ROWS, ROWS)
     if SUB_HEADS > 1:
@@ -109,13 +116,13 @@ def scan_kernel(
         solve = load_matrix(inverse + at * ROWS * ROWS, 0, ROWS, ROWS, ROWS, ROWS)
         of_value = load_matrix(spread + at * ROWS * T, 0, ROWS, T, ROWS, T)
         score = load_matrix(scores + at * T * ROWS, 0, T, ROWS, T, ROWS)
-        sums = tl.load(decays + at * T + place)
-        total = tl.load(decays + at * T + T - 1)
+        sums, resets, total, all_resets = load_decays(decays, at, T)
         strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
-        row_sums = vector_to_rows(sums, SUB_HEADS)
+        from_start = decay_if(sums, resets == 0)
+        to_end = vector_to_rows(decay_if(total - sums, resets == all_resets), SUB_HEADS)
         if TOKEN_MASK:
             entries = load_mask(mask, tokens, mask_n, KEYS, D, SUB_HEADS)
-        factor = masked_factor(vector_to_rows(strength, SUB_HEADS) * tl.exp(row_sums), entries, SUB_HEADS)
+        factor = masked_factor(vector_to_rows(strength * from_start, SUB_HEADS), entries, SUB_HEADS)
         before = state.to(COMPUTE)
         if SAVE:
             store_matrix(states + at * DV * D, first, before, DV, D, VALUES, KEYS)
@@ -126,10 +133,11 @@ def scan_kernel(
         correction += tl.dot(error, tl.trans(solve), input_precision=PRECISION)
         if SAVE:
             store_matrix(corrections + at * DV * ROWS, first, correction, DV, ROWS, VALUES, ROWS)
-        result = tl.dot(before, tl.trans(query), input_precision=PRECISION) * (scale * tl.exp(sums))[None, :]
+        result = tl.dot(before, tl.trans(query), input_precision=PRECISION) * (scale * from_start)[None, :]
         result += tl.dot(correction.to(COMPUTE), tl.trans(score), input_precision=PRECISION)
         store_tokens(out, tokens, exists, H * DV, first, tl.trans(result), DV, VALUES)
 
-        correction = (correction * tl.exp(total - row_sums)[None, :]).to(COMPUTE)
-        state = tl.exp(total) * state + tl.dot(correction, write_keys(key, D, SUB_HEADS), input_precision=PRECISION)
+        correction = (correction * to_end[None, :]).to(COMPUTE)
+        state *= decay_if(total, all_resets == 0)
+        state += tl.dot(correction, write_keys(key, D, SUB_HEADS), input_precision=PRECISION)
     tl.store(final + head * D * DV + of_state, state, mask=in_state)

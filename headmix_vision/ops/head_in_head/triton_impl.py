@@ -126,8 +126,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if d_out is None and d_final is None:
         return (None,) * (_INPUTS + 1)
-    v = ctx.saved_tensors[2]
-    *gradients, d_initial = _backward_op(v.new_zeros(v.shape) if d_out is None else d_out, d_final, *ctx.saved_tensors)
+    saved = ctx.saved_tensors  # once: an activation checkpoint unpacks them no second time
+    v = saved[2]
+    *gradients, d_initial = _backward_op(v.new_zeros(v.shape) if d_out is None else d_out, d_final, *saved)
     return *gradients, None if ctx.state_dtype is None else d_initial.to(ctx.state_dtype), None, None
 
 

@@ -31,7 +31,7 @@ class Saved(NamedTuple):
     """What the forward pass leaves to the backward pass.
 
     Attributes:
-        decays: [B, H, C, T] float32, log decay since the start of the chunk.
+        decays: [B, H, C, 2, T] float32, log decay since the start of the chunk, and how often all was forgotten.
         scores: [B, H, C, T, R], of queries and keys of single sub-heads, decayed and scaled.
         inverse: [B, H, C, R, R], of the system of each chunk.
         states: [B, H, C, Dv, Dk], before each chunk.
@@ -57,7 +57,7 @@ def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
     C, storage = -(-N // T), numerics(q.dtype).storage
     kept = C if save else 0
     return Saved(
-        q.new_empty(B, H, C, T, dtype=torch.float32),
+        q.new_empty(B, H, C, 2, T, dtype=torch.float32),
         q.new_empty(B, H, C, T, r * T, dtype=storage),
         q.new_empty(B, H, C, r * T, r * T, dtype=storage),
         q.new_empty(B, H, kept, Dv, Dk, dtype=storage),

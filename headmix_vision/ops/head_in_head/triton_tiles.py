@@ -8,7 +8,7 @@ zero in all other columns, that it writes with.
 import triton
 import triton.language as tl
 
-# A decay of exp(-50) is none: smaller ones would only cost the precision of the sums that they stand in.
+# A decay below exp(-50) forgets everything: it is counted, and left out of the sums, whose digits it would cost.
 LEAST_LOG_DECAY: tl.constexpr = tl.constexpr(-50.0)
 
 
@@ -204,9 +204,24 @@ def masked_factor(factor, entries, SUB_HEADS: tl.constexpr):
 
 
 @triton.jit
-def decay_between(later, earlier, is_later):
-    """exp(later - earlier) where it is, else 0, from log decays since the start of the chunk."""
-    return tl.exp(tl.where(is_later, later - earlier, -float("inf")))
+def load_decays(decays, at, T: tl.constexpr):
+    """Sums of log decays since the start of a chunk and how often all was forgotten, [T] each, and both at its end."""
+    place = decays + at * 2 * T + tl.arange(0, T)
+    end = decays + at * 2 * T + T - 1
+    return tl.load(place), tl.load(place + T), tl.load(end), tl.load(end + T)
+
+
+@triton.jit
+def decay_if(log_decay, kept):
+    """exp(log_decay) where something is kept, else 0."""
+    return tl.exp(tl.where(kept, log_decay, -float("inf")))
+
+
+@triton.jit
+def decay_between(later, later_resets, earlier, earlier_resets, is_later):
+    """Decay from an earlier token [None, :] to a later one [:, None], 0 from one that is not."""
+    kept = is_later & (later_resets[:, None] == earlier_resets[None, :])
+    return decay_if(later[:, None] - earlier[None, :], kept)
 
 
 @triton.jit
