@@ -81,7 +81,7 @@ def _mask_strides(mask: Tensor) -> tuple[int, ...]:
 def _constants(k: Tensor, mask: Tensor, order: Tensor | None, align: int) -> dict[str, Any]:
     compute, precision, _ = numerics(k.dtype)
     r, D = mask.shape[-1], k.shape[-1]
-    if precision == "tf32x3" and (r == 8 or D > 64):
+    if k.dtype == torch.float32:
         precision = SMALL_FLOAT32_PRECISION
     # A product with fewer than 64 columns is wrong where Triton 3.6 takes its tile from registers.
     keys = max(64, _columns(D)) if k.dtype == torch.bfloat16 else _columns(D)
@@ -99,12 +99,14 @@ def _is_large(k: Tensor, mask: Tensor) -> bool:
 
 def _tiles(tiles: Tiles, k: Tensor, mask: Tensor) -> Tiles:
     """The tiles, with fewer columns and more warps where a program would not fit."""
-    r = mask.shape[-1]
-    wide = r * chunk_tokens(r) > 64 or k.shape[-1] > 64
+    tall = mask.shape[-1] * chunk_tokens(mask.shape[-1]) > 64
+    wide = tall or k.shape[-1] > 64
+    if k.dtype == torch.bfloat16 and not wide:
+        return tiles
     if "VALUES" not in tiles:
-        return tiles | Tiles(num_warps=8 if _is_large(k, mask) else 4) if wide or k.dtype != torch.bfloat16 else tiles
+        return tiles | Tiles(num_warps=8 if tall else 4)
     if k.dtype == torch.bfloat16:
-        return tiles | Tiles(num_stages=1) if wide else tiles
+        return tiles | Tiles(num_warps=8 if tall else 4, num_stages=1)
     return tiles | Tiles(VALUES=16 if _is_large(k, mask) else 32, num_warps=8 if wide else 4, num_stages=1)
 
 
