@@ -81,8 +81,8 @@ def _mask_strides(mask: Tensor) -> tuple[int, ...]:
 def _constants(k: Tensor, mask: Tensor, order: Tensor | None, align: int) -> dict[str, Any]:
     compute, precision, _ = numerics(k.dtype)
     r, D = mask.shape[-1], k.shape[-1]
-    if k.dtype == torch.float32:
-        precision = SMALL_FLOAT32_PRECISION
+    if k.dtype == torch.float32:  # tensor cores round sums of 16 products more coarsely than a loop does
+        precision = "ieee" if D <= 16 else SMALL_FLOAT32_PRECISION
     # A product with fewer than 64 columns is wrong where Triton 3.6 takes its tile from registers.
     keys = max(64, _columns(D)) if k.dtype == torch.bfloat16 else _columns(D)
     return dict(
