@@ -28,12 +28,15 @@ class ScheduledTraining(LightningModule):
         optimizer: Optimizer.
         schedule: Learning rate schedule.
         seed: Seed of whatever is random in a step.
+
+    Attributes:
+        step_loss: Mean loss of the last training batch, on the device.
     """
 
     net: nn.Module
     train_loss: Tensor
     schedule: Scheduler
-    _step_loss: Tensor
+    step_loss: Tensor | None = None
 
     def __init__(self, optimizer: OptimizerConfig, schedule: ScheduleConfig, seed: int) -> None:
         super().__init__()
@@ -102,15 +105,15 @@ class ScheduledTraining(LightningModule):
     def track_loss(self, loss: Tensor, count: int) -> None:
         """Add the mean loss of `count` samples of a training batch to what is logged."""
         self.train_loss += torch.stack([loss.detach() * count, loss.new_tensor(count)])
-        self.log("loss", loss, prog_bar=True, logger=False)
-        self._step_loss = loss.detach()
+        self.step_loss = loss.detach()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the loss of the last batch and the learning rate, every `log_every_n_steps` steps."""
         every_n_steps: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (self.trainer.global_step + 1) % every_n_steps == 0:
             rate = max(group["lr"] for group in optimizer.param_groups)
-            self.log_now({"train/loss_step": float(self._step_loss), "lr": rate}, self.trainer.global_step)
+            assert self.step_loss is not None
+            self.log_now({"train/loss_step": float(self.step_loss), "lr": rate}, self.trainer.global_step)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the mean loss of a finished epoch, including the part before an interruption."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch import LightningModule, Trainer
 
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, ema_decay
 from headmix_vision.training.classifier import ImageClassifier
@@ -106,6 +107,7 @@ def test_ema_warms_up_and_keeps_constants() -> None:
     model.register_buffer("constant", torch.tensor([0.1, 0.7]))
     callback = EmaWithWarmup(0.5)
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True, **callback._kwargs)
+    callback._average_model = average
     expected = model.weight.detach().clone()
     for n in range(12):
         model.weight.data.normal_()
@@ -115,6 +117,21 @@ def test_ema_warms_up_and_keeps_constants() -> None:
         torch.testing.assert_close(average.module.weight.detach(), expected)
         assert_equal(average.module.index, model.index)
         assert_equal(average.module.constant, model.constant)
+
+
+def test_ema_follows_the_model_to_its_device_and_counts_on_the_cpu() -> None:
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(2, 2)
+
+    module, trainer, callback = Module(), Trainer(logger=False), EmaWithWarmup(0.5)
+    callback.setup(trainer, module, "fit")  # Lightning calls this before it moves the module
+    module.to("meta")
+    callback.on_fit_start(trainer, module)
+    assert callback.average is not None and callback.average.device.type == "meta"
+    assert {x.device.type for x in callback.average.state_dict().values()} == {"meta"}
+    assert callback._average_model is not None and callback._average_model.n_averaged.device.type == "cpu"
 
 
 def poison_loss(epoch: int, batch: int) -> Callable[..., torch.Tensor]:

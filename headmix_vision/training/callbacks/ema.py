@@ -25,8 +25,10 @@ class EmaWithWarmup(WeightAveraging):
 
     def __init__(self, decay: float) -> None:
         @torch.no_grad()
-        def average(averages: list[Tensor], currents: list[Tensor], num_averaged: Tensor) -> None:
-            weight = 1 - ema_decay(int(num_averaged), decay)
+        def average(averages: list[Tensor], currents: list[Tensor], _: Tensor) -> None:
+            assert self._average_model is not None
+            # The counter itself, which stays on the CPU: reading its copy on a GPU would wait for all queued work.
+            weight = 1 - ema_decay(int(self._average_model.n_averaged), decay)
             if averages[0].is_floating_point():
                 torch._foreach_lerp_(averages, currents, weight)
             else:
@@ -43,6 +45,11 @@ class EmaWithWarmup(WeightAveraging):
         if trainer.precision in ("bf16-true", "16-true"):
             raise ValueError(f"the moving average needs float32 weights, got trainer.precision={trainer.precision}")
         super().setup(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Bring the average to the device of the model, which `setup` copies before the strategy has moved it there."""
+        assert self._average_model is not None
+        self._average_model.module.to(pl_module.device)
 
     @property
     def average(self) -> LightningModule | None:

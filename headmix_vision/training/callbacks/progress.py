@@ -6,6 +6,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from headmix_vision.training.scheduled import ScheduledTraining
+
 
 class ImagesPerSecondBar(TQDMProgressBar):
     """Lightning's progress bar, with the number of images trained per second by all devices in this epoch."""
@@ -33,6 +35,8 @@ class ImagesPerSecondBar(TQDMProgressBar):
         """What the bar shows."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
+        if trainer.training and isinstance(pl_module, ScheduledTraining) and pl_module.step_loss is not None:
+            metrics["loss"] = float(pl_module.step_loss)  # only where the bar is drawn: reading waits for the device
         if trainer.training and self._images:
             metrics["images/s"] = f"{self._images / (time.monotonic() - self._start_s):.0f}"
         return metrics
