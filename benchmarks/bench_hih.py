@@ -66,22 +66,27 @@ RESULTS = ("out", "final_state", "dq", "dk", "dv", "dbeta", "dlog_decay", "dmask
 QUICK_COLUMNS = "r1,r4,fla"
 
 
-def check_column(column: DeltaColumn, device: torch.device, shape: Shape = GATE_SHAPE) -> list[str]:
-    """One line for each result of a column of ours which is further from the float64 torch form than allowed."""
+def check_column(column: DeltaColumn, mask: str, device: torch.device, shape: Shape = GATE_SHAPE) -> list[str]:
+    """One line for each result of a column of ours which is further from the float64 torch form than allowed.
+
+    Args:
+        column: the column.
+        mask: one for each "head", or for each "token".
+        device: where it runs.
+        shape: of the inputs.
+    """
+    lead = (shape.batch, shape.tokens) if mask == "token" else ()
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = list(delta_inputs(shape, generator))
+    inputs.append(sub_head_mask((*lead, shape.heads, column.r, column.r), generator))
+    size = (shape.batch, shape.heads, shape.head_dim, shape.head_dim)
+    inputs.append(torch.randn(size, generator=generator, device=device))
+    weights = [torch.randn(x.shape, generator=generator, device=device).to(x.dtype) for x in (inputs[2], inputs[-1])]
+    ours = _delta_results(column.impl, inputs, weights)
+    exact = _delta_results("torch", [x.double() for x in inputs], weights)
     failures = []
-    for kind, lead in (("head", ()), ("token", (shape.batch, shape.tokens))):
-        generator = torch.Generator(device).manual_seed(0)
-        inputs = list(delta_inputs(shape, generator))
-        inputs.append(sub_head_mask((*lead, shape.heads, column.r, column.r), generator))
-        size = (shape.batch, shape.heads, shape.head_dim, shape.head_dim)
-        inputs.append(torch.randn(size, generator=generator, device=device))
-        weights = [
-            torch.randn(x.shape, generator=generator, device=device).to(x.dtype) for x in (inputs[2], inputs[-1])
-        ]
-        ours = _delta_results(column.impl, inputs, weights)
-        exact = _delta_results("torch", [x.double() for x in inputs], weights)
-        for name, x, reference in zip(RESULTS, ours, exact, strict=True):
-            failures += _failure(f"{name} of {column.name} with a mask for each {kind}", x, reference)
+    for name, x, reference in zip(RESULTS, ours, exact, strict=True):
+        failures += _failure(f"{name} of {column.name} with a mask for each {mask}", x, reference)
     return failures
 
 
@@ -109,18 +114,20 @@ def _failure(what: str, x: Tensor, reference: Tensor) -> list[str]:
 def gate(shapes: Sequence[Shape], columns: Sequence[Column], device: torch.device, jobs: int) -> None:
     """Exit with the failures, if any; processes share the checks and the compiling of kernels at the shapes."""
     ours = [c.name for c in columns if c.ours]
-    work = [c.name for c in columns if c.ours or c.name in ("fla", "mhla")]
+    work = [(name, mask) for name in ours for mask in ("head", "token")]
+    work += [(c.name, "") for c in columns if c.name == "fla"]
+    if device.type == "cuda":
+        compiled = ("fla", "mhla", *(c.name for c in columns if isinstance(c, DeltaColumn) and c.impl == "triton"))
+        work += [(c.name, "warm") for c in columns if c.name in compiled]
     run_checks(partial(_check, shapes=shapes, device_name=str(device)), work, jobs)
     print(f"correct: {', '.join(ours) or 'nothing of ours'}, all gradients within {MAX_RELATIVE_ERROR:g}\n")
 
 
-def _check(name: str, shapes: Sequence[Shape], device_name: str) -> list[str]:
-    device, column, failures = torch.device(device_name), COLUMNS[name], []
-    if isinstance(column, DeltaColumn):
-        failures = check_column(column, device)
-    elif name == "fla":
-        failures = check_fla(device, "triton" if device.type == "cuda" else "torch")
-    if device.type == "cuda" and not (isinstance(column, DeltaColumn) and column.impl != "triton"):
+def _check(work: tuple[str, str], shapes: Sequence[Shape], device_name: str) -> list[str]:
+    """A check of a column, or its kernels compiled at the shapes; short pieces, as many processes share them."""
+    (name, what), device = work, torch.device(device_name)
+    column = COLUMNS[name]
+    if what == "warm":
         for shape in shapes:
             if column.applies(shape):
                 try:
@@ -129,7 +136,10 @@ def _check(name: str, shapes: Sequence[Shape], device_name: str) -> list[str]:
                     if column.ours:
                         raise
                 release_memory()
-    return failures
+        return []
+    if isinstance(column, DeltaColumn):
+        return check_column(column, what, device)
+    return check_fla(device, "triton" if device.type == "cuda" else "torch")
 
 
 def measure_all(
@@ -224,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shapes = [shape.tiny() for shape in shapes]
     whole = arguments.shapes == "all" and not (arguments.columns or arguments.tiny) and device.type == "cuda"
     out = arguments.out or (Path("docs") if whole else None)
-    jobs = arguments.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if device.type == "cuda" else 1)
+    jobs = arguments.jobs or ((os.cpu_count() or 1) if device.type == "cuda" else 1)
 
     gc.freeze()
     facts = environment(device)
