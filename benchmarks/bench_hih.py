@@ -41,7 +41,6 @@ from hih_cases import (
     delta_inputs,
     floor_bytes,
     run_fla,
-    select_shapes,
     sub_head_mask,
     why_no_fla,
 )
@@ -55,7 +54,7 @@ from measuring import (
     release_memory,
     write_csv,
 )
-from mhla_cases import Shape
+from mhla_cases import Shape, select_shapes
 from torch import Tensor
 
 from headmix_vision.ops import head_in_head
@@ -221,7 +220,7 @@ def select_columns(names: Sequence[str]) -> list[Column]:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
-        shapes = select_shapes(arguments.shapes)
+        shapes = select_shapes(arguments.shapes, SHAPES)
     except ValueError as error:
         raise SystemExit(f"error: --{error}") from None
     if unknown := [name for name in (arguments.columns or "").split(",") if name and name not in COLUMNS]:

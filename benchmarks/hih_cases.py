@@ -31,22 +31,6 @@ SHAPES = (
 LOOP_MAX_TOKENS = 256
 
 
-def select_shapes(names: str) -> list[Shape]:
-    """Shapes by comma-separated names or groups ("model", "sweep", "scaling"); "all" is every shape.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
-    chosen: list[Shape] = []
-    for name in names.split(","):
-        found = [s for s in SHAPES if name in ("all", s.name, s.group)]
-        if not found:
-            known = ", ".join(s.name for s in SHAPES)
-            raise ValueError(f"shapes must be of all, model, sweep, scaling, {known}, got {name!r}.")
-        chosen += [s for s in found if s not in chosen]
-    return chosen
-
-
 def floor_bytes(shape: Shape) -> tuple[int, int]:
     """Bytes that any delta rule moves: forward, forward with backward.
 

@@ -6,7 +6,7 @@ B batch, N tokens, H heads, D head dim, M token blocks, n tokens in the largest 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -80,17 +80,17 @@ SHAPES = (
 )
 
 
-def select_shapes(names: str) -> list[Shape]:
-    """Shapes by comma-separated names or groups ("sweep", "scaling"); "all" is every shape.
+def select_shapes(names: str, among: Sequence[Shape] = SHAPES) -> list[Shape]:
+    """Shapes by comma-separated names or groups ("model", "sweep", "scaling"); "all" is every shape.
 
     Raises:
         ValueError: for an unknown name.
     """
     chosen: list[Shape] = []
     for name in names.split(","):
-        found = [s for s in SHAPES if name in ("all", s.name, s.group)]
+        found = [s for s in among if name in ("all", s.name, s.group)]
         if not found:
-            known = [s.name for s in SHAPES if s.group == "model"]
+            known = [s.name for s in among if s.group == "model"]
             raise ValueError(f"shapes must be of all, {', '.join(known)}, model, sweep, scaling, got {name!r}.")
         chosen += [s for s in found if s not in chosen]
     return chosen

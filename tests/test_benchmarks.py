@@ -206,7 +206,7 @@ def test_shapes_and_columns_of_head_in_head(load, monkeypatch, capsys):
     assert len({s.batch for s in cases.SHAPES if s.group == "scaling"}) == 1
     features, gates = 2 * 8 * 4096 * 16 * 64, 4 * 8 * 4096 * 16
     assert cases.floor_bytes(by_name["n4096"]) == (4 * features + 2 * gates, 11 * features + 6 * gates)
-    assert cases.select_shapes("sweep,n256,n1024")[-1] is by_name["n256"]
+    assert load("mhla_cases").select_shapes("sweep,n256,n1024", cases.SHAPES)[-1] is by_name["n256"]
 
     tiny = by_name["n1024"].tiny()
     generator = torch.Generator().manual_seed(0)
@@ -261,7 +261,7 @@ def test_what_others_refuse_is_reported_and_the_forward_pass_kept(load):
             raise RuntimeError("Triton is too new (see #640)\nmore")
 
     theirs = columns.Column("fla", cases.delta_inputs, lambda shape, *x: Refuses.apply(*x))
-    shape, device = cases.select_shapes("n1024")[0].tiny(), torch.device("cpu")
+    shape, device = cases.SHAPES[1].tiny(), torch.device("cpu")
     rows, notes = bench.measure_all([shape], [theirs, cases.COLUMNS["torch_r1"]], device, 1e4)
     assert notes == ["n1024, fla: refused by fla: Triton is too new (see #640)"]
     assert rows[0]["forward_ms"] > 0 and rows[0]["forward_backward_ms"] is None

@@ -115,18 +115,23 @@ def sub_head_of(SIZE: tl.constexpr, D: tl.constexpr, SUB_HEADS: tl.constexpr):
 
 
 @triton.jit
-def load_entries(base, tokens, stride, SUB_HEADS: tl.constexpr):
-    """Mask entries of all rows, M_t[i, :]: [r T, r] float32. A static mask has stride 0, whatever the tokens."""
+def _mask_rows(base, tokens, stride, SUB_HEADS: tl.constexpr):
+    """Pointers to the mask row of each row (t, i), [R, 1]. A static mask has stride 0, whatever the tokens."""
     row = tl.arange(0, tokens.shape[0] * SUB_HEADS) % SUB_HEADS
-    pointers = base + (vector_to_rows(tokens, SUB_HEADS) * stride + row * SUB_HEADS)[:, None]
+    return base + (vector_to_rows(tokens, SUB_HEADS) * stride + row * SUB_HEADS)[:, None]
+
+
+@triton.jit
+def load_entries(base, tokens, stride, SUB_HEADS: tl.constexpr):
+    """Mask entries of all rows, M_t[i, :]: [R, r] float32."""
+    pointers = _mask_rows(base, tokens, stride, SUB_HEADS)
     return tl.load(pointers + tl.arange(0, SUB_HEADS)[None, :]).to(tl.float32)
 
 
 @triton.jit
 def load_mask(base, tokens, stride, SIZE: tl.constexpr, D: tl.constexpr, SUB_HEADS: tl.constexpr):
-    """`load_entries`, that of the sub-head of each key column: [r T, SIZE], or [T, 1] for one sub-head."""
-    row = tl.arange(0, tokens.shape[0] * SUB_HEADS) % SUB_HEADS
-    pointers = base + (vector_to_rows(tokens, SUB_HEADS) * stride + row * SUB_HEADS)[:, None]
+    """`load_entries`, that of the sub-head of each key column: [R, SIZE], or [T, 1] for one sub-head."""
+    pointers = _mask_rows(base, tokens, stride, SUB_HEADS)
     if SUB_HEADS == 1:
         return tl.load(pointers).to(tl.float32)
     else:
