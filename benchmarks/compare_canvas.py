@@ -276,7 +276,7 @@ def open_judge(runs: Runs, table: Table) -> Judge | None:
     if arguments.features is not None:
         return Judge(arguments.features, Path(arguments.features).name, arguments.samples)
     cases = [Case("classification", model, arguments.seeds[0]) for model in arguments.models]
-    cases = [case for case in cases if case in table.rows]
+    cases = [case for case in cases if table.rows.get(case, {}).get("recipe") == runs.recipe(case)]
     if not cases:
         return None
     best = max(cases, key=lambda case: float(table.rows[case]["best_top1_percent"]))
@@ -359,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_arguments(arguments)
     try:
         table, failures = compare(arguments)
-    except ValueError as error:
+    except (ValueError, RunFailed) as error:
         raise SystemExit(f"error: {error}") from None
     print(f"\n{report(table, arguments.models, arguments.seeds)}")
     for failure in failures:

@@ -101,6 +101,15 @@ def test_strided_views_and_gradients(r):
             assert_agrees([q, k, values, *rest], weights)
 
 
+def test_a_scan_whose_numbers_do_not_lie_next_to_each_other():
+    inputs = make(37, r=4)
+    scan = torch.stack([torch.arange(37).flip(0), torch.full((37,), 1000)], 1)[:, 0]
+    assert not scan.is_contiguous()
+    out, _ = head_in_head(*inputs, scan=scan, impl="triton")
+    expected, _ = head_in_head(*(x.double() for x in inputs), scan=scan, impl="reference")
+    assert relative_error(out.double(), expected) < 1e-6
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("used", [0, 1], ids=["out", "state"])
 def test_a_loss_of_only_one_result(used, per_token):

@@ -9,7 +9,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 
-from headmix_vision.training.callbacks.ema import EmaWithWarmup, ema_decay
+from headmix_vision.training.callbacks.ema import EmaWithWarmup, WarmedUpAverage, ema_decay
 from headmix_vision.training.classifier import ImageClassifier
 
 from .helpers import TINY, assert_equal, load, read_csv, run, write_config
@@ -105,9 +105,7 @@ def test_ema_warms_up_and_keeps_constants() -> None:
     model = torch.nn.Linear(2, 2, bias=False)
     model.register_buffer("index", torch.tensor([7, 11]))
     model.register_buffer("constant", torch.tensor([0.1, 0.7]))
-    callback = EmaWithWarmup(0.5)
-    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True, **callback._kwargs)
-    callback._average_model = average
+    average = WarmedUpAverage(model, 0.5)
     expected = model.weight.detach().clone()
     for n in range(12):
         model.weight.data.normal_()

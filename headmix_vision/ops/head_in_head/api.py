@@ -71,8 +71,9 @@ def head_in_head(
         scan: order in which tokens are read: a :class:`~headmix_vision.ops.TokenScan`, or any permutation as int64 [N];
             raster order if None. Inputs and output stay in raster order.
         impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: kernels for bfloat16,
-            float16 and float32, r of 1, 2, 4 or 8 and head dims up to 128; differentiable once; decays below exp(-50)
-            are taken as 0. ``"torch"``: chunk by chunk, any device. ``"reference"``: the loop, a specification.
+            float16 and float32, r of 1, 2, 4 or 8 and head dims up to 128; differentiable once and not by torch.func,
+            as "auto" is there; decays below exp(-50) are taken as 0. ``"torch"``: chunk by chunk, any device.
+            ``"reference"``: the loop, a specification.
 
     Returns:
         The output, [B, N, H, Dv] of ``v``'s type, and the final state, [B, H, Dk, Dv] in float32 or float64, or None.
@@ -129,4 +130,4 @@ def head_in_head_rwkv7(
 def _tables(scan: TokenScan | Tensor | None, like: Tensor) -> ScanTables | None:
     if isinstance(scan, TokenScan):
         return None if scan.is_raster else scan.tables(like)
-    return None if scan is None else ScanTables(scan)
+    return None if scan is None else ScanTables(scan.contiguous())

@@ -5,12 +5,45 @@ from typing import cast
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
-from torch import Tensor
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 
 def ema_decay(num_updates: int, decay: float) -> float:
     """Decay of the update after `num_updates` earlier ones: min(decay, (1 + n) / (10 + n))."""
     return min(decay, (1 + num_updates) / (10 + num_updates))
+
+
+class WarmedUpAverage(AveragedModel):
+    """A copy of a module whose parameters and buffers follow it.
+
+    The first update copies. The counter stays on the CPU and is read there: torch's own update sends it to the device
+    at every step, and so waits for all work queued on it.
+
+    Args:
+        module: What is averaged.
+        decay: Decay per update, once the warm-up of `ema_decay` has reached it.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        super().__init__(module, use_buffers=True)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Bring the average closer to the model; integer buffers are copied."""
+        count = int(self.n_averaged)
+        weight = 1 - ema_decay(count, self.decay)
+        averages = [*self.module.parameters(), *self.module.buffers()]
+        currents = [*model.parameters(), *model.buffers()]
+        pairs = list(zip(averages, currents, strict=True))
+        followed = [pair for pair in pairs if count and pair[0].is_floating_point()]
+        copied = [pair for pair in pairs if not count or not pair[0].is_floating_point()]
+        if followed:
+            torch._foreach_lerp_([a for a, _ in followed], [c for _, c in followed], weight)
+        if copied:
+            torch._foreach_copy_([a for a, _ in copied], [c for _, c in copied])
+        self.n_averaged += 1
 
 
 class EmaWithWarmup(WeightAveraging):
@@ -24,17 +57,8 @@ class EmaWithWarmup(WeightAveraging):
     """
 
     def __init__(self, decay: float) -> None:
-        @torch.no_grad()
-        def average(averages: list[Tensor], currents: list[Tensor], _: Tensor) -> None:
-            assert self._average_model is not None
-            # The counter itself, which stays on the CPU: reading its copy on a GPU would wait for all queued work.
-            weight = 1 - ema_decay(int(self._average_model.n_averaged), decay)
-            if averages[0].is_floating_point():
-                torch._foreach_lerp_(averages, currents, weight)
-            else:
-                torch._foreach_copy_(averages, currents)
-
-        super().__init__(multi_avg_fn=average)
+        super().__init__()
+        self.decay = decay
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Copy the model.
@@ -44,7 +68,8 @@ class EmaWithWarmup(WeightAveraging):
         """
         if trainer.precision in ("bf16-true", "16-true"):
             raise ValueError(f"the moving average needs float32 weights, got trainer.precision={trainer.precision}")
-        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._average_model = WarmedUpAverage(pl_module, self.decay)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Bring the average to the device of the model, which `setup` copies before the strategy has moved it there."""
