@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -45,7 +46,10 @@ class Gpus:
                 self._running[name] -= 1
 
 
-GPUS = Gpus()
+@cache
+def gpus() -> Gpus:
+    """The GPUs, counted when the first script starts."""
+    return Gpus()
 
 
 def run_script(arguments: Sequence[object], *, one_thread: bool = False) -> None:
@@ -60,7 +64,7 @@ def run_script(arguments: Sequence[object], *, one_thread: bool = False) -> None
     """
     command = [sys.executable, *map(str, arguments)]
     threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
-    with GPUS.least_busy() as gpu:
+    with gpus().least_busy() as gpu:
         environment = os.environ | threads | gpu
         result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     if result.returncode:

@@ -16,8 +16,6 @@ from headmix_vision.ops.head_in_head import triton_launch as launch
 from headmix_vision.ops.token_scan import ScanTables
 from headmix_vision.ops.triton_inputs import why_not_triton
 
-_INPUTS = 8  # tensors that the op takes
-
 
 def why_not_head_in_head_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
     """Reason, naming the argument, why the kernels cannot run on these inputs; None if they can."""
@@ -125,7 +123,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if d_out is None and d_final is None:
-        return (None,) * (_INPUTS + 1)
+        return (None,) * 9
     saved = ctx.saved_tensors  # once: an activation checkpoint unpacks them no second time
     v = saved[2]
     *gradients, d_initial = _backward_op(v.new_zeros(v.shape) if d_out is None else d_out, d_final, *saved)
