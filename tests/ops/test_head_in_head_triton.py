@@ -103,7 +103,7 @@ def test_strided_views_and_gradients(r):
 
 def test_a_scan_whose_numbers_do_not_lie_next_to_each_other():
     inputs = make(37, r=4)
-    scan = torch.stack([torch.arange(37).flip(0), torch.full((37,), 1000)], 1)[:, 0]
+    scan = torch.stack([torch.arange(37).flip(0), torch.full((37,), 1000)], 1).to(inputs[0].device)[:, 0]
     assert not scan.is_contiguous()
     out, _ = head_in_head(*inputs, scan=scan, impl="triton")
     expected, _ = head_in_head(*(x.double() for x in inputs), scan=scan, impl="reference")
