@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
+import torch._inductor.config
 import triton
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 from headmix_vision.ops import TokenBlocks, mhla
@@ -109,6 +111,27 @@ def test_mixing_gradients_in_several_launches(monkeypatch):
     one_by_one = assert_agrees("triton_pairwise", inputs, d_out, UNEVEN)
     for a, b in zip(at_once[:-1], one_by_one[:-1], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("blocks", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_gradients_of_a_packed_projection_are_written_in_place(impl, blocks):
+    """Compiled, the gradients of its parts are not concatenated."""
+    (q, k, v, mixing), d_out = make(blocks, batch=2)
+    packed = torch.stack([q, k, v], 2).flatten(2)
+
+    def attend(packed, mixing):
+        q, k, v = (x.unflatten(-1, (2, 16)) for x in (2 * packed).chunk(3, dim=-1))
+        return mhla(q, k, v, mixing, blocks, impl=impl)
+
+    compiled = torch.compile(attend, fullgraph=True)
+    expected = run(attend, [packed, mixing], d_out)
+    with torch._inductor.config.patch(force_disable_caches=True):  # their keys know nothing of an op's gradients
+        ours, code = run_and_get_code(run, compiled, [packed, mixing], d_out)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert "mhla_backward" in code[-1]
+    assert "aten.cat" not in code[-1]
 
 
 @pytest.mark.parametrize("prefetch_run", [1, 128])

@@ -129,35 +129,46 @@ def _backward_op(
     given: bool,
     feature_map: str,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, mixing and a given denominator: pairwise where there is an ``out``, else from summaries."""
+    packed: bool,
+) -> list[Tensor]:
+    """Gradients of q, k, v, mixing and a given denominator: pairwise where there is an ``out``, else from summaries.
+
+    With ``packed`` the first three are one, [B, N, 3, H, D].
+    """
     settings = _settings(grid, block_grid, num_prefix_tokens, paper, feature_map, eps, given)
+    d_qkv = _packed_gradient(q) if packed else None
     if d_out.numel() == 0:
-        d_q, d_k, d_v, d_mixing = (
-            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, mixing)
-        )
-        return d_q, d_k, d_v, d_mixing, torch.zeros_like(inverse if given else inverse[..., :0])
-    with torch.cuda.device_of(q):
-        if out is not None:
-            d_q, d_k, d_v, d_mixing, d_denominator = launch.pairwise_backward(
-                q, k, v, mixing, out, inverse, d_out, settings
-            )
-        else:
-            mixed = launch.mix(summary_matrix, summary_vector, mixing, settings)
-            d_q, d_denominator, R, r = launch.backward_query(q, *mixed, inverse, d_out, settings)
-            del mixed
-            d_mixing = launch.mixing_gradient(R, r, summary_matrix, summary_vector, mixing.ndim == 3, settings)
-            R, r = launch.mix(R, r, mixing, settings, transposed=True)
-            d_k, d_v = launch.backward_key(k, v, R, r, settings)
-    return d_q, d_k, d_v, d_mixing.to(mixing.dtype), d_denominator if given else torch.empty_like(inverse[..., :0])
+        d_q, d_k, d_v = (launch.gradient(x, d_qkv, part).zero_() for part, x in enumerate((q, k, v)))
+        d_mixing = torch.zeros_like(mixing, memory_format=torch.contiguous_format)
+        d_denominator = torch.zeros_like(inverse)
+    else:
+        with torch.cuda.device_of(q):
+            if out is not None:
+                d_q, d_k, d_v, d_mixing, d_denominator = launch.pairwise_backward(
+                    q, k, v, mixing, out, inverse, d_out, d_qkv, settings
+                )
+            else:
+                mixed = launch.mix(summary_matrix, summary_vector, mixing, settings)
+                d_q, d_denominator, R, r = launch.backward_query(q, *mixed, inverse, d_out, d_qkv, settings)
+                del mixed
+                d_mixing, R, r = launch.mixing_gradient(R, r, summary_matrix, summary_vector, mixing, settings)
+                d_k, d_v = launch.backward_key(k, v, R, r, d_qkv, settings)
+    d_inputs = [d_q, d_k, d_v] if d_qkv is None else [d_qkv]
+    return [*d_inputs, d_mixing.to(mixing.dtype), d_denominator if given else torch.empty_like(inverse[..., :0])]
+
+
+def _packed_gradient(q: Tensor) -> Tensor:
+    B, N, H, D = q.shape
+    return q.new_empty(B, N, 3, H, D)
 
 
 @_backward_op.register_fake
 def _(  # type: ignore[no-untyped-def]
     d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector,
-    grid, block_grid, num_prefix_tokens, paper, given, feature_map, eps,
+    grid, block_grid, num_prefix_tokens, paper, given, feature_map, eps, packed,
 ):  # fmt: skip
-    return *(x.new_empty(x.shape) for x in (q, k, v, mixing)), torch.empty_like(inverse if given else inverse[..., :0])
+    d_inputs = [_packed_gradient(q)] if packed else [x.new_empty(x.shape) for x in (q, k, v)]
+    return [*d_inputs, mixing.new_empty(mixing.shape), torch.empty_like(inverse if given else inverse[..., :0])]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -174,8 +185,32 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Any, .
     if d_out is None:
         return (None,) * 12
     *partition, paper, feature_map, eps = ctx.options
-    *gradients, d_denominator = _backward_op(d_out, *ctx.saved_tensors, *partition, paper, ctx.given, feature_map, eps)
-    return *gradients, d_denominator if ctx.given else None, *(None,) * 7
+    q, k, v, *saved = ctx.saved_tensors
+    packed = _are_traced_parts(q, k, v)
+    *d_inputs, d_mixing, d_denominator = _backward_op(
+        d_out, q, k, v, *saved, *partition, paper, ctx.given, feature_map, eps, packed
+    )
+    if packed:
+        sizes = [q.shape[2] * q.shape[3]] * 3
+        d_inputs = [x.view(q.shape) for x in torch.split_with_sizes(d_inputs[0].flatten(2), sizes, 2)]
+    return *d_inputs, d_mixing, d_denominator if ctx.given else None, *(None,) * 7
+
+
+def _are_traced_parts(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a compiler sees q, k and v as what one packed projection [B, N, 3 H D] was cut into.
+
+    The backward pass of the cut concatenates their gradients. Inductor leaves out a concatenation of all parts of one
+    tensor; PyTorch would copy parts of one tensor more slowly than three tensors.
+    """
+    if type(q) in (Tensor, torch.nn.Parameter) or not q.shape == k.shape == v.shape:
+        return False
+    width = q.shape[2] * q.shape[3]
+    first = q.storage_offset()
+    return (
+        q.stride() == k.stride() == v.stride()
+        and q.stride()[1:] == (3 * width, q.shape[3], 1)
+        and (k.storage_offset(), v.storage_offset()) == (first + width, first + 2 * width)
+    )
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

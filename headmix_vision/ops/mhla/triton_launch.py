@@ -50,6 +50,15 @@ class PairwiseGradients(NamedTuple):
     denominator: Tensor  # [B, H, N] float32, of a given denominator
 
 
+def gradient(x: Tensor, packed: Tensor | None, part: int) -> Tensor:
+    """Empty gradient of an input [B, N, H, D]: a tensor of its own, or a part of a packed [B, N, PACK, H, D]."""
+    return x.new_empty(x.shape) if packed is None else packed[:, :, part]
+
+
+def _pack(packed: Tensor | None) -> dict[str, int]:
+    return dict(PACK=1 if packed is None else packed.shape[2])
+
+
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -124,23 +133,25 @@ def pairwise_forward(
 
 
 def pairwise_backward(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor, settings: Settings
-) -> PairwiseGradients:
-    d_q, d_mixing, d_scale = _pairwise_backward_query(q, k, v, mixing, out, inverse, d_out, settings)
-    d_k, d_v = _pairwise_backward_key(q, k, v, mixing, inverse, d_out, d_scale, settings)
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor,
+    packed: Tensor | None, settings: Settings,
+) -> PairwiseGradients:  # fmt: skip
+    d_q, d_mixing, d_scale = _pairwise_backward_query(q, k, v, mixing, out, inverse, d_out, packed, settings)
+    d_k, d_v = _pairwise_backward_key(q, k, v, mixing, inverse, d_out, d_scale, packed, settings)
     return PairwiseGradients(d_q, d_k, d_v, d_mixing, d_scale)
 
 
 def _pairwise_backward_query(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor,
+    packed: Tensor | None, settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, of the mixing, and of denominators: in the order of places for the paper's, else tokens."""
     B, N, H, D = q.shape
     M = settings.blocks.num_blocks
     c = tuning.tiles(tuning.PAIRWISE_BACKWARD_QUERY, max(D, v.shape[-1]), q.dtype)
     t = _places(c, q, settings)
     weights = _run_weights(mixing, t)
-    d_q = q.new_empty(q.shape)
+    d_q = gradient(q, packed, 0)
     d_scale = q.new_empty(B, H, t.num_places if settings.normalizer == "paper" else N, dtype=torch.float32)
 
     query_tiles, key_tiles = _ceil(t.num_places, c["BQ"]), _ceil(t.num_places, c["BK"])
@@ -155,7 +166,7 @@ def _pairwise_backward_query(
         pairwise.pairwise_backward_query_kernel[(len(b_q) * H * query_tiles,)](
             b_q, b_k, b_v, weights, b_out, b_inverse, b_g, d_q[some], d_scale[some], b_weights, t.tokens,
             *_strides(align, b_q, b_k, b_v, b_out, b_g), *_mixing_strides(weights), N, H, t.num_places, settings.eps,
-            **_pairwise_constants(q, v, settings, align, t, c),
+            **_pairwise_constants(q, v, settings, align, t, c), **_pack(packed),
         )  # fmt: skip
         d_weights.append(_sum_leading(b_weights, 1 if mixing.ndim == 3 else 2))
     d_mixing = d_weights[0] if len(d_weights) == 1 else torch.stack(d_weights).sum(0)
@@ -176,8 +187,9 @@ def _fold_runs(d_weights: Tensor, t: Places, num_blocks: int) -> Tensor:
 
 
 def _pairwise_backward_key(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, inverse: Tensor, d_out: Tensor, d_scale: Tensor, settings: Settings
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, inverse: Tensor, d_out: Tensor, d_scale: Tensor,
+    packed: Tensor | None, settings: Settings,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of keys and values."""
     B, N, H, D = q.shape
     dim = max(D, v.shape[-1])
@@ -189,13 +201,13 @@ def _pairwise_backward_key(
     )
     t = _places(c, q, settings)
     weights = _run_weights(mixing, t)
-    d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    d_k, d_v = gradient(k, packed, 1), gradient(v, packed, 2)
     align = alignment(q, k, v, d_out)
     arguments = (
         q, k, v, weights, inverse, d_out, d_scale, d_k, d_v, t.tokens,
         *_strides(align, q, k, v, d_out), *_mixing_strides(weights), N, H, t.num_places, settings.eps,
     )  # fmt: skip
-    constants = _pairwise_constants(q, v, settings, align, t, c)
+    constants = _pairwise_constants(q, v, settings, align, t, c) | _pack(packed)
     if resident:
         tiles = _ceil(t.num_places, c["BQ"])
         pairwise.resident_backward_key_kernel[(B * H,)](*arguments, TILES=tiles, **constants)
@@ -277,8 +289,9 @@ def apply(q: Tensor, matrix: Tensor, vector: Tensor, inverse: Tensor, out: Tenso
 
 
 def backward_query(
-    q: Tensor, matrix: Tensor, vector: Tensor, inverse: Tensor, d_out: Tensor, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, matrix: Tensor, vector: Tensor, inverse: Tensor, d_out: Tensor,
+    packed: Tensor | None, settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the queries and of given denominators, and the summaries R and r of queries and output gradients."""
     B, N, H, D = q.shape
     M = settings.blocks.num_blocks
@@ -288,19 +301,25 @@ def backward_query(
     if dim <= 64 and q.dtype == torch.bfloat16 and t.shape[1] > c["BT"]:
         c = tuning.BACKWARD_QUERY_LONG
     align = alignment(q, d_out)
-    d_q = q.new_empty(q.shape)
+    d_q = gradient(q, packed, 0)
     d_denominator = q.new_empty(B, H, N, dtype=torch.float32)
     R, r = _part_summaries(q, d_out, settings)
     summary.backward_query_kernel[(B * H * len(t),)](
         q, matrix, vector, inverse, d_out, d_q, d_denominator, R, r, t, *_strides(align, q, d_out),
         N, H, M, len(t), settings.split, t.shape[1], settings.eps,
-        **_token_constants(q, d_out, settings, align, t.shape[1], c),
+        **_token_constants(q, d_out, settings, align, t.shape[1], c), **_pack(packed),
     )  # fmt: skip
     return d_q, d_denominator, *_sum_parts(R, r, q, settings)
 
 
-def mixing_gradient(R: Tensor, r: Tensor, S: Tensor, z: Tensor, per_head: bool, settings: Settings) -> Tensor:
-    """<R_i, S_j> + r_i . z_j, summed over the batch, and the heads unless ``per_head``: [(H,) M, M] float32."""
+def mixing_gradient(
+    R: Tensor, r: Tensor, S: Tensor, z: Tensor, mixing: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the mixing, and R and r mixed by its transpose.
+
+    The gradient is <R_i, S_j> + r_i . z_j, summed over the batch, and over heads that share the mixing: [(H,) M, M]
+    float32. Where one tile holds all blocks, R and r are mixed as they are read for it.
+    """
     B, H, M = R.shape[:3]
     size = R[0, 0, 0].numel()
     c = tuning.mixing_gradient_tiles(M, R.dtype)
@@ -308,24 +327,31 @@ def mixing_gradient(R: Tensor, r: Tensor, S: Tensor, z: Tensor, per_head: bool, 
     splits = max(1, min(_ceil(size, c["BF"] * 4), 1024 // (B * H * row_tiles * row_tiles)))
     compute, precision, _ = numerics(R.dtype)
     d_mixing = R.new_empty(B, splits, H, M, M, dtype=torch.float32)
+    together = c["BM"] == 16 and row_tiles == 1
+    mixed, mixed_vector = (torch.empty_like(R), torch.empty_like(r)) if together else (None, None)
     summary.mixing_gradient_kernel[(B * H * row_tiles * row_tiles * splits,)](
-        R, r, S, z, d_mixing, H, M, row_tiles, splits, SIZE=size, VECTOR_SIZE=r.shape[-1],
+        R, r, S, z, d_mixing, mixing, mixed, mixed_vector, *_mixing_strides(mixing.mT), H, M, row_tiles, splits,
+        SIZE=size, VECTOR_SIZE=r.shape[-1], MIX=together,
         NORMALIZER=settings.normalizer, COMPUTE=compute, PRECISION=precision, **c,
     )  # fmt: skip
-    return _sum_leading(d_mixing, 2 if per_head else 3)
+    if mixed is None or mixed_vector is None:
+        mixed, mixed_vector = mix(R, r, mixing, settings, transposed=True)
+    return _sum_leading(d_mixing, 2 if mixing.ndim == 3 else 3), mixed, mixed_vector
 
 
-def backward_key(k: Tensor, v: Tensor, matrix: Tensor, vector: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+def backward_key(
+    k: Tensor, v: Tensor, matrix: Tensor, vector: Tensor, packed: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor]:
     """Gradients of keys and values from the mixed summaries of queries and output gradients."""
     B, N, H, D = k.shape
     t = parts(settings.blocks, settings.split, k.device)
     c = tuning.tiles(tuning.BACKWARD_KEY, max(D, v.shape[-1]), k.dtype)
     align = alignment(k, v)
-    d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    d_k, d_v = gradient(k, packed, 1), gradient(v, packed, 2)
     summary.backward_key_kernel[(B * H * len(t),)](
         k, v, matrix, vector, d_k, d_v, t, *_strides(align, k, v),
         N, H, settings.blocks.num_blocks, len(t), settings.split, t.shape[1], settings.eps,
-        **_token_constants(k, v, settings, align, t.shape[1], c),
+        **_token_constants(k, v, settings, align, t.shape[1], c), **_pack(packed),
     )  # fmt: skip
     return d_k, d_v
 

@@ -235,8 +235,9 @@ def pairwise_backward_query_kernel(
     weights_h, weights_i, weights_j,
     N, H, places, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
-    RUN: tl.constexpr, FULL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NORMALIZER: tl.constexpr,
-    FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    RUN: tl.constexpr, FULL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PACK: tl.constexpr,
+    NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries, of weights as sums over pairs of runs, [B * H, query runs, key runs], and of denominators.
 
@@ -282,7 +283,7 @@ def pairwise_backward_query_kernel(
         tl.store(d_weights + row_run[:, None] * column_runs + column_run[None, :], _sum_runs(d_pair, RUN))
     q_rows = load_rows(p_q, token * (q_n * ALIGN), present, q_d, D, D1, D2)
     d_rows = feature_gradients(q_rows, accumulator, FEATURE_MAP)
-    store_rows(d_q + (b * N * H + h) * D, token * (H * D), present, 1, d_rows, D, D1)
+    store_rows(d_q + (b * N * H * PACK + h) * D, token * (PACK * H * D), present, 1, d_rows, D, D1)
 
 
 @triton.jit
@@ -311,8 +312,9 @@ def pairwise_backward_key_kernel(
     q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, g_b, g_n, g_h, g_d, weights_h, weights_i, weights_j,
     N, H, places, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
-    RUN: tl.constexpr, FULL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NORMALIZER: tl.constexpr,
-    FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    RUN: tl.constexpr, FULL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PACK: tl.constexpr,
+    NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(places, BK)
     pid_bh = tl.program_id(0) // tiles
@@ -344,8 +346,8 @@ def pairwise_backward_key_kernel(
         )
     k_rows = load_rows(p_k, token * (k_n * ALIGN), present, k_d, D, D1, D2)
     dk_rows = feature_gradients(k_rows, dk_rows, FEATURE_MAP)
-    store_rows(d_k + (b * N * H + h) * D, token * (H * D), present, 1, dk_rows, D, D1)
-    store_rows(d_v + (b * N * H + h) * DV, token * (H * DV), present, 1, dv_rows, DV, DV1)
+    store_rows(d_k + (b * N * H * PACK + h) * D, token * (PACK * H * D), present, 1, dk_rows, D, D1)
+    store_rows(d_v + (b * N * H * PACK + h) * DV, token * (PACK * H * DV), present, 1, dv_rows, DV, DV1)
 
 
 @triton.jit
@@ -355,8 +357,8 @@ def resident_backward_key_kernel(
     N, H, places, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
     RUN: tl.constexpr, FULL: tl.constexpr, TILES: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr,
+    PACK: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One program for each head."""
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
@@ -393,5 +395,5 @@ def resident_backward_key_kernel(
                 q_tiles[tile], g_tiles[tile], shift, k_rows, v_rows, b_weights, dk_rows, dv_rows, COMPUTE, PRECISION
             )
         dk_rows = feature_gradients(k_raw, dk_rows, FEATURE_MAP)
-        store_rows(d_k + (b * N * H + h) * D, token * (H * D), present, 1, dk_rows, D, D1)
-        store_rows(d_v + (b * N * H + h) * DV, token * (H * DV), present, 1, dv_rows, DV, DV1)
+        store_rows(d_k + (b * N * H * PACK + h) * D, token * (PACK * H * D), present, 1, dk_rows, D, D1)
+        store_rows(d_v + (b * N * H * PACK + h) * DV, token * (PACK * H * DV), present, 1, dv_rows, DV, DV1)

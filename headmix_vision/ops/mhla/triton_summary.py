@@ -197,10 +197,13 @@ def backward_query_kernel(
     q_b, q_n, q_h, q_d, g_b, g_n, g_h, g_d,
     N, H, M, C, split, size, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
-    BT: tl.constexpr, SINGLE: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    BT: tl.constexpr, SINGLE: tl.constexpr, PACK: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the queries, and the summary R, r of queries and output gradients."""
+    """Gradient of the queries, and the summary R, r of queries and output gradients.
+
+    PACK: ``triton_launch.gradient``.
+    """
     pid = tl.program_id(0)
     part = pid % C
     pid_bh = (pid // C).to(tl.int64)
@@ -239,7 +242,7 @@ def backward_query_kernel(
                 vector = weighted_column_sums(q_rows, d_denominator, vector)
                 dq_rows = add_outer_vector(dq_rows, d_denominator, mixed_vector)
         dq_rows = feature_gradients(q_raw, dq_rows, FEATURE_MAP)
-        store_rows(d_q + (b * N * H + h) * D, token * (H * D), present, 1, dq_rows, D, D1)
+        store_rows(d_q + (b * N * H * PACK + h) * D, token * (PACK * H * D), present, 1, dq_rows, D, D1)
     store_matrix(summary + pid.to(tl.int64) * (D * DV), matrix, D, D1, DV, DV1)
     if NORMALIZER == "paper":
         store_vector(vector_sum + pid.to(tl.int64) * D, vector, D, D1)
@@ -251,10 +254,10 @@ def backward_key_kernel(
     k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
     N, H, M, C, split, size, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
-    BT: tl.constexpr, SINGLE: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    BT: tl.constexpr, SINGLE: tl.constexpr, PACK: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values from the mixed summaries R, r."""
+    """Gradients of keys and values from the mixed summaries R, r. PACK: ``triton_launch.gradient``."""
     pid = tl.program_id(0)
     part = pid % C
     pid_bh = (pid // C).to(tl.int64)
@@ -277,23 +280,28 @@ def backward_key_kernel(
             v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
         k_rows = features(k_raw, eps, FEATURE_MAP, COMPUTE)  # absent columns meet zeros, absent rows are not stored
         dv_rows = dot_matrix(k_rows, matrix, zeros(BT, DV1, DV2), PRECISION)
-        store_rows(d_v + (b * N * H + h) * DV, token * (H * DV), present, 1, dv_rows, DV, DV1)
+        store_rows(d_v + (b * N * H * PACK + h) * DV, token * (PACK * H * DV), present, 1, dv_rows, DV, DV1)
         dk_rows = zeros(BT, D1, D2)
         if NORMALIZER == "paper":
             dk_rows = add_vector(dk_rows, vector)
         dk_rows = dot_matrix_transposed(cast(v_rows, COMPUTE), matrix, dk_rows, PRECISION)
         dk_rows = feature_gradients(k_raw, dk_rows, FEATURE_MAP)
-        store_rows(d_k + (b * N * H + h) * D, token * (H * D), present, 1, dk_rows, D, D1)
+        store_rows(d_k + (b * N * H * PACK + h) * D, token * (PACK * H * D), present, 1, dk_rows, D, D1)
 
 
 @triton.jit
 def mixing_gradient_kernel(
-    summary, vector, key_summary, key_sum, d_mixing,
+    summary, vector, key_summary, key_sum, d_mixing, mixing, mixed, mixed_vector,
+    mixing_h, mixing_row, mixing_source,
     H, M, row_tiles, splits,
     SIZE: tl.constexpr, VECTOR_SIZE: tl.constexpr,
-    BM: tl.constexpr, BF: tl.constexpr, NORMALIZER: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BF: tl.constexpr, MIX: tl.constexpr, NORMALIZER: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Inner products <R_i, S_j> + r_i . z_j of all blocks i, j, over a share of the columns: [B, splits, H, M, M]."""
+    """Inner products <R_i, S_j> + r_i . z_j of all blocks i, j, over a share of the columns: [B, splits, H, M, M].
+
+    To MIX, up to BM blocks, the sums of mixing[i, b] R_b and mixing[i, b] r_b too, as ``mix_kernel`` would.
+    """
     pid = tl.program_id(0)
     rows = (pid % row_tiles) * BM + tl.arange(0, BM)
     columns = (pid // row_tiles % row_tiles) * BM + tl.arange(0, BM)
@@ -303,16 +311,26 @@ def mixing_gradient_kernel(
     p_columns = (pid_bh * M + columns)[:, None]
     m_rows, m_columns = (rows < M)[:, None], (columns < M)[:, None]
     accumulator = tl.zeros((BM, BM), tl.float32)
+    if MIX:
+        weights = _mixing_weights(
+            mixing + (pid_bh % H) * mixing_h + rows[:, None] * mixing_row, 0, M, mixing_source, rows < M, BM, COMPUTE
+        )
     for first in range(share * BF, SIZE, splits * BF):
         place = first + tl.arange(0, BF)[None, :]
         a = tl.load(summary + p_rows * SIZE + place, mask=m_rows & (place < SIZE), other=0.0).to(COMPUTE)
         c = tl.load(key_summary + p_columns * SIZE + place, mask=m_columns & (place < SIZE), other=0.0).to(COMPUTE)
         accumulator = tl.dot(a, tl.trans(c), accumulator, input_precision=PRECISION)
+        if MIX:
+            b_mixed = tl.dot(weights, a, input_precision=PRECISION).to(mixed.dtype.element_ty)
+            tl.store(mixed + p_rows * SIZE + place, b_mixed, mask=m_rows & (place < SIZE))
     if NORMALIZER == "paper" and share == 0:
-        for first in range(0, VECTOR_SIZE, 32):
-            place = first + tl.arange(0, 32)[None, :]
+        for first in range(0, VECTOR_SIZE, 64):
+            place = first + tl.arange(0, 64)[None, :]
             a = tl.load(vector + p_rows * VECTOR_SIZE + place, mask=m_rows & (place < VECTOR_SIZE), other=0.0)
             c = tl.load(key_sum + p_columns * VECTOR_SIZE + place, mask=m_columns & (place < VECTOR_SIZE), other=0.0)
+            if MIX:
+                b_mixed = dot_exact(weights, a, tl.zeros((BM, 64), tl.float32), COMPUTE, PRECISION)
+                tl.store(mixed_vector + p_rows * VECTOR_SIZE + place, b_mixed, mask=m_rows & (place < VECTOR_SIZE))
             rounded = a.to(COMPUTE)
             accumulator = dot_exact(rounded, tl.trans(c), accumulator, COMPUTE, PRECISION)
             if COMPUTE == tl.bfloat16:

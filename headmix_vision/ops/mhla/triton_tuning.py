@@ -96,5 +96,5 @@ def mixing_gradient_tiles(num_blocks: int, dtype: torch.dtype) -> Tiles:
     if dtype != torch.bfloat16:
         return Tiles(BM=16 if num_blocks <= 16 else 64, BF=32, num_warps=4, num_stages=1)
     if num_blocks <= 16:
-        return Tiles(BM=16, BF=64, num_warps=4, num_stages=2)
+        return Tiles(BM=16, BF=128, num_warps=4, num_stages=3, maxnreg=128)
     return Tiles(BM=64, BF=128 if num_blocks <= 64 else 64, num_warps=4, num_stages=3)
