@@ -52,8 +52,8 @@ def prepare_kernel(
     strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
     rate = tl.load(log_decay + b * decay_b + tokens * decay_n + h * decay_h, mask=exists, other=0.0).to(tl.float32)
     place, time = tl.arange(0, T), tl.arange(0, ROWS) // SUB_HEADS
-    sums = tl.cumsum(tl.where(rate < LEAST_LOG_DECAY, 0.0, rate), 0)
-    resets = tl.cumsum(tl.where(rate < LEAST_LOG_DECAY, 1.0, 0.0), 0)
+    sums = tl.cumsum(tl.where(rate < LEAST_LOG_DECAY, 0.0, rate).to(decays.dtype.element_ty), 0)
+    resets = tl.cumsum(tl.where(rate < LEAST_LOG_DECAY, 1.0, 0.0).to(decays.dtype.element_ty), 0)
     tl.store(decays + program * 2 * T + place, sums)
     tl.store(decays + program * 2 * T + T + place, resets)
     row_sums, row_resets = vector_to_rows(sums, SUB_HEADS), vector_to_rows(resets, SUB_HEADS)

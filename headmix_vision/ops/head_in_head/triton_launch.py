@@ -31,7 +31,8 @@ class Saved(NamedTuple):
     """What the forward pass leaves to the backward pass.
 
     Attributes:
-        decays: [B, H, C, 2, T] float32, log decay since the start of the chunk, and how often all was forgotten.
+        decays: [B, H, C, 2, T], log decay since the start of the chunk, and how often all was forgotten; float64 for
+            float32 inputs, whose digits differences of such sums would cost, else float32.
         scores: [B, H, C, T, R], of queries and keys of single sub-heads, decayed and scaled.
         inverse: [B, H, C, R, R], of the system of each chunk.
         states: [B, H, C, Dv, Dk], before each chunk.
@@ -57,7 +58,7 @@ def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
     C, storage = -(-N // T), numerics(q.dtype).storage
     kept = C if save else 0
     return Saved(
-        q.new_empty(B, H, C, 2, T, dtype=torch.float32),
+        q.new_empty(B, H, C, 2, T, dtype=torch.float64 if q.dtype == torch.float32 else torch.float32),
         q.new_empty(B, H, C, T, r * T, dtype=storage),
         q.new_empty(B, H, C, r * T, r * T, dtype=storage),
         q.new_empty(B, H, kept, Dv, Dk, dtype=storage),

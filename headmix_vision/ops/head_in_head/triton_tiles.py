@@ -10,6 +10,8 @@ import triton.language as tl
 
 # A decay below exp(-50) forgets everything: it is counted, and left out of the sums, whose digits it would cost.
 LEAST_LOG_DECAY: tl.constexpr = tl.constexpr(-50.0)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -218,8 +220,17 @@ def load_decays(decays, at, T: tl.constexpr):
 
 @triton.jit
 def decay_if(log_decay, kept):
-    """exp(log_decay) where something is kept, else 0."""
-    return tl.exp(tl.where(kept, log_decay, -float("inf")))
+    """exp(log_decay) where something is kept, else 0, float32.
+
+    Of float64 to all digits of float32: ``tl.exp`` loses those that the exponent takes when it is rounded for 2^x.
+    """
+    if log_decay.dtype == tl.float64:
+        exponent = tl.where(kept, log_decay, -float("inf")) * LOG2_E
+        rounded = exponent.to(tl.float32)
+        rest = tl.where(kept, exponent - rounded.to(tl.float64), 0.0).to(tl.float32)
+        return tl.exp2(rounded) * (1.0 + rest * LN_2)
+    else:
+        return tl.exp(tl.where(kept, log_decay, -float("inf")))
 
 
 @triton.jit
