@@ -1,178 +1,36 @@
 """Softmax, linear and MHLA attention on boards of digits, as classifiers and as generators, under one recipe each.
 
-    python benchmarks/compare_canvas.py --out docs/canvas.csv --jobs 16    # runs side by side on one GPU
+    python benchmarks/compare_canvas.py --out docs/canvas.csv --jobs 2     # runs side by side
 
 Classifiers are `train_cls.py fit -c configs/cls/canvas.yaml`, generators `train_gen.py fit -c configs/gen/canvas.yaml`
-with the options of `GENERATOR_RECIPE`, all of one width and depth; only attention and seed differ. A generator's
-samples are compared with the 5,000 validation canvases by the last features of one classifier: of the first seed's the
-one with the highest accuracy, or --features. The same distance of real canvases, as many as samples, is the floor.
+with the options of `GENERATOR_RECIPE` (canvas_runs.py), all of one width and depth; only attention and seed differ. A
+generator's samples are compared with the 5,000 validation canvases by the last features of one classifier: of the first
+seed's the one with the highest accuracy, or --features. The same distance of real canvases, as many as samples, is the
+floor.
 
 The CSV is written anew after each run. Started again, the same command leaves out finished rows, and goes on with
 interrupted runs where their directories are still there.
 """
 
 import argparse
-import csv
-import hashlib
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import yaml
-from training_runs import RunFailed, markdown_table, mean_and_deviation, read_metric, run_script, train
+from canvas_report import Row, Table, report
+from canvas_runs import FLOORS, MODELS, Case, Runs
+from training_runs import RunFailed, read_metric
 
-from headmix_vision.data.canvas import LENGTHS, CanvasDigits
+from headmix_vision.data.canvas import CanvasDigits
 from headmix_vision.evaluation import scores
 from headmix_vision.evaluation.images import DatasetImages, ImageSet, open_images
 from headmix_vision.evaluation.npz import npz_labels
-from headmix_vision.files import atomic_path
 from headmix_vision.training.feature_extractors import open_extractor
-from headmix_vision.training.networks import create_generator, create_network
-
-MODELS = {
-    "softmax": ("softmax", {}),
-    "linear": ("linear", {}),
-    "mhla": ("mhla", {}),
-    "mhla+CPE+gate": ("mhla", {"cpe": "true", "output_gate": "true"}),
-    "hih": ("hih", {}),
-}
-BATCH = 256
-WARMUP_SHARE = 0.1
-# configs/gen/canvas.yaml is for a wider network and 40,000 steps
-GENERATOR_RECIPE = ("--model.optimizer.lr", 1e-3, "--ema.decay", 0.998)
-FLOORS = {"training handwriting": ("train", 0), "validation handwriting": ("validation", 1)}  # split, seed
-COLUMNS = (
-    *("task", "model", "seed", "steps", "parameters", "last_top1_percent", "best_top1_percent"),
-    *("fid", "as_labelled_percent", "features", "recipe"),
-)
-
-Row = dict[str, str]
-
-
-class Case(NamedTuple):
-    """One run: `classification`, `generation` or `floor`."""
-
-    task: str
-    model: str
-    seed: int
-
-
-class Table:
-    """The rows of a CSV file, which is rewritten whole with every new one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: dict[Case, Row] = {}
-        if path.exists():
-            with path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-            if any(set(row) != set(COLUMNS) for row in rows):
-                raise ValueError(f"{path} is no table of this script; choose another --out")
-            self.rows = {Case(row["task"], row["model"], int(row["seed"])): row for row in rows}
-
-    def add(self, case: Case, **values: object) -> Row:
-        """Add or replace a row."""
-        given = {name: f"{value:.2f}" if isinstance(value, float) else str(value) for name, value in values.items()}
-        self.rows[case] = dict.fromkeys(COLUMNS, "") | {k: str(v) for k, v in case._asdict().items()} | given
-        order = {name: place for place, name in enumerate(("classification", "generation", "floor", *MODELS, *FLOORS))}
-        with atomic_path(self.path) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            for key in sorted(self.rows, key=lambda case: (order[case.task], order[case.model], case.seed)):
-                writer.writerow(self.rows[key])
-        return self.rows[case]
-
-    def values(self, task: str, model: str, column: str, seeds: Sequence[int]) -> list[float]:
-        """A column of one model, over seeds."""
-        rows = (self.rows.get(Case(task, model, seed), {}) for seed in seeds)
-        return [float(row[column]) for row in rows if row.get(column)]
-
-
-class Runs:
-    """How the runs of the comparison are started, and where they are.
-
-    Args:
-        arguments: The parsed command line.
-    """
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.one_thread = arguments.jobs > 1
-
-    def steps(self, task: str) -> int:
-        """Optimizer steps of a run."""
-        return self.arguments.steps_cls if task == "classification" else self.arguments.steps_gen
-
-    def options(self, case: Case) -> list[object]:
-        """Options of a training run; all that differs between models is in the first two lines."""
-        core, extras = MODELS[case.model]
-        prefix, suffix = ("deit", "digits") if case.task == "classification" else ("dit", "s_4")
-        shape = {"embed_dim": self.arguments.dim, "depth": self.arguments.depth, "num_heads": self.arguments.heads}
-        network = {"cpe": "false", "output_gate": "false"} | extras | shape
-        options: list[object] = ["--model.name", f"{prefix}_{core}_{suffix}", "--seed_everything", case.seed]
-        options += [part for name, value in network.items() for part in (f"--model.model_args.{name}", value)]
-        steps, steps_per_epoch = self.steps(case.task), LENGTHS["train"] // BATCH
-        options += ["--trainer.max_epochs", -1, "--trainer.max_steps", steps, "--data.batch_size", BATCH]
-        options += ["--model.schedule.warmup_epochs", f"{WARMUP_SHARE * steps / steps_per_epoch:.4f}"]
-        options += ["--trainer.precision", "bf16-mixed", "--trainer.devices", 1]
-        options += ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
-        if case.task == "classification":
-            interval = validation_interval(steps, self.arguments.validations)
-            options += ["--trainer.check_val_every_n_epoch", "null", "--trainer.val_check_interval", interval]
-            return [*options, *shlex.split(self.arguments.cls_options)]
-        options += ["--data.val_split", "null", "--samples.every_n_steps", "null", *GENERATOR_RECIPE]
-        return [*options, *shlex.split(self.arguments.gen_options)]
-
-    def sampling(self, case: Case) -> list[object]:
-        """Options of `sample.py`."""
-        settings = {"num": self.arguments.samples, "steps": self.arguments.sampling_steps}
-        settings |= {"guidance": self.arguments.guidance, "seed": case.seed, "batch-size": 500}
-        return [*(part for name, value in settings.items() for part in (f"--{name}", value)), "--classes", "balanced"]
-
-    def recipe(self, case: Case) -> str:
-        """Hash of everything that the row depends on but the feature extractor."""
-        parts = self.options(case) + (self.sampling(case) if case.task == "generation" else [])
-        return hashlib.sha256(shlex.join(map(str, parts)).encode()).hexdigest()[:8]
-
-    def directory(self, case: Case) -> Path:
-        """Run directory."""
-        return self.arguments.runs / f"{case.task}-{case.model}-seed_{case.seed}-{self.recipe(case)}"
-
-    def classify(self, case: Case) -> None:
-        """Train a classifier."""
-        options = self.options(case)
-        train("train_cls.py", "configs/cls/canvas.yaml", self.directory(case), options, one_thread=self.one_thread)
-
-    def generate(self, case: Case) -> None:
-        """Train a generator and draw its samples."""
-        run, options = self.directory(case), self.options(case)
-        train("train_gen.py", "configs/gen/canvas.yaml", run, options, one_thread=self.one_thread)
-        command = ["sample.py", "images", "--model", run.absolute(), "--out", self.samples(case).parent.absolute()]
-        run_script([*command, "--npz", *self.sampling(case)], one_thread=self.one_thread)
-
-    def samples(self, case: Case) -> Path:
-        """The drawn samples, with their labels."""
-        return self.directory(case) / "drawn" / "samples.npz"
-
-    def parameters(self, case: Case) -> int:
-        """Number of parameters of a trained network."""
-        model = yaml.safe_load((self.directory(case) / "config.yaml").read_text())["model"]
-        if case.task == "classification":
-            network = create_network(model["name"], model["num_classes"], model["img_size"], model["model_args"])
-        else:
-            network = create_generator(model["name"], model["num_classes"], model["input_size"], model["model_args"])
-        return sum(parameter.numel() for parameter in network.parameters())
-
-
-def validation_interval(steps: int, validations: int) -> int:
-    """Steps between validations, a divisor of all steps so that the last one is at the end."""
-    return steps // max(count for count in range(1, validations + 1) if steps % count == 0)
 
 
 class Judge:
@@ -244,23 +102,23 @@ def compare(arguments: argparse.Namespace) -> tuple[Table, list[str]]:
         judge = open_judge(runs, table)
         for name, place in FLOORS.items():
             case = Case("floor", name, place[1])
-            if judge and table.rows.get(case, {}).get("features") != judge.name:
-                row = table.add(case, **judge.floor(*place))
+            row = table.row(case, runs.recipe(case))
+            if judge and (row is None or row["features"] != judge.name):
+                row = table.add(case, recipe=runs.recipe(case), **judge.floor(*place))
                 say(case, f"FID {row['fid']}, {row['as_labelled_percent']} % as labelled")
         for case in finished(started["generation"]):
             if judge:
                 row = add_run(table, runs, case, **judge.samples(runs.samples(case)))
                 say(case, f"FID {row['fid']}, {row['as_labelled_percent']} % as labelled")
-    for case in stale_scores(runs, table, judge):
-        failures.append(f"{case.model} seed {case.seed} was scored with {table.rows[case]['features']}: remove its row")
+    for case, features in scored_by_others(runs, table, judge):
+        failures.append(f"{case.model} seed {case.seed} was scored with {features}: remove its row")
     return table, failures
 
 
 def start_missing(pool: ThreadPoolExecutor, runs: Runs, table: Table, task: str) -> dict[Future[None], Case]:
     """Submit the runs of a task which have no row yet."""
-    cases = [Case(task, model, seed) for seed in runs.arguments.seeds for model in runs.arguments.models]
     work = runs.classify if task == "classification" else runs.generate
-    missing = [case for case in cases if table.rows.get(case, {}).get("recipe") != runs.recipe(case)]
+    missing = [case for case in runs.cases(task) if table.row(case, runs.recipe(case)) is None]
     return {pool.submit(work, case): case for case in missing}
 
 
@@ -275,45 +133,24 @@ def open_judge(runs: Runs, table: Table) -> Judge | None:
     arguments = runs.arguments
     if arguments.features is not None:
         return Judge(arguments.features, Path(arguments.features).name, arguments.samples)
-    cases = [Case("classification", model, arguments.seeds[0]) for model in arguments.models]
-    cases = [case for case in cases if table.rows.get(case, {}).get("recipe") == runs.recipe(case)]
-    if not cases:
+    accuracies = {
+        case: float(row["best_top1_percent"])
+        for case in runs.cases("classification")
+        if case.seed == arguments.seeds[0] and (row := table.row(case, runs.recipe(case)))
+    }
+    if not accuracies:
         return None
-    best = max(cases, key=lambda case: float(table.rows[case]["best_top1_percent"]))
+    best = max(accuracies, key=lambda case: accuracies[case])
     runs.classify(best)
     return Judge(str(runs.directory(best)), f"{best.model} seed {best.seed}", arguments.samples)
 
 
-def stale_scores(runs: Runs, table: Table, judge: Judge | None) -> list[Case]:
-    """Generators whose scores are of another extractor than this run's, hence not to be compared."""
-    cases = [Case("generation", model, seed) for seed in runs.arguments.seeds for model in runs.arguments.models]
-    return [
-        case for case in cases if judge and table.rows.get(case, {"features": judge.name})["features"] != judge.name
+def scored_by_others(runs: Runs, table: Table, judge: Judge | None) -> list[tuple[Case, str]]:
+    """Generators that another extractor than this run's has scored, and its name: they are not to be compared."""
+    scored = [
+        (case, row["features"]) for case in runs.cases("generation") if (row := table.row(case, runs.recipe(case)))
     ]
-
-
-def report(table: Table, models: Sequence[str], seeds: Sequence[int]) -> str:
-    """The tables in Markdown, mean ± standard deviation over seeds."""
-    header = ["attention", "parameters, classifier", "top-1 in %, last", "best"]
-    header += ["parameters, generator", "FID", "classified as their label, %"]
-    rows = []
-    for model in models:
-
-        def cell(task: str, column: str, digits: int = 2, model: str = model) -> str:
-            return mean_and_deviation(table.values(task, model, column, seeds), digits)
-
-        counts = [table.values(task, model, "parameters", seeds) for task in ("classification", "generation")]
-        sizes = [f"{count[0] / 1e6:.2f} M" if count else "–" for count in counts]
-        accuracies = [cell("classification", f"{which}_top1_percent") for which in ("last", "best")]
-        drawn = [cell("generation", "fid", 3), cell("generation", "as_labelled_percent")]
-        rows.append([model, sizes[0], *accuracies, sizes[1], *drawn])
-    for name, (_, seed) in FLOORS.items():
-        floor = table.rows.get(Case("floor", name, seed))
-        if floor:
-            cells = [f"{float(floor['fid']):.3f}", floor["as_labelled_percent"]]
-            rows.append([f"real canvases, {name}", *["–"] * 4, *cells])
-    features = sorted({row["features"] for row in table.rows.values() if row["features"]})
-    return f"{markdown_table(header, rows)}\n\nFeatures: {', '.join(features) or 'none'}."
+    return [(case, features) for case, features in scored if judge and features != judge.name]
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -361,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table, failures = compare(arguments)
     except (ValueError, RunFailed) as error:
         raise SystemExit(f"error: {error}") from None
-    print(f"\n{report(table, arguments.models, arguments.seeds)}")
+    print(f"\n{report(table, Runs(arguments))}")
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
     if failures:

@@ -1,0 +1,48 @@
+"""What all scripts share: measuring, and wrong arguments."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def test_measuring(load, tmp_path: Path):
+    measuring = load("measuring")
+    device = torch.device("cpu")
+    timing = measuring.time_calls([lambda: time.sleep(0.002)] * 2, device, budget_s=0.01)
+    assert timing.graph_ms is None and timing.ms >= 2
+    assert measuring.peak_mib(lambda: None, device) is None
+    assert [measuring.device_slug(x) for x in ("NVIDIA H200", "cpu")] == ["h200", "cpu"]
+    assert measuring.format_table(["a", "b"], [["long", "1"], ["x", "22"]]) == "a      b\nlong   1\nx     22"
+
+    measuring.write_csv(tmp_path / "new" / "x.csv", [{"a": 1 / 3, "b": None, "c": "name"}])
+    assert (tmp_path / "new" / "x.csv").read_text() == "a,b,c\n0.33333,,name\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("bench_mhla", ["--shapes", "deit,big"], "'big'"),
+        ("bench_mhla", ["--columns", "flash,fast"], "'fast'"),
+        ("bench_mhla", ["--device", "tpu"], "'tpu'"),
+        ("bench_mhla", ["--limit_ms", "0"], "positive"),
+        ("bench_hih", ["--shapes", "n256,n257"], "'n257'"),
+        ("bench_hih", ["--columns", "r1,r3"], "'r3'"),
+        ("bench_hih", ["--jobs", "0"], "positive"),
+        ("bench_models", ["--models", "deit_mhla_huge"], "'deit_mhla_huge'"),
+        ("bench_models", ["--batch", "1", "2", "3"], "--batch"),
+        ("bench_models", ["--baseline", "deit_mhla_small"], "twice"),
+        ("bench_models", ["--compile", "fast"], "'fast'"),
+        ("bench_models", ["--windows", "0"], "positive"),
+        ("compare_canvas", ["--out", "x.csv", "--models", "soft"], "'soft'"),
+        ("compare_canvas", ["--out", "x.csv", "--seeds", "1", "1"], "twice"),
+        ("compare_canvas", ["--out", "x.csv", "--jobs", "0"], "--jobs"),
+        ("compare_canvas", ["--out", __file__], "another --out"),
+    ],
+)
+def test_wrong_arguments_end_with_one_line(load, script, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        load(script).main(arguments)
+    line = str(stop.value)
+    assert line.startswith("error: ") and message in line and "\n" not in line
