@@ -1,6 +1,6 @@
 """Softmax, linear and MHLA attention on boards of digits, as classifiers and as generators, under one recipe each.
 
-    python benchmarks/compare_canvas.py --out docs/canvas.csv --jobs 2     # runs side by side
+    python benchmarks/compare_canvas.py --out docs/canvas.csv --jobs 4     # runs side by side on one GPU
 
 Classifiers are `train_cls.py fit -c configs/cls/canvas.yaml`, generators `train_gen.py fit -c configs/gen/canvas.yaml`
 with the options of `GENERATOR_RECIPE` (canvas_runs.py), all of one width and depth; only attention and seed differ. A

@@ -225,10 +225,10 @@ def decay_if(log_decay, kept):
     Of float64 to all digits of float32: ``tl.exp`` loses those that the exponent takes when it is rounded for 2^x.
     """
     if log_decay.dtype == tl.float64:
-        exponent = tl.where(kept, log_decay, -float("inf")) * LOG2_E
+        exponent = tl.where(kept, log_decay, 0.0) * LOG2_E
         rounded = exponent.to(tl.float32)
-        rest = tl.where(kept, exponent - rounded.to(tl.float64), 0.0).to(tl.float32)
-        return tl.exp2(rounded) * (1.0 + rest * LN_2)
+        rest = (exponent - rounded.to(tl.float64)).to(tl.float32)
+        return tl.where(kept, tl.exp2(rounded) * (1.0 + rest * LN_2), 0.0)
     else:
         return tl.exp(tl.where(kept, log_decay, -float("inf")))
 

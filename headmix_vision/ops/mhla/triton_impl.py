@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
 from headmix_vision.ops.feature_maps import apply_feature_map
 from headmix_vision.ops.mhla import triton_launch as launch
@@ -129,14 +130,60 @@ def _backward_op(
     given: bool,
     feature_map: str,
     eps: float,
-    packed: bool,
-) -> list[Tensor]:
-    """Gradients of q, k, v, mixing and a given denominator: pairwise where there is an ``out``, else from summaries.
-
-    With ``packed`` the first three are one, [B, N, 3, H, D].
-    """
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, mixing and a given denominator: pairwise where there is an ``out``, else from summaries."""
     settings = _settings(grid, block_grid, num_prefix_tokens, paper, feature_map, eps, given)
-    d_qkv = _packed_gradient(q) if packed else None
+    return _gradients(d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, None, settings)
+
+
+@torch.library.custom_op("headmix_vision::mhla_backward_packed", mutates_args=())
+def _packed_backward_op(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    out: Tensor | None,
+    inverse: Tensor,
+    summary_matrix: Tensor,
+    summary_vector: Tensor,
+    grid: list[int],
+    block_grid: list[int],
+    num_prefix_tokens: int,
+    paper: bool,
+    given: bool,
+    feature_map: str,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``mhla_backward``, for v of the shape of q, with the first three gradients in one, [B, N, 3, H, D]."""
+    settings = _settings(grid, block_grid, num_prefix_tokens, paper, feature_map, eps, given)
+    d_qkv = _packed_gradient(q)
+    *_, d_mixing, d_denominator = _gradients(
+        d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, d_qkv, settings
+    )
+    return d_qkv, d_mixing, d_denominator
+
+
+def _packed_gradient(q: Tensor) -> Tensor:
+    B, N, H, D = q.shape
+    return q.new_empty(B, N, 3, H, D)
+
+
+def _gradients(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    out: Tensor | None,
+    inverse: Tensor,
+    summary_matrix: Tensor,
+    summary_vector: Tensor,
+    d_qkv: Tensor | None,
+    settings: launch.Settings,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of q, k, v, parts of ``d_qkv`` if it is there, of mixing, and of a given denominator."""
+    given = settings.normalizer == "given"
     if d_out.numel() == 0:
         d_q, d_k, d_v = (launch.gradient(x, d_qkv, part).zero_() for part, x in enumerate((q, k, v)))
         d_mixing = torch.zeros_like(mixing, memory_format=torch.contiguous_format)
@@ -153,22 +200,24 @@ def _backward_op(
                 del mixed
                 d_mixing, R, r = launch.mixing_gradient(R, r, summary_matrix, summary_vector, mixing, settings)
                 d_k, d_v = launch.backward_key(k, v, R, r, d_qkv, settings)
-    d_inputs = [d_q, d_k, d_v] if d_qkv is None else [d_qkv]
-    return [*d_inputs, d_mixing.to(mixing.dtype), d_denominator if given else torch.empty_like(inverse[..., :0])]
-
-
-def _packed_gradient(q: Tensor) -> Tensor:
-    B, N, H, D = q.shape
-    return q.new_empty(B, N, 3, H, D)
+    return d_q, d_k, d_v, d_mixing.to(mixing.dtype), d_denominator if given else torch.empty_like(inverse[..., :0])
 
 
 @_backward_op.register_fake
 def _(  # type: ignore[no-untyped-def]
     d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector,
-    grid, block_grid, num_prefix_tokens, paper, given, feature_map, eps, packed,
+    grid, block_grid, num_prefix_tokens, paper, given, feature_map, eps,
 ):  # fmt: skip
-    d_inputs = [_packed_gradient(q)] if packed else [x.new_empty(x.shape) for x in (q, k, v)]
-    return [*d_inputs, mixing.new_empty(mixing.shape), torch.empty_like(inverse if given else inverse[..., :0])]
+    return *(x.new_empty(x.shape) for x in (q, k, v, mixing)), torch.empty_like(inverse if given else inverse[..., :0])
+
+
+@_packed_backward_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector,
+    grid, block_grid, num_prefix_tokens, paper, given, feature_map, eps,
+):  # fmt: skip
+    d_denominator = torch.empty_like(inverse if given else inverse[..., :0])
+    return _packed_gradient(q), mixing.new_empty(mixing.shape), d_denominator
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -186,30 +235,30 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Any, .
         return (None,) * 12
     *partition, paper, feature_map, eps = ctx.options
     q, k, v, *saved = ctx.saved_tensors
-    packed = _are_traced_parts(q, k, v)
-    *d_inputs, d_mixing, d_denominator = _backward_op(
-        d_out, q, k, v, *saved, *partition, paper, ctx.given, feature_map, eps, packed
-    )
-    if packed:
+    arguments = (d_out, q, k, v, *saved, *partition, paper, ctx.given, feature_map, eps)
+    if _are_traced_parts(q, k, v):
+        d_qkv, d_mixing, d_denominator = _packed_backward_op(*arguments)
         sizes = [q.shape[2] * q.shape[3]] * 3
-        d_inputs = [x.view(q.shape) for x in torch.split_with_sizes(d_inputs[0].flatten(2), sizes, 2)]
-    return *d_inputs, d_mixing, d_denominator if ctx.given else None, *(None,) * 7
+        # Inductor leaves out a concatenation of these three, if both name the dim by the same number, not -1.
+        d_q, d_k, d_v = (x.view(q.shape) for x in torch.split_with_sizes(d_qkv.flatten(2), sizes, 2))
+    else:
+        d_q, d_k, d_v, d_mixing, d_denominator = _backward_op(*arguments)
+    return d_q, d_k, d_v, d_mixing, d_denominator if ctx.given else None, *(None,) * 7
 
 
 def _are_traced_parts(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a compiler sees q, k and v as what one packed projection [B, N, 3 H D] was cut into.
+    """Whether a tracer shows q, k and v as the parts into which a packed projection [B, N, 3 H D] was cut.
 
-    The backward pass of the cut concatenates their gradients. Inductor leaves out a concatenation of all parts of one
-    tensor; PyTorch would copy parts of one tensor more slowly than three tensors.
+    If by ``chunk`` or ``split``, their gradients are concatenated, which Inductor leaves out for all parts of one
+    tensor. Plain tensors are never packed: PyTorch copies parts of one tensor more slowly than three tensors.
     """
-    if type(q) in (Tensor, torch.nn.Parameter) or not q.shape == k.shape == v.shape:
+    if type(q) in (Tensor, torch.nn.Parameter):
         return False
-    width = q.shape[2] * q.shape[3]
-    first = q.storage_offset()
-    return (
-        q.stride() == k.stride() == v.stride()
-        and q.stride()[1:] == (3 * width, q.shape[3], 1)
-        and (k.storage_offset(), v.storage_offset()) == (first + width, first + 2 * width)
+    width, first = q.shape[2] * q.shape[3], q.storage_offset()
+    layout = (*q.shape, q.stride(0), 3 * width, q.shape[3], 1)
+    return all(
+        guard_or_false(sym_eq((*x.shape, *x.stride(), x.storage_offset()), (*layout, first + part * width)))
+        for part, x in enumerate((q, k, v))
     )
 
 
