@@ -50,7 +50,7 @@ def test_head_dims(dim, r):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("dim", "r"), [(16, 2), (64, 1), (64, 8), (72, 4), (128, 1), (128, 8)])
+@pytest.mark.parametrize(("dim", "r"), [(16, 2), (24, 2), (32, 4), (64, 1), (64, 8), (72, 4), (128, 1), (128, 8)])
 def test_types(dim, r, dtype):
     check(r=r, dtype=dtype, dim=dim, value_dim=dim)
 

@@ -81,11 +81,10 @@ def _mask_strides(mask: Tensor) -> tuple[int, ...]:
 
 def _constants(k: Tensor, mask: Tensor, order: Tensor | None, align: int) -> dict[str, Any]:
     compute, precision, _ = numerics(k.dtype)
-    r, D = mask.shape[-1], k.shape[-1]
-    if k.dtype == torch.float32:  # tensor cores round sums of 16 products more coarsely than a loop does
-        precision = "ieee" if D <= 16 else SMALL_FLOAT32_PRECISION
-    # A product with fewer than 64 columns is wrong where Triton 3.6 takes its tile from registers.
-    keys = max(64, _columns(D)) if k.dtype == torch.bfloat16 else _columns(D)
+    if k.dtype == torch.float32:
+        precision = SMALL_FLOAT32_PRECISION
+    # Triton 3.6 gets products of bf16 with fewer than 64 columns wrong, also the six that make one of float32.
+    r, D, keys = mask.shape[-1], k.shape[-1], max(64, _columns(k.shape[-1]))
     return dict(
         T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=keys, ORDERED=order is not None,
         COMPUTE=compute, PRECISION=precision, ALIGN=align,
