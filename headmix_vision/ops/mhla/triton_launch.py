@@ -298,8 +298,8 @@ def backward_query(
     t = parts(settings.blocks, settings.split, q.device)
     dim = max(D, d_out.shape[-1])
     c = tuning.tiles(tuning.BACKWARD_QUERY, dim, q.dtype)
-    if dim <= 64 and q.dtype == torch.bfloat16 and t.shape[1] > c["BT"]:
-        c = tuning.BACKWARD_QUERY_LONG
+    if t.shape[1] > c["BT"]:
+        c = tuning.tiles(tuning.BACKWARD_QUERY_LONG, dim, q.dtype)
     align = alignment(q, d_out)
     d_q = gradient(q, packed, 0)
     d_denominator = q.new_empty(B, H, N, dtype=torch.float32)

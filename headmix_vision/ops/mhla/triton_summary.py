@@ -202,6 +202,9 @@ def backward_query_kernel(
 ):  # fmt: skip
     """Gradient of the queries, and the summary R, r of queries and output gradients.
 
+    Denominators divide the gradients, or the queries where one tile is a whole part: fewer registers, as is to store R
+    at once. What is rounded by that must be the same for R and r, which cancel where values are alike.
+
     PACK: ``triton_launch.gradient``.
     """
     pid = tl.program_id(0)
@@ -229,21 +232,31 @@ def backward_query_kernel(
             q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
             g_next = load_rows(p_g, next_token * (g_n * ALIGN), next_present, g_d, DV, DV1, DV2)
         q_rows = features(q_raw, eps, FEATURE_MAP, COMPUTE)  # absent rows meet zero gradients
+        summed_rows = q_rows
         if NORMALIZER != "none":
-            g_rows = scale_rows(g_rows, b_inverse)
+            if SINGLE:
+                summed_rows = cast(scale_rows(q_rows, b_inverse), COMPUTE)
+            else:
+                g_rows = scale_rows(g_rows, b_inverse)
         g_rows = cast(g_rows, COMPUTE)
-        matrix = add_outer(q_rows, g_rows, matrix, PRECISION)
+        matrix = add_outer(summed_rows, g_rows, matrix, PRECISION)
+        if SINGLE:
+            store_matrix(summary + pid.to(tl.int64) * (D * DV), matrix, D, D1, DV, DV1)
         dq_rows = dot_matrix_transposed(g_rows, mixed_matrix, zeros(BT, D1, D2), PRECISION)
         if NORMALIZER != "none":
+            if SINGLE:
+                dq_rows = scale_rows(dq_rows, b_inverse)
             # Gradient of the denominator, -(d_out . out) / denominator: out itself is not needed.
-            d_denominator = -row_products(q_rows, dq_rows) * b_inverse
+            products = -row_products(q_rows, dq_rows)
+            d_denominator = products * b_inverse
             tl.store(d_scale + pid_bh * N + token, d_denominator, mask=present)
             if NORMALIZER == "paper":
-                vector = weighted_column_sums(q_rows, d_denominator, vector)
+                vector = weighted_column_sums(summed_rows, products if SINGLE else d_denominator, vector)
                 dq_rows = add_outer_vector(dq_rows, d_denominator, mixed_vector)
         dq_rows = feature_gradients(q_raw, dq_rows, FEATURE_MAP)
         store_rows(d_q + (b * N * H * PACK + h) * D, token * (PACK * H * D), present, 1, dq_rows, D, D1)
-    store_matrix(summary + pid.to(tl.int64) * (D * DV), matrix, D, D1, DV, DV1)
+    if not SINGLE:
+        store_matrix(summary + pid.to(tl.int64) * (D * DV), matrix, D, D1, DV, DV1)
     if NORMALIZER == "paper":
         store_vector(vector_sum + pid.to(tl.int64) * D, vector, D, D1)
 

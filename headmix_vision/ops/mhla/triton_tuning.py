@@ -48,13 +48,18 @@ APPLY = (
     Tiles(BT=32, num_warps=4, maxnreg=128),
     Tiles(BT=32, num_warps=4),
 )
-BACKWARD_QUERY = (
+BACKWARD_QUERY = (  # parts of one tile
     Tiles(BT=64, num_warps=4, maxnreg=128),
+    Tiles(BT=64, num_warps=4, maxnreg=168),
+    Tiles(BT=16, num_warps=4),
+    Tiles(BT=16, num_warps=8),
+)
+BACKWARD_QUERY_LONG = (
+    Tiles(BT=32, num_warps=4, maxnreg=168),
     Tiles(BT=64, num_warps=4),
     Tiles(BT=16, num_warps=4),
     Tiles(BT=16, num_warps=8),
 )
-BACKWARD_QUERY_LONG = Tiles(BT=32, num_warps=4, maxnreg=168)  # head dims up to 64, parts of more than one tile
 BACKWARD_KEY = (
     Tiles(BT=64, num_warps=4),
     Tiles(BT=64, num_warps=4),
