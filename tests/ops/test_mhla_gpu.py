@@ -40,7 +40,7 @@ def check(impl, blocks, dtype=BF16, options=None, **shapes):
 
 @pytest.mark.parametrize("impl", REGIMES)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("dim", [24, 64, 72, 80, 128])
+@pytest.mark.parametrize("dim", [16, 24, 64, 72, 80, 128])
 def test_head_dims_and_types(impl, dim, dtype):
     check(impl, VIT, dtype, dim=dim, value_dim=dim)
 
@@ -52,7 +52,7 @@ def test_other_value_dims(impl, dim, value_dim):
 
 
 @pytest.mark.parametrize("impl", REGIMES)
-@pytest.mark.parametrize("dim", [64, 72, 128])
+@pytest.mark.parametrize("dim", [32, 64, 72, 128])
 @pytest.mark.parametrize(
     "blocks",
     [
@@ -69,6 +69,12 @@ def test_other_value_dims(impl, dim, value_dim):
 )
 def test_partitions(impl, blocks, dim):
     check(impl, blocks, dim=dim, value_dim=dim, batch=1, heads=1)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("dim", [97, 128])
+def test_wide_float32_heads_in_parts_of_several_tiles(impl, dim):
+    check(impl, TokenBlocks.from_grid((32, 32), (4, 4)), torch.float32, dim=dim, value_dim=dim)
 
 
 @pytest.mark.parametrize("impl", REGIMES)

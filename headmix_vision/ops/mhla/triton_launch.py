@@ -17,7 +17,7 @@ from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.triton_tables import Places, parts, places
 from headmix_vision.ops.token_blocks import TokenBlocks
-from headmix_vision.ops.triton_inputs import alignment, numerics
+from headmix_vision.ops.triton_inputs import SMALL_FLOAT32_PRECISION, alignment, numerics
 
 # Tokens in a part of a block, whatever the device and the batch: results do not depend on these.
 PART_TOKENS = 512
@@ -348,10 +348,13 @@ def backward_key(
     c = tuning.tiles(tuning.BACKWARD_KEY, max(D, v.shape[-1]), k.dtype)
     align = alignment(k, v)
     d_k, d_v = gradient(k, packed, 1), gradient(v, packed, 2)
+    constants = _token_constants(k, v, settings, align, t.shape[1], c)
+    if k.dtype == torch.float32 and not constants["SINGLE"] and D * v.shape[-1] > 96 * 96:
+        constants["PRECISION"] = SMALL_FLOAT32_PRECISION  # loops keep the matrix for both products in shared memory
     summary.backward_key_kernel[(B * H * len(t),)](
         k, v, matrix, vector, d_k, d_v, t, *_strides(align, k, v),
         N, H, settings.blocks.num_blocks, len(t), settings.split, t.shape[1], settings.eps,
-        **_token_constants(k, v, settings, align, t.shape[1], c), **_pack(packed),
+        **constants, **_pack(packed),
     )  # fmt: skip
     return d_k, d_v
 
