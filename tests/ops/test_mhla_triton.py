@@ -19,6 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REGIMES = ("triton_pairwise", "triton_summary")
 EVEN = TokenBlocks.from_grid((4, 8), (2, 2))
 UNEVEN = TokenBlocks.from_grid((5, 7), (2, 3), num_prefix_tokens=2)
+LONG = TokenBlocks.from_grid((5, 15), (1, 2), num_prefix_tokens=2)  # blocks of more tokens than a tile
 DTYPE = torch.float32
 
 
@@ -45,9 +46,10 @@ def assert_agrees(impl, inputs, d_out, blocks, tolerance=3e-6, **options):
         (None, "identity"),  # has denominators of either sign, close to zero
     ],
 )
-def test_normalizers_and_feature_maps(impl, normalizer, feature_map):
-    inputs, d_out = make(UNEVEN, dim=24, value_dim=8)
-    assert_agrees(impl, inputs, d_out, UNEVEN, normalizer=normalizer, feature_map=feature_map)
+@pytest.mark.parametrize("blocks", [UNEVEN, LONG], ids=["one tile", "several"])
+def test_normalizers_and_feature_maps(impl, blocks, normalizer, feature_map):
+    inputs, d_out = make(blocks, dim=24, value_dim=8)
+    assert_agrees(impl, inputs, d_out, blocks, normalizer=normalizer, feature_map=feature_map)
 
 
 @pytest.mark.parametrize("impl", REGIMES)
@@ -126,7 +128,7 @@ def test_gradients_of_a_packed_projection_are_written_in_place(impl, blocks):
     graphs = []  # what is left of forward and backward pass to generate code for
     options = {
         "post_grad_custom_post_pass": lambda graph: graphs.append([str(node.target) for node in graph.nodes]),
-        "force_disable_caches": True,  # whose keys know nothing of an op's gradients
+        "force_disable_caches": True,  # keys of the caches know nothing of an op's gradients
     }
     expected = run(attend, [packed, mixing], d_out)
     with torch._inductor.config.patch(options):

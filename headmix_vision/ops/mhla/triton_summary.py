@@ -202,8 +202,8 @@ def backward_query_kernel(
 ):  # fmt: skip
     """Gradient of the queries, and the summary R, r of queries and output gradients.
 
-    Denominators divide the gradients, or the queries where one tile is a whole part: fewer registers, as is to store R
-    at once. What is rounded by that must be the same for R and r, which cancel where values are alike.
+    Denominators divide the gradients, or the queries where one tile is a whole part: that takes fewer registers, and so
+    does storing R at once. R and r cancel where values are alike, so both see the same rounded rows.
 
     PACK: ``triton_launch.gradient``.
     """
