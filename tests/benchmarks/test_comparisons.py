@@ -58,9 +58,8 @@ def test_canvas_comparison_changes_nothing_but_the_attention(load, tmp_path: Pat
             settings["model"].pop("name")
             recipes.append(settings)
         assert all(recipe == recipes[0] for recipe in recipes)
-        assert recipes[0]["model"]["model_args"]["depth"] == 6 and recipes[0]["trainer"]["max_steps"] == runs.steps(
-            task
-        )
+        assert recipes[0]["model"]["model_args"]["depth"] == 6
+        assert recipes[0]["trainer"]["max_steps"] == runs.steps(task)
 
 
 def test_a_run_that_fails_leaves_the_rows_of_the_others(load, tmp_path: Path, monkeypatch, capsys):

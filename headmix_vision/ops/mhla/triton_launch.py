@@ -350,7 +350,8 @@ def backward_key(
     d_k, d_v = gradient(k, packed, 1), gradient(v, packed, 2)
     constants = _token_constants(k, v, settings, align, t.shape[1], c)
     if k.dtype == torch.float32 and not constants["SINGLE"] and D * v.shape[-1] > 96 * 96:
-        constants["PRECISION"] = SMALL_FLOAT32_PRECISION  # loops keep the matrix for both products in shared memory
+        # Loops hold the matrix in shared memory for both products: in four halves each it would not fit.
+        constants["PRECISION"] = SMALL_FLOAT32_PRECISION
     summary.backward_key_kernel[(B * H * len(t),)](
         k, v, matrix, vector, d_k, d_v, t, *_strides(align, k, v),
         N, H, settings.blocks.num_blocks, len(t), settings.split, t.shape[1], settings.eps,
