@@ -9,7 +9,7 @@ python train_cls.py predict -c runs/digits/config.yaml --ckpt_path best --data.p
 
 from pathlib import Path
 
-from headmix_vision.training.cli import main
+from headmix_vision.training.classification_cli import main
 
 if __name__ == "__main__":
     main(default_config=Path(__file__).parent / "configs" / "cls" / "digits.yaml")

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import yaml
 from training_runs import run_script, train
 
-from headmix_vision.data.canvas import LENGTHS
-from headmix_vision.training.networks import create_generator, create_network
+from headmix_vision.data.datasets.canvas import LENGTHS
+from headmix_vision.runs.networks import create_generator, create_network
 
 MODELS = {
     "softmax": ("softmax", {}),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_vision.data.recall import PLACES, PatchRecall
+from headmix_vision.data.datasets.recall import PLACES, PatchRecall
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.ops import head_in_head
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from headmix_vision.errors import InputError
+
 Transform = Callable[[Any], Tensor]
 
 TENSOR_INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
@@ -53,7 +55,7 @@ class Augmentation:
     rescale: tuple[float, float] = (1.0, 1.0)
 
     def check(self) -> None:
-        """Raise ValueError, naming the option, for a value that is out of range."""
+        """Raise InputError, naming the option, for a value that is out of range."""
         for name in ("hflip", "vflip", "reprob", "translate"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
         for name in ("scale", "ratio", "rescale"):
@@ -82,19 +84,19 @@ class Augmentation:
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
     if not condition:
-        raise ValueError(f"augmentation.{name} is {value}, it must be {allowed}")
+        raise InputError(f"augmentation.{name} is {value}, it must be {allowed}")
 
 
 def check_interpolation(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is an allowed interpolation."""
+    """Raise InputError unless `value` is an allowed interpolation."""
     if value not in allowed:
-        raise ValueError(f"{option} is {value!r}, it must be one of {', '.join(allowed)}")
+        raise InputError(f"{option} is {value!r}, it must be one of {', '.join(allowed)}")
 
 
 def check_tensor_images(dataset: str, augmentation: Augmentation, interpolation: str) -> None:
-    """Raise ValueError for what cannot be done to images that come as tensors."""
+    """Raise InputError for what cannot be done to images that come as tensors."""
     if augmentation.auto_augment is not None:
-        raise ValueError(f"augmentation.auto_augment needs decoded images; {dataset} are numbers, set it to null")
+        raise InputError(f"augmentation.auto_augment needs decoded images; {dataset} are numbers, set it to null")
     check_interpolation(f"interpolation ({dataset})", interpolation, TENSOR_INTERPOLATIONS)
     if augmentation.interpolation is not None:
         allowed = (*TENSOR_INTERPOLATIONS, "random")
@@ -113,7 +115,7 @@ def train_transform(data_config: dict[str, Any], augmentation: Augmentation) -> 
         model's input size. It draws from the global generators (see `seeding.seeded`).
 
     Raises:
-        ValueError: timm does not understand the auto_augment policy.
+        InputError: timm does not understand the auto_augment policy.
     """
     from timm.data import create_transform
     from timm.data.transforms import MaybeToTensor
@@ -136,7 +138,7 @@ def train_transform(data_config: dict[str, Any], augmentation: Augmentation) -> 
     try:
         parts = create_transform(data_config["input_size"], is_training=True, separate=True, **options)
     except (AssertionError, KeyError) as error:
-        raise ValueError(f"augmentation.auto_augment {augmentation.auto_augment!r} is not a timm policy") from error
+        raise InputError(f"augmentation.auto_augment {augmentation.auto_augment!r} is not a timm policy") from error
     geometry, colour, normalise = parts
     steps = [*geometry.transforms, *colour.transforms]
     if augmentation.is_affine:

@@ -23,12 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.data.autoencoders import PIXELS, Autoencoder, load_autoencoder
-from headmix_vision.data.crops import center_crop
-from headmix_vision.data.latents import FORMAT, MANIFEST, count_shards, read_manifest, shard_name
-from headmix_vision.data.opening import STREAMING, open_class_folders, open_source, reader_kind
-from headmix_vision.data.sources import Digits, ImageFiles, Source, find_images
-from headmix_vision.files import atomic_path
+from headmix_vision.atomic import atomic_path
+from headmix_vision.data.center_crop import center_crop
+from headmix_vision.data.datasets import STREAMING, open_class_folders, open_source, reader_kind
+from headmix_vision.data.datasets.base import Digits, ImageFiles, Source, find_images
+from headmix_vision.data.datasets.latents import FORMAT, MANIFEST, count_shards, read_manifest, shard_name
+from headmix_vision.errors import InputError
+from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PIL_MODES = {1: "L", 3: "RGB"}
@@ -57,7 +58,7 @@ class CroppedImages(Dataset[tuple[Tensor, int]]):
         try:
             image, label = self.source.read(index)
         except Exception as error:  # decoders raise whatever comes to mind on a damaged file
-            raise ValueError(f"{self.source.name(index)} cannot be read ({type(error).__name__}: {error})") from None
+            raise InputError(f"{self.source.name(index)} cannot be read ({type(error).__name__}: {error})") from None
         if isinstance(image, Tensor):
             image = to_pil_image((image * 255).round().to(torch.uint8))
         return pil_to_tensor(center_crop(image.convert(self.mode), self.size)), max(label, 0)
@@ -100,15 +101,15 @@ def write_cache(
         Number of shards written.
 
     Raises:
-        ValueError: An option out of range, a directory that holds something else, or an unreadable image.
+        InputError: An option out of range, a directory that holds something else, or an unreadable image.
     """
     for name, value in (("image_size", image_size), ("batch_size", batch_size), ("shard_size", shard_size)):
         if value < 1:
-            raise ValueError(f"{name} is {value}, it must be at least 1")
+            raise InputError(f"{name} is {value}, it must be at least 1")
     if store not in ("moments", "means"):
-        raise ValueError(f"store is {store!r}, it must be moments or means")
+        raise InputError(f"store is {store!r}, it must be moments or means")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
+        raise InputError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
     autoencoder.check_size(image_size, image_size)
     mode = PIL_MODES[autoencoder.image_channels]
     images = CroppedImages(source, image_size, mode)
@@ -150,12 +151,12 @@ def write_cache(
 
 def _settle_directory(out: Path, manifest: dict[str, Any]) -> None:
     if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file, --out must be a directory")
+        raise InputError(f"{out} is a file, --out must be a directory")
     if not (out / MANIFEST).is_file():
         others = out.is_dir() and any(not entry.name.startswith(".") for entry in out.iterdir())
         # asked again, because another process may have written it meanwhile
         if others and not (out / MANIFEST).is_file():
-            raise ValueError(f"{out} is not empty and holds no latents; choose another --out")
+            raise InputError(f"{out} is not empty and holds no latents; choose another --out")
         with atomic_path(out / MANIFEST) as temporary:
             temporary.write_text(json.dumps(manifest, indent=2) + "\n")
         return
@@ -163,7 +164,7 @@ def _settle_directory(out: Path, manifest: dict[str, Any]) -> None:
     # where weights and images lie may change, what they are may not
     for key, value in manifest.items():
         if key != "images" and _without_source(earlier.get(key)) != _without_source(value):
-            raise ValueError(
+            raise InputError(
                 f"{out} was begun with {key} {_short(earlier.get(key))}, now it is {_short(value)};"
                 " choose another --out or the same options"
             )
@@ -219,12 +220,12 @@ def open_images(images: str | None, dataset: str, root: str | None, split: str, 
     """Open the images to encode: a folder (of class folders, or of images alone, which have label 0) or a data set.
 
     Raises:
-        ValueError: Nothing there.
+        InputError: Nothing there.
     """
     if images is not None:
         folder = Path(images)
         if not folder.is_dir():
-            raise ValueError(f"--images {images} is no folder")
+            raise InputError(f"--images {images} is no folder")
         if any(path.parent == folder for path in find_images(images)):
             return ImageFiles(find_images(images), mode)
         return open_class_folders(folder, mode)
@@ -232,7 +233,7 @@ def open_images(images: str | None, dataset: str, root: str | None, split: str, 
     if kind == "digits":
         return Digits(split, 1 if mode == "L" else 3)
     if kind in (*STREAMING, "fake", "canvas"):
-        raise ValueError(f"dataset {dataset!r} cannot be cached: it must be folder, torch/NAME, hfds/NAME or digits")
+        raise InputError(f"dataset {dataset!r} cannot be cached: it must be folder, torch/NAME, hfds/NAME or digits")
     return open_source(dataset, root, split, mode)
 
 

@@ -16,8 +16,11 @@ from headmix_vision.data.augmentation import (
     normalize,
     train_transform,
 )
-from headmix_vision.data.canvas import CanvasDigits
-from headmix_vision.data.opening import STREAMING, check_location, open_canvas, open_source, reader_kind
+from headmix_vision.data.batches import TrainBatchSampler, eval_batches
+from headmix_vision.data.datasets import STREAMING, check_location, open_canvas, open_source, reader_kind
+from headmix_vision.data.datasets.base import Digits, FakeImages, ImageFiles, Source, find_images
+from headmix_vision.data.datasets.canvas import CanvasDigits
+from headmix_vision.data.datasets.streams import StreamedSamples, StreamLoader
 from headmix_vision.data.samples import (
     Collate,
     EvalSamples,
@@ -27,9 +30,7 @@ from headmix_vision.data.samples import (
     WholeBatches,
     as_it_is,
 )
-from headmix_vision.data.sampling import TrainBatchSampler, eval_batches
-from headmix_vision.data.sources import Digits, FakeImages, ImageFiles, Source, find_images
-from headmix_vision.data.streaming import StreamedSamples, StreamLoader
+from headmix_vision.errors import InputError
 
 PIL_MODES = {1: "L", 3: "RGB"}
 
@@ -80,7 +81,7 @@ class ClassificationData(lightning.LightningDataModule):
         augmentation: Training augmentation.
 
     Raises:
-        ValueError: An option out of range, a missing package, file or split, an empty class folder, splits with
+        InputError: An option out of range, a missing package, file or split, an empty class folder, splits with
             different classes, a training split smaller than one global batch, a model that does not take 1 or 3
             channels.
         RuntimeError: While reading, more than `max_unreadable` of the images are unreadable.
@@ -110,18 +111,18 @@ class ClassificationData(lightning.LightningDataModule):
         self.kind = reader_kind(dataset)
         for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, it must be at least 1")
+                raise InputError(f"{name} is {value}, it must be at least 1")
         if num_workers is not None and num_workers < 0:
-            raise ValueError(f"num_workers is {num_workers}, it must be at least 0")
+            raise InputError(f"num_workers is {num_workers}, it must be at least 0")
         if not 0 <= max_unreadable <= 1:
-            raise ValueError(f"max_unreadable is {max_unreadable}, it must be in [0, 1]")
+            raise InputError(f"max_unreadable is {max_unreadable}, it must be in [0, 1]")
         if crop_pct is not None and not 0 < crop_pct <= 1:
-            raise ValueError(f"crop_pct is {crop_pct}, it must be in (0, 1]")
+            raise InputError(f"crop_pct is {crop_pct}, it must be in (0, 1]")
         if interpolation is not None:
             check_interpolation("interpolation", interpolation, INTERPOLATIONS)
         augmentation.check()
         if self.kind in STREAMING and augmentation.repeats > 1:
-            raise ValueError(f"augmentation.repeats is {augmentation.repeats}, it must be 1 for dataset {dataset!r}")
+            raise InputError(f"augmentation.repeats is {augmentation.repeats}, it must be 1 for dataset {dataset!r}")
         self.dataset = dataset
         self.root = root
         self.train_split = train_split
@@ -141,7 +142,7 @@ class ClassificationData(lightning.LightningDataModule):
         """Open the splits that `stage` (fit, validate, test or predict) needs, and check them."""
         trainer = self._attached_trainer()
         if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
-            raise ValueError("set trainer.use_distributed_sampler to false, the data module shares the images out")
+            raise InputError("set trainer.use_distributed_sampler to false, the data module shares the images out")
         self._fitting = stage == "fit"
         self._data_config = self._resolve_data_config()
         if stage == "predict":
@@ -216,7 +217,7 @@ class ClassificationData(lightning.LightningDataModule):
         config: dict[str, Any] = resolve_input_data_config(self._attached_trainer().lightning_module.net, asked)
         channels = config["input_size"][0]
         if channels not in PIL_MODES:
-            raise ValueError(f"the model takes {channels} input channels, images have 1 or 3")
+            raise InputError(f"the model takes {channels} input channels, images have 1 or 3")
         if self.kind in ("digits", "canvas"):
             check_tensor_images(self.kind, self.augmentation, config["interpolation"])
         return config
@@ -253,11 +254,11 @@ class ClassificationData(lightning.LightningDataModule):
 
     def _open_predict_files(self) -> None:
         if self.predict_path is None:
-            raise ValueError("predict_path is not given, it must be an image file or a folder of images")
+            raise InputError("predict_path is not given, it must be an image file or a folder of images")
         trainer, mode = self._attached_trainer(), PIL_MODES[self._data_config["input_size"][0]]
         files = find_images(self.predict_path)
         if len(files) < trainer.world_size:
-            raise ValueError(f"{len(files)} images cannot be shared by {trainer.world_size} processes")
+            raise InputError(f"{len(files)} images cannot be shared by {trainer.world_size} processes")
         self._files = ImageFiles(files[trainer.global_rank :: trainer.world_size], mode)
         self.num_classes = self._model_classes
         self.class_names = [str(i) for i in range(self.num_classes)]  # until a checkpoint brings names
@@ -267,7 +268,7 @@ class ClassificationData(lightning.LightningDataModule):
             return
         own, other = (len(self.class_names), len(names))
         first = next(iter(sorted(set(self.class_names) ^ set(names))), "their order")
-        raise ValueError(f"the data have {own} classes, {where} has {other}; they first differ in {first!r}")
+        raise InputError(f"the data have {own} classes, {where} has {other}; they first differ in {first!r}")
 
     def _batches_trained(self) -> int:
         trainer: Any = self._attached_trainer()

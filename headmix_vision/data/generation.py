@@ -16,9 +16,11 @@ from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from headmix_vision.data.canvas import CanvasDigits
-from headmix_vision.data.latents import LatentShards
-from headmix_vision.data.opening import RANDOM_ACCESS, check_location, open_canvas, open_source, reader_kind
+from headmix_vision.data.batches import SampleKey, TrainBatchSampler, eval_batches
+from headmix_vision.data.datasets import RANDOM_ACCESS, check_location, open_canvas, open_source, reader_kind
+from headmix_vision.data.datasets.base import Digits, Source
+from headmix_vision.data.datasets.canvas import CanvasDigits
+from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.samples import (
     Collate,
     EvalSamples,
@@ -28,8 +30,7 @@ from headmix_vision.data.samples import (
     WholeBatches,
     as_it_is,
 )
-from headmix_vision.data.sampling import SampleKey, TrainBatchSampler, eval_batches
-from headmix_vision.data.sources import Digits, Source
+from headmix_vision.errors import InputError
 
 OWN_KINDS = ("digits", "fake", "canvas", "latents")
 FAKE_LENGTH = 1024
@@ -62,7 +63,7 @@ class GenerationData(lightning.LightningDataModule):
         canvas_size: Height and width of a canvas in pixels; the network's input size if null.
 
     Raises:
-        ValueError: An option out of range, a missing package, file or split, a training split smaller than one global
+        InputError: An option out of range, a missing package, file or split, a training split smaller than one global
             batch, more classes than the network has, latents of another shape than its input.
     """
 
@@ -86,17 +87,17 @@ class GenerationData(lightning.LightningDataModule):
         super().__init__()
         self.kind = dataset if dataset in OWN_KINDS else reader_kind(dataset)
         if self.kind not in (*OWN_KINDS, *RANDOM_ACCESS):
-            raise ValueError(f"dataset {dataset!r} is a stream; cache its latents first, or use a random-access one")
+            raise InputError(f"dataset {dataset!r} is a stream; cache its latents first, or use a random-access one")
         for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, it must be at least 1")
+                raise InputError(f"{name} is {value}, it must be at least 1")
         if num_workers is not None and num_workers < 0:
-            raise ValueError(f"num_workers is {num_workers}, it must be at least 0")
+            raise InputError(f"num_workers is {num_workers}, it must be at least 0")
         for name, share in (("hflip", hflip), ("max_unreadable", max_unreadable)):
             if not 0 <= share <= 1:
-                raise ValueError(f"{name} is {share}, it must be in [0, 1]")
+                raise InputError(f"{name} is {share}, it must be in [0, 1]")
         if hflip and self.kind == "latents":
-            raise ValueError("hflip does not apply to latents: cache_latents has flipped the images or not")
+            raise InputError("hflip does not apply to latents: cache_latents has flipped the images or not")
         self.dataset = dataset
         self.root = root
         self.train_split = train_split
@@ -113,22 +114,22 @@ class GenerationData(lightning.LightningDataModule):
         """Open the splits that `stage` (fit or validate) needs, and check them."""
         trainer = self._attached_trainer()
         if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
-            raise ValueError("set trainer.use_distributed_sampler to false, the data module shares the samples out")
+            raise InputError("set trainer.use_distributed_sampler to false, the data module shares the samples out")
         net: Any = trainer.lightning_module.net
         self._shape = (net.in_channels, *net.input_size)
         self._model_classes = int(net.num_classes)
         names = {"train": self.train_split, "val": self.val_split}
         roles = [role for role in (("train", "val") if stage == "fit" else ("val",)) if names[role] is not None]
         if not roles:
-            raise ValueError("there is no validation split: set data.val_split")
+            raise InputError("there is no validation split: set data.val_split")
         self._splits = {role: self._open(str(names[role])) for role in roles}
         self.class_names = self._splits[roles[0]].class_names
         self.num_classes = len(self.class_names)
         for role in roles[1:]:
             if self._splits[role].class_names != self.class_names:
-                raise ValueError(f"the splits {names[roles[0]]} and {names[role]} have different classes")
+                raise InputError(f"the splits {names[roles[0]]} and {names[role]} have different classes")
         if self._model_classes and self.num_classes > self._model_classes:
-            raise ValueError(
+            raise InputError(
                 f"the data have {self.num_classes} classes, the model {self._model_classes}:"
                 f" set model.num_classes={self.num_classes}"
             )
@@ -172,7 +173,7 @@ class GenerationData(lightning.LightningDataModule):
         """Check the labels while they are on the CPU."""
         labels = batch[1]
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
-            raise ValueError(
+            raise InputError(
                 f"labels {int(labels.min())} to {int(labels.max())} in the data, there are {self.num_classes} classes"
             )
         return batch
@@ -184,7 +185,7 @@ class GenerationData(lightning.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Insist on the class names of a checkpoint."""
         if state_dict["class_names"] != self.class_names:
-            raise ValueError(
+            raise InputError(
                 f"the data have {len(self.class_names)} classes, the checkpoint has {len(state_dict['class_names'])}"
                 " or other ones"
             )
@@ -211,7 +212,7 @@ class GenerationData(lightning.LightningDataModule):
         if self.kind == "latents":
             return self._open_latents(split)
         if channels not in PIL_MODES:
-            raise ValueError(
+            raise InputError(
                 f"the network takes {channels} channels, images have 1 or 3: cache latents and set dataset=latents"
             )
         check_location(self.dataset, self.root)
@@ -219,15 +220,15 @@ class GenerationData(lightning.LightningDataModule):
 
     def _open_latents(self, split: str) -> Source:
         if self.root is None:
-            raise ValueError("dataset 'latents' needs root, the directory of cached latents")
+            raise InputError("dataset 'latents' needs root, the directory of cached latents")
         folder = Path(self.root) / split
         if not folder.is_dir():
             folder = Path(self.root)
             if split != self.train_split:
-                raise ValueError(f"{self.root} has no folder {split}: set data.val_split=null to train without")
+                raise InputError(f"{self.root} has no folder {split}: set data.val_split=null to train without")
         shards = LatentShards(folder, self.seed)
         if shards.shape != self._shape:
-            raise ValueError(
+            raise InputError(
                 f"the latents of {folder} are of shape {list(shards.shape)}, the network takes {list(self._shape)}"
             )
         return LatentSource(shards)

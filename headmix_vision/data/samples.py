@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from headmix_vision.data.augmentation import Transform
-from headmix_vision.data.sampling import SampleKey, TrainBatchSampler
+from headmix_vision.data.batches import SampleKey, TrainBatchSampler
+from headmix_vision.data.datasets.base import RawImage, Source
 from headmix_vision.data.seeding import derive_seed, seeded
-from headmix_vision.data.sources import RawImage, Source
 
 
 class UnreadableImages:

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headmix_vision.errors import InputError
+
 CHANNELS = ("all", "first_three")
 
 
@@ -21,7 +23,7 @@ class Guidance:
         channels: Guide `all` channels, or the `first_three`, as DiT and SiT did for their published figures.
 
     Raises:
-        ValueError: For a negative scale, an interval outside [0, 1] or unknown channels.
+        InputError: For a negative scale, an interval outside [0, 1] or unknown channels.
     """
 
     scale: float = 1.0
@@ -30,12 +32,12 @@ class Guidance:
 
     def __post_init__(self) -> None:
         if not self.scale >= 0:
-            raise ValueError(f"guidance scale must be at least 0, got {self.scale}")
+            raise InputError(f"guidance scale must be at least 0, got {self.scale}")
         low, high = self.interval
         if not 0 <= low <= high <= 1:
-            raise ValueError(f"guidance interval must be within 0 and 1, low before high, got {low} and {high}")
+            raise InputError(f"guidance interval must be within 0 and 1, low before high, got {low} and {high}")
         if self.channels not in CHANNELS:
-            raise ValueError(f"guidance channels must be one of {CHANNELS}, got {self.channels!r}")
+            raise InputError(f"guidance channels must be one of {CHANNELS}, got {self.channels!r}")
 
     @property
     def enabled(self) -> bool:

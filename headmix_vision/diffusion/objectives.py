@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headmix_vision.errors import InputError
+
 NUM_TIMESTEPS = 1000
 Predict = Callable[[Tensor, Tensor], Tensor]
 """The network as a function of x [B, C, H, W] and its time [B], labels bound."""
@@ -54,15 +56,15 @@ class ObjectiveConfig:
             ("prediction", ("epsilon", "v")),
         ):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"objective.{name} must be one of {allowed}, got {getattr(self, name)!r}")
+                raise InputError(f"objective.{name} must be one of {allowed}, got {getattr(self, name)!r}")
         if not self.shift > 0 or not self.logit_std > 0:
-            raise ValueError(
+            raise InputError(
                 f"objective.shift and logit_std must be positive, got shift={self.shift}, logit_std={self.logit_std}"
             )
         if self.kind == "flow" and self.learned_variance:
-            raise ValueError("objective.learned_variance needs objective.kind=ddpm: flow matching has no variance")
+            raise InputError("objective.learned_variance needs objective.kind=ddpm: flow matching has no variance")
         if not 0 < self.beta_start <= self.beta_end < 1:
-            raise ValueError(f"0 < beta_start <= beta_end < 1 must hold, got {self.beta_start} and {self.beta_end}")
+            raise InputError(f"0 < beta_start <= beta_end < 1 must hold, got {self.beta_start} and {self.beta_end}")
 
 
 class Objective(ABC):

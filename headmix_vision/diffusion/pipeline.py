@@ -15,11 +15,12 @@ from diffusers.utils import is_accelerate_available
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from headmix_vision.data.autoencoders import downsampling, latent_scale
 from headmix_vision.diffusion.guidance import Guidance
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import create_scheduler, is_flow, set_steps, takes_variance
+from headmix_vision.errors import InputError
 from headmix_vision.models import HeadMixDiT
+from headmix_vision.models.autoencoders import downsampling, latent_scale
 
 Generators = torch.Generator | list[torch.Generator] | None
 StepCallback = Callable[["HeadMixDiTPipeline", int, Any, dict[str, Tensor]], dict[str, Tensor]]
@@ -109,7 +110,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
             `ImagePipelineOutput` with `images`.
 
         Raises:
-            ValueError: if labels are missing, too many, or out of range, guidance is asked of a model without a null
+            InputError: if labels are missing, too many, or out of range, guidance is asked of a model without a null
                 class, a size does not fit, or an option is unknown.
         """
         guidance = Guidance(guidance_scale, tuple(guidance_interval), guidance_channels)  # type: ignore[arg-type]
@@ -121,7 +122,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         if latents is None:
             latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
         elif tuple(latents.shape) != shape:
-            raise ValueError(f"latents must be of shape {list(shape)}, got {list(latents.shape)}.")
+            raise InputError(f"latents must be of shape {list(shape)}, got {list(latents.shape)}.")
         latents = latents.to(device, torch.float32)
         if labels is not None:
             labels = labels.to(device)
@@ -148,37 +149,37 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         model = self.transformer
         if guidance.enabled and not model.has_null_class:
             kind = "unconditional" if model.num_classes == 0 else "trained without label dropout"
-            raise ValueError(
+            raise InputError(
                 f"guidance scale {guidance.scale} needs a null class, but the model is {kind}: use guidance scale 1"
             )
         if model.num_classes == 0:
             if class_labels is not None:
-                raise ValueError("class_labels given, but the model is unconditional: give num_images instead")
+                raise InputError("class_labels given, but the model is unconditional: give num_images instead")
             return None
         if class_labels is None:
-            raise ValueError(f"class_labels are missing: a label from 0 to {model.num_classes - 1} for each image")
+            raise InputError(f"class_labels are missing: a label from 0 to {model.num_classes - 1} for each image")
         labels = torch.as_tensor(class_labels, dtype=torch.long).reshape(-1).cpu()
         if num_images is not None and num_images != len(labels):
-            raise ValueError(f"{len(labels)} class_labels, but num_images is {num_images}")
+            raise InputError(f"{len(labels)} class_labels, but num_images is {num_images}")
         highest = model.num_classes if model.has_null_class else model.num_classes - 1
         bad = labels[(labels < 0) | (labels > highest)]
         if len(bad) or not len(labels):
             what = f"class label {int(bad[0])} is out of range" if len(bad) else "class_labels are empty"
-            raise ValueError(f"{what}: the model takes 0 to {model.num_classes - 1}")
+            raise InputError(f"{what}: the model takes 0 to {model.num_classes - 1}")
         return labels
 
     def _check_options(
         self, num_steps: int, output_type: str, tensor_inputs: Sequence[str], generator: Generators, count: int
     ) -> None:
         if num_steps < 1 or num_steps > NUM_TIMESTEPS:
-            raise ValueError(f"num_inference_steps must be from 1 to {NUM_TIMESTEPS}, got {num_steps}")
+            raise InputError(f"num_inference_steps must be from 1 to {NUM_TIMESTEPS}, got {num_steps}")
         if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type must be one of {OUTPUT_TYPES}, got {output_type!r}")
+            raise InputError(f"output_type must be one of {OUTPUT_TYPES}, got {output_type!r}")
         unknown = set(tensor_inputs) - set(self._callback_tensor_inputs)
         if unknown:
-            raise ValueError(f"callback_on_step_end_tensor_inputs may hold 'latents' only, got {sorted(unknown)}")
+            raise InputError(f"callback_on_step_end_tensor_inputs may hold 'latents' only, got {sorted(unknown)}")
         if isinstance(generator, list) and len(generator) != count:
-            raise ValueError(f"{len(generator)} generators for {count} images: give one for each, or a single one")
+            raise InputError(f"{len(generator)} generators for {count} images: give one for each, or a single one")
 
     def image_size(self, height: int | None = None, width: int | None = None) -> tuple[int, int]:
         """Height and width of the images in pixels, those of training where None is given."""
@@ -193,7 +194,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         for name, pixels, own in (("height", height, trained[0]), ("width", width, trained[1])):
             unit = factor * self.transformer.patch_size
             if pixels is not None and (pixels < unit or pixels % unit):
-                raise ValueError(f"{name} must be a multiple of {unit} pixels, got {pixels}")
+                raise InputError(f"{name} must be a multiple of {unit} pixels, got {pixels}")
             sizes.append(own if pixels is None else pixels // factor)
         return sizes[0], sizes[1]
 

@@ -10,6 +10,7 @@ from diffusers import SchedulerMixin
 from torch import device as Device
 
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
+from headmix_vision.errors import InputError
 
 # Name -> objective -> class of diffusers and its own options.
 _MULTISTEP_DDPM = {"timestep_spacing": "linspace"}
@@ -40,14 +41,14 @@ def create_scheduler(name: str | None, objective: ObjectiveConfig, *, clip: bool
         clip: Keep the estimate of the data in [-1, 1], for pixels; only ddim and ddpm do.
 
     Raises:
-        ValueError: If the name is unknown, or the scheduler does not fit the objective.
+        InputError: If the name is unknown, or the scheduler does not fit the objective.
     """
     name = _DEFAULTS[objective.kind] if name is None else name
     fitting = [other for other, entry in _TABLE.items() if objective.kind in entry]
     if name not in _TABLE:
-        raise ValueError(f"unknown scheduler {name!r}; for this model: {', '.join(fitting)}")
+        raise InputError(f"unknown scheduler {name!r}; for this model: {', '.join(fitting)}")
     if objective.kind not in _TABLE[name]:
-        raise ValueError(
+        raise InputError(
             f"scheduler {name!r} does not fit a model trained with objective.kind={objective.kind};"
             f" for this model: {', '.join(fitting)}"
         )

@@ -3,6 +3,6 @@
 The command line is `python -m headmix_vision.evaluate`. From Python:
 
     from headmix_vision.evaluation.extractors import ClassifierExtractor
-    from headmix_vision.evaluation.images import open_images
+    from headmix_vision.evaluation.sample_sets import open_images
     from headmix_vision.evaluation.scores import fid
 """

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
+from headmix_vision.errors import InputError
 from headmix_vision.hashes import file_sha256, state_sha256
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
@@ -56,14 +57,14 @@ class InceptionExtractor(FeatureExtractor):
         device: Where to run.
 
     Raises:
-        ValueError: No file there, or other weights in it.
+        InputError: No file there, or other weights in it.
     """
 
     mode = "RGB"
 
     def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
         if not path.is_file():
-            raise ValueError(
+            raise InputError(
                 f"no Inception weights at {path}: get {INCEPTION_FILE} from {INCEPTION_URL} and put it there,"
                 " or give its place with --features PATH"
             )
@@ -80,7 +81,7 @@ class InceptionExtractor(FeatureExtractor):
             )
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{path} holds no Inception weights of torch-fidelity: {reason}") from None
+            raise InputError(f"{path} holds no Inception weights of torch-fidelity: {reason}") from None
         self.network = network.to(device)
         self.device = torch.device(device)
         network.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
@@ -117,14 +118,14 @@ class ClassifierExtractor(FeatureExtractor):
         device: Where to run.
 
     Raises:
-        ValueError: Another number of input channels, or no classifier.
+        InputError: Another number of input channels, or no classifier.
     """
 
     def __init__(self, network: nn.Module, name: str, device: torch.device | str = "cpu") -> None:
         config = timm.data.resolve_input_data_config(network)
         channels, *size = config["input_size"]
         if channels not in (1, 3) or not getattr(network, "num_classes", 0):
-            raise ValueError(f"{name} takes {channels} channels and has {network.num_classes} classes: no classifier")
+            raise InputError(f"{name} takes {channels} channels and has {network.num_classes} classes: no classifier")
         self.mode = "L" if channels == 1 else "RGB"
         self.network: Any = network.to(device).eval().requires_grad_(False)
         self.device = torch.device(device)
@@ -168,7 +169,7 @@ def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtra
         device: Where to run.
 
     Raises:
-        ValueError: No such file, or neither of the two.
+        InputError: No such file, or neither of the two.
     """
     header: dict[str, str] = {}
     if path.suffix == ".safetensors" and path.is_file():
@@ -176,12 +177,12 @@ def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtra
             with safe_open(path, "pt") as file:
                 header = file.metadata() or {}
         except SafetensorError as error:
-            raise ValueError(f"{path} is truncated or no safetensors file: {error}") from None
+            raise InputError(f"{path} is truncated or no safetensors file: {error}") from None
     if "model_name" not in header:
         return InceptionExtractor(path, device)
     name, arguments = header["model_name"], json.loads(header["model_args"])
     if not timm.is_model(name):
-        raise ValueError(f"{path} is of the model {name!r}, which timm does not know here")
+        raise InputError(f"{path} is of the model {name!r}, which timm does not know here")
     return ClassifierExtractor(timm.create_model(name, checkpoint_path=str(path), **arguments), name, device)
 
 
@@ -191,11 +192,11 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise ValueError(
+        raise InputError(
             f"{path} holds objects other than tensors, or is no weights file; nothing was loaded"
         ) from None
     except (SafetensorError, RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is truncated or damaged: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{path} is truncated or damaged: {str(error).splitlines()[0]}") from None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"{path} holds no state dict")
+        raise InputError(f"{path} holds no state dict")
     return state

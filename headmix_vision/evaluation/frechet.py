@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headmix_vision.errors import InputError
+
 
 @dataclass(frozen=True)
 class Gaussian:
@@ -20,7 +22,7 @@ class Gaussian:
         count: Number of images behind it; None where a file does not tell.
 
     Raises:
-        ValueError: Shapes that do not belong together, or values that are not finite.
+        InputError: Shapes that do not belong together, or values that are not finite.
     """
 
     mean: Tensor
@@ -29,12 +31,12 @@ class Gaussian:
 
     def __post_init__(self) -> None:
         if self.mean.ndim != 1 or self.covariance.shape != (len(self.mean), len(self.mean)):
-            raise ValueError(
+            raise InputError(
                 f"mean {list(self.mean.shape)} and covariance {list(self.covariance.shape)} do not belong together:"
                 " they must be [D] and [D, D]"
             )
         if not (self.mean.isfinite().all() and self.covariance.isfinite().all()):
-            raise ValueError("mean or covariance holds values that are not finite")
+            raise InputError("mean or covariance holds values that are not finite")
 
 
 class Moments:
@@ -53,12 +55,12 @@ class Moments:
         """Add a batch of features [B, D], of any float dtype and on any device.
 
         Raises:
-            ValueError: Not of the shape [B, D] with the D of earlier batches, or not finite.
+            InputError: Not of the shape [B, D] with the D of earlier batches, or not finite.
         """
         if features.ndim != 2 or (self.count and features.shape[1] != len(self.mean)):
-            raise ValueError(f"features are {list(features.shape)}, they must be [B, {len(self.mean) or 'D'}]")
+            raise InputError(f"features are {list(features.shape)}, they must be [B, {len(self.mean) or 'D'}]")
         if not features.isfinite().all():
-            raise ValueError("features are not finite")
+            raise InputError("features are not finite")
         if len(features) == 0:
             return
         features = features.double()
@@ -79,10 +81,10 @@ class Moments:
         """The Gaussian with these moments.
 
         Raises:
-            ValueError: Fewer than two images.
+            InputError: Fewer than two images.
         """
         if self.count < 2:
-            raise ValueError(f"{self.count} images have no covariance, at least 2 are needed")
+            raise InputError(f"{self.count} images have no covariance, at least 2 are needed")
         return Gaussian(self.mean.clone(), self.scatter / (self.count - 1), self.count)
 
 
@@ -102,10 +104,10 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
         The squared distance, at least 0.
 
     Raises:
-        ValueError: Different numbers of features.
+        InputError: Different numbers of features.
     """
     if len(a.mean) != len(b.mean):
-        raise ValueError(f"the two sides have {len(a.mean)} and {len(b.mean)} features")
+        raise InputError(f"the two sides have {len(a.mean)} and {len(b.mean)} features")
     for side in (a, b):
         if side.count is not None and side.count <= len(side.mean):
             warnings.warn(

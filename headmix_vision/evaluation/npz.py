@@ -10,12 +10,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from headmix_vision.errors import InputError
+
 
 class NpzImages:
     """`arr_0`, uint8 [N, H, W, C] or [N, H, W], of an npz file as ADM's evaluation takes it, read piece by piece.
 
     Raises:
-        ValueError: Not such a file.
+        InputError: Not such a file.
     """
 
     kind = "npz"
@@ -25,7 +27,7 @@ class NpzImages:
         with self._open() as (_, shape, dtype, fortran_order):
             images = dtype == np.uint8 and (len(shape) == 3 or (len(shape) == 4 and shape[-1] in (1, 3)))
             if not images or fortran_order:
-                raise ValueError(
+                raise InputError(
                     f"{path}: arr_0 is {dtype} {list(shape)}, it must be uint8 [N, H, W, C] with 1 or 3 channels"
                 )
         self.shape = shape
@@ -44,9 +46,9 @@ class NpzImages:
                 try:
                     data = file.read(length)
                 except (zipfile.BadZipFile, EOFError, OSError) as error:
-                    raise ValueError(f"{self.source} is damaged at image {index}: {error}") from None
+                    raise InputError(f"{self.source} is damaged at image {index}: {error}") from None
                 if len(data) < length:
-                    raise ValueError(f"{self.source} is truncated at image {index} of {len(self)}")
+                    raise InputError(f"{self.source} is truncated at image {index} of {len(self)}")
                 yield f"{self.source}[{index}]", Image.fromarray(np.frombuffer(data, np.uint8).reshape(shape))
 
 
@@ -73,30 +75,30 @@ def npz_arrays(path: Path) -> list[str]:
     """Names of the arrays of an npz file.
 
     Raises:
-        ValueError: Not an npz file.
+        InputError: Not an npz file.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
     except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{path} is truncated or no npz file: {error}") from None
+        raise InputError(f"{path} is truncated or no npz file: {error}") from None
 
 
 def npz_labels(path: Path) -> Tensor:
     """Labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
 
     Raises:
-        ValueError: No npz file, no labels, or other than one integer per image.
+        InputError: No npz file, no labels, or other than one integer per image.
     """
     arrays = npz_arrays(path)
     name = next((name for name in ("labels", "arr_1") if name in arrays), None)
     if name is None:
-        raise ValueError(f"{path} has no labels or arr_1, it has {', '.join(arrays)}")
+        raise InputError(f"{path} has no labels or arr_1, it has {', '.join(arrays)}")
     try:
         with np.load(path, allow_pickle=False) as file:
             labels = file[name]
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise ValueError(f"{path}: {name} is {labels.dtype} {list(labels.shape)}, it must be integers [N]")
+        raise InputError(f"{path}: {name} is {labels.dtype} {list(labels.shape)}, it must be integers [N]")
     return torch.from_numpy(labels.astype(np.int64))

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
-from headmix_vision.evaluation.images import ImageSet
+from headmix_vision.evaluation.sample_sets import ImageSet
 from headmix_vision.evaluation.statistics import Statistics
 
 Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
@@ -34,7 +35,7 @@ class Scorer:
 
     def __init__(self, extractor: FeatureExtractor, batch_size: int = 64, progress: Progress | None = None) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}, it must be at least 1")
+            raise InputError(f"batch_size is {batch_size}, it must be at least 1")
         self.extractor = extractor
         self.batch_size = batch_size
         self.progress: Progress = progress or (lambda batches, _: batches)
@@ -61,7 +62,7 @@ def fid(scorer: Scorer, real: ImageSet | Statistics, fake: ImageSet | Statistics
     """Fréchet distance, and `sfid` where both sides have spatial features.
 
     Raises:
-        ValueError: Statistics of another extractor, or sides that cannot be compared.
+        InputError: Statistics of another extractor, or sides that cannot be compared.
     """
     check_sizes(real, fake)
     sides = (real, fake)
@@ -88,7 +89,7 @@ def kid(
         subset_size: Images in each; 1,000, or all of the smaller side if it has fewer, when None.
 
     Raises:
-        ValueError: A subset larger than a side.
+        InputError: A subset larger than a side.
     """
     from torch_fidelity.metric_kid import kid_features_to_metric
 
@@ -96,9 +97,9 @@ def kid(
     smaller = min(len(real), len(fake))
     subset_size = min(KID_SUBSET_SIZE, smaller) if subset_size is None else subset_size
     if not 2 <= subset_size <= smaller:
-        raise ValueError(f"kid subset size is {subset_size}, it must be in [2, {smaller}], the images of a side")
+        raise InputError(f"kid subset size is {subset_size}, it must be in [2, {smaller}], the images of a side")
     if subsets < 1:
-        raise ValueError(f"kid subsets is {subsets}, it must be at least 1")
+        raise InputError(f"kid subsets is {subsets}, it must be at least 1")
     settings = {"kid_subsets": subsets, "kid_subset_size": subset_size, "rng_seed": RNG_SEED, "verbose": False}
     result = kid_features_to_metric(scorer.collect(real), scorer.collect(fake), **settings)
     return {
@@ -113,12 +114,12 @@ def inception_score(scorer: Scorer, fake: ImageSet, splits: int = SPLITS) -> dic
     """Inception score of Salimans et al. (2016), from the classifier's probabilities.
 
     Raises:
-        ValueError: More splits than images.
+        InputError: More splits than images.
     """
     from torch_fidelity.metric_isc import isc_features_to_metric
 
     if not 1 <= splits <= len(fake):
-        raise ValueError(f"splits is {splits}, it must be in [1, {len(fake)}], the number of images")
+        raise InputError(f"splits is {splits}, it must be in [1, {len(fake)}], the number of images")
     result = isc_features_to_metric(scorer.collect(fake, "logits"), splits, shuffle=True, rng_seed=RNG_SEED)
     return {"is_mean": result["inception_score_mean"], "is_std": result["inception_score_std"], "is_splits": splits}
 
@@ -127,14 +128,14 @@ def precision_recall(scorer: Scorer, real: ImageSet, fake: ImageSet, neighbours:
     """Improved precision and recall of Kynkäänniemi et al. (2019).
 
     Raises:
-        ValueError: Not more images than neighbours.
+        InputError: Not more images than neighbours.
     """
     from torch_fidelity.metric_prc import prc_features_to_metric
 
     check_sizes(real, fake)
     smaller = min(len(real), len(fake))
     if not 1 <= neighbours < smaller:
-        raise ValueError(f"neighbours is {neighbours}, it must be in [1, {smaller - 1}], below the images of a side")
+        raise InputError(f"neighbours is {neighbours}, it must be in [1, {smaller - 1}], below the images of a side")
     settings = {"prc_neighborhood": neighbours, "prc_batch_size": 2000, "save_cpu_ram": True, "verbose": False}
     result = prc_features_to_metric(scorer.collect(fake), scorer.collect(real), **settings)
     return {name: result[name] for name in ("precision", "recall", "f_score")} | {"prc_neighbours": neighbours}
@@ -149,23 +150,23 @@ def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]
         labels: Their classes, int64 [N].
 
     Raises:
-        ValueError: Not one label per image, or a label that the classifier does not know.
+        InputError: Not one label per image, or a label that the classifier does not know.
     """
     if len(labels) != len(fake):
-        raise ValueError(f"there are {len(labels)} labels for {len(fake)} images")
+        raise InputError(f"there are {len(labels)} labels for {len(fake)} images")
     logits = scorer.collect(fake, "logits")
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= logits.shape[1]:
-        raise ValueError(f"labels are {low} to {high}, the classifier knows 0 to {logits.shape[1] - 1}")
+        raise InputError(f"labels are {low} to {high}, the classifier knows 0 to {logits.shape[1] - 1}")
     return {"top1": (logits.argmax(1) == labels).double().mean().item()}
 
 
 def check_sizes(real: ImageSet | Statistics, fake: ImageSet | Statistics) -> None:
-    """Raise ValueError if the images of the two sides are known to be of different sizes."""
+    """Raise InputError if the images of the two sides are known to be of different sizes."""
     sizes: Sequence[Any] = [side.description.get("size") for side in (real, fake)]
     if None not in sizes and list(sizes[0]) != list(sizes[1]):
         (height, width), (fake_height, fake_width) = sizes
-        raise ValueError(
+        raise InputError(
             f"real images are {width}x{height} pixels, fake ones {fake_width}x{fake_height};"
             " --image-size N brings both to one size"
         )
@@ -173,7 +174,7 @@ def check_sizes(real: ImageSet | Statistics, fake: ImageSet | Statistics) -> Non
 
 def _check_extractor(statistics: Statistics, extractor: FeatureExtractor) -> None:
     if statistics.extractor is not None and statistics.extractor["sha256"] != extractor.description["sha256"]:
-        raise ValueError(
+        raise InputError(
             f"{statistics.description['source']} was made with {statistics.extractor['name']}"
             f" {statistics.extractor['sha256'][:8]}, the features asked for are {extractor.description['name']}"
             f" {extractor.description['sha256'][:8]}"

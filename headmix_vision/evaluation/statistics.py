@@ -15,8 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from headmix_vision.atomic import atomic_path
+from headmix_vision.errors import InputError
 from headmix_vision.evaluation.frechet import Gaussian
-from headmix_vision.files import atomic_path
 
 _FEATURE_SETS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 _HEADER = "headmix_vision_statistics"
@@ -52,7 +53,7 @@ def read_statistics(path: Path) -> Statistics:
     """Read a statistics file: safetensors of `write_statistics`, or an `.npz` with mu and sigma as ADM publishes.
 
     Raises:
-        ValueError: Truncated, without mu and sigma, or with values that are no moments.
+        InputError: Truncated, without mu and sigma, or with values that are no moments.
     """
     return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
 
@@ -63,9 +64,9 @@ def _read_safetensors(path: Path) -> Statistics:
             header = (file.metadata() or {}).get(_HEADER)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is truncated or no safetensors file: {error}") from None
+        raise InputError(f"{path} is truncated or no safetensors file: {error}") from None
     if header is None:
-        raise ValueError(f"{path} is no statistics file: make one with python -m headmix_vision.evaluate stats")
+        raise InputError(f"{path} is no statistics file: make one with python -m headmix_vision.evaluate stats")
     described = json.loads(header)
     count = described["images"]["count"]
     description = {**described["images"], "source": str(path), "kind": "statistics"}
@@ -78,10 +79,10 @@ def _read_npz(path: Path) -> Statistics:
             names = [name for pair in _FEATURE_SETS.values() for name in pair if name in file]
             arrays = {name: file[name] for name in names}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     for name, array in arrays.items():
         if array.dtype.kind != "f":
-            raise ValueError(f"{path}: {name} is {array.dtype}, it must be float32 or float64")
+            raise InputError(f"{path}: {name} is {array.dtype}, it must be float32 or float64")
     tensors = {name: torch.from_numpy(array.astype(np.float64)) for name, array in arrays.items()}
     description = {"source": str(path), "kind": "statistics", "extractor": "not recorded"}
     return Statistics(_gaussians(path, tensors, None), description, None)
@@ -94,7 +95,7 @@ def _gaussians(path: Path, tensors: dict[str, torch.Tensor], count: int | None) 
             try:
                 gaussians[name] = Gaussian(tensors[mean].double(), tensors[covariance].double(), count)
             except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
+                raise InputError(f"{path}: {error}") from None
     if "features" not in gaussians:
-        raise ValueError(f"{path} has no mu and sigma, it has {', '.join(tensors) or 'no arrays of that name'}")
+        raise InputError(f"{path} has no mu and sigma, it has {', '.join(tensors) or 'no arrays of that name'}")
     return gaussians

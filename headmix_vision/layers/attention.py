@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmix_vision.errors import InputError
 from headmix_vision.layers.cores import CORES
+from headmix_vision.layers.grid_convolution import ConvPositionEncoding
 from headmix_vision.layers.head_mixes import HEAD_MIXES
-from headmix_vision.layers.position import ConvPositionEncoding
 
 
 class HeadMixAttention(nn.Module):
@@ -40,7 +41,7 @@ class HeadMixAttention(nn.Module):
         call alone.
 
     Raises:
-        ValueError: for an unknown core or head mix, heads not dividing the width, or blocks not fitting the grid.
+        InputError: for an unknown core or head mix, heads not dividing the width, or blocks not fitting the grid.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class HeadMixAttention(nn.Module):
     ) -> None:
         super().__init__()
         if dim % num_heads:
-            raise ValueError(f"num_heads={num_heads} does not divide the width dim={dim}.")
+            raise InputError(f"num_heads={num_heads} does not divide the width dim={dim}.")
         if core not in CORES:
-            raise ValueError(f"core must be one of {tuple(CORES)}, got {core!r}.")
+            raise InputError(f"core must be one of {tuple(CORES)}, got {core!r}.")
         if head_mix is not None and head_mix not in HEAD_MIXES:
-            raise ValueError(f"head_mix must be None or one of {tuple(HEAD_MIXES)}, got {head_mix!r}.")
+            raise InputError(f"head_mix must be None or one of {tuple(HEAD_MIXES)}, got {head_mix!r}.")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         head_dim = dim // num_heads
         self.num_heads, self.head_dim, self.num_prefix_tokens = num_heads, head_dim, num_prefix_tokens
@@ -133,7 +134,7 @@ def _check_tokens(x: Tensor, grid: tuple[int, ...], num_prefix_tokens: int) -> N
     expected = num_prefix_tokens + math.prod(grid)
     if x.shape[1] != expected:
         shape = "x".join(map(str, grid))
-        raise ValueError(
+        raise InputError(
             f"{x.shape[1]} tokens given, but the layer expects {expected}: "
             f"{num_prefix_tokens} prefix tokens and a {shape} grid."
         )

@@ -8,6 +8,8 @@ import torch
 from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 
+from headmix_vision.errors import InputError
+
 
 def sincos_positions(dim: int, grid: tuple[int, int], base_grid: tuple[int, int], like: Tensor) -> Tensor:
     """Fixed 2-D sine-cosine position embedding, as in MAE and DiT: the first half of the channels tells the column.
@@ -25,10 +27,10 @@ def sincos_positions(dim: int, grid: tuple[int, int], base_grid: tuple[int, int]
         [H * W, C] in raster order.
 
     Raises:
-        ValueError: if ``dim`` is no multiple of 4.
+        InputError: if ``dim`` is no multiple of 4.
     """
     if dim % 4:
-        raise ValueError(f"sine-cosine positions need a width that is a multiple of 4, got {dim}.")
+        raise InputError(f"sine-cosine positions need a width that is a multiple of 4, got {dim}.")
     if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
         return _sincos(dim, grid, base_grid, like.device).to(like.dtype)
     return _cached_sincos(dim, grid, base_grid, like.device).to(like.dtype)
@@ -94,7 +96,7 @@ class LabelEmbedding(nn.Module):
         ``y`` [B] int64 -> [B, C].
 
     Raises:
-        ValueError: for a label out of range. Labels on an accelerator are not looked at: it would have to wait.
+        InputError: for a label out of range. Labels on an accelerator are not looked at: it would have to wait.
     """
 
     def __init__(self, num_classes: int, dim: int, dropout: float) -> None:
@@ -118,9 +120,9 @@ class LabelEmbedding(nn.Module):
 
 
 def check_labels(y: Tensor, count: int) -> None:
-    """Raise ``ValueError`` for labels outside 0 to ``count`` - 1 (reads the values, so a device is waited for)."""
+    """Raise ``InputError`` for labels outside 0 to ``count`` - 1 (reads the values, so a device is waited for)."""
     if y.is_floating_point() or y.ndim != 1:
-        raise ValueError(f"labels must be int64 [B], got {y.dtype} of shape {tuple(y.shape)}.")
+        raise InputError(f"labels must be int64 [B], got {y.dtype} of shape {tuple(y.shape)}.")
     bad = y[(y < 0) | (y >= count)]
     if bad.numel():
-        raise ValueError(f"label {int(bad[0])} is out of range: the model takes 0 to {count - 1}.")
+        raise InputError(f"label {int(bad[0])} is out of range: the model takes 0 to {count - 1}.")

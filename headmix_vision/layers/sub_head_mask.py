@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmix_vision.errors import InputError
 from headmix_vision.ops.precision import accumulation_dtype, autocast_off
 
 
@@ -29,7 +30,7 @@ class SubHeadMask(nn.Module):
         ``x`` [B, N, C] -> [H, r, r], or [B, N, H, r, r] with ``dim``; in float32 or float64.
 
     Raises:
-        ValueError: if there is no sub-head.
+        InputError: if there is no sub-head.
     """
 
     ones: Tensor
@@ -44,7 +45,7 @@ class SubHeadMask(nn.Module):
     ) -> None:
         super().__init__()
         if num_sub_heads < 1:
-            raise ValueError(f"num_sub_heads must be at least 1, got {num_sub_heads}.")
+            raise InputError(f"num_sub_heads must be at least 1, got {num_sub_heads}.")
         self.num_heads, self.num_sub_heads = num_heads, num_sub_heads
         shape = (num_heads, num_sub_heads, num_sub_heads)
         self.proj: nn.Linear | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from headmix_vision.layers.mixing import MixingMatrix
+from headmix_vision.layers.block_mixing import MixingMatrix
 from headmix_vision.layers.sub_head_mask import SubHeadMask
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
+from headmix_vision.errors import InputError
 from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
 
 
@@ -42,14 +43,14 @@ def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransform
         model: the model to fill; it is not changed.
 
     Raises:
-        ValueError: if the source is no ViT with timm's keys, or its width, depth, patch size or input channels differ.
+        InputError: if the source is no ViT with timm's keys, or its width, depth, patch size or input channels differ.
     """
     source = dict(state_dict.get("model", state_dict.get("state_dict", state_dict)))
     if "patch_embed.proj.weight" not in source or "blocks.0.attn.qkv.weight" not in source:
-        raise ValueError("state_dict has no patch_embed.proj.weight and blocks.0.attn.qkv.weight: not a timm ViT.")
+        raise InputError("state_dict has no patch_embed.proj.weight and blocks.0.attn.qkv.weight: not a timm ViT.")
     depth = len({name.split(".")[1] for name in source if name.startswith("blocks.")})
     if depth != len(model.blocks):
-        raise ValueError(f"the source has {depth} blocks, the model {len(model.blocks)}.")
+        raise InputError(f"the source has {depth} blocks, the model {len(model.blocks)}.")
     unused: list[str] = []
 
     old_norm, new_norm = ("norm", "fc_norm") if isinstance(model.norm, nn.Identity) else ("fc_norm", "norm")
@@ -67,7 +68,7 @@ def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransform
         del source[name]
     for name, value in source.items():
         if value.shape != target[name].shape:
-            raise ValueError(
+            raise InputError(
                 f"{name} has shape {tuple(value.shape)}, the model needs {tuple(target[name].shape)}: "
                 "width, depth, patch size and input channels must agree."
             )
@@ -79,7 +80,7 @@ def _convert_positions(source: dict[str, Tensor], model: HeadMixVisionTransforme
     positions, prefix = source["pos_embed"], _num_prefix_positions(source)
     wanted = 0 if model.no_embed_class else model.num_prefix_tokens
     if wanted > prefix:
-        raise ValueError(f"the model has {wanted} prefix positions, the source {prefix}: no weights for the others.")
+        raise InputError(f"the model has {wanted} prefix positions, the source {prefix}: no weights for the others.")
     # Class token first, then the others, on both sides.
     positions = positions[:, [*range(wanted), *range(prefix, positions.shape[1])]]
     return resample_abs_pos_embed(positions, new_size=model.patch_embed.grid_size, num_prefix_tokens=wanted)
@@ -92,4 +93,4 @@ def _num_prefix_positions(source: dict[str, Tensor]) -> int:
         side = round((source["pos_embed"].shape[1] - prefix) ** 0.5)
         if side**2 == source["pos_embed"].shape[1] - prefix:
             return prefix
-    raise ValueError(f"pos_embed of {source['pos_embed'].shape[1]} positions is not a square grid plus prefix tokens.")
+    raise InputError(f"pos_embed of {source['pos_embed'].shape[1]} positions is not a square grid plus prefix tokens.")

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from headmix_vision.errors import InputError
 from headmix_vision.layers.embeddings import sincos_positions
 from headmix_vision.models.convert import Conversion
 from headmix_vision.models.headmix_dit import HeadMixDiT
@@ -30,11 +31,11 @@ def read_dit_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         path: a ``.safetensors`` file, or whatever ``torch.save`` wrote.
 
     Raises:
-        ValueError: if there is no such file, or it holds no weights.
+        InputError: if there is no such file, or it holds no weights.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(
+        raise InputError(
             f"no checkpoint at {path}; the official ones are linked from https://github.com/facebookresearch/DiT"
         )
     try:
@@ -43,13 +44,13 @@ def read_dit_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
-        raise ValueError(f"{path} holds no readable weights: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{path} holds no readable weights: {str(error).splitlines()[0]}") from None
     for name in ("ema", "model", "state_dict"):
         if isinstance(loaded, dict) and isinstance(loaded.get(name), dict):
             loaded = loaded[name]
             break
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise ValueError(f"{path} holds no state dict of tensors.")
+        raise InputError(f"{path} holds no state dict of tensors.")
     return loaded
 
 
@@ -70,15 +71,15 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT) -> 
         model: the model to fill; it is not changed.
 
     Raises:
-        ValueError: if the source is no DiT, or its depth, width, patch size, channels, classes or variance differ.
+        InputError: if the source is no DiT, or its depth, width, patch size, channels, classes or variance differ.
     """
     source = dict(state_dict)
     for name in ("x_embedder.proj.weight", "blocks.0.attn.qkv.weight", "final_layer.linear.weight"):
         if name not in source:
-            raise ValueError(f"state_dict has no {name}: not a DiT.")
+            raise InputError(f"state_dict has no {name}: not a DiT.")
     depth = len({name.split(".")[1] for name in source if name.startswith("blocks.")})
     if depth != len(model.blocks):
-        raise ValueError(f"the source has {depth} blocks, the model {len(model.blocks)}.")
+        raise InputError(f"the source has {depth} blocks, the model {len(model.blocks)}.")
     if _POSITIONS in source:
         _check_positions(source.pop(_POSITIONS), model)
     target = model.state_dict()
@@ -100,11 +101,11 @@ _HINTS = {
 def _check_shape(name: str, value: Tensor, wanted: Tensor) -> None:
     if value.shape != wanted.shape:
         hint: Any = _HINTS.get(name.rpartition(".")[0], "width and MLP width must agree")
-        raise ValueError(f"{name} has shape {tuple(value.shape)}, the model needs {tuple(wanted.shape)}: {hint}.")
+        raise InputError(f"{name} has shape {tuple(value.shape)}, the model needs {tuple(wanted.shape)}: {hint}.")
 
 
 def _check_positions(stored: Tensor, model: HeadMixDiT) -> None:
     expected = sincos_positions(model.embed_dim, model.base_grid, model.base_grid, like=torch.empty(0))[None]
     same = stored.shape == expected.shape
     if same and stored.device.type != "meta" and not torch.allclose(stored.float(), expected, rtol=0, atol=1e-3):
-        raise ValueError(f"{_POSITIONS} is not the fixed sine-cosine embedding, which the model computes.")
+        raise InputError(f"{_POSITIONS} is not the fixed sine-cosine embedding, which the model computes.")

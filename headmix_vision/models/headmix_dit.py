@@ -16,6 +16,7 @@ from timm.layers import Mlp, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
+from headmix_vision.errors import InputError
 from headmix_vision.layers import CORES, LAYER_OPTIONS, HeadMixAttention, MHLACore, undecayed_parameters
 from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
 
@@ -90,7 +91,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         learned variance the second C channels interpolate its logarithm.
 
     Raises:
-        ValueError: if the input size is no multiple of the patch size, the channels or the labels do not fit, a label
+        InputError: if the input size is no multiple of the patch size, the channels or the labels do not fit, a label
             is out of range, or an option is unknown.
     """
 
@@ -122,11 +123,11 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         super().__init__()
         for name, value in (("patch_size", patch_size), ("in_channels", in_channels), ("depth", depth)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+                raise InputError(f"{name} must be at least 1, got {value}.")
         if num_classes < 0:
-            raise ValueError(f"num_classes must not be negative, got {num_classes}; 0 is unconditional.")
+            raise InputError(f"num_classes must not be negative, got {num_classes}; 0 is unconditional.")
         if not 0 <= class_dropout < 1:
-            raise ValueError(f"class_dropout must be in [0, 1), got {class_dropout}.")
+            raise InputError(f"class_dropout must be in [0, 1), got {class_dropout}.")
         self.patch_size, self.in_channels, self.num_classes = patch_size, in_channels, num_classes
         self.out_channels = 2 * in_channels if learned_variance else in_channels
         self.input_size: tuple[int, int] = to_2tuple(input_size)
@@ -193,7 +194,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
 
     def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ValueError(f"x must be [B, {self.in_channels}, H, W], got {tuple(x.shape)}.")
+            raise InputError(f"x must be [B, {self.in_channels}, H, W], got {tuple(x.shape)}.")
         grid = self._grid(x.shape[2], x.shape[3])
         c = self._condition(x, t, y)
         x = self.x_embedder(x)
@@ -208,7 +209,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         p = self.patch_size
         if height % p or width % p or not (height and width):
-            raise ValueError(f"latent size {height}x{width} is no multiple of the patch size {p}.")
+            raise InputError(f"latent size {height}x{width} is no multiple of the patch size {p}.")
         return height // p, width // p
 
     def _condition(self, x: Tensor, t: Tensor | float, y: Tensor | None) -> Tensor:
@@ -216,10 +217,10 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         c = self.t_embedder(t.expand(x.shape[0]))
         if self.y_embedder is None:
             if y is not None:
-                raise ValueError("labels given, but the model is unconditional (num_classes=0).")
+                raise InputError("labels given, but the model is unconditional (num_classes=0).")
             return c
         if y is None:
-            raise ValueError(f"the model needs labels y [B], 0 to {self.num_classes}.")
+            raise InputError(f"the model needs labels y [B], 0 to {self.num_classes}.")
         return c + self.y_embedder(y)
 
     def _to_images(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -244,7 +245,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         for block in self.blocks:
             core = cast(HeadMixAttention, block.attn).core
             if not isinstance(core, MHLACore):
-                raise ValueError(f"{type(core).__name__} has no token blocks.")
+                raise InputError(f"{type(core).__name__} has no token blocks.")
             core.set_block_grid(to_2tuple(block_grid))
         self.register_to_config(block_grid=to_2tuple(block_grid))
 
@@ -294,9 +295,9 @@ _OUR_NAMES = {"img_size": "input_size", "in_chans": "in_channels"}
 def _create_headmix_dit(variant: str, pretrained: bool = False, **kwargs: Any) -> HeadMixDiT:
     for theirs, ours in _OUR_NAMES.items():
         if theirs in kwargs:
-            raise ValueError(f"{variant} takes {ours}, not {theirs}.")
+            raise InputError(f"{variant} takes {ours}, not {theirs}.")
     if kwargs.pop("features_only", False):
-        raise ValueError(f"{variant} is a generator: features_only does not apply.")
+        raise InputError(f"{variant} is a generator: features_only does not apply.")
     return build_model_with_cfg(HeadMixDiT, variant, pretrained, kwargs_filter=cast(Any, tuple(_OUR_NAMES)), **kwargs)
 
 

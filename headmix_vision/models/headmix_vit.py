@@ -16,6 +16,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
+from headmix_vision.errors import InputError
 from headmix_vision.layers import LAYER_OPTIONS, HeadMixAttention, MHLACore, undecayed_parameters
 
 __all__ = ["HeadMixVisionTransformer"]  # timm appends the registered names
@@ -44,7 +45,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         kwargs: arguments of timm's VisionTransformer. ``qk_norm`` normalises over the full width.
 
     Raises:
-        ValueError: if the image size does not fit the patch size, the blocks do not fit the token grid, the heads do
+        InputError: if the image size does not fit the patch size, the blocks do not fit the token grid, the heads do
             not divide the width, an option is unknown, or ``patch_drop_rate`` is set for a core or encoding which
             needs the whole grid.
     """
@@ -63,7 +64,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         **kwargs: Any,
     ) -> None:
         if kwargs.get("patch_drop_rate", 0.0) > 0:
-            raise ValueError("patch_drop_rate removes tokens from the grid which the attention layer relies on.")
+            raise InputError("patch_drop_rate removes tokens from the grid which the attention layer relies on.")
         if not (kwargs.get("dynamic_img_size") or kwargs.get("dynamic_img_pad")):
             _check_image_fits(kwargs.get("img_size", 224), kwargs.get("patch_size", 16))
         super().__init__(attn_layer=_AttentionArguments, weight_init="skip", **kwargs)
@@ -101,7 +102,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         """Change the number of token blocks: mixing matrices are resampled."""
         for attention in self._attentions():
             if not isinstance(attention.core, MHLACore):
-                raise ValueError(f"{type(attention.core).__name__} has no token blocks.")
+                raise InputError(f"{type(attention.core).__name__} has no token blocks.")
             attention.core.set_block_grid(to_2tuple(block_grid))
 
     def _attentions(self) -> list[HeadMixAttention]:
@@ -140,13 +141,13 @@ class HeadMixVisionTransformer(VisionTransformer):
 def _check_image_fits(img_size: int | tuple[int, int], patch_size: int | tuple[int, int]) -> None:
     image, patch = to_2tuple(img_size), to_2tuple(patch_size)
     if image[0] % patch[0] or image[1] % patch[1]:
-        raise ValueError(f"img_size {image} is no multiple of the patch size {patch}.")
+        raise InputError(f"img_size {image} is no multiple of the patch size {patch}.")
 
 
 @torch.fx.wrap
 def _check_image_size(x: Tensor, img_size: tuple[int, int]) -> None:
     if tuple(x.shape[-2:]) != tuple(img_size):
-        raise ValueError(
+        raise InputError(
             f"images are {x.shape[-2]}x{x.shape[-1]} pixels, the model takes {img_size[0]}x{img_size[1]}: "
             "resize them, or use set_input_size or dynamic_img_size."
         )

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headmix_vision.errors import InputError
+
 
 class BlockTables(NamedTuple):
     """Index tables of a :class:`TokenBlocks`; all int64 on one device.
@@ -55,21 +57,21 @@ class TokenBlocks:
             num_prefix_tokens: tokens in front of the grid which form block 0 when there are any.
 
         Raises:
-            ValueError: if the axes do not match, or a block would hold no token.
+            InputError: if the axes do not match, or a block would hold no token.
         """
         grid, block_grid = tuple(grid), tuple(block_grid)
         if not 1 <= len(grid) <= 3 or len(grid) != len(block_grid):
-            raise ValueError(
+            raise InputError(
                 f"grid {grid} and block_grid {block_grid} must have the same number of axes, one to three."
             )
         if min(grid) < 1 or min(block_grid) < 1:
-            raise ValueError(f"grid {grid} and block_grid {block_grid} must be positive.")
+            raise InputError(f"grid {grid} and block_grid {block_grid} must be positive.")
         if any(b > g for g, b in zip(grid, block_grid, strict=True)):
-            raise ValueError(
+            raise InputError(
                 f"block_grid {block_grid} is larger than the token grid {grid}: some blocks would be empty."
             )
         if num_prefix_tokens < 0:
-            raise ValueError(f"num_prefix_tokens must not be negative, got {num_prefix_tokens}.")
+            raise InputError(f"num_prefix_tokens must not be negative, got {num_prefix_tokens}.")
         return cls(grid, block_grid, num_prefix_tokens)
 
     @property

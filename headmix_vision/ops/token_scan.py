@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmix_vision.errors import InputError
+
 SCAN_ORDERS = ("row_major", "column_major")
 
 
@@ -67,15 +69,15 @@ class TokenScan:
             num_prefix_tokens: tokens in front of the grid.
 
         Raises:
-            ValueError: if the grid is not one to three positive numbers, or the order is unknown.
+            InputError: if the grid is not one to three positive numbers, or the order is unknown.
         """
         grid = tuple(grid)
         if not 1 <= len(grid) <= 3 or min(grid) < 1:
-            raise ValueError(f"grid must have one to three axes of at least one token, got {grid}.")
+            raise InputError(f"grid must have one to three axes of at least one token, got {grid}.")
         if order not in SCAN_ORDERS:
-            raise ValueError(f"scan order must be one of {SCAN_ORDERS}, got {order!r}.")
+            raise InputError(f"scan order must be one of {SCAN_ORDERS}, got {order!r}.")
         if num_prefix_tokens < 0:
-            raise ValueError(f"num_prefix_tokens must not be negative, got {num_prefix_tokens}.")
+            raise InputError(f"num_prefix_tokens must not be negative, got {num_prefix_tokens}.")
         return cls(grid, order, reverse, num_prefix_tokens)
 
     @property

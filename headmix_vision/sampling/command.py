@@ -14,10 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headmix_vision.diffusion.guidance import CHANNELS, Guidance
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, scheduler_name
+from headmix_vision.errors import InputError
+from headmix_vision.runs.pipelines import load_pipeline
+from headmix_vision.sampling.draw import Processes, device_of, draw_samples, versions
 from headmix_vision.sampling.folder import SampleFolder
-from headmix_vision.sampling.loading import load_pipeline
 from headmix_vision.sampling.plan import SamplingPlan, parse_classes
-from headmix_vision.sampling.run import Processes, device_of, draw_samples, versions
 
 DEFAULT_GUIDANCE = 1.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,11 +78,11 @@ def sample_images(options: argparse.Namespace) -> None:
     """Draw the images that the options ask for.
 
     Raises:
-        ValueError: For wrong input, before anything is written.
+        InputError: For wrong input, before anything is written.
     """
     for name in ("num", "steps", "batch_size"):
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     pipeline, about = load_pipeline(options.model, checkpoint=options.checkpoint, raw=options.raw, vae=options.vae)
     plan = make_plan(pipeline, options)
@@ -121,11 +122,11 @@ def make_plan(pipeline: HeadMixDiTPipeline, options: argparse.Namespace) -> Samp
     """The plan that the options describe; sets the pipeline's scheduler.
 
     Raises:
-        ValueError: If an option does not fit the model.
+        InputError: If an option does not fit the model.
     """
     model = pipeline.transformer
     if pipeline.vae is None and model.in_channels not in (1, 3):
-        raise ValueError(
+        raise InputError(
             f"{options.model} makes latents of {model.in_channels} channels: give their autoencoder by --vae"
         )
     classes = parse_classes(options.classes, model.num_classes)
@@ -152,7 +153,7 @@ def _pair(text: str, kind: type, option: str) -> tuple[Any, Any]:
     if option == "--size" and len(values) == 1:
         values *= 2
     if len(values) != 2:
-        raise ValueError(f"{option} must be two numbers with a comma, got {text!r}")
+        raise InputError(f"{option} must be two numbers with a comma, got {text!r}")
     return values[0], values[1]
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from headmix_vision.files import atomic_path
+from headmix_vision.atomic import atomic_path
+from headmix_vision.errors import InputError
 
 IMAGES, METADATA, GRID, NPZ = "images", "metadata.json", "grid.png", "samples.npz"
 _IMAGE_NAME = re.compile(r"\d{6,}\.png")
@@ -37,10 +38,10 @@ class SampleFolder:
         """Check that samples with these settings may be written here; touches nothing.
 
         Raises:
-            ValueError: If there are files of someone else, samples with other settings, or more samples than `num`.
+            InputError: If there are files of someone else, samples with other settings, or more samples than `num`.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"--out {self.path} is a file, it must be a directory")
+            raise InputError(f"--out {self.path} is a file, it must be a directory")
         if not self.path.is_dir():
             return
         inside = {entry.name for entry in self.path.iterdir()}
@@ -53,22 +54,22 @@ class SampleFolder:
                 if not (_IMAGE_NAME.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name))
             )
         if foreign:
-            raise ValueError(f"{self.path} holds {foreign[0]}, which is no sample; choose another --out")
+            raise InputError(f"{self.path} holds {foreign[0]}, which is no sample; choose another --out")
         if METADATA not in inside:
             if inside:
-                raise ValueError(f"{self.path} holds samples without {METADATA}; choose another --out")
+                raise InputError(f"{self.path} holds samples without {METADATA}; choose another --out")
             return
         stored = self.read_metadata().get("settings", {})
         different = [name for name in settings if stored.get(name) != settings[name]]
         if different:
             name = different[0]
-            raise ValueError(
+            raise InputError(
                 f"{self.path} holds samples with {name} {stored.get(name)!r}, asked for {settings[name]!r};"
                 " choose another --out"
             )
         existing = self.existing()
         if existing and max(existing) >= num:
-            raise ValueError(f"{self.path} holds sample {max(existing)} already, --num is {num}; choose another --out")
+            raise InputError(f"{self.path} holds sample {max(existing)} already, --num is {num}; choose another --out")
 
     def existing(self) -> set[int]:
         """Indices of the samples that are there."""
@@ -88,12 +89,12 @@ class SampleFolder:
         """The metadata.
 
         Raises:
-            ValueError: If the file is damaged.
+            InputError: If the file is damaged.
         """
         try:
             return json.loads((self.path / METADATA).read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.path / METADATA} cannot be read: {error}") from None
+            raise InputError(f"{self.path / METADATA} cannot be read: {error}") from None
 
     def write_metadata(self, metadata: dict[str, Any]) -> None:
         """Write the metadata."""

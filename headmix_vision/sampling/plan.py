@@ -8,6 +8,7 @@ import torch
 
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.guidance import Guidance
+from headmix_vision.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,21 @@ def parse_classes(text: str | None, num_classes: int) -> tuple[int, ...] | None:
     """Labels of the option `--classes`: `balanced` (all take turns) or numbers with commas.
 
     Raises:
-        ValueError: For anything else, a label out of range, or classes of an unconditional model.
+        InputError: For anything else, a label out of range, or classes of an unconditional model.
     """
     if num_classes == 0:
         if text is not None:
-            raise ValueError(f"--classes {text} given, but the model is unconditional")
+            raise InputError(f"--classes {text} given, but the model is unconditional")
         return None
     if text is None or text == "balanced":
         return tuple(range(num_classes))
     try:
         labels = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"--classes must be 'balanced' or numbers such as 0,3,7, got {text!r}") from None
+        raise InputError(f"--classes must be 'balanced' or numbers such as 0,3,7, got {text!r}") from None
     bad = [label for label in labels if not 0 <= label < num_classes]
     if bad:
-        raise ValueError(f"class label {bad[0]} is out of range: the model takes 0 to {num_classes - 1}")
+        raise InputError(f"class label {bad[0]} is out of range: the model takes 0 to {num_classes - 1}")
     return labels
 
 

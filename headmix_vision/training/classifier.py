@@ -7,9 +7,10 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 from torch import Tensor, nn
 
 from headmix_vision.data.seeding import seeded
+from headmix_vision.errors import InputError
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_state
+from headmix_vision.runs.networks import create_network
 from headmix_vision.training.accuracy import ClassificationMetrics
-from headmix_vision.training.checkpoints import DESCRIPTION_KEY, check_description, check_state
-from headmix_vision.training.networks import create_network
 from headmix_vision.training.options import (
     DEFAULT_LOSS,
     DEFAULT_MIXUP,
@@ -46,7 +47,7 @@ class ImageClassifier(ScheduledTraining):
         seed: Seed of dropout, drop path and mixup; the command line sets it to `seed_everything`.
 
     Raises:
-        ValueError: If the model is unknown, or the start weights do not fit it.
+        InputError: If the model is unknown, or the start weights do not fit it.
     """
 
     def __init__(
@@ -89,17 +90,17 @@ class ImageClassifier(ScheduledTraining):
         """Compare the model with the data.
 
         Raises:
-            ValueError: If their numbers of classes differ, or mixup is asked for with an odd batch size.
+            InputError: If their numbers of classes differ, or mixup is asked for with an odd batch size.
         """
         datamodule = getattr(self.trainer, "datamodule", None)
         classes = getattr(datamodule, "num_classes", None)
         if classes is not None and classes != self.num_classes:
-            raise ValueError(
+            raise InputError(
                 f"the model has {self.num_classes} classes, the data {classes}: set model.num_classes={classes}"
             )
         batch_size = getattr(datamodule, "batch_size", None)
         if stage == "fit" and self.mix is not None and batch_size is not None and batch_size % 2:
-            raise ValueError(f"mixup pairs images and needs an even data.batch_size, got {batch_size}")
+            raise InputError(f"mixup pairs images and needs an even data.batch_size, got {batch_size}")
         self.class_names = getattr(datamodule, "class_names", None) or self.class_names
         if self.compile_net:
             self.net.compile()
@@ -157,7 +158,7 @@ class ImageClassifier(ScheduledTraining):
         """Refuse a checkpoint of another model.
 
         Raises:
-            ValueError: If the name, the number of classes or any weight's name or shape differs.
+            InputError: If the name, the number of classes or any weight's name or shape differs.
         """
         check_description(checkpoint, self.description["name"], self.num_classes)
         check_state(checkpoint["state_dict"], self.state_dict())

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import (
     ClassifierExtractor,
     FeatureExtractor,
@@ -11,8 +12,8 @@ from headmix_vision.evaluation.extractors import (
     inception_path,
     open_weights,
 )
-from headmix_vision.training.checkpoints import DESCRIPTION_KEY, find_checkpoint, read_checkpoint
-from headmix_vision.training.networks import create_network
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, find_checkpoint, read_checkpoint
+from headmix_vision.runs.networks import create_network
 
 DIGITS_RUNS = ("runs/digits", "runs/demo")
 
@@ -27,14 +28,14 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
         device: Where to run.
 
     Raises:
-        ValueError: Weights that are missing, with where to get them, or that cannot be used.
+        InputError: Weights that are missing, with where to get them, or that cannot be used.
     """
     if features == "inception":
         return InceptionExtractor(inception_path(), device)
     if features == "digits":
         run = next((run for run in DIGITS_RUNS if (Path(run) / "checkpoints" / "best.ckpt").is_file()), None)
         if run is None:
-            raise ValueError(
+            raise InputError(
                 f"no digits classifier in {' or '.join(DIGITS_RUNS)}: train one with python train_cls.py fit,"
                 " or give its run directory or export with --features PATH"
             )
@@ -45,7 +46,7 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
     if path.suffix == ".ckpt":
         return _from_checkpoint(path, device)
     if not path.is_file():
-        raise ValueError(f"features {features!r} must be inception, digits, or the path of a run or a weights file")
+        raise InputError(f"features {features!r} must be inception, digits, or the path of a run or a weights file")
     return open_weights(path, device)
 
 

@@ -8,13 +8,13 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.training import run_directory as files
+from headmix_vision.training.base_cli import RunCLI, run_command_line
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.sample_fid import SampleFid
 from headmix_vision.training.callbacks.sample_grids import SampleGrids
 from headmix_vision.training.generator import ImageGenerator
 from headmix_vision.training.options import FidConfig, SampleGridConfig
-from headmix_vision.training.run_cli import RunCLI, run_command_line
 
 
 class GenerationCLI(RunCLI):

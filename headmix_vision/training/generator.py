@@ -12,8 +12,9 @@ from torchmetrics import MeanMetric
 
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig, create_objective
-from headmix_vision.training.checkpoints import DESCRIPTION_KEY, check_description, check_state
-from headmix_vision.training.networks import create_generator
+from headmix_vision.errors import InputError
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_state
+from headmix_vision.runs.networks import create_generator
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 from headmix_vision.training.scheduled import ScheduledTraining
 
@@ -48,7 +49,7 @@ class ImageGenerator(ScheduledTraining):
         seed: Seed of noise, times and dropped labels; the command line sets it to `seed_everything`.
 
     Raises:
-        ValueError: If the model is unknown or no generator, the start weights do not fit it, or the learned variance is
+        InputError: If the model is unknown or no generator, the start weights do not fit it, or the learned variance is
             asked of one but not of the other.
     """
 
@@ -72,7 +73,7 @@ class ImageGenerator(ScheduledTraining):
         arguments = {"learned_variance": objective.learned_variance, **(model_args or {})}
         self.net = create_generator(name, num_classes, input_size, arguments, checkpoint)
         if (self.net.out_channels != self.net.in_channels) != objective.learned_variance:
-            raise ValueError("model_args.learned_variance and objective.learned_variance must agree")
+            raise InputError("model_args.learned_variance and objective.learned_variance must agree")
         self.num_classes = int(self.net.num_classes)
         self.description: dict[str, Any] = {
             "kind": "generator",
@@ -165,12 +166,12 @@ class ImageGenerator(ScheduledTraining):
         """Refuse a checkpoint of another model.
 
         Raises:
-            ValueError: If the name, the number of classes, the objective or any weight's name or shape differs.
+            InputError: If the name, the number of classes, the objective or any weight's name or shape differs.
         """
         check_description(checkpoint, self.description["name"], self.num_classes)
         stored = checkpoint[DESCRIPTION_KEY].get("objective")
         if stored != self.description["objective"]:
-            raise ValueError(f"the checkpoint was trained with objective {stored} (options model.objective)")
+            raise InputError(f"the checkpoint was trained with objective {stored} (options model.objective)")
         check_state(checkpoint["state_dict"], self.state_dict())
         self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
         super().on_load_checkpoint(checkpoint)

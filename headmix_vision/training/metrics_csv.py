@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from headmix_vision.files import atomic_path
+from headmix_vision.atomic import atomic_path
 
 _FIRST_COLUMNS = ("epoch", "step")
 

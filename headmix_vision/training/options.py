@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from headmix_vision.errors import InputError
+
 
 def require(condition: bool, message: str) -> None:
     """Raise `ValueError(message)` unless the condition holds."""
     if not condition:
-        raise ValueError(message)
+        raise InputError(message)
 
 
 @dataclass

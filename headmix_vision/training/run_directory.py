@@ -7,6 +7,8 @@ from pathlib import Path
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
+from headmix_vision.errors import InputError
+
 CONFIG, METRICS, CURVES, TENSORBOARD, CHECKPOINTS, PREDICTIONS, SAMPLES = (
     "config.yaml",
     "metrics.csv",
@@ -29,17 +31,17 @@ def prepare_run_directory(run_dir: Path, *, resuming: bool, overwrite: bool) -> 
         overwrite: Whether an earlier run may be deleted.
 
     Raises:
-        ValueError: If there is an earlier run and neither is the case, or both are.
+        InputError: If there is an earlier run and neither is the case, or both are.
     """
     if resuming and overwrite:
-        raise ValueError("--overwrite true would delete the checkpoint to resume from; give one of the two options")
+        raise InputError("--overwrite true would delete the checkpoint to resume from; give one of the two options")
     if resuming or not any((run_dir / name).exists() for name in (METRICS, CHECKPOINTS)):
         return
     requeued = SLURMEnvironment.detect() and any(run_dir.glob("hpc_ckpt_*.ckpt"))
     if requeued:
         return
     if not overwrite:
-        raise ValueError(
+        raise InputError(
             f"{run_dir} already holds a run: continue it with --ckpt_path last,"
             " choose another --run_dir, or delete it with --overwrite true"
         )

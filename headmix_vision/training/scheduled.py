@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headmix_vision.data.seeding import derive_seed
+from headmix_vision.errors import InputError
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 
 _STEP = 0  # stream of random numbers
@@ -73,10 +74,10 @@ class ScheduledTraining(LightningModule):
             group.update(options)
         total_steps = self.trainer.estimated_stepping_batches
         if not 0 < total_steps < math.inf:
-            raise ValueError("the schedule needs the length of the run: set trainer.max_epochs or trainer.max_steps")
+            raise InputError("the schedule needs the length of the run: set trainer.max_epochs or trainer.max_steps")
         steps_per_epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
         if math.isinf(steps_per_epoch) and self.schedule_config.warmup_epochs:
-            raise ValueError("the length of an epoch is unknown: set schedule.warmup_epochs=0")
+            raise InputError("the length of an epoch is unknown: set schedule.warmup_epochs=0")
         warmup_steps = round(self.schedule_config.warmup_epochs * steps_per_epoch) if steps_per_epoch < math.inf else 0
         self.schedule, _ = create_scheduler_v2(
             optimizer,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headmix_vision.layers import CORES
-from headmix_vision.training.cli import main as train_classifier
+from headmix_vision.training.base_cli import RunCLI
+from headmix_vision.training.classification_cli import main as train_classifier
 from headmix_vision.training.generation_cli import main as train_generator
-from headmix_vision.training.run_cli import RunCLI
 
 
 @pytest.mark.timeout(300)

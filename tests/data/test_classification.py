@@ -8,9 +8,9 @@ import torch
 from sklearn.datasets import load_digits
 
 from headmix_vision.data import Augmentation, ClassificationData
+from headmix_vision.data.batches import SampleKey
+from headmix_vision.data.datasets.base import Digits
 from headmix_vision.data.samples import TrainSamples
-from headmix_vision.data.sampling import SampleKey
-from headmix_vision.data.sources import Digits
 
 from .helpers import Recorder, attach, make_trainer
 

@@ -12,10 +12,10 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.data import cache_latents
-from headmix_vision.data.autoencoders import Autoencoder, LatentScale, load_autoencoder
-from headmix_vision.data.crops import center_crop
-from headmix_vision.data.latents import MANIFEST, LatentShards
-from headmix_vision.data.opening import open_class_folders
+from headmix_vision.data.center_crop import center_crop
+from headmix_vision.data.datasets import open_class_folders
+from headmix_vision.data.datasets.latents import MANIFEST, LatentShards
+from headmix_vision.models.autoencoders import Autoencoder, LatentScale, load_autoencoder
 
 from .helpers import write_image
 

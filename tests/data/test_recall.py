@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headmix_vision.data.recall import PATCH, PLACES, PatchRecall
+from headmix_vision.data.datasets.recall import PATCH, PLACES, PatchRecall
 
 
 @pytest.mark.parametrize(("attributes", "grid"), [(1, 3), (2, 8), (4, 5)])

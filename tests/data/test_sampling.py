@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headmix_vision.data.sampling import SampleKey, TrainBatchSampler, eval_batches
+from headmix_vision.data.batches import SampleKey, TrainBatchSampler, eval_batches
 from headmix_vision.data.seeding import derive_seed, seeded
 
 

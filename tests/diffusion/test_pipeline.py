@@ -7,7 +7,6 @@ import pytest
 import timm
 import torch
 
-from headmix_vision.data.autoencoders import load_autoencoder
 from headmix_vision.diffusion import (
     SCHEDULER_NAMES,
     Guidance,
@@ -17,6 +16,7 @@ from headmix_vision.diffusion import (
     create_scheduler,
 )
 from headmix_vision.models import HeadMixDiT
+from headmix_vision.models.autoencoders import load_autoencoder
 
 MEAN, STD = {0: 0.5, 1: -0.5, 2: 0.0}, 0.2
 FITTING = [

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from headmix_vision.layers import MixingMatrix, resample_mixing
-from headmix_vision.layers.mixing import LOWER, locality_weights
+from headmix_vision.layers.block_mixing import LOWER, locality_weights
 from headmix_vision.ops import TokenBlocks, mhla
 
 BLOCKS = TokenBlocks.from_grid((16, 16), (4, 4))

@@ -10,8 +10,8 @@ import triton
 from torch.utils.checkpoint import checkpoint
 
 from headmix_vision.ops import TokenBlocks, mhla
-from headmix_vision.ops.kernels import why_no_kernels
 from headmix_vision.ops.mhla import regimes, triton_launch, triton_tables, triton_tuning
+from headmix_vision.ops.selection import why_no_kernels
 
 from .helpers import make_inputs, relative_error, run
 

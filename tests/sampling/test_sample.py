@@ -16,8 +16,8 @@ from PIL import Image
 
 from headmix_vision import export
 from headmix_vision.diffusion import HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
+from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.command import main
-from headmix_vision.sampling.loading import load_pipeline
 from headmix_vision.sampling.plan import batches, parse_classes
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import yaml
 
-from headmix_vision.training.cli import main
+from headmix_vision.training.classification_cli import main
 
 TINY: dict[str, Any] = {
     "seed_everything": 3,

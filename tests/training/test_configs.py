@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headmix_vision.training.cli import ClassificationCLI
+from headmix_vision.training.classification_cli import ClassificationCLI
 
 from .helpers import run
 

@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 
 from headmix_vision import export
-from headmix_vision.training.checkpoints import model_state, read_checkpoint
-from headmix_vision.training.networks import create_network
+from headmix_vision.runs.checkpoints import model_state, read_checkpoint
+from headmix_vision.runs.networks import create_network
 
 from .helpers import TINY
 

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from headmix_vision.data.autoencoders import load_autoencoder
+from headmix_vision.data.batches import SampleKey
 from headmix_vision.data.cache_latents import write_cache
+from headmix_vision.data.datasets.base import Digits
+from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.generation import LatentSamples
-from headmix_vision.data.latents import LatentShards
-from headmix_vision.data.sampling import SampleKey
-from headmix_vision.data.sources import Digits
+from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.sampling.command import main as sample
 from headmix_vision.training.callbacks.ema import ema_decay
 from headmix_vision.training.generator import ImageGenerator

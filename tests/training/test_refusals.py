@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headmix_vision.training.checkpoints import read_checkpoint
+from headmix_vision.runs.checkpoints import read_checkpoint
 
 from .helpers import load, run, write_config
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from headmix_vision.errors import InputError
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
 from headmix_vision.ops.head_in_head.validation import validate_head_in_head, validate_head_in_head_rwkv7
-from headmix_vision.ops.kernels import NO_KERNELS
+from headmix_vision.ops.selection import NO_KERNELS
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
 
 IMPLEMENTATIONS = {"reference": head_in_head_reference, "torch": head_in_head_torch}
@@ -30,7 +31,7 @@ def _select(impl: str, q: Tensor, v: Tensor, mask: Tensor) -> str:
     if impl == "auto":
         return "triton" if q.is_cuda and why_not_head_in_head_triton(q, v, mask) is None else "torch"
     if impl in TRITON_IMPLS and (reason := why_not_head_in_head_triton(q, v, mask)):
-        raise ValueError(f"{reason}; impl={impl!r} was asked for.")
+        raise InputError(f"{reason}; impl={impl!r} was asked for.")
     return impl
 
 
@@ -79,7 +80,7 @@ def head_in_head(
         The output, [B, N, H, Dv] of ``v``'s type, and the final state, [B, H, Dk, Dv] in float32 or float64, or None.
 
     Raises:
-        ValueError: naming the argument, if shapes, types, devices or options do not fit, if ``impl`` cannot run them,
+        InputError: naming the argument, if shapes, types, devices or options do not fit, if ``impl`` cannot run them,
             and, outside a tracer, if ``scan`` is no permutation or, on the CPU only, ``log_decay`` above 0: elsewhere
             reading it would hold up every call.
     """
@@ -118,7 +119,7 @@ def head_in_head_rwkv7(
         As :func:`head_in_head`.
 
     Raises:
-        ValueError: as :func:`head_in_head`.
+        InputError: as :func:`head_in_head`.
     """
     impls = ("auto", *RWKV7_IMPLEMENTATIONS)
     validate_head_in_head_rwkv7(q, k, v, a, b, log_decay, mask, initial_state, scan, impl, impls)

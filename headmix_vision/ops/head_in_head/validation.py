@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from headmix_vision.errors import InputError
 from headmix_vision.ops.token_scan import TokenScan
 
 
@@ -24,12 +25,12 @@ def validate_head_in_head(
     impl: str,
     impls: tuple[str, ...],
 ) -> None:
-    """Raise ValueError, naming the argument, unless ``head_in_head`` can run on these arguments."""
+    """Raise InputError, naming the argument, unless ``head_in_head`` can run on these arguments."""
     _check_impl(impl, impls)
     _check_features(q, k, v)
     for name, x in (("beta", beta), ("log_decay", log_decay)):
         if x.shape != q.shape[:3]:
-            raise ValueError(f"{name} must be [B, N, H] = {tuple(q.shape[:3])}, got shape {tuple(x.shape)}.")
+            raise InputError(f"{name} must be [B, N, H] = {tuple(q.shape[:3])}, got shape {tuple(x.shape)}.")
     _check_types(q, {"k": k, "v": v}, {"beta": beta, "log_decay": log_decay})
     _check_common(q, v, log_decay, mask, initial_state, scan)
 
@@ -47,44 +48,44 @@ def validate_head_in_head_rwkv7(
     impl: str,
     impls: tuple[str, ...],
 ) -> None:
-    """Raise ValueError, naming the argument, unless ``head_in_head_rwkv7`` can run on these arguments."""
+    """Raise InputError, naming the argument, unless ``head_in_head_rwkv7`` can run on these arguments."""
     _check_impl(impl, impls)
     _check_features(q, k, v)
     for name, x in (("a", a), ("b", b), ("log_decay", log_decay)):
         if x.shape != q.shape:
-            raise ValueError(f"{name} must have the shape of q, {tuple(q.shape)}, got {tuple(x.shape)}.")
+            raise InputError(f"{name} must have the shape of q, {tuple(q.shape)}, got {tuple(x.shape)}.")
     _check_types(q, {"k": k, "v": v, "a": a, "b": b}, {"log_decay": log_decay})
     _check_common(q, v, log_decay, mask, initial_state, scan)
 
 
 def _check_impl(impl: str, impls: tuple[str, ...]) -> None:
     if impl not in impls:
-        raise ValueError(f"impl must be one of {impls}, got {impl!r}.")
+        raise InputError(f"impl must be one of {impls}, got {impl!r}.")
 
 
 def _check_features(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.ndim != 4:
-        raise ValueError(f"q must be [B, N, H, Dk], got shape {tuple(q.shape)}.")
+        raise InputError(f"q must be [B, N, H, Dk], got shape {tuple(q.shape)}.")
     if k.shape != q.shape:
-        raise ValueError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}.")
+        raise InputError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}.")
     if v.ndim != 4 or v.shape[:3] != q.shape[:3]:
-        raise ValueError(f"v must be [B, N, H, Dv] with q's {tuple(q.shape[:3])}, got shape {tuple(v.shape)}.")
+        raise InputError(f"v must be [B, N, H, Dv] with q's {tuple(q.shape[:3])}, got shape {tuple(v.shape)}.")
     if q.shape[1] < 1:
-        raise ValueError(f"q must have at least one token, got shape {tuple(q.shape)}.")
+        raise InputError(f"q must have at least one token, got shape {tuple(q.shape)}.")
     for name, x in (("q", q), ("v", v)):
         if x.shape[-1] < 1:
-            raise ValueError(f"{name} must have a head dim of at least 1, got shape {tuple(x.shape)}.")
+            raise InputError(f"{name} must have a head dim of at least 1, got shape {tuple(x.shape)}.")
 
 
 def _check_types(q: Tensor, same_type: dict[str, Tensor], any_type: dict[str, Tensor]) -> None:
     for name, x in {"q": q, **same_type, **any_type}.items():
         if not x.is_floating_point():
-            raise ValueError(f"{name} must have a floating type, got {x.dtype}.")
+            raise InputError(f"{name} must have a floating type, got {x.dtype}.")
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, q on {q.device}: all inputs must share one device.")
+            raise InputError(f"{name} is on {x.device}, q on {q.device}: all inputs must share one device.")
     for name, x in same_type.items():
         if x.dtype != q.dtype:
-            raise ValueError(f"{name} has type {x.dtype}, q {q.dtype}: they must share one type.")
+            raise InputError(f"{name} has type {x.dtype}, q {q.dtype}: they must share one type.")
 
 
 def _check_common(
@@ -100,13 +101,13 @@ def _check_common(
     if initial_state is not None:
         expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
         if initial_state.shape != expected:
-            raise ValueError(
+            raise InputError(
                 f"initial_state must be [B, H, Dk, Dv] = {expected}, got shape {tuple(initial_state.shape)}."
             )
         _check_types(q, {}, {"initial_state": initial_state})
     _check_scan(scan, q)
     if _values_are_at_hand(log_decay) and (log_decay > 0).any():
-        raise ValueError(f"log_decay must not be above 0, got {log_decay.max().item():.4g}: the state would grow.")
+        raise InputError(f"log_decay must not be above 0, got {log_decay.max().item():.4g}: the state would grow.")
 
 
 def _check_mask(mask: Tensor, q: Tensor) -> None:
@@ -115,26 +116,26 @@ def _check_mask(mask: Tensor, q: Tensor) -> None:
     # Of one rank only: comparing a batch with a number of heads would bind a symbolic batch.
     expected = (heads, r, r) if mask.ndim == 3 else (*q.shape[:3], r, r)
     if r < 1 or mask.ndim not in (3, 5) or mask.shape != expected:
-        raise ValueError(
+        raise InputError(
             f"mask must be [H, r, r] or [B, N, H, r, r] with B, N, H = {tuple(q.shape[:3])}, "
             f"got shape {tuple(mask.shape)}."
         )
     if head_dim % r:
-        raise ValueError(f"mask has r = {r} sub-heads, which does not divide the head dim of q, {head_dim}.")
+        raise InputError(f"mask has r = {r} sub-heads, which does not divide the head dim of q, {head_dim}.")
 
 
 def _check_scan(scan: TokenScan | Tensor | None, q: Tensor) -> None:
     tokens = q.shape[1]
     if isinstance(scan, TokenScan):
         if scan.num_tokens != tokens:
-            raise ValueError(f"scan orders {scan.num_tokens} tokens, q has {tokens}.")
+            raise InputError(f"scan orders {scan.num_tokens} tokens, q has {tokens}.")
     elif scan is not None:
         if scan.dtype != torch.long or scan.shape != (tokens,):
-            raise ValueError(
+            raise InputError(
                 f"scan must be int64 [N] with N = {tokens}, got {scan.dtype} of shape {tuple(scan.shape)}."
             )
         if scan.device != q.device:
-            raise ValueError(f"scan is on {scan.device}, q on {q.device}: all inputs must share one device.")
+            raise InputError(f"scan is on {scan.device}, q on {q.device}: all inputs must share one device.")
         _check_permutation(scan)
 
 
@@ -149,7 +150,7 @@ def _check_permutation(scan: Tensor) -> None:
     if version is not None and _permutations.get(scan) == version:
         return
     if not torch.equal(scan.sort().values, torch.arange(len(scan), device=scan.device)):
-        raise ValueError(f"scan must be a permutation of 0 to {len(scan) - 1}: some token is missing or repeated.")
+        raise InputError(f"scan must be a permutation of 0 to {len(scan) - 1}: some token is missing or repeated.")
     _permutations[scan] = version
 
 

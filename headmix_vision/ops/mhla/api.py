@@ -6,10 +6,11 @@ from functools import partial
 
 from torch import Tensor
 
-from headmix_vision.ops.kernels import NO_KERNELS
+from headmix_vision.errors import InputError
 from headmix_vision.ops.mhla.reference import mhla_reference
 from headmix_vision.ops.mhla.torch_impl import mhla_torch
 from headmix_vision.ops.mhla.validation import validate_mhla
+from headmix_vision.ops.selection import NO_KERNELS
 from headmix_vision.ops.token_blocks import TokenBlocks
 
 IMPLEMENTATIONS = {"reference": mhla_reference, "torch": mhla_torch}
@@ -35,7 +36,7 @@ def _select(impl: str, q: Tensor, v: Tensor) -> str:
     if impl == "auto":
         return "triton" if q.is_cuda and why_not_triton(q, v) is None else "torch"
     if impl in TRITON_IMPLS and (reason := why_not_triton(q, v)):
-        raise ValueError(f"{reason}; impl={impl!r} was asked for.")
+        raise InputError(f"{reason}; impl={impl!r} was asked for.")
     return impl
 
 
@@ -80,7 +81,7 @@ def mhla(
         [B, N, H, Dv] of ``v``'s type, in raster order.
 
     Raises:
-        ValueError: naming the argument, if shapes, types, devices or options do not fit, or ``impl`` cannot run them.
+        InputError: naming the argument, if shapes, types, devices or options do not fit, or ``impl`` cannot run them.
     """
     impls = ("auto", *dict.fromkeys((*IMPLEMENTATIONS, *TRITON_IMPLS)))
     validate_mhla(q, k, v, mixing, blocks, normalizer, feature_map, impl, impls)

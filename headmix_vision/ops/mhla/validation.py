@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from headmix_vision.errors import InputError
 from headmix_vision.ops.feature_maps import FEATURE_MAPS
 from headmix_vision.ops.token_blocks import TokenBlocks
 
@@ -21,42 +22,42 @@ def validate_mhla(
     impl: str,
     impls: tuple[str, ...],
 ) -> None:
-    """Raise ValueError, naming the argument, unless ``mhla`` can run on these arguments."""
+    """Raise InputError, naming the argument, unless ``mhla`` can run on these arguments."""
     for name, value, allowed in (
         ("normalizer", normalizer, NORMALIZERS),
         ("feature_map", feature_map, tuple(FEATURE_MAPS)),
         ("impl", impl, impls),
     ):
         if value not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {value!r}.")
+            raise InputError(f"{name} must be one of {allowed}, got {value!r}.")
 
     if q.ndim != 4:
-        raise ValueError(f"q must be [B, N, H, D], got shape {tuple(q.shape)}.")
+        raise InputError(f"q must be [B, N, H, D], got shape {tuple(q.shape)}.")
     if k.shape != q.shape:
-        raise ValueError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}.")
+        raise InputError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}.")
     if v.ndim != 4 or v.shape[:3] != q.shape[:3]:
-        raise ValueError(f"v must be [B, N, H, Dv] with q's {tuple(q.shape[:3])}, got shape {tuple(v.shape)}.")
+        raise InputError(f"v must be [B, N, H, Dv] with q's {tuple(q.shape[:3])}, got shape {tuple(v.shape)}.")
     for name, x in (("q", q), ("v", v)):
         if x.shape[-1] < 1:
-            raise ValueError(f"{name} must have a head dim of at least 1, got shape {tuple(x.shape)}.")
+            raise InputError(f"{name} must have a head dim of at least 1, got shape {tuple(x.shape)}.")
     if q.shape[1] != blocks.num_tokens:
         prefix = f" plus {blocks.num_prefix_tokens} prefix tokens" if blocks.num_prefix_tokens else ""
-        raise ValueError(
+        raise InputError(
             f"q has {q.shape[1]} tokens, but blocks divide a {'x'.join(map(str, blocks.grid))} grid{prefix}: "
             f"{blocks.num_tokens} tokens."
         )
     m = blocks.num_blocks
     if tuple(mixing.shape) not in ((m, m), (q.shape[2], m, m)):
-        raise ValueError(
+        raise InputError(
             f"mixing must be [M, M] or [H, M, M] with M = {m} blocks and H = {q.shape[2]} heads, "
             f"got shape {tuple(mixing.shape)}."
         )
 
     for name, x in (("q", q), ("k", k), ("v", v), ("mixing", mixing)):
         if not x.is_floating_point():
-            raise ValueError(f"{name} must have a floating type, got {x.dtype}.")
+            raise InputError(f"{name} must have a floating type, got {x.dtype}.")
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, q on {q.device}: all inputs must share one device.")
+            raise InputError(f"{name} is on {x.device}, q on {q.device}: all inputs must share one device.")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
-            raise ValueError(f"{name} has type {x.dtype}, q {q.dtype}: q, k and v must share one type.")
+            raise InputError(f"{name} has type {x.dtype}, q {q.dtype}: q, k and v must share one type.")

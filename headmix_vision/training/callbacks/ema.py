@@ -8,6 +8,8 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from headmix_vision.errors import InputError
+
 
 def ema_decay(num_updates: int, decay: float) -> float:
     """Decay of the update after `num_updates` earlier ones: min(decay, (1 + n) / (10 + n))."""
@@ -64,10 +66,10 @@ class EmaWithWarmup(WeightAveraging):
         """Copy the model.
 
         Raises:
-            ValueError: If the trainer keeps the weights themselves in 16 bits, where an average loses its small steps.
+            InputError: If the trainer keeps the weights themselves in 16 bits, where an average loses its small steps.
         """
         if trainer.precision in ("bf16-true", "16-true"):
-            raise ValueError(f"the moving average needs float32 weights, got trainer.precision={trainer.precision}")
+            raise InputError(f"the moving average needs float32 weights, got trainer.precision={trainer.precision}")
         if stage == "fit":
             self._average_model = WarmedUpAverage(pl_module, self.decay)
 

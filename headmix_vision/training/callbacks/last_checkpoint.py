@@ -5,6 +5,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from headmix_vision.errors import InputError
+
 
 class LastCheckpoint(Callback):
     """Keep `last.ckpt` current: before each validation, after each epoch, and every so many steps.
@@ -20,7 +22,7 @@ class LastCheckpoint(Callback):
 
     def __init__(self, path: Path, every_n_steps: int | None = None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"checkpoint_every_n_steps must be null or at least 1, got {every_n_steps}")
+            raise InputError(f"checkpoint_every_n_steps must be null or at least 1, got {every_n_steps}")
         self.path = path
         self.every_n_steps = every_n_steps
         self._last_step = 0

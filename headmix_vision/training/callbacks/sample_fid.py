@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from headmix_vision.data.autoencoders import load_autoencoder
 from headmix_vision.diffusion.guidance import Guidance
 from headmix_vision.diffusion.schedulers import create_scheduler
-from headmix_vision.evaluation.images import ImageSet, TensorImages, open_images
+from headmix_vision.errors import InputError
+from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
 from headmix_vision.evaluation.scores import Scorer, fid
 from headmix_vision.evaluation.statistics import Statistics, read_statistics
+from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.sample_grids import draw_images
 from headmix_vision.training.feature_extractors import open_extractor
@@ -48,16 +49,16 @@ class SampleFid(Callback):
         """Open extractor and real images before any training.
 
         Raises:
-            ValueError: If one of them is missing, or options do not fit the model.
+            InputError: If one of them is missing, or options do not fit the model.
         """
         if self.config.every_n_epochs is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
             return
         net: Any = pl_module.net
         create_scheduler(self.config.scheduler, pl_module.objective_config)  # type: ignore[arg-type]
         if Guidance(self.config.guidance).enabled and not net.has_null_class:
-            raise ValueError(f"fid.guidance={self.config.guidance} needs a model with a null class: set it to 1")
+            raise InputError(f"fid.guidance={self.config.guidance} needs a model with a null class: set it to 1")
         if self.vae_source is None and net.in_channels not in (1, 3):
-            raise ValueError(f"the model makes latents of {net.in_channels} channels: fid needs model.vae")
+            raise InputError(f"the model makes latents of {net.in_channels} channels: fid needs model.vae")
         self._scorer = Scorer(open_extractor(self.config.features, pl_module.device))
         self._real = self._real_statistics(self._scorer)
         if self.vae_source is not None:

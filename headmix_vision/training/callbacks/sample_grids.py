@@ -9,12 +9,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from headmix_vision.data.autoencoders import load_autoencoder
+from headmix_vision.atomic import atomic_path
 from headmix_vision.data.seeding import derive_seed
-from headmix_vision.diffusion.grids import draw_grid, to_uint8
+from headmix_vision.diffusion.contact_sheet import draw_grid, to_uint8
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import create_scheduler
-from headmix_vision.files import atomic_path
+from headmix_vision.errors import InputError
+from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.options import SampleGridConfig
 
@@ -98,19 +99,19 @@ class SampleGrids(Callback):
         """Load the autoencoder, and check scheduler and labels before any training.
 
         Raises:
-            ValueError: If there is no such autoencoder, scheduler or class, or guidance is asked of a model without a
+            InputError: If there is no such autoencoder, scheduler or class, or guidance is asked of a model without a
                 null class.
         """
         create_scheduler(self.config.scheduler, pl_module.objective_config)  # type: ignore[arg-type]
         net: Any = pl_module.net
         labels = self._labels(net)
         if labels is not None and not all(0 <= label < net.num_classes for label in labels):
-            raise ValueError(f"samples.classes must be from 0 to {net.num_classes - 1}, got {self.config.classes}")
+            raise InputError(f"samples.classes must be from 0 to {net.num_classes - 1}, got {self.config.classes}")
         if self.config.guidance != 1 and not net.has_null_class:
-            raise ValueError(f"samples.guidance={self.config.guidance} needs a model with a null class: set it to 1")
+            raise InputError(f"samples.guidance={self.config.guidance} needs a model with a null class: set it to 1")
         drawn = self.config.every_n_steps is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
         if drawn and self.vae_source is None and net.in_channels not in (1, 3):
-            raise ValueError(
+            raise InputError(
                 f"the model makes latents of {net.in_channels} channels: set model.vae to see samples,"
                 " or samples.every_n_steps to null"
             )

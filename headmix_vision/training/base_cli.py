@@ -14,6 +14,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import headmix_vision
+from headmix_vision.errors import InputError
+from headmix_vision.runs.checkpoints import (
+    AtomicCheckpointIO,
+    check_description,
+    find_checkpoint,
+    read_checkpoint,
+)
 from headmix_vision.training import run_directory as files
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
@@ -21,12 +28,6 @@ from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
 from headmix_vision.training.callbacks.progress import ImagesPerSecondBar
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
-from headmix_vision.training.checkpoints import (
-    AtomicCheckpointIO,
-    check_description,
-    find_checkpoint,
-    read_checkpoint,
-)
 from headmix_vision.training.interrupt import InterruptRequest
 from headmix_vision.training.metrics_csv import MetricsCSV
 from headmix_vision.training.options import EmaConfig
@@ -121,7 +122,7 @@ class RunCLI(LightningCLI):
             self.checkpoint = read_checkpoint(options.ckpt_path)
             check_description(self.checkpoint, options.model.name, options.model.num_classes)
         elif self.config.subcommand != "fit":
-            raise ValueError(f"{self.config.subcommand} needs weights: --ckpt_path best, last or a file")
+            raise InputError(f"{self.config.subcommand} needs weights: --ckpt_path best, last or a file")
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
             files.prepare_run_directory(

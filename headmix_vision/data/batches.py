@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from headmix_vision.data.seeding import derive_seed
+from headmix_vision.errors import InputError
 
 
 class SampleKey(NamedTuple):
@@ -41,7 +42,7 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
             already done. One `iter()` yields the `len(self)` batches which follow.
 
     Raises:
-        ValueError: The data set does not fill one global batch.
+        InputError: The data set does not fill one global batch.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
         self.world_size = world_size
         self.first_batch = first_batch
         if num_samples < self.global_batch_size:
-            raise ValueError(
+            raise InputError(
                 f"the training split has {num_samples} images, fewer than one global batch of "
                 f"{self.global_batch_size} (batch_size {batch_size} x {world_size} processes); lower batch_size"
             )
@@ -106,15 +107,15 @@ def eval_batches(num_samples: int, batch_size: int, rank: int = 0, world_size: i
         world_size: Number of processes.
 
     Raises:
-        ValueError: Fewer samples than processes, or `batch_size` 1 does not come out even.
+        InputError: Fewer samples than processes, or `batch_size` 1 does not come out even.
     """
     if num_samples < world_size:
-        raise ValueError(f"{num_samples} images cannot be shared by {world_size} processes; use fewer devices")
+        raise InputError(f"{num_samples} images cannot be shared by {world_size} processes; use fewer devices")
     share = list(range(rank, num_samples, world_size))
     batches = [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
     if len(batches) < -(-num_samples // (batch_size * world_size)):
         if batch_size == 1:
-            raise ValueError(
+            raise InputError(
                 f"{num_samples} images do not divide among {world_size} processes at eval_batch_size 1; use 2 or more"
             )
         batches.append([batches[-1].pop()])

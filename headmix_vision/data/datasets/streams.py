@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from headmix_vision.data.augmentation import Transform
-from headmix_vision.data.opening import create_timm_dataset, reader_class_names
+from headmix_vision.data.datasets import create_timm_dataset, reader_class_names
 from headmix_vision.data.seeding import derive_seed, seeded
+from headmix_vision.errors import InputError
 
 
 class StreamedSamples(IterableDataset[tuple[Tensor, int]]):
@@ -24,13 +25,13 @@ class StreamedSamples(IterableDataset[tuple[Tensor, int]]):
         **kwargs: For `timm.data.create_dataset`: root, split, is_training, batch_size, input_img_mode.
 
     Raises:
-        ValueError: timm cannot open the data set, or does not know its size.
+        InputError: timm cannot open the data set, or does not know its size.
     """
 
     def __init__(self, name: str, transform: Transform, seed: int, rank: int, num_classes: int, **kwargs: Any) -> None:
         self.dataset = create_timm_dataset(name, seed=seed, **kwargs)
         if len(self.dataset) == 0:
-            raise ValueError(f"dataset {name!r}: the size of split {kwargs['split']!r} is unknown, write NAME.tar|SIZE")
+            raise InputError(f"dataset {name!r}: the size of split {kwargs['split']!r} is unknown, write NAME.tar|SIZE")
         self.class_names = reader_class_names(self.dataset.reader) or [str(i) for i in range(num_classes)]
         self.transform = transform
         self.seed = seed

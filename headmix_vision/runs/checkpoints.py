@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from headmix_vision.files import atomic_path
+from headmix_vision.errors import InputError
+from headmix_vision.atomic import atomic_path
 
 DESCRIPTION_KEY = "headmix_vision"
 MODEL_PREFIX = "net."
@@ -43,21 +44,21 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         Lightning's checkpoint dictionary; entry `headmix_vision` describes the model.
 
     Raises:
-        ValueError: If the file is absent, truncated, holds other objects, or was not written by this package.
+        InputError: If the file is absent, truncated, holds other objects, or was not written by this package.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"no checkpoint at {path}")
+        raise InputError(f"no checkpoint at {path}")
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is not a checkpoint, or it is truncated ({path.stat().st_size} bytes)")
+        raise InputError(f"{path} is not a checkpoint, or it is truncated ({path.stat().st_size} bytes)")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
-        raise ValueError(f"{path} holds objects other than tensors and plain values; nothing was loaded") from None
+        raise InputError(f"{path} holds objects other than tensors and plain values; nothing was loaded") from None
     except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is truncated or damaged: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{path} is truncated or damaged: {str(error).splitlines()[0]}") from None
     if not isinstance(checkpoint, dict) or DESCRIPTION_KEY not in checkpoint or "state_dict" not in checkpoint:
-        raise ValueError(f"{path} was not written by this package (no entry {DESCRIPTION_KEY!r})")
+        raise InputError(f"{path} was not written by this package (no entry {DESCRIPTION_KEY!r})")
     return checkpoint
 
 
@@ -73,7 +74,7 @@ def model_state(checkpoint: dict[str, Any], *, raw: bool = False) -> dict[str, T
 
 
 def check_description(checkpoint: dict[str, Any], name: str, num_classes: int | None) -> None:
-    """Raise `ValueError` if a checkpoint belongs to another model or another number of classes.
+    """Raise `InputError` if a checkpoint belongs to another model or another number of classes.
 
     Args:
         checkpoint: As returned by `read_checkpoint`.
@@ -82,16 +83,16 @@ def check_description(checkpoint: dict[str, Any], name: str, num_classes: int | 
     """
     description = checkpoint[DESCRIPTION_KEY]
     if description["name"] != name:
-        raise ValueError(f"the checkpoint is of model {description['name']}, not of {name} (option model.name)")
+        raise InputError(f"the checkpoint is of model {description['name']}, not of {name} (option model.name)")
     if num_classes is not None and description["num_classes"] != num_classes:
-        raise ValueError(
+        raise InputError(
             f"the checkpoint has {description['num_classes']} classes,"
             f" the model {num_classes} (option model.num_classes)"
         )
 
 
 def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
-    """Raise a one-line `ValueError` if a state dict does not fit exactly.
+    """Raise a one-line `InputError` if a state dict does not fit exactly.
 
     Args:
         state: The weights to load.
@@ -101,12 +102,12 @@ def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
     shapes = [name for name in target if name in state and target[name].shape != state[name].shape]
     for problem, names in (("lacks", missing), ("has the unknown", unexpected)):
         if names:
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint {problem} {len(names)} weights, first {names[0]} (options model.model_args)"
             )
     if shapes:
         first = shapes[0]
-        raise ValueError(
+        raise InputError(
             f"{len(shapes)} weights of the checkpoint have another shape, first {first}:"
             f" {list(state[first].shape)}, expected {list(target[first].shape)}"
         )
@@ -116,9 +117,9 @@ def find_checkpoint(run_dir: str | os.PathLike[str], which: str) -> Path:
     """Path of a checkpoint: `best` or `last` of the run directory, or `which` itself as a path.
 
     Raises:
-        ValueError: If the file does not exist.
+        InputError: If the file does not exist.
     """
     path = Path(run_dir) / "checkpoints" / f"{which}.ckpt" if which in ("best", "last") else Path(which)
     if not path.is_file():
-        raise ValueError(f"no checkpoint at {path} (asked for {which})")
+        raise InputError(f"no checkpoint at {path} (asked for {which})")
     return path

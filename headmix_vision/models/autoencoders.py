@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmix_vision.errors import InputError
 from headmix_vision.hashes import state_sha256
 
 PIXELS = "none"
@@ -85,9 +86,9 @@ class Autoencoder:
         }
 
     def check_size(self, height: int, width: int) -> None:
-        """Raise ValueError if an image size does not divide into latent places."""
+        """Raise InputError if an image size does not divide into latent places."""
         if height % self.downsampling or width % self.downsampling:
-            raise ValueError(f"image size {height}x{width} is no multiple of {self.downsampling}, the autoencoder's")
+            raise InputError(f"image size {height}x{width} is no multiple of {self.downsampling}, the autoencoder's")
 
     @torch.inference_mode()
     def moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -131,7 +132,7 @@ def load_autoencoder(
         subfolder: Folder within the directory or repository.
 
     Raises:
-        ValueError: No autoencoder there, or one that is none of images.
+        InputError: No autoencoder there, or one that is none of images.
     """
     if source == PIXELS:
         return Autoencoder(None, device=device, dtype=dtype)
@@ -140,19 +141,19 @@ def load_autoencoder(
     path = Path(source)
     if path.is_dir() and subfolder is None and not (path / "config.json").is_file():
         if not (path / "vae" / "config.json").is_file():
-            raise ValueError(f"{source} has neither config.json nor vae/config.json: no autoencoder of diffusers")
+            raise InputError(f"{source} has neither config.json nor vae/config.json: no autoencoder of diffusers")
         subfolder = "vae"
     if not path.is_dir() and (path.is_absolute() or source.startswith(".") or source.count("/") != 1):
-        raise ValueError(f"autoencoder {source!r} is no directory, no hub id OWNER/NAME, and not {PIXELS!r}")
+        raise InputError(f"autoencoder {source!r} is no directory, no hub id OWNER/NAME, and not {PIXELS!r}")
     try:
         module = diffusers.AutoModel.from_pretrained(
             source, subfolder=subfolder, torch_dtype=dtype, low_cpu_mem_usage=False
         )
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         hint = "" if path.is_dir() else "; without a connection, give the directory of a downloaded copy"
-        raise ValueError(f"autoencoder {source!r} cannot be loaded: {str(error).splitlines()[0]}{hint}") from None
+        raise InputError(f"autoencoder {source!r} cannot be loaded: {str(error).splitlines()[0]}{hint}") from None
     if not hasattr(module, "encode") or not hasattr(module, "decode"):
-        raise ValueError(f"autoencoder {source!r} is a {type(module).__name__}, which does not encode images")
+        raise InputError(f"autoencoder {source!r} is a {type(module).__name__}, which does not encode images")
     return Autoencoder(module, source, device, dtype)
 
 

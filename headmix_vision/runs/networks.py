@@ -11,9 +11,10 @@ from timm.models import get_pretrained_cfg_value, load_state_dict
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
+from headmix_vision.errors import InputError
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
-from headmix_vision.training.checkpoints import model_state, read_checkpoint
+from headmix_vision.runs.checkpoints import model_state, read_checkpoint
 
 
 def create_network(
@@ -37,7 +38,7 @@ def create_network(
         The model.
 
     Raises:
-        ValueError: If the name is unknown, or the start weights are unreadable, of another number of classes, or do
+        InputError: If the name is unknown, or the start weights are unreadable, of another number of classes, or do
             not fit the model.
     """
     _check_name(name)
@@ -50,13 +51,13 @@ def create_network(
     classifier = get_pretrained_cfg_value(name, "classifier")
     head = state.get(f"{classifier}.weight")
     if head is not None and head.shape[0] != classes:
-        raise ValueError(f"{checkpoint} has {head.shape[0]} classes, the model {classes} (option model.num_classes)")
+        raise InputError(f"{checkpoint} has {head.shape[0]} classes, the model {classes} (option model.num_classes)")
     overlay = {"state_dict": state, "num_classes": classes}
     try:
         network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{checkpoint} does not fit model {name}: {reason}") from None
+        raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
     cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
     return network
 
@@ -79,16 +80,16 @@ def create_generator(
             lack keeps its initial values.
 
     Raises:
-        ValueError: If the name is unknown or that of a classifier, or the start weights do not fit.
+        InputError: If the name is unknown or that of a classifier, or the start weights do not fit.
     """
     _check_name(name)
     if not name.startswith("dit_"):
-        raise ValueError(f"{name} is a classifier; generators are {', '.join(timm.list_models('dit_*'))}")
+        raise InputError(f"{name} is a classifier; generators are {', '.join(timm.list_models('dit_*'))}")
     size = tuple(input_size) if isinstance(input_size, list) else input_size
     try:
         model = timm.create_model(name, num_classes=num_classes, input_size=size, **(model_args or {}))
     except TypeError as error:  # an argument that the model does not know
-        raise ValueError(f"model {name}: {str(error).rpartition('() ')[2]} (option model.model_args)") from None
+        raise InputError(f"model {name}: {str(error).rpartition('() ')[2]} (option model.model_args)") from None
     assert isinstance(model, HeadMixDiT)
     if checkpoint is not None:
         ours = Path(checkpoint).suffix == ".ckpt"
@@ -101,19 +102,19 @@ def _check_name(name: str) -> None:
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else "; timm.list_models() lists the known ones"
-        raise ValueError(f"unknown model {name!r}{hint}")
+        raise InputError(f"unknown model {name!r}{hint}")
 
 
 def _start_weights(checkpoint: str) -> dict[str, Tensor]:
     if Path(checkpoint).suffix == ".ckpt":
         return model_state(read_checkpoint(checkpoint))
     if not os.path.isfile(checkpoint):
-        raise ValueError(f"no checkpoint at {checkpoint} (option model.checkpoint)")
+        raise InputError(f"no checkpoint at {checkpoint} (option model.checkpoint)")
     try:
         return load_state_dict(checkpoint, weights_only=True)
     except (RuntimeError, EOFError, OSError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{checkpoint} holds no readable weights: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{checkpoint} holds no readable weights: {str(error).splitlines()[0]}") from None
     except Exception as error:
         if type(error).__name__ == "SafetensorError":
-            raise ValueError(f"{checkpoint} is truncated or no safetensors file: {error}") from None
+            raise InputError(f"{checkpoint} is truncated or no safetensors file: {error}") from None
         raise

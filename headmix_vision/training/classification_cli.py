@@ -8,12 +8,12 @@ from lightning.pytorch import Callback
 
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.training import run_directory as files
+from headmix_vision.training.base_cli import RunCLI, run_command_line
 from headmix_vision.training.callbacks.best_checkpoint import BestCheckpoint
 from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.predictions import PredictionsCSV
 from headmix_vision.training.classifier import ImageClassifier
-from headmix_vision.training.run_cli import RunCLI, run_command_line
 
 
 class ClassificationCLI(RunCLI):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import headmix_vision
-from headmix_vision.diffusion.grids import draw_grid, to_uint8
+from headmix_vision.diffusion.contact_sheet import draw_grid, to_uint8
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.sampling.folder import SampleFolder
 from headmix_vision.sampling.plan import SamplingPlan, batches

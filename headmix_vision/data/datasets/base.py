@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from headmix_vision.data.seeding import derive_seed
+from headmix_vision.errors import InputError
 
 RawImage = Image.Image | torch.Tensor
 """A PIL image of the wanted mode, or a float32 tensor [C, H, W] with values in [0, 1]."""
@@ -42,7 +43,7 @@ def canonical_split(split: str) -> str:
         return "train"
     if split in EVAL_SYNONYMS:
         return "validation"
-    raise ValueError(f"split {split!r} does not exist, the data set has train and validation")
+    raise InputError(f"split {split!r} does not exist, the data set has train and validation")
 
 
 class Digits:
@@ -187,7 +188,7 @@ def find_images(path: str) -> list[Path]:
     """An image file, or all image files below a folder in sorted order.
 
     Raises:
-        ValueError: Nothing there, or no image in the folder.
+        InputError: Nothing there, or no image in the folder.
     """
     from timm.data.readers.img_extensions import get_img_extensions
 
@@ -195,9 +196,9 @@ def find_images(path: str) -> list[Path]:
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise ValueError(f"predict_path {path!r} is neither a file nor a folder")
+        raise InputError(f"predict_path {path!r} is neither a file nor a folder")
     extensions = get_img_extensions()
     files = sorted(file for file in root.rglob("*") if file.suffix.lower() in extensions and file.is_file())
     if not files:
-        raise ValueError(f"predict_path {path!r} has no image ({', '.join(extensions)})")
+        raise InputError(f"predict_path {path!r} has no image ({', '.join(extensions)})")
     return files

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks
 
 MIXING_INITS = ("locality", "uniform")
@@ -32,7 +33,7 @@ class MixingMatrix(nn.Module):
         ``forward() -> [M, M]`` or ``[H, M, M]``.
 
     Raises:
-        ValueError: for an unknown ``init``.
+        InputError: for an unknown ``init``.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class MixingMatrix(nn.Module):
     ) -> None:
         super().__init__()
         if init not in MIXING_INITS:
-            raise ValueError(f"mixing init must be one of {MIXING_INITS}, got {init!r}.")
+            raise InputError(f"mixing init must be one of {MIXING_INITS}, got {init!r}.")
         self.blocks, self.init = blocks, init
         heads = () if num_heads is None else (num_heads,)
         weight = torch.empty(*heads, blocks.num_blocks, blocks.num_blocks, device=device, dtype=dtype)
@@ -68,7 +69,7 @@ class MixingMatrix(nn.Module):
     def set_blocks(self, blocks: TokenBlocks) -> None:
         """Adopt another partition; a changed block grid resamples the weights (in place of the parameter)."""
         if blocks.num_prefix_blocks != self.blocks.num_prefix_blocks:
-            raise ValueError("a mixing matrix cannot gain or lose its prefix block.")
+            raise InputError("a mixing matrix cannot gain or lose its prefix block.")
         if blocks.block_grid != self.blocks.block_grid:
             weight = resample_mixing(
                 self.weight.detach(), self.blocks.block_grid, blocks.block_grid, blocks.num_prefix_blocks
@@ -134,13 +135,13 @@ def resample_mixing(
         [..., M', M'] for ``new_block_grid``.
 
     Raises:
-        ValueError: if ``weight`` does not fit ``old_block_grid`` or the number of axes changes.
+        InputError: if ``weight`` does not fit ``old_block_grid`` or the number of axes changes.
     """
     m = num_prefix_blocks + math.prod(old_block_grid)
     if len(old_block_grid) != len(new_block_grid):
-        raise ValueError(f"block grids {old_block_grid} and {new_block_grid} differ in their number of axes.")
+        raise InputError(f"block grids {old_block_grid} and {new_block_grid} differ in their number of axes.")
     if tuple(weight.shape[-2:]) != (m, m):
-        raise ValueError(
+        raise InputError(
             f"mixing of shape {tuple(weight.shape)} does not fit the block grid {old_block_grid}: {m} blocks."
         )
     mean = torch.ones(1, 1, dtype=torch.float64)
@@ -163,12 +164,12 @@ def infer_block_grid(num_blocks: int, like: tuple[int, ...]) -> tuple[int, ...]:
     """The block grid of ``num_blocks`` blocks in the proportions of ``like``.
 
     Raises:
-        ValueError: if there is none; the weights must then be resampled with :func:`resample_mixing` before loading.
+        InputError: if there is none; the weights must then be resampled with :func:`resample_mixing` before loading.
     """
     scale = (num_blocks / math.prod(like)) ** (1 / len(like))
     grid = tuple(round(axis * scale) for axis in like)
     if math.prod(grid) != num_blocks:
-        raise ValueError(
+        raise InputError(
             f"mixing of {num_blocks} grid blocks fits no block grid in the proportions of {like}; "
             "carry it over with headmix_vision.layers.resample_mixing first."
         )

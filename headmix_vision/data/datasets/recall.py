@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from headmix_vision.data.datasets.base import canonical_split
 from headmix_vision.data.seeding import derive_seed
-from headmix_vision.data.sources import canonical_split
+from headmix_vision.errors import InputError
 
 LENGTHS = {"train": 1_000_000, "validation": 512}
 PATCH = 8
@@ -56,7 +57,7 @@ class PatchRecall(Dataset[tuple[Tensor, Tensor]]):
         length: Number of images; a million for training and 512 for validation when None.
 
     Raises:
-        ValueError: An unknown split, another number of attributes, no patches or no images.
+        InputError: An unknown split, another number of attributes, no patches or no images.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class PatchRecall(Dataset[tuple[Tensor, Tensor]]):
     ) -> None:
         self.split = canonical_split(split)
         if not 1 <= attributes <= MAX_ATTRIBUTES:
-            raise ValueError(f"attributes is {attributes}, it must be 1 to {MAX_ATTRIBUTES}")
+            raise InputError(f"attributes is {attributes}, it must be 1 to {MAX_ATTRIBUTES}")
         for name, value in (("grid", grid), ("length", length)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, it must be at least 1")
+                raise InputError(f"{name} is {value}, it must be at least 1")
         self.attributes, self.grid, self.seed = attributes, grid, seed
         self.length = length or LENGTHS[self.split]
         frequencies = 1 / np.arange(1, PLACES + 1) ** 2

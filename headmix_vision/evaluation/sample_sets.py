@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.data.crops import center_crop
-from headmix_vision.data.opening import STREAMING, open_canvas, open_source, reader_kind
-from headmix_vision.data.sources import Digits, Source
+from headmix_vision.data.center_crop import center_crop
+from headmix_vision.data.datasets import STREAMING, open_canvas, open_source, reader_kind
+from headmix_vision.data.datasets.base import Digits, Source
+from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays
 
 DECODER_THREADS = 8
@@ -48,12 +49,12 @@ class ImageSet:
             as they are.
 
     Raises:
-        ValueError: Fewer than two images, or an unreadable first one.
+        InputError: Fewer than two images, or an unreadable first one.
     """
 
     def __init__(self, pictures: Pictures, mode: str, image_size: int | None = None) -> None:
         if len(pictures) < 2:
-            raise ValueError(f"{pictures.source} has {len(pictures)} images, at least 2 are needed")
+            raise InputError(f"{pictures.source} has {len(pictures)} images, at least 2 are needed")
         self.pictures = pictures
         self.mode = mode
         self.image_size = image_size
@@ -78,7 +79,7 @@ class ImageSet:
         """All images in order, uint8 [B, C, H, W].
 
         Raises:
-            ValueError: An image that cannot be read or is of another size; it is named.
+            InputError: An image that cannot be read or is of another size; it is named.
         """
         arrays = self._arrays()
         while batch := list(itertools.islice(arrays, batch_size)):
@@ -89,7 +90,7 @@ class ImageSet:
             if self.image_size:
                 image = center_crop(image, self.image_size)
             if (image.height, image.width) != self.size:
-                raise ValueError(
+                raise InputError(
                     f"{name} is {image.width}x{image.height} pixels, the images before it are"
                     f" {self.size[1]}x{self.size[0]}; --image-size N brings all to one size"
                 )
@@ -128,9 +129,9 @@ def _decode(path: Path) -> Image.Image:
         with Image.open(path) as image:
             image.load()
     except Exception as error:  # decoders raise whatever comes to mind on a damaged file
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
+        raise InputError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
     if image.mode not in _EIGHT_BIT_MODES:
-        raise ValueError(f"{path} is of mode {image.mode}, scores are of 8-bit images")
+        raise InputError(f"{path} is of mode {image.mode}, scores are of 8-bit images")
     return image
 
 
@@ -138,14 +139,14 @@ class TensorImages:
     """Images in memory, uint8 [N, C, H, W] with 1 or 3 channels.
 
     Raises:
-        ValueError: Another type or shape.
+        InputError: Another type or shape.
     """
 
     kind = "memory"
 
     def __init__(self, pixels: Tensor, source: str = "memory") -> None:
         if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in (1, 3):
-            raise ValueError(f"images are {pixels.dtype} {list(pixels.shape)}, they must be uint8 [N, 1 or 3, H, W]")
+            raise InputError(f"images are {pixels.dtype} {list(pixels.shape)}, they must be uint8 [N, 1 or 3, H, W]")
         self.source = source
         self.pixels = pixels.cpu()
 
@@ -177,7 +178,7 @@ class DatasetImages:
             try:
                 image, _ = source.read(index)
             except Exception as error:  # as in Folder
-                raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error})") from None
+                raise InputError(f"{name} cannot be read ({type(error).__name__}: {error})") from None
             yield name, _to_pil(image) if isinstance(image, Tensor) else image
 
 
@@ -199,7 +200,7 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
         root: Place of a data set that needs one.
 
     Raises:
-        ValueError: Nothing there, or no images.
+        InputError: Nothing there, or no images.
     """
     path = Path(source)
     if (path / SAMPLES).is_dir() and (path / SAMPLES_METADATA).is_file():
@@ -208,9 +209,9 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
         return ImageSet(Folder(path), mode, image_size)
     if path.is_file():
         if path.suffix != ".npz":
-            raise ValueError(f"{source} is a file, images come from a folder, an .npz file or a data set")
+            raise InputError(f"{source} is a file, images come from a folder, an .npz file or a data set")
         if "arr_0" not in npz_arrays(path):
-            raise ValueError(f"{source} has no images arr_0, it has {', '.join(npz_arrays(path))}")
+            raise InputError(f"{source} has no images arr_0, it has {', '.join(npz_arrays(path))}")
         return ImageSet(NpzImages(path), mode, image_size)
     return ImageSet(_open_dataset(source, mode, image_size, root), mode, image_size)
 
@@ -220,20 +221,20 @@ def _open_dataset(source: str, mode: str, image_size: int | None, root: str | No
     try:
         kind = reader_kind(match["name"]) if match else ""
     except ValueError as error:
-        raise ValueError(f"{source} is neither a file, nor a folder, nor a data set: {error}") from None
+        raise InputError(f"{source} is neither a file, nor a folder, nor a data set: {error}") from None
     if match is None or kind in STREAMING:
-        raise ValueError(f"{source} is neither a file, nor a folder, nor a random-access data set NAME[:SPLIT][SLICE]")
+        raise InputError(f"{source} is neither a file, nor a folder, nor a random-access data set NAME[:SPLIT][SLICE]")
     name, split = match["name"], match["split"]
     bounds = [int(part) if part else None for part in (match["slice"] or ":").split(":")]
     if not 2 <= len(bounds) <= 3 or bounds[2:] == [0]:
-        raise ValueError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
+        raise InputError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
     if kind == "digits":
         sources: list[Source] = [Digits(part) for part in ([split] if split else ["train", "validation"])]
     elif kind == "canvas":
         size = image_size or CANVAS_SIZE
         sources = [open_canvas(name, split or "validation", (size, size), channels=1)]
     elif kind == "fake":
-        raise ValueError("fake images cannot be scored")
+        raise InputError("fake images cannot be scored")
     else:
         sources = [open_source(name, root, split or "validation", mode)]
     return DatasetImages(source, sources, slice(*bounds))

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmix_vision.layers.core_base import AttentionCore, refuse_masks
-from headmix_vision.layers.position import GridConvolution
+from headmix_vision.errors import InputError
+from headmix_vision.layers.cores.base import AttentionCore, refuse_masks
+from headmix_vision.layers.grid_convolution import GridConvolution
 from headmix_vision.layers.sub_head_mask import SubHeadMask
 from headmix_vision.ops import TokenScan, head_in_head
 
@@ -48,7 +49,7 @@ class HeadInHeadCore(AttentionCore):
         num_heads, grid, block_grid, num_prefix_tokens, attn_drop: as in :class:`AttentionCore`; blocks are not read.
 
     Raises:
-        ValueError: if the sub-heads do not divide the head dim, or an option is unknown.
+        InputError: if the sub-heads do not divide the head dim, or an option is unknown.
     """
 
     reads_input = True
@@ -74,13 +75,13 @@ class HeadInHeadCore(AttentionCore):
         super().__init__(num_heads, grid, block_grid, num_prefix_tokens, attn_drop)
         for name, value, allowed in (("mask", mask, MASKS), ("scans", scans, tuple(SCANS))):
             if value not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}.")
+                raise InputError(f"{name} must be one of {allowed}, got {value!r}.")
         if num_sub_heads < 1 or dim // num_heads % num_sub_heads:
-            raise ValueError(f"num_sub_heads={num_sub_heads} does not divide the head dim {dim // num_heads}.")
+            raise InputError(f"num_sub_heads={num_sub_heads} does not divide the head dim {dim // num_heads}.")
         if conv_size and (conv_size < 0 or conv_size % 2 == 0):
-            raise ValueError(f"conv_size must be odd, or 0 for none, got {conv_size}.")
+            raise InputError(f"conv_size must be odd, or 0 for none, got {conv_size}.")
         if not 0 < beta_max <= 2:
-            raise ValueError(f"beta_max must be above 0 and at most 2, got {beta_max}.")
+            raise InputError(f"beta_max must be above 0 and at most 2, got {beta_max}.")
         self.num_heads, self.head_dim = num_heads, dim // num_heads
         self.num_prefix_tokens, self.scans, self.beta_max, self.impl = num_prefix_tokens, scans, beta_max, impl
         self.conv: GridConvolution | None = None

@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from headmix_vision.data.autoencoders import LatentScale
 from headmix_vision.data.seeding import derive_seed
+from headmix_vision.errors import InputError
+from headmix_vision.models.autoencoders import LatentScale
 
 MANIFEST = "latents.json"
 FORMAT = 1
@@ -36,17 +37,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read `latents.json` of a cache.
 
     Raises:
-        ValueError: Absent, damaged, or of another format.
+        InputError: Absent, damaged, or of another format.
     """
     file = path / MANIFEST
     if not file.is_file():
-        raise ValueError(f"{path} has no {MANIFEST}: make a cache with python -m headmix_vision.data.cache_latents")
+        raise InputError(f"{path} has no {MANIFEST}: make a cache with python -m headmix_vision.data.cache_latents")
     try:
         manifest: dict[str, Any] = json.loads(file.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
+        raise InputError(f"{file} is damaged: {error}") from None
     if manifest.get("format") != FORMAT:
-        raise ValueError(f"{file} is of format {manifest.get('format')!r}, this version reads {FORMAT}")
+        raise InputError(f"{file} is of format {manifest.get('format')!r}, this version reads {FORMAT}")
     return manifest
 
 
@@ -62,7 +63,7 @@ class LatentShards(Dataset[tuple[Tensor, int]]):
         flip: Probability of taking the mirrored image; half where the cache holds mirrored images, when None.
 
     Raises:
-        ValueError: No cache there, an unfinished one, or `flip` without mirrored images.
+        InputError: No cache there, an unfinished one, or `flip` without mirrored images.
     """
 
     def __init__(self, path: str | Path, seed: int = 0, flip: float | None = None) -> None:
@@ -77,10 +78,10 @@ class LatentShards(Dataset[tuple[Tensor, int]]):
         self.flip = (0.5 if self.manifest["flip"] else 0.0) if flip is None else flip
         if not 0 <= self.flip <= 1 or (self.flip and not self.manifest["flip"]):
             allowed = "in [0, 1]" if self.manifest["flip"] else "0, the cache has no mirrored images"
-            raise ValueError(f"flip is {flip}, it must be {allowed}")
+            raise InputError(f"flip is {flip}, it must be {allowed}")
         missing = [n for n in range(count_shards(self.manifest)) if not (self.path / shard_name(n)).is_file()]
         if missing:
-            raise ValueError(
+            raise InputError(
                 f"{self.path} lacks {len(missing)} of {count_shards(self.manifest)} shards, first"
                 f" {shard_name(missing[0])}; run python -m headmix_vision.data.cache_latents again to finish it"
             )
@@ -122,7 +123,7 @@ class LatentShards(Dataset[tuple[Tensor, int]]):
             try:
                 self._files[number] = safe_open(path, "pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} is truncated or no safetensors file: {error}") from None
+                raise InputError(f"{path} is truncated or no safetensors file: {error}") from None
         return self._files[number]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from headmix_vision.errors import InputError
+
 
 class AttentionCore(nn.Module):
     """Base of the cores: what every core is built from and called with.
@@ -38,7 +40,7 @@ class AttentionCore(nn.Module):
     ) -> None:
         super().__init__()
         if attn_drop and not self.forms_weights:
-            raise ValueError(f"attn_drop={attn_drop} needs the 'softmax' core: {type(self).__name__} forms no weights.")
+            raise InputError(f"attn_drop={attn_drop} needs the 'softmax' core: {type(self).__name__} forms no weights.")
         self.attn_drop = attn_drop
 
     def forward(
@@ -58,6 +60,6 @@ class AttentionCore(nn.Module):
 
 
 def refuse_masks(core: str, attn_mask: Tensor | None, is_causal: bool) -> None:
-    """Raise ValueError for a mask; a module that calls this needs ``torch.fx.wrap("refuse_masks")`` to be traced."""
+    """Raise InputError for a mask; a module that calls this needs ``torch.fx.wrap("refuse_masks")`` to be traced."""
     if attn_mask is not None or is_causal:
-        raise ValueError(f"attn_mask and is_causal need the 'softmax' core, not {core}.")
+        raise InputError(f"attn_mask and is_causal need the 'softmax' core, not {core}.")

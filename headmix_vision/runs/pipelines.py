@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.data.autoencoders import load_autoencoder
+from headmix_vision.errors import InputError
+from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.hashes import state_sha256
 from headmix_vision.models import HeadMixDiT
-from headmix_vision.training.checkpoints import (
+from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_state,
     find_checkpoint,
@@ -33,17 +34,17 @@ def load_pipeline(
         The pipeline, and what the samples' metadata should say about it.
 
     Raises:
-        ValueError: If there is nothing to load, it is no generator, or its autoencoder is missing.
+        InputError: If there is nothing to load, it is no generator, or its autoencoder is missing.
     """
     if (model / "model_index.json").is_file():
         if raw:
-            raise ValueError(f"{model} is an exported pipeline, it has one kind of weights: leave out --raw")
+            raise InputError(f"{model} is an exported pipeline, it has one kind of weights: leave out --raw")
         pipeline, about = _load_exported(model), {"weights": "exported"}
         if vae is not None:
             pipeline.register_modules(vae=load_autoencoder(vae).module)
     else:
         if model.suffix != ".ckpt" and not (model / "checkpoints").is_dir():
-            raise ValueError(
+            raise InputError(
                 f"{model} is neither a run directory (with checkpoints/), nor a .ckpt, nor an exported pipeline"
                 " (with model_index.json)"
             )
@@ -64,14 +65,14 @@ def _load_exported(folder: Path) -> HeadMixDiTPipeline:
         return HeadMixDiTPipeline.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{folder} is no pipeline of this package: {reason}") from None
+        raise InputError(f"{folder} is no pipeline of this package: {reason}") from None
 
 
 def _from_checkpoint(path: Path, raw: bool, vae: str | None) -> tuple[HeadMixDiTPipeline, dict[str, Any]]:
     checkpoint = read_checkpoint(path)
     description = checkpoint[DESCRIPTION_KEY]
     if description.get("kind") != "generator":
-        raise ValueError(f"{path} is of the classifier {description['name']}, not of a generator")
+        raise InputError(f"{path} is of the classifier {description['name']}, not of a generator")
     model = HeadMixDiT(**description["architecture"])
     state = model_state(checkpoint, raw=raw)
     check_state(state, model.state_dict())
@@ -79,7 +80,7 @@ def _from_checkpoint(path: Path, raw: bool, vae: str | None) -> tuple[HeadMixDiT
     objective = ObjectiveConfig(**description["objective"])
     source = description["vae"]
     if vae is not None and source is None and model.in_channels in (1, 3):
-        raise ValueError(f"--vae {vae} given, but {path} was trained on pixels")
+        raise InputError(f"--vae {vae} given, but {path} was trained on pixels")
     source = vae or source
     pipeline = HeadMixDiTPipeline(
         model,

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headmix_vision.data.canvas import RULES, CanvasDigits
-from headmix_vision.data.sources import (
+from headmix_vision.data.datasets.base import (
     EVAL_SYNONYMS,
     TRAIN_SYNONYMS,
     SavedImages,
@@ -18,6 +17,8 @@ from headmix_vision.data.sources import (
     TimmReader,
     TorchvisionImages,
 )
+from headmix_vision.data.datasets.canvas import RULES, CanvasDigits
+from headmix_vision.errors import InputError
 
 RANDOM_ACCESS = ("folder", "torch", "hfds")
 STREAMING = ("hfids", "wds", "tfds")
@@ -38,7 +39,7 @@ def reader_kind(dataset: str) -> str:
     """What a data set is read by: the part of its name before the slash, in lower case.
 
     Raises:
-        ValueError: Unknown name.
+        InputError: Unknown name.
     """
     prefix, slash, rest = dataset.partition("/")
     kind = prefix.lower()
@@ -49,7 +50,7 @@ def reader_kind(dataset: str) -> str:
     else:
         known = kind in (*BUILT_IN, "folder", "hfds")
     if not known:
-        raise ValueError(f"dataset {dataset!r} is unknown, it must be one of {DATASET_NAMES}")
+        raise InputError(f"dataset {dataset!r} is unknown, it must be one of {DATASET_NAMES}")
     return kind
 
 
@@ -57,25 +58,25 @@ def open_canvas(dataset: str, split: str, image_size: tuple[int, int], channels:
     """Open the data set `canvas` or `canvas/RULE` at a size in pixels.
 
     Raises:
-        ValueError: The size is no square, or is too small.
+        InputError: The size is no square, or is too small.
     """
     if image_size[0] != image_size[1]:
-        raise ValueError(f"dataset {dataset!r} is square, the model takes {image_size[0]}x{image_size[1]} pixels")
+        raise InputError(f"dataset {dataset!r} is square, the model takes {image_size[0]}x{image_size[1]} pixels")
     _, _, rule = dataset.partition("/")
     return CanvasDigits(split, image_size[0], rule=rule or "same", channels=channels)
 
 
 def check_location(dataset: str, root: str | None) -> None:
-    """Raise ValueError if a needed package is not installed, or the place of the data is not given or missing."""
+    """Raise InputError if a needed package is not installed, or the place of the data is not given or missing."""
     kind = reader_kind(dataset)
     package, command = _NEEDED_PACKAGES.get(kind, ("", ""))
     if package and importlib.util.find_spec(package) is None:
-        raise ValueError(f"dataset {dataset!r} needs the package {package}: {command}")
+        raise InputError(f"dataset {dataset!r} needs the package {package}: {command}")
     local = kind in ("folder", "torch") or dataset.lower() == "hfds"
     if root is None and (local or kind == "wds"):
-        raise ValueError(f"dataset {dataset!r} needs root, the place of the data")
+        raise InputError(f"dataset {dataset!r} needs root, the place of the data")
     if local and not os.path.exists(str(root)):
-        raise ValueError(f"root {root!r} does not exist (dataset {dataset!r})")
+        raise InputError(f"root {root!r} does not exist (dataset {dataset!r})")
 
 
 def open_source(dataset: str, root: str | None, split: str, mode: str) -> Source:
@@ -89,7 +90,7 @@ def open_source(dataset: str, root: str | None, split: str, mode: str) -> Source
         mode: PIL mode of the images, `L` or `RGB`.
 
     Raises:
-        ValueError: Nothing there, an empty class folder, images outside of a class folder, or whatever the reader
+        InputError: Nothing there, an empty class folder, images outside of a class folder, or whatever the reader
             complains about.
     """
     kind = reader_kind(dataset)
@@ -113,7 +114,7 @@ def create_timm_dataset(name: str, **kwargs: Any) -> Any:
         return create_dataset(name, **kwargs)
     except Exception as error:  # every reader and every library below it raises its own types
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
+        raise InputError(
             f"dataset {name or 'folder'!r}, split {kwargs.get('split')!r}, root {kwargs.get('root')!r}: {reason}"
         ) from error
 
@@ -122,7 +123,7 @@ def _open_folder(root: Path, split: str, mode: str) -> Source:
     names = split_candidates(split)
     if root.is_file():
         if root.suffix != ".tar":
-            raise ValueError(f"root {str(root)!r} is a file, it must be a directory or a .tar")
+            raise InputError(f"root {str(root)!r} is a file, it must be a directory or a .tar")
         return _open_tar(root, mode, names)
     for name in names:
         if (root / name).is_dir():
@@ -130,7 +131,7 @@ def _open_folder(root: Path, split: str, mode: str) -> Source:
         if (root / f"{name}.tar").is_file():
             return _open_tar(root / f"{name}.tar", mode)
     looked_for = ", ".join(f"{name}/" for name in names)
-    raise ValueError(f"root {str(root)!r} has no {split} split: looked for {looked_for} and the same with .tar")
+    raise InputError(f"root {str(root)!r} has no {split} split: looked for {looked_for} and the same with .tar")
 
 
 def split_candidates(split: str) -> tuple[str, ...]:
@@ -143,7 +144,7 @@ def open_class_folders(folder: Path, mode: str) -> Source:
     """Open a directory with one sub-directory of images per class.
 
     Raises:
-        ValueError: Images outside of a class folder, or an empty one.
+        InputError: Images outside of a class folder, or an empty one.
     """
     # timm labels by leaf folder and forgets a class without images, which would shift all later class indices.
     from timm.data.readers.img_extensions import get_img_extensions
@@ -151,11 +152,11 @@ def open_class_folders(folder: Path, mode: str) -> Source:
     reader = create_timm_dataset("", root=str(folder), search_split=False).reader
     classes = set(reader.class_to_idx)
     if "" in classes:
-        raise ValueError(f"{str(folder)!r} has images outside of a class folder, for example {reader.filename(0)!r}")
+        raise InputError(f"{str(folder)!r} has images outside of a class folder, for example {reader.filename(0)!r}")
     filled = {Path(path).relative_to(folder).parts[0] for path, _ in reader.samples}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir() and not entry.name.startswith(".") and entry.name not in filled:
-            raise ValueError(f"class folder {entry.path!r} has no image ({', '.join(get_img_extensions())})")
+            raise InputError(f"class folder {entry.path!r} has no image ({', '.join(get_img_extensions())})")
     return TimmReader(reader, reader_class_names(reader), mode)
 
 
@@ -166,13 +167,13 @@ def _open_tar(path: Path, mode: str, splits: tuple[str, ...] = ()) -> Source:
         folders = [Path(sample[0].path).parts[:-2] for sample in reader.samples]
         split = next((name for name in splits if any(name in parts for parts in folders)), None)
         if split is None:
-            raise ValueError(f"{str(path)!r} has none of the folders {', '.join(f'{name}/' for name in splits)}")
+            raise InputError(f"{str(path)!r} has none of the folders {', '.join(f'{name}/' for name in splits)}")
         keep = np.array([split in parts for parts in folders])
         reader.samples, reader.targets = reader.samples[keep], reader.targets[keep]
     names = reader_class_names(reader)
     missing = sorted(set(range(len(names))) - set(reader.targets.tolist()))
     if missing:
-        raise ValueError(f"class {names[missing[0]]!r} has no image in {str(path)!r} {'/'.join(splits[:1])}".rstrip())
+        raise InputError(f"class {names[missing[0]]!r} has no image in {str(path)!r} {'/'.join(splits[:1])}".rstrip())
     return TimmReader(reader, names, mode)
 
 
@@ -184,12 +185,12 @@ def _open_huggingface_directory(root: str, split: str, mode: str) -> Source:
 
     saved = datasets.load_from_disk(root)
     if not isinstance(saved, dict):
-        raise ValueError(f"root {root!r} holds a data set without splits, save a DatasetDict instead")
+        raise InputError(f"root {root!r} holds a data set without splits, save a DatasetDict instead")
     if split not in saved:
-        raise ValueError(f"root {root!r} has no split {split!r}, it has {', '.join(saved)}")
+        raise InputError(f"root {root!r} has no split {split!r}, it has {', '.join(saved)}")
     for column in ("image", "label"):
         if column not in saved[split].column_names:
-            raise ValueError(f"split {split!r} of {root!r} has no column {column!r}: {saved[split].column_names}")
+            raise InputError(f"split {split!r} of {root!r} has no column {column!r}: {saved[split].column_names}")
     images = saved[split].cast_column("image", datasets.Image(decode=False))
     names = getattr(images.features["label"], "names", None) or _number_names(images["label"])
     return SavedImages(images, list(names), mode)

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from headmix_vision.data.datasets.base import Digits, canonical_split
 from headmix_vision.data.seeding import derive_seed
-from headmix_vision.data.sources import Digits, canonical_split
+from headmix_vision.errors import InputError
 
 RULES = ("same", "opposite")
 LENGTHS = {"train": 50_000, "validation": 5_000}
@@ -48,7 +49,7 @@ class CanvasDigits(Dataset[tuple[Tensor, int]]):
         length: Number of canvases; 50,000 for training and 5,000 for validation when None.
 
     Raises:
-        ValueError: An unknown split or rule, no room for regions of 2 x 2 cells, another number of channels, no
+        InputError: An unknown split or rule, no room for regions of 2 x 2 cells, another number of channels, no
             canvases.
     """
 
@@ -63,14 +64,14 @@ class CanvasDigits(Dataset[tuple[Tensor, int]]):
     ) -> None:
         self.split = canonical_split(split)
         if rule not in RULES:
-            raise ValueError(f"rule is {rule!r}, it must be one of {', '.join(RULES)}")
+            raise InputError(f"rule is {rule!r}, it must be one of {', '.join(RULES)}")
         self.region_cells = size // (CELL * REGIONS)
         if self.region_cells < 2:
-            raise ValueError(f"size is {size}, a canvas needs at least {2 * CELL * REGIONS} pixels")
+            raise InputError(f"size is {size}, a canvas needs at least {2 * CELL * REGIONS} pixels")
         if channels not in (1, 3):
-            raise ValueError(f"channels is {channels}, it must be 1 or 3")
+            raise InputError(f"channels is {channels}, it must be 1 or 3")
         if length is not None and length < 1:
-            raise ValueError(f"length is {length}, it must be at least 1")
+            raise InputError(f"length is {length}, it must be at least 1")
         self.size = size
         self.seed = seed
         self.rule = rule

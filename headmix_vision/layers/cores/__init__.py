@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_vision.layers.core_base import AttentionCore, refuse_masks
-from headmix_vision.layers.head_in_head import HeadInHeadCore
-from headmix_vision.layers.mixing import MixingMatrix
+from headmix_vision.layers.block_mixing import MixingMatrix
+from headmix_vision.layers.cores.base import AttentionCore, refuse_masks
+from headmix_vision.layers.cores.head_in_head import HeadInHeadCore
 from headmix_vision.ops import TokenBlocks, mhla
 
 torch.fx.wrap("refuse_masks")  # recorded whole, as the functions below
