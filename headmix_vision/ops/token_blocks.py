@@ -56,7 +56,7 @@ class TokenBlocks:
         shape, block_grid = self.grid.shape, self.block_grid
         if len(shape) != len(block_grid):
             raise InputError(f"grid {shape} and block_grid {block_grid} must have the same number of axes.")
-        if min(block_grid) < 1:
+        if any(count < 1 for count in block_grid):
             raise InputError(f"block_grid {block_grid} must be positive.")
         if any(b > g for g, b in zip(shape, block_grid, strict=True)):
             raise InputError(

@@ -27,7 +27,7 @@ class TokenGrid:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.shape) <= 3 or min(self.shape) < 1:
+        if not 1 <= len(self.shape) <= 3 or any(size < 1 for size in self.shape):
             raise InputError(
                 f"a token grid must have one to three axes of at least one token, all positive, got {self.shape}."
             )
