@@ -130,9 +130,9 @@ class HeadMixAttention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = self.head_mix.before(*(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)))
         needed: dict[str, Any] = {"x": x} if self.core.reads_input else {}
-        if self.core.forms_weights and self.head_mix.repeats == 1:
+        if self.core.forms_weights:
             needed |= {"attn_mask": attn_mask, "is_causal": is_causal}
-        else:
+        if not self.core.forms_weights or self.head_mix.repeats > 1:
             _refuse_masks(attn_mask, is_causal, type(self.core).__name__, self.head_mix.repeats)
         out = self.head_mix.after(self.core(q, k, v, tokens.repeat(self.head_mix.repeats), **needed))
         out = self.output_norm(out).flatten(2)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from headmix_vision.errors import InputError
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid
+from headmix_vision.registry import Registry
 
 
 class AttentionCore(nn.Module):
@@ -53,3 +54,6 @@ class AttentionCore(nn.Module):
             InputError: if the core has no blocks.
         """
         raise InputError(f"{type(self).__name__} has no token blocks.")
+
+
+CORES: Registry[type[AttentionCore]] = Registry()

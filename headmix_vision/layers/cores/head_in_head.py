@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
-from headmix_vision.layers.cores.base import AttentionCore
+from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.grid_convolution import GridConvolution
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.layers.sub_head_mask import SubHeadMask
@@ -28,6 +28,7 @@ SCANS = {
 MASKS = ("static", "token")
 
 
+@CORES.register("hih")
 class HeadInHeadCore(AttentionCore):
     """The masked delta rule of Head-in-Head, scanned over the token grid.
 

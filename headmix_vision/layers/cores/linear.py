@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.layers.cores.base import AttentionCore
+from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
 
 
+@CORES.register("linear")
 class LinearCore(AttentionCore):
     """Linear attention (Katharopoulos et al., 2020): MHLA with all tokens, prefix included, in one block.
 

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from headmix_vision.layers.block_mixing import MixingMatrix
+from headmix_vision.layers.cores.base import CORES
 from headmix_vision.layers.cores.linear import LinearCore
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
 
 
+@CORES.register("mhla")
 class MHLACore(LinearCore):
     """Multi-head linear attention (arXiv 2601.07832): linear attention whose block memories are mixed.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_vision.layers.cores.base import AttentionCore
+from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid
 
 
+@CORES.register("softmax")
 class SoftmaxCore(AttentionCore):
     """Scaled dot-product attention; PyTorch picks the kernel."""
 

@@ -1,11 +1,8 @@
 """Head mixes: what happens across feature heads on both sides of the core.
 
-To add a mix, write a subclass of :class:`HeadMix` in a file of its own and a line in ``HEAD_MIXES``; it works over
-every core. The models and their names follow from this table.
+To add a mix, write a subclass of :class:`HeadMix` in a file of its own, registered under its name, and import it here;
+it works over every core. The models and their names follow from ``HEAD_MIXES``.
 """
 
-from headmix_vision.layers.head_mixes.base import HeadMix
-
-HEAD_MIXES: dict[str, type[HeadMix]] = {}
-
-__all__ = ["HEAD_MIXES", "HeadMix"]
+from headmix_vision.layers.head_mixes.base import HEAD_MIXES as HEAD_MIXES
+from headmix_vision.layers.head_mixes.base import HeadMix as HeadMix

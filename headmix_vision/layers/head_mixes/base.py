@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from headmix_vision.layers.spec import LayerSpec
+from headmix_vision.registry import Registry
 
 
 class HeadMix(nn.Module):
@@ -47,3 +48,6 @@ class HeadMix(nn.Module):
     def core_spec(self, spec: LayerSpec) -> LayerSpec:
         """The sizes that the core is built for, in a layer of the given ones."""
         return replace(spec, num_heads=self.core_heads, grid=spec.grid.repeat(self.repeats))
+
+
+HEAD_MIXES: Registry[type[HeadMix]] = Registry()
