@@ -16,8 +16,8 @@ def sincos_positions(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...]
 
     On two axes they are those of MAE and DiT: the first half of the channels tells the column, the second the row. A
     grid other than ``base_grid`` covers the same extent more finely or coarsely: the centre of token ``i`` of ``g``
-    lies at ``(i + 1/2) * base / g - 1/2``. A third axis in front, time, adds its own embedding less that of its first place,
-    so that the first frame has the positions of an image; more frames extend it, they do not stretch it.
+    lies at ``(i + 1/2) * base / g - 1/2``. A third axis in front, time, adds its own embedding less that of its first
+    place, so that the first frame has the positions of an image; more frames extend it, they do not stretch it.
 
     Args:
         dim: channels C, a multiple of 4.

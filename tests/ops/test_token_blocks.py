@@ -4,6 +4,7 @@ import torch
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, head_in_head, mhla
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARTITIONS = [
     ((16, 16), (4, 4), 0),
     ((14, 14), (4, 4), 0),
@@ -60,8 +61,8 @@ def test_repeated_places_belong_to_the_block_of_their_token(grid, block_grid, pr
 @pytest.mark.parametrize("impl", ["reference", "torch", "triton_pairwise", "triton_summary"])
 def test_repeats_act_as_a_last_axis_cut_into_one_block(impl):
     """Three places for each token are a grid with an axis of three more, as long as there is no prefix."""
-    q, k, v = torch.randn(3, 1, 60, 2, 4).unbind()
-    mixing = torch.rand(4, 4)
+    q, k, v = torch.randn(3, 1, 60, 2, 4, device=DEVICE).unbind()
+    mixing = torch.rand(4, 4, device=DEVICE)
     ours = mhla(q, k, v, mixing, TokenBlocks(TokenGrid((4, 5), repeats=3), (2, 2)), impl=impl)
     torch.testing.assert_close(ours, mhla(q, k, v, mixing, TokenBlocks.from_grid((4, 5, 3), (2, 2, 1)), impl=impl))
 
