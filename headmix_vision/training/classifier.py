@@ -10,7 +10,8 @@ from headmix_vision.data.seeding import seeded
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_state
 from headmix_vision.runs.networks import create_network
-from headmix_vision.training.accuracy import ClassificationMetrics
+from headmix_vision.training.base_module import BaseModule
+from headmix_vision.training.classification_metrics import ClassificationMetrics
 from headmix_vision.training.options import (
     DEFAULT_LOSS,
     DEFAULT_MIXUP,
@@ -21,13 +22,12 @@ from headmix_vision.training.options import (
     OptimizerConfig,
     ScheduleConfig,
 )
-from headmix_vision.training.scheduled import ScheduledTraining
 
 Batch = tuple[Tensor, Tensor]
 _MIXUP = 1  # stream of random numbers, beside that of the step
 
 
-class ImageClassifier(ScheduledTraining):
+class ImageClassifier(BaseModule):
     """Train and evaluate one timm model on images with one label each.
 
     Random numbers of a training batch (dropout, drop path, mixup) follow from the seed, the epoch, the batch index

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
-from headmix_vision.training import run_directory as files
+from headmix_vision.training import run_directory
 from headmix_vision.training.base_cli import RunCLI, run_command_line
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
@@ -36,20 +36,14 @@ class GenerationCLI(RunCLI):
         parser.add_class_arguments(SampleGridConfig, "samples")
         parser.add_class_arguments(FidConfig, "fid")
 
-    def default_run_name(self) -> str:
-        """The names of all config files but overlays, as several make up a recipe."""
-        paths = [Path(str(path)) for path in self.options.get("config") or []]
-        stems = [path.stem for path in paths if path.parent.name != "overlays"]
-        return "-".join(stems) or self.options.model.name
-
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
         """Sample grids, scores and learning curves."""
         options, made = self.options, self.config_init[self.config.subcommand]
         vae, seed = options.model.vae, options.seed_everything
-        samples = SampleGrids(run_dir / files.SAMPLES, made.samples, average, vae, seed)
+        samples = SampleGrids(run_dir / run_directory.SAMPLES, made.samples, average, vae, seed)
         score = SampleFid(made.fid, average, vae, options.data.root, seed)
         curves = LearningCurves(
-            run_dir / files.CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
+            run_dir / run_directory.CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )
         return [samples, score, curves], []
 
@@ -61,7 +55,7 @@ class GenerationCLI(RunCLI):
         run_dir = Path(self.options.run_dir)
         print(
             f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · run {run_dir}"
-            f" · samples {run_dir / files.SAMPLES} · next: python sample.py images --model {run_dir}"
+            f" · samples {run_dir / run_directory.SAMPLES} · next: python sample.py images --model {run_dir}"
         )
 
 

@@ -15,8 +15,8 @@ from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig, 
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_state
 from headmix_vision.runs.networks import create_generator
+from headmix_vision.training.base_module import BaseModule
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
-from headmix_vision.training.scheduled import ScheduledTraining
 
 Batch = tuple[Tensor, Tensor]
 LEVELS = 10
@@ -27,7 +27,7 @@ DEFAULT_OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.0)
 DEFAULT_SCHEDULE = ScheduleConfig(sched="constant", warmup_epochs=0.0)
 
 
-class ImageGenerator(ScheduledTraining):
+class ImageGenerator(BaseModule):
     """Train one diffusion transformer on images or latents with labels.
 
     Random numbers of a training batch (noise, times, dropped labels) follow from the seed, the epoch, the batch index

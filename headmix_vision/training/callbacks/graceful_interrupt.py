@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint, can_resume_after_batch
-from headmix_vision.training.interrupt import InterruptRequest
+from headmix_vision.training.signals import InterruptRequest
 
 
 class GracefulInterrupt(Callback):

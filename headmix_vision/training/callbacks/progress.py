@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from headmix_vision.training.scheduled import ScheduledTraining
+from headmix_vision.training.base_module import BaseModule
 
 
 class ImagesPerSecondBar(TQDMProgressBar):
@@ -35,7 +35,7 @@ class ImagesPerSecondBar(TQDMProgressBar):
         """What the bar shows."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        if trainer.training and isinstance(pl_module, ScheduledTraining) and pl_module.step_loss is not None:
+        if trainer.training and isinstance(pl_module, BaseModule) and pl_module.step_loss is not None:
             metrics["loss"] = float(pl_module.step_loss)  # only where the bar is drawn: reading waits for the device
         if trainer.training and self._images:
             metrics["images/s"] = f"{self._images / (time.monotonic() - self._start_s):.0f}"

@@ -19,7 +19,7 @@ from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 _STEP = 0  # stream of random numbers
 
 
-class ScheduledTraining(LightningModule):
+class BaseModule(LightningModule):
     """Trains the network `net` with an optimizer and a schedule of timm, in steps that are functions of their index.
 
     Random numbers of a training batch follow from the seed, the epoch, the batch index and the rank alone, so that an
