@@ -1,4 +1,4 @@
-"""Lightning's command line with a run directory around it: what training a classifier or a generator shares."""
+"""Defines the command line under `train_cls.py` and `train_gen.py`: Lightning's, with a run directory around it."""
 
 import logging
 import sys
@@ -34,10 +34,10 @@ _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite")
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Write `config.yaml` of a training run, without the options that concern this start of it only."""
+    """Writes `config.yaml` of a training run, without the options that concern this start of it only."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the file at the start of `fit`."""
+        """Writes the file at the start of `fit`."""
         if stage != "fit":
             return
         config = self.config.clone()
@@ -49,7 +49,7 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 class RunCLI(LightningCLI):
-    """Lightning's command line with a run directory around it; a subclass names module and data.
+    """Puts a run directory around Lightning's command line; a subclass names module and data.
 
     Args:
         request: Handler of SIGINT and SIGTERM.
@@ -75,11 +75,11 @@ class RunCLI(LightningCLI):
         )
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the seed: a number, so that two runs of one command are equal."""
+        """Adds the seed, a number, so that two runs of one command are equal."""
         parser.add_argument("--seed_everything", type=int, default=0, help="Seed of everything that is random.")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of the run directory and of the moving average."""
+        """Adds the options of the run directory and of the moving average."""
         parser.add_argument(
             "--run_dir",
             type=str | None,
@@ -103,13 +103,13 @@ class RunCLI(LightningCLI):
         return self.config[self.config.subcommand]
 
     def default_run_name(self) -> str:
-        """Join the names of all config files but overlays, which change how a run is done and not what it does."""
+        """Joins the names of all config files but overlays, which change how a run is done and not what it does."""
         paths = [Path(str(path)) for path in self.options.get("config") or []]
         stems = [path.stem for path in paths if path.parent.name != "overlays"]
         return "-".join(stems) or self.options.model.name
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, then settle run directory and checkpoint: whatever is wrong with them is said before any work."""
+        """Parses, then settles run directory and checkpoint, so that errors in them are raised before any work."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             super().parse_arguments(parser, args)
@@ -129,7 +129,7 @@ class RunCLI(LightningCLI):
             )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the trainer with the loggers, callbacks and file formats of the run directory."""
+        """Makes the trainer with the loggers, callbacks and file formats of the run directory."""
         options = self.options
         run_dir = Path(options.run_dir)
         trainer_options = self.config_init[self.config.subcommand].trainer
@@ -169,11 +169,11 @@ class RunCLI(LightningCLI):
         ]
 
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Callbacks of training to run before `last.ckpt` is written, and after."""
+        """Returns the callbacks of training that run before `last.ckpt` is written, and those that run after."""
         return [], []
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
-        """Callbacks of the other subcommands."""
+        """Returns the callbacks of the other subcommands."""
         return []
 
 
@@ -190,7 +190,7 @@ def _silence_what_does_not_apply() -> None:
 
 
 def _with_default_config(args: list[str], default_config: Path | None) -> list[str]:
-    """Insert the default config after `fit` if no config is given."""
+    """Inserts the default config after `fit` if no config is given."""
     given = any(arg.split("=")[0] in ("-c", "--config") for arg in args)
     if given or default_config is None or args[:1] != ["fit"]:
         return args
@@ -198,7 +198,7 @@ def _with_default_config(args: list[str], default_config: Path | None) -> list[s
 
 
 def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
-    """Run a command line.
+    """Runs a command line.
 
     Wrong input ends the process with one line and exit status 2, non-finite numbers with one line and exit status 1;
     every other exception is a defect and keeps its traceback.

@@ -1,4 +1,4 @@
-"""What training a classifier and training a generator share: optimizer, schedule, random numbers, the mean loss."""
+"""Defines the LightningModule under classifier and generator: optimizer, schedule, random numbers, logged loss."""
 
 import math
 from typing import Any
@@ -46,7 +46,7 @@ class BaseModule(LightningModule):
         self._param_group_options: list[dict[str, Any]] = []
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Make the optimizer; the schedule follows in `on_train_start`."""
+        """Makes the optimizer; the schedule follows in `on_train_start`."""
         config = self.optimizer_config
         optimizer = create_optimizer_v2(
             self.net,
@@ -62,7 +62,7 @@ class BaseModule(LightningModule):
         return optimizer
 
     def on_train_start(self) -> None:
-        """Make the schedule, a pure function of the optimizer step.
+        """Makes the schedule, a pure function of the optimizer step.
 
         Not a Lightning scheduler: its length needs the training data, which must not be asked for before Lightning has
         restored the progress within the epoch. And it has no state: on resuming, the command line holds, not the
@@ -95,21 +95,21 @@ class BaseModule(LightningModule):
         self.train_loss = self.train_loss.to(self.device)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Set the learning rate of this step and the random numbers of this batch."""
+        """Sets the learning rate of this step and the random numbers of this batch."""
         self.schedule.step_update(self.trainer.global_step)
         torch.manual_seed(self.batch_seed(batch_idx, _STEP))
 
     def batch_seed(self, batch_idx: int, stream: int) -> int:
-        """Seed of one stream of random numbers in a training batch of this process."""
+        """Returns the seed of one stream of random numbers in a training batch of this process."""
         return derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank, stream)
 
     def track_loss(self, loss: Tensor, count: int) -> None:
-        """Add the mean loss of `count` samples of a training batch to what is logged."""
+        """Adds the mean loss of `count` samples of a training batch to what is logged."""
         self.train_loss += torch.stack([loss.detach() * count, loss.new_tensor(count)])
         self.step_loss = loss.detach()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the loss of the last batch and the learning rate, every `log_every_n_steps` steps."""
+        """Logs the loss of the last batch and the learning rate, every `log_every_n_steps` steps."""
         every_n_steps: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (self.trainer.global_step + 1) % every_n_steps == 0:
             rate = max(group["lr"] for group in optimizer.param_groups)
@@ -117,14 +117,14 @@ class BaseModule(LightningModule):
             self.log_now({"train/loss_step": float(self.step_loss), "lr": rate}, self.trainer.global_step)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the mean loss of a finished epoch, including the part before an interruption."""
+        """Logs the mean loss of a finished epoch, including the part before an interruption."""
         if self.trainer.is_last_batch:
             total, count = self._reduced_train_loss().tolist()
             self.log_now({"train/loss": total / count}, self.trainer.global_step - 1)
             self.train_loss.zero_()
 
     def log_now(self, metrics: dict[str, float], step: int) -> None:
-        """Give metrics of a step to the loggers at once."""
+        """Gives metrics of a step to the loggers at once."""
         # What self.log collects reaches the loggers after the hooks in which a run may be saved and stopped.
         for logger in self.loggers:
             logger.log_metrics({"epoch": self.current_epoch, **metrics}, step)
@@ -134,12 +134,12 @@ class BaseModule(LightningModule):
         return self.trainer.strategy.reduce(self.train_loss.clone(), reduce_op="sum")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the running mean of the loss."""
+        """Keeps the running mean of the loss."""
         if hasattr(self, "train_loss"):
             checkpoint["train_loss"] = self._reduced_train_loss()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the running mean of the loss."""
+        """Restores the running mean of the loss."""
         if "train_loss" in checkpoint:
             saved = checkpoint["train_loss"]
             self.train_loss = saved.clone() if self.global_rank == 0 else torch.zeros_like(saved)

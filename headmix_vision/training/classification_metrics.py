@@ -1,4 +1,4 @@
-"""Metrics of one evaluation of a classifier."""
+"""Computes loss and accuracy of a classifier over one evaluation."""
 
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
@@ -6,7 +6,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 
 class ClassificationMetrics(nn.Module):
-    """Mean cross entropy, top-1 and (with more than 5 classes) top-5 accuracy in [0, 1], over all processes.
+    """Computes mean cross entropy, top-1 and (with more than 5 classes) top-5 accuracy in [0, 1], over all processes.
 
     Args:
         num_classes: Number of classes.
@@ -23,12 +23,12 @@ class ClassificationMetrics(nn.Module):
         self.loss = MeanMetric()
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch: logits [B, C], float32, and targets [B], int64."""
+        """Adds a batch: logits [B, C], float32, and targets [B], int64."""
         self.loss.update(nn.functional.cross_entropy(logits, targets), weight=len(targets))
         self.accuracy.update(logits, targets)
 
     def compute(self) -> dict[str, Tensor]:
-        """The metrics of all batches, `loss`, `top1` and `top5`; forgets the batches."""
+        """Returns `loss`, `top1` and `top5` of all batches, and forgets the batches."""
         values = {"loss": self.loss.compute(), **self.accuracy.compute()}
         self.loss.reset()
         self.accuracy.reset()

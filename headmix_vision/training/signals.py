@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM turned into an orderly end of the process."""
+"""Turns SIGINT and SIGTERM into an orderly end of the process."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class InterruptRequest:
-    """Handler of SIGINT and SIGTERM.
+    """Handles SIGINT and SIGTERM.
 
     While `deferred` is false, a signal ends the process at once with exit status 128 + signal number. While it is
     true, the first one is only noted in `signum`, and a second one ends the process at once, without any clean-up.
@@ -20,7 +20,7 @@ class InterruptRequest:
         self._pid = os.getpid()
 
     def install(self) -> None:
-        """Become the process's handler of both signals; Lightning replaces that of SIGTERM when it starts."""
+        """Makes itself the process's handler of both signals; Lightning replaces that of SIGTERM when it starts."""
         for signum in SIGNALS:
             signal.signal(signum, self._handle)
 
