@@ -83,6 +83,30 @@ def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypat
         assert options.run_dir == f"runs/imagenet-{model.stem}"
 
 
+@pytest.mark.parametrize(
+    ("names", "run_dir"),
+    [
+        ([], "runs/deit_hih_digits"),
+        (["digits"], "runs/digits"),
+        (["digits", "overlays/gpu8"], "runs/digits"),
+        (["digits", "wide", "overlays/gpu8", "long"], "runs/digits-wide-long"),
+    ],
+    ids=["none", "one", "overlay", "several"],
+)
+def test_run_is_named_after_its_files_but_overlays(
+    names: list[str], run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(ClassificationCLI, "instantiate_classes", lambda cli: seen.append(cli))
+    monkeypatch.setattr(ClassificationCLI, "_run_subcommand", lambda cli, name: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "overlays").mkdir()
+    for name in names:
+        (tmp_path / f"{name}.yaml").write_text("seed_everything: 1\n")
+    assert run("fit", *files(*(Path(f"{name}.yaml") for name in names)), "--model.name", "deit_hih_digits") == 0
+    assert seen[0].config.fit.run_dir == run_dir
+
+
 def test_overlay_wins_over_the_recipe_and_the_command_line_over_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
