@@ -8,6 +8,8 @@ this one included, with a red bead there. Patches are read in raster order, and 
 Places are named with very unequal frequency (the n-th favourite of a rod as 1 / n², favourites drawn for each image):
 one place of a rod changes its glyph with most patches, others keep theirs for long. A memory can neither keep
 everything nor forget everything at one rate.
+
+Its targets are answers of patches, not classes, so it is no line of `DATASETS`; `benchmarks/expressivity.py` reads it.
 """
 
 from typing import NamedTuple
@@ -31,7 +33,7 @@ ATTRIBUTE, ANSWER, QUESTION = range(3)  # red, green, blue
 
 
 class Record(NamedTuple):
-    """What is on an image of N patches, in raster order.
+    """The beads and dots of an image of N patches, in raster order.
 
     Args:
         places: red beads, int64 [N, attributes].
@@ -91,7 +93,7 @@ class PatchRecall(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(image.reshape(3, self.grid * PATCH, -1)), torch.from_numpy(answers)
 
     def record(self, index: int) -> Record:
-        """What is on an image, as numbers."""
+        """The beads and dots of an image as numbers."""
         if not 0 <= index < self.length:
             raise IndexError(f"image {index} of {self.length}")
         generator = np.random.default_rng(derive_seed(self.seed, list(LENGTHS).index(self.split), index))
