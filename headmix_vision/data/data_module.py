@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from headmix_vision.data.batches import TrainBatchSampler, eval_batches
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
-from headmix_vision.data.datasets.streams import Stream, StreamedSamples, StreamLoader
+from headmix_vision.data.datasets.streams import Stream, StreamLoader
 from headmix_vision.data.loading import (
     Collate,
     EvalSamples,
@@ -247,9 +247,11 @@ class DataModule(lightning.LightningDataModule):
     def _stream_loader(
         self, split: Stream, transform: Transform, epoch: Callable[[], int], training: bool
     ) -> DataLoader[Any]:
-        samples, batch_size = StreamedSamples(split, transform), self.batch_size if training else self.eval_batch_size
-        options = self._loader_options(split, samples)
-        return StreamLoader(samples, epoch=epoch, batch_size=batch_size, drop_last=training, **options)
+        split.transform = transform
+        batch_size = self.batch_size if training else self.eval_batch_size
+        return StreamLoader(
+            split, epoch=epoch, batch_size=batch_size, drop_last=training, **self._loader_options(split, split)
+        )
 
     def _loader_options(self, split: Source | Stream, samples: Dataset[Any], with_name: bool = False) -> dict[str, Any]:
         trainer, workers, whole = self._attached_trainer(), self.num_workers, isinstance(samples, WholeBatches)

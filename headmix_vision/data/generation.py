@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
-from torchvision.transforms.v2.functional import pil_to_tensor, to_dtype
+from torchvision.transforms.functional import pil_to_tensor
 
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.data_module import DataModule
@@ -146,7 +146,7 @@ class ImageToRange:
             x = self._resize(image)
         else:
             height, width = self.size
-            x = to_dtype(pil_to_tensor(center_crop(image, (height, width))), scale=True)
+            x = pil_to_tensor(center_crop(image, (height, width))).float() / 255
         if self.hflip and torch.rand(()) < self.hflip:
             x = x.flip(-1)
         return to_range(x)

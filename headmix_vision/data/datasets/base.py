@@ -154,6 +154,24 @@ class Source(ABC):
         return f"{type(self).__name__}[{index}]"
 
 
+class Pictures(Source):
+    """Pictures behind a data set or reader of a library, decoded when they are read.
+
+    Args:
+        data: The data set or reader.
+        class_names: One name per label.
+        mode: PIL mode of the images, `L` or `RGB`.
+    """
+
+    def __init__(self, data: Any, class_names: list[str], mode: str) -> None:
+        self.data = data
+        self.class_names = class_names
+        self.mode = mode
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
 class BatchSource(Source):
     """A source that reads a batch at once, quicker than sample by sample, and never fails."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -120,11 +121,10 @@ class CanvasDigits(BatchSource):
             raise IndexError(f"canvas {index} of {self.length}")
         for index in places[self._labels[places] == NOT_DRAWN].tolist():
             self._draw(index)
-        cells = self._pictures[self._chosen[places]]  # [B, rows of cells, columns of cells, CELL, CELL]
-        side = cells.shape[1] * CELL
+        board = rearrange(self._pictures[self._chosen[places]], "b rows columns h w -> b (rows h) (columns w)")
         images = np.zeros((len(places), 1, self.size, self.size), np.uint8)
-        middle = slice(self._start, self._start + side)
-        images[:, 0, middle, middle] = cells.transpose(0, 1, 3, 2, 4).reshape(len(places), side, side)
+        middle = slice(self._start, self._start + board.shape[1])
+        images[:, 0, middle, middle] = board
         pixels = torch.from_numpy(images).float() / 16
         return pixels.expand(-1, self.channels, -1, -1), torch.from_numpy(self._labels[places].astype(np.int64))
 
@@ -155,6 +155,6 @@ class CanvasDigits(BatchSource):
         cells: NDArray[Any] = np.repeat(digits[:, None], n * n, axis=1)  # [regions, cells of a region]
         cells[np.arange(regions), free] = FREE
         cells[zero, free[zero]] = 0
-        board = cells.reshape(REGIONS, REGIONS, n, n).transpose(0, 2, 1, 3).reshape(REGIONS * n, REGIONS * n)
+        board = rearrange(cells, "(R C) (r c) -> (R r) (C c)", R=REGIONS, r=n)
         answer = zero if self.rule == "same" else regions - 1 - zero
         return board, int(digits[answer]) - 1

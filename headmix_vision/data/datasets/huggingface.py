@@ -3,11 +3,10 @@
 import importlib
 import io
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
-from headmix_vision.data.datasets.base import RawImage, Source, SplitRequest, number_names
+from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names
 from headmix_vision.data.datasets.timm_readers import TimmReader, create_timm_dataset, reader_class_names
 from headmix_vision.errors import InputError
 
@@ -48,28 +47,14 @@ def _open_saved(root: Path, request: SplitRequest) -> Source:
     return SavedImages(images, list(names), request.mode)
 
 
-class SavedImages(Source):
-    """One split written by Hugging Face's `save_to_disk`, which timm's reader cannot open.
-
-    Args:
-        dataset: A `datasets.Dataset` with the columns image (not decoded) and label.
-        class_names: One name per label.
-        mode: PIL mode of the images, `L` or `RGB`.
-    """
-
-    def __init__(self, dataset: Any, class_names: list[str], mode: str) -> None:
-        self.dataset = dataset
-        self.class_names = class_names
-        self.mode = mode
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+class SavedImages(Pictures):
+    """One split written by Hugging Face's `save_to_disk`, which timm's reader cannot open."""
 
     def read(self, index: int) -> tuple[RawImage, int]:
-        item = self.dataset[index]
+        item = self.data[index]
         stored = item["image"]
         with Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"]) as image:
             return image.convert(self.mode), int(item["label"])
 
     def name(self, index: int) -> str:
-        return str(self.dataset[index]["image"]["path"] or f"image {index}")
+        return str(self.data[index]["image"]["path"] or f"image {index}")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from headmix_vision.data.datasets.base import RawImage, Source
+from headmix_vision.data.datasets.base import Pictures, RawImage
 from headmix_vision.errors import InputError
 
 
-class ImageFiles(Source):
+class ImageFiles(Pictures):
     """Image files without targets.
 
     Args:
@@ -18,20 +18,15 @@ class ImageFiles(Source):
     """
 
     def __init__(self, paths: Sequence[Path], mode: str) -> None:
-        self.paths = [str(path) for path in paths]
-        self.mode = mode
-        self.class_names: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self.paths)
+        super().__init__(paths, [], mode)
 
     def read(self, index: int) -> tuple[RawImage, int]:
         """Image, and -1 for the target that it does not have."""
-        with Image.open(self.paths[index]) as image:
+        with Image.open(self.data[index]) as image:
             return image.convert(self.mode), -1
 
     def name(self, index: int) -> str:
-        return self.paths[index]
+        return str(self.data[index])
 
 
 def find_images(path: str) -> list[Path]:

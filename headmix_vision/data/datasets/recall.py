@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -88,9 +89,9 @@ class PatchRecall(Dataset[tuple[Tensor, Tensor]]):
         pixels[patches, QUESTION, record.asked[:, 0], record.asked[:, 1]] = 1
         dots = record.glyphs.reshape(-1, GLYPH, GLYPH).repeat(PATCH // GLYPH, axis=2)  # as wide as the rods
         pixels[:, ANSWER, MAX_ATTRIBUTES:] = dots
-        image = pixels.reshape(self.grid, self.grid, 3, PATCH, PATCH).transpose(2, 0, 3, 1, 4)
+        image = rearrange(pixels, "(rows columns) c h w -> c (rows h) (columns w)", rows=self.grid)
         answers = record.glyphs[record.sources].astype(np.float32)
-        return torch.from_numpy(image.reshape(3, self.grid * PATCH, -1)), torch.from_numpy(answers)
+        return torch.from_numpy(image), torch.from_numpy(answers)
 
     def record(self, index: int) -> Record:
         """The beads and dots of an image as numbers."""

@@ -20,12 +20,16 @@ def open_stream(request: SplitRequest) -> "Stream":
     return Stream(request)
 
 
-class Stream:
-    """A timm iterable data set before its images are transformed.
+class Stream(IterableDataset[tuple[Tensor, int]]):
+    """A timm iterable data set whose transform draws from (seed, epoch, rank, worker, position).
+
+    Its reader sets `transform`, from PIL image to tensor, before the first image is asked for.
 
     Raises:
         InputError: timm cannot open the data set, or does not know its size.
     """
+
+    transform: Transform
 
     def __init__(self, request: SplitRequest) -> None:
         self.dataset = create_timm_dataset(
@@ -44,50 +48,34 @@ class Stream:
         self.class_names = reader_class_names(self.dataset.reader) or request.numbered_classes
         self.seed = request.seed
         self.rank = request.rank
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-
-class StreamedSamples(IterableDataset[tuple[Tensor, int]]):
-    """Transformed images of a stream; the transform draws from (seed, epoch, rank, worker, position).
-
-    Args:
-        stream: The images.
-        transform: From PIL image to tensor.
-    """
-
-    def __init__(self, stream: Stream, transform: Transform) -> None:
-        self.stream = stream
-        self.transform = transform
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-
-    def __len__(self) -> int:
-        return len(self.stream)
-
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch, to persistent workers too."""
         self.epoch.fill_(epoch)
-        self.stream.dataset.set_epoch(epoch)
+        self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         worker = get_worker_info()
-        words = (self.stream.seed, int(self.epoch), self.stream.rank, worker.id if worker else 0)
-        for position, (image, target) in enumerate(self.stream.dataset):
+        words = (self.seed, int(self.epoch), self.rank, worker.id if worker else 0)
+        for position, (image, target) in enumerate(self.dataset):
             with seeded(derive_seed(*words, position)):
                 image = self.transform(image)
             yield image, int(target)
 
 
 class StreamLoader(DataLoader[Any]):
-    """Data loader of a `StreamedSamples`, telling it the epoch at every `iter()`."""
+    """Data loader of a `Stream`, telling it the epoch at every `iter()`."""
 
-    def __init__(self, dataset: StreamedSamples, *, epoch: Callable[[], int], num_workers: int, **kwargs: Any) -> None:
+    def __init__(self, dataset: Stream, *, epoch: Callable[[], int], num_workers: int, **kwargs: Any) -> None:
         # timm shuffles within a worker by the worker's seed, which torch would draw from the global generator.
-        generator = torch.Generator().manual_seed(derive_seed(dataset.stream.seed, dataset.stream.rank))
+        generator = torch.Generator().manual_seed(derive_seed(dataset.seed, dataset.rank))
         super().__init__(dataset, num_workers=num_workers, generator=generator, **kwargs)
         self.epoch = epoch
-        dataset.stream.dataset.set_loader_cfg(num_workers=num_workers)
+        dataset.dataset.set_loader_cfg(num_workers=num_workers)
 
     def __iter__(self) -> Any:
         self.dataset.set_epoch(self.epoch())  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""timm's readers, which folders, tar files, Hugging Face sets and streams share, with the checks that timm leaves out."""
+"""timm's readers, shared by folders, tar files, Hugging Face sets and streams, with the checks that timm leaves out."""
 
 from typing import Any
 
 from PIL import Image
 
-from headmix_vision.data.datasets.base import RawImage, Source
+from headmix_vision.data.datasets.base import Pictures, RawImage
 from headmix_vision.errors import InputError
 
 
@@ -27,27 +27,13 @@ def reader_class_names(reader: Any) -> list[str]:
     return sorted(indices, key=indices.__getitem__)
 
 
-class TimmReader(Source):
-    """A timm reader (folder, tar, Hugging Face) without the silent retries of timm's ImageDataset.
-
-    Args:
-        reader: A reader of timm with random access.
-        class_names: One name per label.
-        mode: PIL mode of the images, `L` or `RGB`.
-    """
-
-    def __init__(self, reader: Any, class_names: list[str], mode: str) -> None:
-        self.reader = reader
-        self.class_names = class_names
-        self.mode = mode
-
-    def __len__(self) -> int:
-        return len(self.reader)
+class TimmReader(Pictures):
+    """A timm reader (folder, tar, Hugging Face) without the silent retries of timm's ImageDataset."""
 
     def read(self, index: int) -> tuple[RawImage, int]:
-        stream, target = self.reader[index]
+        stream, target = self.data[index]
         with stream, Image.open(stream) as image:
             return image.convert(self.mode), int(target)
 
     def name(self, index: int) -> str:
-        return str(self.reader.filename(index, absolute=True) or f"image {index}")
+        return str(self.data.filename(index, absolute=True) or f"image {index}")
