@@ -99,6 +99,8 @@ class ClassificationData(DataModule):
             max_unreadable=max_unreadable,
             repeats=augmentation.repeats,
         )
+        if self.entry.is_stream and self.repeats > 1:
+            raise InputError(f"augmentation.repeats is {self.repeats}, it must be 1 for dataset {dataset!r}")
         self.predict_path = predict_path
         self.crop_pct = crop_pct
         self.interpolation = interpolation

@@ -1,4 +1,4 @@
-"""The base of the Lightning data modules: opens splits, deals samples to processes, resumes exactly.
+"""Opens the splits of any data set for Lightning, deals their samples to processes, and resumes exactly.
 
 B batch, C channels, * the axes of a sample's grid: height and width of an image.
 """
@@ -43,8 +43,8 @@ class DataModule(lightning.LightningDataModule):
     counters would not do: they count an epoch that `max_steps` cut short as a whole one, which also means that
     `max_epochs` then comes early.)
 
-    A subclass says what its network takes (`sample_shape`), and how samples get there (`train_transform`,
-    `eval_transform`, `batch_transform`). Its options have the meaning of those here.
+    A subclass says what its network takes (`sample_shape`) and how samples become that (`train_transform`,
+    `eval_transform`, `batch_transform`).
 
     Args:
         dataset: A name of the table `headmix_vision.data.datasets.DATASETS`.
@@ -94,8 +94,6 @@ class DataModule(lightning.LightningDataModule):
             raise InputError(f"num_workers is {num_workers}, it must be at least 0")
         if not 0 <= max_unreadable <= 1:
             raise InputError(f"max_unreadable is {max_unreadable}, it must be in [0, 1]")
-        if self.entry.is_stream and repeats > 1:
-            raise InputError(f"augmentation.repeats is {repeats}, it must be 1 for dataset {dataset!r}")
         self.dataset = dataset
         self.root = root
         self.train_split = train_split
@@ -110,19 +108,19 @@ class DataModule(lightning.LightningDataModule):
 
     @abstractmethod
     def sample_shape(self, net: Any) -> tuple[int, ...]:
-        """(C, *grid) of the samples that a network takes; asked in `setup`, before anything is opened."""
+        """Return (C, *grid) of the samples that a network takes; called in `setup`, before anything is opened."""
 
     @abstractmethod
     def train_transform(self) -> Transform:
-        """From what a source reads to a training sample; may draw from the global generators."""
+        """Return what makes a training sample; it may draw from the global generators, which are seeded for it."""
 
     @abstractmethod
     def eval_transform(self) -> Transform:
-        """From what a source reads to a sample for evaluation."""
+        """Return what makes a sample for evaluation."""
 
     @abstractmethod
     def batch_transform(self, training: bool) -> Transform | None:
-        """What is done to a whole batch of samples that have the network's shape; None: they are read one by one."""
+        """Return all that is done to samples of the network's shape, where a whole batch at once can take it."""
 
     def setup(self, stage: str) -> None:
         """Open the splits that `stage` (fit, validate or test) needs, and check them."""
@@ -142,7 +140,7 @@ class DataModule(lightning.LightningDataModule):
             self.train_dataloader()  # refuses a split that is smaller than a batch
 
     def request(self, split: str, role: str) -> SplitRequest:
-        """What is asked of the data set for a split that is train, val or test."""
+        """Say what is asked of the data set for a split whose role is train, val or test."""
         training = role == "train"
         return SplitRequest(
             self.dataset,

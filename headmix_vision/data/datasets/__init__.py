@@ -74,13 +74,16 @@ def open_split(request: SplitRequest) -> Source | Stream:
     Raises:
         InputError: The name is unknown or does not serve this use, a package is missing, or whatever the data set
             complains about.
+        TypeError: The opener of the table returns something else.
     """
     entry = find_dataset(request.name, request.use)
     package, command = entry.package or ("", "")
     if package and importlib.util.find_spec(package) is None:
         raise InputError(f"dataset {request.name!r} needs the package {package}: {command}")
     module, _, function = entry.opener.partition(":")
-    opened: Source | Stream = getattr(importlib.import_module(module, __name__), function)(request)
+    opened = getattr(importlib.import_module(module, __name__), function)(request)
+    if not isinstance(opened, Source | Stream):
+        raise TypeError(f"{entry.opener} returned a {type(opened).__name__}, which is neither a Source nor a Stream")
     return opened
 
 

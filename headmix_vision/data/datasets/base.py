@@ -1,4 +1,4 @@
-"""The contract between data sets and their readers: what is asked for, what is opened, what a table says before.
+"""The contract of data sets: a line of their table, the request for a split, and the sources that answer it.
 
 C channels, * the axes of a sample's grid: height and width of an image.
 """
@@ -60,7 +60,7 @@ class DatasetEntry:
 
 @dataclass(frozen=True)
 class SplitRequest:
-    """What is asked of a data set.
+    """A request for one split of a data set.
 
     Args:
         name: The data set as the user writes it, for example `canvas/opposite`.
