@@ -63,9 +63,8 @@ class GenerationData(DataModule):
         max_unreadable: float = 0.01,
         canvas_size: int | None = None,
     ) -> None:
-        for name, share in (("hflip", hflip), ("max_unreadable", max_unreadable)):
-            if not 0 <= share <= 1:
-                raise InputError(f"{name} is {share}, it must be in [0, 1]")
+        if not 0 <= hflip <= 1:
+            raise InputError(f"hflip is {hflip}, it must be in [0, 1]")
         super().__init__(
             dataset,
             root,
