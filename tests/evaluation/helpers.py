@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from headmix_vision.data.datasets.base import Digits
+from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.evaluate import main
 
 

@@ -1,21 +1,20 @@
-"""What data loader workers run: reading, augmenting, collating, and coping with unreadable images."""
+"""Reads samples, transforms them and collates them into batches, in data loader workers; counts unreadable images."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from headmix_vision.data.augmentation import Transform
 from headmix_vision.data.batches import SampleKey, TrainBatchSampler
-from headmix_vision.data.datasets.base import RawImage, Source
+from headmix_vision.data.datasets.base import BatchSource, PreparedSource, RawImage, Source, Transform
 from headmix_vision.data.seeding import derive_seed, seeded
 
 
 class UnreadableImages:
-    """The distinct images that could not be read, over all workers of a process.
+    """Counts the distinct images that could not be read, over all workers of a process.
 
     Args:
         size: Number of images in the source.
@@ -85,6 +84,19 @@ class TrainSamples(Dataset[tuple[Tensor, int]]):
         raise RuntimeError(f"none of the {len(self)} images is readable")
 
 
+class PreparedSamples(Dataset[tuple[Tensor, int]]):
+    """Training samples that are already what the network takes, drawn anew in every epoch."""
+
+    def __init__(self, source: PreparedSource) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: SampleKey) -> tuple[Tensor, int]:
+        return self.source.read(key.sample, draw=key.epoch)
+
+
 class TrainLoader(DataLoader[Any]):
     """Data loader over a `TrainBatchSampler`, which Lightning recognises as able to resume within an epoch.
 
@@ -127,14 +139,6 @@ class EvalSamples(Dataset[tuple[Tensor, int | str] | None]):
         return self.transform(image), self.source.name(index) if self.with_name else target
 
 
-class BatchSource(Source, Protocol):
-    """A source that reads a batch at once, quicker than image by image, and never fails."""
-
-    def read_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Images float32 [B, C, H, W] with values in [0, 1], and targets int64 [B]."""
-        ...
-
-
 class WholeBatches(Dataset[tuple[Tensor, Tensor]]):
     """Training or evaluation batches of a source that reads them at once.
 
@@ -143,7 +147,7 @@ class WholeBatches(Dataset[tuple[Tensor, Tensor]]):
         scale: From pixels in [0, 1] to what the model takes; all that is done to them.
     """
 
-    def __init__(self, source: BatchSource, scale: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, source: BatchSource, scale: Transform) -> None:
         self.source = source
         self.scale = scale
 
@@ -151,14 +155,14 @@ class WholeBatches(Dataset[tuple[Tensor, Tensor]]):
         return len(self.source)
 
     def __getitems__(self, keys: Sequence[SampleKey | int]) -> tuple[Tensor, Tensor]:
-        """Images float32 [B, C, H, W] and targets int64 [B]; torch's loader asks for a whole batch by this name."""
+        """Images float32 [B, C, *grid] and targets int64 [B]; torch's loader asks for a whole batch by this name."""
         indices = [key.sample if isinstance(key, SampleKey) else key for key in keys]
         images, targets = self.source.read_batch(indices)
         return self.scale(images), targets
 
 
 def as_it_is(batch: Any) -> Any:
-    """The collate function of `WholeBatches`."""
+    """Return what it is given: the collate function of `WholeBatches`, the transform of prepared samples."""
     return batch
 
 
@@ -166,17 +170,17 @@ class Collate:
     """Batch the samples, leaving out unreadable ones (None).
 
     Args:
-        image_shape: (C, H, W), the shape of images in a batch that has lost all of them.
+        shape: (C, *grid), the shape of images in a batch that has lost all of them.
         with_name: Whether samples carry a name instead of a target.
     """
 
-    def __init__(self, image_shape: tuple[int, int, int], with_name: bool = False) -> None:
-        self.image_shape = image_shape
+    def __init__(self, shape: tuple[int, ...], with_name: bool = False) -> None:
+        self.shape = shape
         self.with_name = with_name
 
     def __call__(self, samples: list[tuple[Tensor, Any] | None]) -> tuple[Tensor, Any]:
-        """Images float32 [B, C, H, W] and targets int64 [B], or a list of B names."""
+        """Images float32 [B, C, *grid] and targets int64 [B], or a list of B names."""
         readable = [sample for sample in samples if sample is not None]
         labels = [label for _, label in readable]
-        images = default_collate([image for image, _ in readable]) if readable else torch.empty(0, *self.image_shape)
+        images = default_collate([image for image, _ in readable]) if readable else torch.empty(0, *self.shape)
         return images, labels if self.with_name else torch.tensor(labels, dtype=torch.int64)
