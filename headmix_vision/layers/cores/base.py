@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.layers.spec import LayerSpec
@@ -40,9 +40,6 @@ class AttentionCore(nn.Module):
         if spec.attn_drop and not self.forms_weights:
             name = type(self).__name__
             raise InputError(f"attn_drop={spec.attn_drop} needs the 'softmax' core: {name} forms no weights.")
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, **needed: Any) -> Tensor:
-        raise NotImplementedError
 
     def set_grid(self, grid: TokenGrid) -> None:
         """Adopt another token grid; most cores do not depend on it."""

@@ -96,9 +96,7 @@ class HeadInHeadCore(AttentionCore):
         step = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_()
         self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
-    def forward(  # type: ignore[override]
-        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, x: Tensor
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, x: Tensor) -> Tensor:
         if self.conv is not None:
             packed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], dim=-1)
             q, k, v = self.conv(packed, grid).unflatten(-1, (3, -1, self.head_dim)).unbind(2)

@@ -37,7 +37,7 @@ class LinearCore(AttentionCore):
             "impl": impl,
         }
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:  # type: ignore[override]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
         return _linear_attention(q, k, v, self.options)
 
     def extra_repr(self) -> str:

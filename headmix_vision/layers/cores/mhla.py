@@ -41,7 +41,7 @@ class MHLACore(LinearCore):
         blocks = TokenBlocks(spec.grid, spec.block_grid)
         self.mixing = MixingMatrix(blocks, heads, mixing_init, mixing_trainable, **spec.factory)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:  # type: ignore[override]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
         return _mhla(q, k, v, self.mixing(), grid, self.mixing.blocks.block_grid, self.options)
 
     def set_grid(self, grid: TokenGrid) -> None:

@@ -20,7 +20,7 @@ class SoftmaxCore(AttentionCore):
         super().__init__(spec)
         self.attn_drop = spec.attn_drop
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, attn_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
