@@ -1,5 +1,6 @@
-"""Diffusion: training objectives, guidance, schedulers by name, the class-to-image pipeline."""
+"""Diffusion: training objectives, guidance, schedulers by name, the denoising loop, the class-to-image pipeline."""
 
+from headmix_vision.diffusion.denoising import denoise
 from headmix_vision.diffusion.guidance import Guidance
 from headmix_vision.diffusion.objectives import Objective, ObjectiveConfig, create_objective
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
@@ -13,4 +14,5 @@ __all__ = [
     "ObjectiveConfig",
     "create_objective",
     "create_scheduler",
+    "denoise",
 ]

@@ -15,7 +15,7 @@ CHANNELS = ("all", "first_three")
 
 @dataclass(frozen=True)
 class Guidance:
-    """How far the prediction is moved away from that without a class.
+    """Moves the prediction away from that without a class.
 
     Args:
         scale: 1 leaves the prediction as it is (and costs nothing), 0 forgets the class.
@@ -41,15 +41,15 @@ class Guidance:
 
     @property
     def enabled(self) -> bool:
-        """Whether it acts anywhere."""
+        """Whether guidance acts at any noise level."""
         return self.scale != 1
 
     def acts_at(self, level: float) -> bool:
-        """Whether it acts at a noise level."""
+        """Tells whether guidance acts at a noise level."""
         return self.enabled and self.interval[0] <= level <= self.interval[1]
 
     def combine(self, conditional: Tensor, unconditional: Tensor) -> Tensor:
-        """Guided prediction of the two, [B, C, H, W] each (without the channels of a learned variance)."""
+        """Combines two predictions [B, C, *grid], without the channels of a learned variance, into the guided one."""
         guided = torch.lerp(unconditional, conditional, self.scale)
         if self.channels == "first_three":
             guided = torch.cat([guided[:, :3], conditional[:, 3:]], dim=1)
