@@ -33,7 +33,7 @@ def denoise(
     *,
     labels: Tensor | None = None,
     null_label: int | None = None,
-    guidance: Guidance = Guidance(),
+    guidance: Guidance | None = None,
     generator: Generators = None,
     step_end: StepEnd | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
@@ -47,7 +47,7 @@ def denoise(
         num_steps: Number of sampling steps.
         labels: Condition of each sample, int64 [B]; None for an unconditional network.
         null_label: Label that stands for no condition; guidance needs it.
-        guidance: Classifier-free guidance.
+        guidance: Classifier-free guidance; none when None.
         generator: Random numbers of schedulers that draw some, one generator for all samples or one for each.
         step_end: Called after each step.
         progress: Wraps the scheduler's times, to show how far the loop is.
@@ -55,7 +55,7 @@ def denoise(
     Returns:
         The samples, float32 [B, C, *grid].
     """
-    channels = noise.shape[1]
+    channels, guidance = noise.shape[1], guidance or Guidance()
 
     def predict(x: Tensor, level: float) -> Tensor:
         times = torch.full((len(x),), level * NUM_TIMESTEPS, device=x.device)

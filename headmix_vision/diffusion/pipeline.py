@@ -156,7 +156,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
     def check_labels(
         self, class_labels: int | Sequence[int] | Tensor | None, num_images: int | None, guidance: Guidance
     ) -> Tensor | None:
-        """Returns labels as int64 [B], None for an unconditional model; refuses what the model cannot do, see `__call__`."""
+        """Returns labels as int64 [B], None for an unconditional model; refuses what does not fit, see `__call__`."""
         model = self.transformer
         if guidance.enabled and not model.has_null_class:
             kind = "unconditional" if model.num_classes == 0 else "trained without label dropout"

@@ -1,4 +1,4 @@
-"""Score generated images: `python -m headmix_vision.evaluate fid --real X --fake Y`.
+"""Scores generated images: `python -m headmix_vision.evaluate fid --real X --fake Y`.
 
 X and Y are a folder of images, an npz file of ADM (images, or mu and sigma), a statistics file (.safetensors), or a
 data set NAME[:SPLIT][SLICE]. `stats` keeps the statistics of X, to read its images only once.
@@ -19,25 +19,21 @@ from rich.progress import Progress as RichProgress
 from torch import Tensor
 
 from headmix_vision.atomic import atomic_path
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.evaluation import scores
+from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.npz import npz_arrays, npz_labels
 from headmix_vision.evaluation.sample_sets import ImageSet, open_images
 from headmix_vision.evaluation.statistics import Statistics, read_statistics, write_statistics
-from headmix_vision.training.feature_extractors import open_extractor
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; wrong input ends the process with one line and exit status 2."""
+    """Runs the command line; wrong input ends the process with one line and exit status 2."""
     options = _parser().parse_args(args)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, one_line_errors():
         warnings.simplefilter("default")
-        try:
-            _check_out(options)
-            result = _run(options)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+        _check_out(options)
+        result = _run(options)
     notes = [str(warning.message) for warning in caught if warning.category is UserWarning]
     for note in notes:
         print(f"warning: {note}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""npz files as ADM's evaluation takes them: uint8 images `arr_0`, and their labels."""
+"""Reading npz files as ADM's evaluation takes them: uint8 images `arr_0`, and their labels."""
 
 import zipfile
 from collections.abc import Iterator
@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.png import Item, to_item
 
 
 class NpzImages:
-    """`arr_0`, uint8 [N, H, W, C] or [N, H, W], of an npz file as ADM's evaluation takes it, read piece by piece.
+    """Reads `arr_0` of an npz file as ADM's evaluation takes it, piece by piece.
+
+    It is uint8 [N, H, W, C] or [N, H, W] for images, [N, T, H, W, C] for clips.
 
     Raises:
         InputError: Not such a file.
@@ -25,12 +27,13 @@ class NpzImages:
     def __init__(self, path: Path) -> None:
         self.source = str(path)
         with self._open() as (_, shape, dtype, fortran_order):
-            images = dtype == np.uint8 and (len(shape) == 3 or (len(shape) == 4 and shape[-1] in (1, 3)))
-            if not images or fortran_order:
+            pixels = len(shape) == 3 or (len(shape) in (4, 5) and shape[-1] in (1, 3))
+            if dtype != np.uint8 or not pixels or fortran_order:
                 raise InputError(
-                    f"{path}: arr_0 is {dtype} {list(shape)}, it must be uint8 [N, H, W, C] with 1 or 3 channels"
+                    f"{path}: arr_0 is {dtype} {list(shape)}, it must be uint8 [N, H, W, C] or [N, T, H, W, C] with"
+                    " 1 or 3 channels"
                 )
-        self.shape = shape
+        self.shape = shape if len(shape) > 3 else (*shape, 1)
 
     def _open(self) -> "_NpzMember":
         return _NpzMember(self.source)
@@ -38,9 +41,8 @@ class NpzImages:
     def __len__(self) -> int:
         return int(self.shape[0])
 
-    def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
+    def __iter__(self) -> Iterator[tuple[str, Item]]:
         length = int(np.prod(self.shape[1:]))
-        shape = self.shape[1:3] if self.shape[-1] == 1 and len(self.shape) == 4 else self.shape[1:]
         with self._open() as (file, *_):
             for index in range(len(self)):
                 try:
@@ -49,11 +51,12 @@ class NpzImages:
                     raise InputError(f"{self.source} is damaged at image {index}: {error}") from None
                 if len(data) < length:
                     raise InputError(f"{self.source} is truncated at image {index} of {len(self)}")
-                yield f"{self.source}[{index}]", Image.fromarray(np.frombuffer(data, np.uint8).reshape(shape))
+                pixels = np.frombuffer(data, np.uint8).reshape(self.shape[1:])
+                yield f"{self.source}[{index}]", to_item(pixels)
 
 
 class _NpzMember:
-    """Context of the open `arr_0` of an npz file: (file after the header, shape, dtype, fortran_order)."""
+    """Opens `arr_0` of an npz file as a context: (file after the header, shape, dtype, fortran_order)."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -72,7 +75,7 @@ class _NpzMember:
 
 
 def npz_arrays(path: Path) -> list[str]:
-    """Names of the arrays of an npz file.
+    """Lists the names of the arrays of an npz file.
 
     Raises:
         InputError: Not an npz file.
@@ -85,7 +88,7 @@ def npz_arrays(path: Path) -> list[str]:
 
 
 def npz_labels(path: Path) -> Tensor:
-    """Labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
+    """Reads the labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
 
     Raises:
         InputError: No npz file, no labels, or other than one integer per image.

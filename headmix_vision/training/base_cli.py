@@ -15,12 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import headmix_vision
 from headmix_vision.errors import InputError
-from headmix_vision.runs.checkpoints import (
-    AtomicCheckpointIO,
-    check_description,
-    find_checkpoint,
-    read_checkpoint,
-)
+from headmix_vision.runs.checkpoints import check_description, read_checkpoint
+from headmix_vision.runs.directory import find_checkpoint
 from headmix_vision.training import run_directory as files
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
@@ -28,6 +24,7 @@ from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
 from headmix_vision.training.callbacks.progress import ImagesPerSecondBar
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
+from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.interrupt import InterruptRequest
 from headmix_vision.training.metrics_csv import MetricsCSV
 from headmix_vision.training.options import EmaConfig

@@ -17,9 +17,8 @@ from torch_fidelity.metric_kid import kid_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
 
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.evaluation.extractors import ClassifierExtractor, open_weights
+from headmix_vision.evaluation.extractors import ClassifierExtractor, open_extractor, open_weights
 from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
-from headmix_vision.training.feature_extractors import open_extractor
 
 from .helpers import digit_pixels, run
 

@@ -10,13 +10,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from headmix_vision.diffusion.guidance import Guidance
 from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.errors import InputError
+from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
 from headmix_vision.evaluation.scores import Scorer, fid
 from headmix_vision.evaluation.statistics import Statistics, read_statistics
 from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.sample_grids import draw_images
-from headmix_vision.training.feature_extractors import open_extractor
 from headmix_vision.training.options import FidConfig
 
 
