@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.errors import InputError
-from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import create_scheduler
+from headmix_vision.errors import InputError
 from headmix_vision.hashes import state_sha256
+from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, find_checkpoint
 from headmix_vision.runs.networks import load_network
