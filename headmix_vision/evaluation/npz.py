@@ -2,8 +2,9 @@
 
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class NpzImages:
 
     def __init__(self, path: Path) -> None:
         self.source = str(path)
-        with self._open() as (_, shape, dtype, fortran_order):
+        with _open_pixels(self.source) as (_, shape, dtype, fortran_order):
             pixels = len(shape) == 3 or (len(shape) in (4, 5) and shape[-1] in (1, 3))
             if dtype != np.uint8 or not pixels or fortran_order:
                 raise InputError(
@@ -35,15 +36,12 @@ class NpzImages:
                 )
         self.shape = shape if len(shape) > 3 else (*shape, 1)
 
-    def _open(self) -> "_NpzMember":
-        return _NpzMember(self.source)
-
     def __len__(self) -> int:
         return int(self.shape[0])
 
     def __iter__(self) -> Iterator[tuple[str, Item]]:
         length = int(np.prod(self.shape[1:]))
-        with self._open() as (file, *_):
+        with _open_pixels(self.source) as (file, *_):
             for index in range(len(self)):
                 try:
                     data = file.read(length)
@@ -55,23 +53,14 @@ class NpzImages:
                 yield f"{self.source}[{index}]", to_item(pixels)
 
 
-class _NpzMember:
-    """Opens `arr_0` of an npz file as a context: (file after the header, shape, dtype, fortran_order)."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __enter__(self) -> tuple[Any, tuple[int, ...], np.dtype[Any], bool]:
-        self.archive = zipfile.ZipFile(self.path)
-        self.member = self.archive.open("arr_0.npy")
-        version = np.lib.format.read_magic(self.member)
+@contextmanager
+def _open_pixels(path: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any], bool]]:
+    """Opens `arr_0` of an npz file: gives the file behind its header, shape, dtype and whether it is in Fortran order."""
+    with zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as member:
+        version = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran_order, dtype = read_header(self.member)
-        return self.member, shape, dtype, fortran_order
-
-    def __exit__(self, *_: object) -> None:
-        self.member.close()
-        self.archive.close()
+        shape, fortran_order, dtype = read_header(member)
+        yield member, shape, dtype, fortran_order
 
 
 def npz_arrays(path: Path) -> list[str]:
