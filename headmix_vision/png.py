@@ -14,7 +14,7 @@ from headmix_vision.atomic import atomic_path
 
 Item = Image.Image | list[Image.Image]
 """An image, or the frames of a clip."""
-_FRAMES = "frames"  # this note in the file tells a clip of one frame from an image
+_FRAMES = "headmix_vision frames"  # a note in the file, which tells a clip of one frame from an image
 
 
 def to_item(pixels: np.ndarray) -> Item:

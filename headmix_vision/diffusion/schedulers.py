@@ -92,7 +92,7 @@ def set_steps(scheduler: SchedulerMixin, num_steps: int, device: Device | str) -
     Steps of flow matching are equal in noise level before the shift, the last one ends at 0; diffusers' default for
     the Euler scheduler ends with a step from 1/1000, which is all but lost.
     """
-    if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
+    if isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps).tolist(), device=device)
     else:
         scheduler.set_timesteps(num_steps, device=device)

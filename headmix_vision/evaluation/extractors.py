@@ -34,7 +34,7 @@ class FeatureExtractor(ABC):
     """Turns uint8 samples into features.
 
     Attributes:
-        grid_axes: Axes of the samples it takes: 2 for images.
+        grid_axes: Axes of the samples it takes: 2 for images, 3 for clips.
         mode: PIL mode of the samples it takes, `L` or `RGB`.
         description: Everything about it that changes a score: name, weights and their hash, resizing.
     """
@@ -53,10 +53,9 @@ class FeatureExtractor(ABC):
             InputError: Samples of another number of axes, such as clips where images are taken.
         """
         if samples.ndim != 2 + self.grid_axes:
-            raise InputError(
-                f"{self.description['name']} takes samples of {self.grid_axes} axes, got {samples.ndim - 2}:"
-                f" {list(samples.shape)}; 2 axes are images, 3 are clips"
-            )
+            wanted = "images" if self.grid_axes == 2 else "clips"
+            got = "images" if samples.ndim == 4 else f"clips of {samples.shape[2]} frames"
+            raise InputError(f"{self.description['name']} takes {wanted}, got {got}")
         return self.extract(samples)
 
     @abstractmethod

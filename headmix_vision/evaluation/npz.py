@@ -55,7 +55,7 @@ class NpzImages:
 
 @contextmanager
 def _open_pixels(path: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any], bool]]:
-    """Opens `arr_0` of an npz file: gives the file behind its header, shape, dtype and whether it is in Fortran order."""
+    """Opens `arr_0` of an npz file: gives the file behind its header, shape, dtype and if it is in Fortran order."""
     with zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as member:
         version = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

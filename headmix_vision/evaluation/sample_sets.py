@@ -72,7 +72,7 @@ class ImageSet:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the result file says about the images."""
+        """Everything that the result file says about the samples."""
         return {
             "source": self.pictures.source,
             "kind": self.pictures.kind,
