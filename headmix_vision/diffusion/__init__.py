@@ -1,7 +1,6 @@
 """Diffusion: training objectives, guidance, schedulers by name, the denoising loop, the class-to-image pipeline."""
 
-from headmix_vision.diffusion.denoising import denoise
-from headmix_vision.diffusion.guidance import Guidance
+from headmix_vision.diffusion.denoising import Guidance, denoise
 from headmix_vision.diffusion.objectives import Objective, ObjectiveConfig, create_objective
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, create_scheduler

@@ -16,8 +16,7 @@ from diffusers.utils import is_accelerate_available
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from headmix_vision.diffusion.denoising import Generators, denoise
-from headmix_vision.diffusion.guidance import Guidance
+from headmix_vision.diffusion.denoising import Generators, Guidance, denoise
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.errors import InputError

@@ -14,7 +14,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import headmix_vision
-from headmix_vision.diffusion.guidance import CHANNELS, Guidance
+from headmix_vision.diffusion.denoising import CHANNELS, Guidance
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, scheduler_name
 from headmix_vision.errors import InputError, one_line_errors

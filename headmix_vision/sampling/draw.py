@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from headmix_vision.data.seeding import derive_seed
-from headmix_vision.diffusion.guidance import Guidance
+from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.sampling.contact_sheet import draw_grid
 from headmix_vision.sampling.folder import SampleFolder

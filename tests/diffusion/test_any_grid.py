@@ -92,6 +92,8 @@ def test_the_loop_goes_on_with_what_a_step_end_returns():
     noise, labels = torch.ones(1, 2, 2, 3, 3), torch.zeros(1)
     result = denoise(network, noise, scheduler, 2, labels=labels, step_end=lambda i, t, x: 0 * x)
     assert not result.any()
+    with pytest.raises(ValueError, match=r"guidance scale 2\.0 needs labels and a null label"):
+        denoise(network, noise, scheduler, 2, labels=labels, guidance=Guidance(2.0))
 
 
 @pytest.mark.parametrize("grid", GRIDS)

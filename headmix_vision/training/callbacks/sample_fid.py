@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from headmix_vision.diffusion.guidance import Guidance
+from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import open_extractor

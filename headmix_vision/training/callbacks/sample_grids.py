@@ -8,7 +8,7 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from headmix_vision.diffusion.guidance import Guidance
+from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.errors import InputError
