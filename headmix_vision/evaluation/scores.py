@@ -4,6 +4,7 @@ KID, inception score, precision and recall are torch-fidelity's, on features in 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -159,6 +160,50 @@ def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]
     if low < 0 or high >= logits.shape[1]:
         raise InputError(f"labels are {low} to {high}, the classifier knows 0 to {logits.shape[1] - 1}")
     return {"top1": (logits.argmax(1) == labels).double().mean().item()}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Describes a metric to the command line.
+
+    Args:
+        compute: Takes the scorer, the real samples if it compares, the generated ones, and the options by name.
+        help: What it measures.
+        compares: Whether it compares generated samples with real ones.
+        takes_statistics: Whether the statistics of samples are enough.
+        takes_labels: Whether `compute` takes the generated samples' labels too.
+        options: Whole numbers by name, with default and help.
+    """
+
+    compute: Callable[..., dict[str, float]]
+    help: str
+    compares: bool = True
+    takes_statistics: bool = False
+    takes_labels: bool = False
+    options: dict[str, tuple[int | None, str]] = field(default_factory=dict)
+
+
+METRICS = {
+    "fid": Metric(fid, "Fréchet distance, and sFID with Inception features", takes_statistics=True),
+    "kid": Metric(
+        kid,
+        "kernel distance",
+        options={
+            "subsets": (KID_SUBSETS, "number of random subsets"),
+            "subset_size": (None, "images in each (1000, or as many as there are)"),
+        },
+    ),
+    "is": Metric(inception_score, "inception score", compares=False, options={"splits": (SPLITS, "number of parts")}),
+    "prc": Metric(
+        precision_recall, "precision and recall", options={"neighbours": (NEIGHBOURS, "which neighbour's distance")}
+    ),
+    "accuracy": Metric(
+        accuracy,
+        "share of images that the classifier assigns to their label, of an npz file with labels",
+        compares=False,
+        takes_labels=True,
+    ),
+}
 
 
 def check_sizes(real: ImageSet | Statistics, fake: ImageSet | Statistics) -> None:

@@ -123,7 +123,3 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"from headmix_vision.diffusion import HeadMixDiTPipeline; pipe = {expression}")
     else:
         print(f"import timm, headmix_vision; model = {expression}")
-
-
-if __name__ == "__main__":
-    main()

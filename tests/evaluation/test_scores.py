@@ -19,6 +19,7 @@ from torch_fidelity.metric_prc import prc_features_to_metric
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.evaluation.extractors import ClassifierExtractor, open_extractor, open_weights
 from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
+from headmix_vision.evaluation.scores import METRICS, Metric, Scorer
 
 from .helpers import digit_pixels, run, write_run
 
@@ -211,3 +212,17 @@ def test_classifier_extractor_resizes_and_gives_probabilities(classifier: Path) 
     assert result["features"].shape == (4, 64) and result["logits"].shape == (4, 10)
     expected = extractor.network((small / 255 - extractor.mean) / extractor.std)
     torch.testing.assert_close(result["logits"], expected)
+
+
+def test_a_metric_is_a_function_and_an_entry(
+    classifier: Path, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gap(scorer: Scorer, real: ImageSet, fake: ImageSet, power: int) -> dict[str, float]:
+        means = [scorer.collect(side).mean(0) for side in (real, fake)]
+        return {"gap": float((means[0] - means[1]).abs().pow(power).sum())}
+
+    monkeypatch.setitem(METRICS, "gap", Metric(gap, "distance of the means", options={"power": (1, "exponent")}))
+    common = (tmp_path, "gap", "--real", folders[0], "--features", classifier)
+    assert score(*common, "--fake", folders[0])["scores"] == {"gap": 0.0}
+    first, second = (score(*common, "--fake", folders[1], "--power", power)["scores"]["gap"] for power in (1, 2))
+    assert first > 0 and second > 0 and first != second
