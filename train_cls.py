@@ -1,7 +1,7 @@
 """Train, validate, test and use image classifiers.
 
 python train_cls.py fit                                                    # handwritten digits, nothing to download
-python train_cls.py fit -c configs/cls/imagenet/deit_small_mhla_224.yaml --data.root /data/imagenet
+python train_cls.py fit -c configs/cls/imagenet.yaml -c configs/cls/models/deit_small_mhla.yaml --data.root imagenet
 python train_cls.py fit -c runs/digits/config.yaml --ckpt_path last        # continue an interrupted run
 python train_cls.py validate -c runs/digits/config.yaml --ckpt_path best
 python train_cls.py predict -c runs/digits/config.yaml --ckpt_path best --data.predict_path IMAGE_OR_FOLDER

@@ -1,7 +1,7 @@
 """Train image generators.
 
 python train_gen.py fit                                                  # handwritten digits, nothing to download
-python train_gen.py fit -c configs/gen/imagenet/dit_mhla_s_2_256.yaml --data.root latents/imagenet256
+python train_gen.py fit -c configs/gen/imagenet256.yaml -c configs/gen/models/dit_mhla_s_2.yaml
 python train_gen.py fit -c runs/gen/digits/config.yaml --ckpt_path last  # continue an interrupted run
 python train_gen.py validate -c runs/gen/digits/config.yaml --ckpt_path last
 """

@@ -98,7 +98,8 @@ def check_fla(device: torch.device, impl: str, shape: Shape = GATE_SHAPE) -> lis
 
 def _delta_results(impl: str, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs]
-    values = head_in_head(*leaves, True, impl=impl)
+    *tensors, state = leaves
+    values = head_in_head(*tensors, initial_state=state, output_final_state=True, impl=impl)
     gradients = torch.autograd.grad(values, leaves, [w.to(x) for x, w in zip(values, weights, strict=True)])
     return [*(x.detach() for x in values), *gradients]
 

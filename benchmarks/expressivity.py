@@ -3,10 +3,10 @@
     python benchmarks/expressivity.py --out docs/expressivity.csv --plot docs/images/expressivity.png
     python benchmarks/expressivity.py --out docs/expressivity.csv --plot docs/images/expressivity.png --jobs 9
 
-The task is `headmix_vision/data/recall.py`. The model is a ViT of one block whose attention is Head-in-Head with one
-head, scanned forward, that answers at every patch; all of it is equal for every r but the r x r mask. Prints a table of
-glyphs recalled without a wrong dot (mean ± standard deviation over seeds), writes a CSV and a plot of this share in the
-course of training and by the age of what is asked for.
+The task is `headmix_vision/data/datasets/recall.py`. The model is a ViT of one block whose attention is Head-in-Head
+with one head, scanned forward, that answers at every patch; all of it is equal for every r but the r x r mask. Prints a
+table of glyphs recalled without a wrong dot (mean ± standard deviation over seeds), writes a CSV and a plot of this
+share in the course of training and by the age of what is asked for.
 """
 
 import argparse

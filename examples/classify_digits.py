@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from safetensors import safe_open
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.data.datasets.base import Digits
+from headmix_vision.data.datasets.digits import Digits
 
 matplotlib.use("Agg")
 

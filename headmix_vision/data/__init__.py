@@ -1,5 +1,6 @@
-"""Images and labels for training: `ClassificationData` and what it is made of."""
+"""Feeds images and labels to training: `datasets` holds the data sets, the other modules make batches of them."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from headmix_vision.data.seeding import derive_seed, seeded
@@ -7,18 +8,15 @@ from headmix_vision.data.seeding import derive_seed, seeded
 if TYPE_CHECKING:
     from headmix_vision.data.augmentation import Augmentation
     from headmix_vision.data.classification import ClassificationData
+    from headmix_vision.data.generation import GenerationData
 
-__all__ = ["Augmentation", "ClassificationData", "derive_seed", "seeded"]
+__all__ = ["Augmentation", "ClassificationData", "GenerationData", "derive_seed", "seeded"]
+
+# Imported on demand, so that whoever seeds or opens a data set does not import Lightning.
+_HOMES = {"Augmentation": "augmentation", "ClassificationData": "classification", "GenerationData": "generation"}
 
 
 def __getattr__(name: str) -> object:
-    # On demand, so that the two seeding helpers do not import Lightning.
-    if name == "Augmentation":
-        from headmix_vision.data.augmentation import Augmentation
-
-        return Augmentation
-    if name == "ClassificationData":
-        from headmix_vision.data.classification import ClassificationData
-
-        return ClassificationData
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

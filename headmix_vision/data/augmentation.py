@@ -1,14 +1,10 @@
-"""From a decoded image to a normalised tensor, by timm's transforms."""
+"""Augments, crops and normalises images for classifiers, by timm's transforms."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
+from headmix_vision.data.datasets.base import Transform
 from headmix_vision.errors import InputError
-
-Transform = Callable[[Any], Tensor]
 
 TENSOR_INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 INTERPOLATIONS = (*TENSOR_INTERPOLATIONS, "box", "hamming", "lanczos")

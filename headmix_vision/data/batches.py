@@ -1,4 +1,4 @@
-"""Which sample goes where: batches as a pure function of (seed, step, rank), so that any run can stop and go on.
+"""Decides which sample comes in which batch, by (seed, step, rank) alone, so that any run can stop and go on.
 
 Names: W processes, B samples per process and batch, a *global batch* is the W*B samples of one micro-step.
 """
@@ -14,7 +14,7 @@ from headmix_vision.errors import InputError
 
 
 class SampleKey(NamedTuple):
-    """What a training data set is asked for; the epoch travels along, so that persistent workers know it."""
+    """Names a training sample; it carries the epoch, so that persistent workers know it."""
 
     sample: int
     epoch: int

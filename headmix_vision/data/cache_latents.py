@@ -10,7 +10,6 @@ An interrupted run goes on with the shards that are missing. The same latents co
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from headmix_vision.atomic import atomic_path
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.datasets import STREAMING, open_class_folders, open_source, reader_kind
-from headmix_vision.data.datasets.base import Digits, ImageFiles, Source, find_images
+from headmix_vision.data.datasets import open_source
+from headmix_vision.data.datasets.base import PIL_MODES, Source, SplitRequest, to_picture
+from headmix_vision.data.datasets.folders import open_class_folders
+from headmix_vision.data.datasets.image_files import ImageFiles, find_images
 from headmix_vision.data.datasets.latents import FORMAT, MANIFEST, count_shards, read_manifest, shard_name
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-PIL_MODES = {1: "L", 3: "RGB"}
 
 
 class CroppedImages(Dataset[tuple[Tensor, int]]):
@@ -53,15 +53,13 @@ class CroppedImages(Dataset[tuple[Tensor, int]]):
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+        from torchvision.transforms.functional import pil_to_tensor
 
         try:
             image, label = self.source.read(index)
         except Exception as error:  # decoders raise whatever comes to mind on a damaged file
             raise InputError(f"{self.source.name(index)} cannot be read ({type(error).__name__}: {error})") from None
-        if isinstance(image, Tensor):
-            image = to_pil_image((image * 255).round().to(torch.uint8))
-        return pil_to_tensor(center_crop(image.convert(self.mode), self.size)), max(label, 0)
+        return pil_to_tensor(center_crop(to_picture(image).convert(self.mode), self.size)), max(label, 0)
 
 
 def write_cache(
@@ -216,42 +214,36 @@ def _encode(autoencoder: Autoencoder, pixels: Tensor, manifest: dict[str, Any]) 
     return stored
 
 
-def open_images(images: str | None, dataset: str, root: str | None, split: str, mode: str) -> Source:
+def open_images(images: str | None, request: SplitRequest) -> Source:
     """Open the images to encode: a folder (of class folders, or of images alone, which have label 0) or a data set.
 
     Raises:
-        InputError: Nothing there.
+        InputError: Nothing there, or a data set that cannot be cached.
     """
-    if images is not None:
-        folder = Path(images)
-        if not folder.is_dir():
-            raise InputError(f"--images {images} is no folder")
-        if any(path.parent == folder for path in find_images(images)):
-            return ImageFiles(find_images(images), mode)
-        return open_class_folders(folder, mode)
-    kind = reader_kind(dataset)
-    if kind == "digits":
-        return Digits(split, 1 if mode == "L" else 3)
-    if kind in (*STREAMING, "fake", "canvas"):
-        raise InputError(f"dataset {dataset!r} cannot be cached: it must be folder, torch/NAME, hfds/NAME or digits")
-    return open_source(dataset, root, split, mode)
+    if images is None:
+        return open_source(request)
+    folder = Path(images)
+    if not folder.is_dir():
+        raise InputError(f"--images {images} is no folder")
+    if any(path.parent == folder for path in find_images(images)):
+        return ImageFiles(find_images(images), request.mode)
+    return open_class_folders(folder, request.mode)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; wrong input ends the process with one line and exit status 2."""
     options = _parser().parse_args(args)
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = options.device
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:
+    with one_line_errors():
         autoencoder = load_autoencoder(options.vae, device, DTYPES[options.encoder_dtype])
-        mode = "L" if options.gray and options.vae == PIXELS else PIL_MODES[autoencoder.image_channels]
-        if mode == "L":
+        if options.gray and options.vae == PIXELS:
             autoencoder.image_channels = 1
-        source = open_images(options.images, options.dataset, options.root, options.split, mode)
+        shape = (autoencoder.image_channels, options.image_size, options.image_size)
+        request = SplitRequest(options.dataset, options.split, shape, "caching", root=options.root)
         written = write_cache(
-            source,
+            open_images(options.images, request),
             autoencoder,
             options.out,
             image_size=options.image_size,
@@ -262,12 +254,9 @@ def main(args: Sequence[str] | None = None) -> None:
             batch_size=options.batch_size,
             shard_size=options.shard_size,
             workers=options.workers,
-            rank=rank,
-            world_size=world_size,
+            rank=int(os.environ.get("RANK", 0)),
+            world_size=int(os.environ.get("WORLD_SIZE", 1)),
         )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     manifest = read_manifest(options.out)
     print(f"{options.out}: wrote {written} of {count_shards(manifest)} shards, latents {manifest['shape']}")
 

@@ -3,19 +3,20 @@
 from PIL import Image
 
 
-def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """Scale the shorter side to `size` pixels and cut the centre square out.
+def center_crop(image: Image.Image, size: int | tuple[int, int]) -> Image.Image:
+    """Scale an image until it just covers `size`, and cut its centre out.
 
-    Halved by box averaging while the shorter side is at least twice too long, then bicubic: the order of ADM's data
-    loader, which decides what "ImageNet at 256 pixels" means.
+    Halved by box averaging while both sides are at least twice too long, then bicubic: the order of ADM's data loader,
+    which decides what "ImageNet at 256 pixels" means.
 
     Args:
         image: Any PIL image.
-        size: Side of the result in pixels.
+        size: Height and width of the result in pixels, or one number for a square.
     """
-    while min(image.size) >= 2 * size:
+    height, width = (size, size) if isinstance(size, int) else size
+    while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    scale = size / min(image.size)
+    scale = max(width / image.width, height / image.height)
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-    left, top = (image.width - size) // 2, (image.height - size) // 2
-    return image.crop((left, top, left + size, top + size))
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))

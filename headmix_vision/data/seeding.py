@@ -1,4 +1,4 @@
-"""Random numbers that depend on what is drawn (seed, epoch, sample), never on who draws it or when."""
+"""Seeds random numbers by what is drawn (seed, epoch, sample), never by who draws it or when."""
 
 import hashlib
 import random

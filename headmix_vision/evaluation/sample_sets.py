@@ -17,14 +17,13 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.datasets import STREAMING, open_canvas, open_source, reader_kind
-from headmix_vision.data.datasets.base import Digits, Source
+from headmix_vision.data.datasets import find_dataset, open_source
+from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, to_picture
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays
 from headmix_vision.png import Item, read_item, to_item
 
 DECODER_THREADS = 8
-CANVAS_SIZE = 64
 SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
 _EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[-\d:]+)\])?")
@@ -180,27 +179,22 @@ class DatasetImages:
 
     kind = "dataset"
 
-    def __init__(self, name: str, sources: Sequence[Source], indices: slice) -> None:
+    def __init__(self, name: str, images: Source, indices: slice) -> None:
         self.source = name
-        everything = [(source, index) for source in sources for index in range(len(source))]
-        self.items = everything[indices]
+        self.images = images
+        self.indices = range(len(images))[indices]
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.indices)
 
     def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
-        for source, index in self.items:
-            name = source.name(index)
+        for index in self.indices:
+            name = self.images.name(index)
             try:
-                image, _ = source.read(index)
+                image, _ = self.images.read(index)
             except Exception as error:  # as in Folder
                 raise InputError(f"{name} cannot be read ({type(error).__name__}: {error})") from None
-            yield name, _to_pil(image) if isinstance(image, Tensor) else image
-
-
-def _to_pil(image: Tensor) -> Image.Image:
-    pixels = (image * 255).round().clamp(0, 255).to(torch.uint8)
-    return Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).contiguous().numpy())
+            yield name, to_picture(image)
 
 
 def open_images(source: str, mode: str, image_size: int | None = None, root: str | None = None) -> ImageSet:
@@ -234,23 +228,16 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
 
 def _open_dataset(source: str, mode: str, image_size: int | None, root: str | None) -> DatasetImages:
     match = _DATASET.fullmatch(source)
-    try:
-        kind = reader_kind(match["name"]) if match else ""
-    except ValueError as error:
-        raise InputError(f"{source} is neither a file, nor a folder, nor a data set: {error}") from None
-    if match is None or kind in STREAMING:
-        raise InputError(f"{source} is neither a file, nor a folder, nor a random-access data set NAME[:SPLIT][SLICE]")
+    if match is None:
+        raise InputError(f"{source} is neither a file, nor a folder, nor a data set NAME[:SPLIT][SLICE]")
     name, split = match["name"], match["split"]
+    try:
+        entry = find_dataset(name, "scoring")
+    except InputError as error:
+        raise InputError(f"{source} is neither a file, nor a folder, nor a data set to score: {error}") from None
     bounds = [int(part) if part else None for part in (match["slice"] or ":").split(":")]
     if not 2 <= len(bounds) <= 3 or bounds[2:] == [0]:
         raise InputError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
-    if kind == "digits":
-        sources: list[Source] = [Digits(part) for part in ([split] if split else ["train", "validation"])]
-    elif kind == "canvas":
-        size = image_size or CANVAS_SIZE
-        sources = [open_canvas(name, split or "validation", (size, size), channels=1)]
-    elif kind == "fake":
-        raise InputError("fake images cannot be scored")
-    else:
-        sources = [open_source(name, root, split or "validation", mode)]
-    return DatasetImages(source, sources, slice(*bounds))
+    grid = (image_size, image_size) if image_size else ()
+    request = SplitRequest(name, split or entry.scored_split, (CHANNELS[mode], *grid), "scoring", root=root)
+    return DatasetImages(source, open_source(request), slice(*bounds))

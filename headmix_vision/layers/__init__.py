@@ -2,22 +2,22 @@
 
 from headmix_vision.layers.attention import HeadMixAttention
 from headmix_vision.layers.block_mixing import MixingMatrix, resample_mixing
-from headmix_vision.layers.cores import CORES, LAYER_OPTIONS, LinearCore, MHLACore, SoftmaxCore
-from headmix_vision.layers.cores.base import AttentionCore
-from headmix_vision.layers.cores.head_in_head import HeadInHeadCore
+from headmix_vision.layers.cores import CORES, AttentionCore, HeadInHeadCore, LinearCore, MHLACore, SoftmaxCore
 from headmix_vision.layers.grid_convolution import ConvPositionEncoding
-from headmix_vision.layers.head_mixes import HEAD_MIXES
+from headmix_vision.layers.head_mixes import HEAD_MIXES, HeadMix
+from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.layers.sub_head_mask import SubHeadMask
 from headmix_vision.layers.weight_decay import undecayed_parameters
 
 __all__ = [
     "CORES",
     "HEAD_MIXES",
-    "LAYER_OPTIONS",
     "AttentionCore",
     "ConvPositionEncoding",
     "HeadInHeadCore",
+    "HeadMix",
     "HeadMixAttention",
+    "LayerSpec",
     "LinearCore",
     "MHLACore",
     "MixingMatrix",

@@ -5,7 +5,7 @@ B batch, N tokens, C width, H heads, D = C / H head dim.
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from headmix_vision.errors import InputError
 from headmix_vision.layers.cores import CORES
 from headmix_vision.layers.grid_convolution import ConvPositionEncoding
-from headmix_vision.layers.head_mixes import HEAD_MIXES
+from headmix_vision.layers.head_mixes import HEAD_MIXES, HeadMix
+from headmix_vision.layers.spec import LayerSpec
+from headmix_vision.ops import TokenGrid
 
 
 class HeadMixAttention(nn.Module):
@@ -25,11 +27,12 @@ class HeadMixAttention(nn.Module):
         dim: width C.
         num_heads: H, a divisor of ``dim``.
         core: ``"softmax"``, ``"linear"``, ``"mhla"`` or ``"hih"``.
-        head_mix: mix across feature heads before the core, or None.
+        head_mix: mix across feature heads, a name in ``HEAD_MIXES``, or None.
         grid: token grid, (H, W) or (T, H, W), prefix tokens left out.
         block_grid: blocks along each axis, for block-wise cores. It stays fixed when the grid changes.
         num_prefix_tokens: class and register tokens in front of the grid.
-        core_args: further arguments of the core, such as ``normalizer`` or ``mixing_init`` for ``"mhla"``.
+        core_args: options of the core, such as ``normalizer`` or ``mixing_init`` for ``"mhla"``.
+        head_mix_args: options of the head mix.
         qk_norm: RMSNorm of queries and keys over the full width.
         cpe: depthwise 3x3 convolutional positional encoding of the input.
         output_norm: RMSNorm of each head's output.
@@ -41,7 +44,9 @@ class HeadMixAttention(nn.Module):
         call alone.
 
     Raises:
-        InputError: for an unknown core or head mix, heads not dividing the width, or blocks not fitting the grid.
+        InputError: for an unknown core or head mix, options of a mix without one, heads not dividing the width, blocks
+            not fitting the grid, and, when called, a number of tokens that is not the grid's or a mask that the core or
+            the mix cannot take.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class HeadMixAttention(nn.Module):
         block_grid: tuple[int, ...] = (4, 4),
         num_prefix_tokens: int = 0,
         core_args: dict[str, Any] | None = None,
+        head_mix_args: dict[str, Any] | None = None,
         qk_norm: bool = False,
         cpe: bool = False,
         output_norm: bool = False,
@@ -74,27 +80,22 @@ class HeadMixAttention(nn.Module):
             raise InputError(f"core must be one of {tuple(CORES)}, got {core!r}.")
         if head_mix is not None and head_mix not in HEAD_MIXES:
             raise InputError(f"head_mix must be None or one of {tuple(HEAD_MIXES)}, got {head_mix!r}.")
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        if head_mix is None and head_mix_args:
+            raise InputError(f"head_mix_args={head_mix_args} needs a head_mix, one of {tuple(HEAD_MIXES)}.")
         head_dim = dim // num_heads
-        self.num_heads, self.head_dim, self.num_prefix_tokens = num_heads, head_dim, num_prefix_tokens
-        self.grid = tuple(grid)
+        self.head_dim, self.grid = head_dim, TokenGrid.of(grid, num_prefix_tokens)
+        spec = LayerSpec(dim, num_heads, head_dim, self.grid, tuple(block_grid), attn_drop, device, dtype)
+        factory = spec.factory
 
-        self.cpe = ConvPositionEncoding(dim, len(self.grid), **factory) if cpe else None
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
-        self.q_norm = nn.RMSNorm(dim, eps=1e-6, **factory) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(dim, eps=1e-6, **factory) if qk_norm else nn.Identity()
-        self.head_mix = HEAD_MIXES[head_mix](num_heads, **factory) if head_mix else None
-        needed: dict[str, Any] = {"dim": dim} if CORES[core].reads_input else {}
-        self.core = CORES[core](
-            num_heads,
-            self.grid,
-            tuple(block_grid),
-            num_prefix_tokens,
-            attn_drop=attn_drop,
-            **factory,
-            **needed,
-            **(core_args or {}),
-        )
+        self.cpe = ConvPositionEncoding(dim, len(self.grid.shape), **factory) if cpe else None
+        mix = HeadMix if head_mix is None else HEAD_MIXES[head_mix]
+        self.head_mix = mix(spec, **(head_mix_args or {}))
+        self.projected_dims = [heads * head_dim for heads in self.head_mix.projected_heads]
+        self.qkv = nn.Linear(dim, sum(self.projected_dims), bias=qkv_bias, **factory)
+        q_dim, k_dim, _ = self.projected_dims
+        self.q_norm = nn.RMSNorm(q_dim, eps=1e-6, **factory) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(k_dim, eps=1e-6, **factory) if qk_norm else nn.Identity()
+        self.core = CORES[core](self.head_mix.core_spec(spec), **(core_args or {}))
         self.output_norm = nn.RMSNorm(head_dim, eps=1e-6, **factory) if output_norm else nn.Identity()
         self.gate = nn.Linear(dim, dim, bias=False, **factory) if output_gate else None
         self.norm = (norm_layer or nn.LayerNorm)(dim, **factory) if scale_norm else nn.Identity()
@@ -103,8 +104,16 @@ class HeadMixAttention(nn.Module):
 
     def set_grid(self, grid: tuple[int, ...]) -> None:
         """Use another token grid; weights are untouched."""
-        self.core.set_grid(tuple(grid))
-        self.grid = tuple(grid)
+        self.grid = replace(self.grid, shape=tuple(grid))
+        self.core.set_grid(self.grid.repeat(self.head_mix.repeats))
+
+    def set_block_grid(self, block_grid: tuple[int, ...]) -> None:
+        """Cut the token grid into other blocks; the mixing matrix is resampled.
+
+        Raises:
+            InputError: if the core has no blocks, or they do not fit the grid.
+        """
+        self.core.set_block_grid(tuple(block_grid))
 
     def forward(
         self,
@@ -113,28 +122,38 @@ class HeadMixAttention(nn.Module):
         is_causal: bool = False,
         grid: tuple[int, ...] | None = None,
     ) -> Tensor:
-        grid = self.grid if grid is None else grid
-        _check_tokens(x, grid, self.num_prefix_tokens)
+        tokens = self.grid if grid is None else replace(self.grid, shape=tuple(grid))
+        _check_tokens(x, tokens)
         if self.cpe is not None:
-            x = self.cpe(x, grid, self.num_prefix_tokens)
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
+            x = self.cpe(x, tokens)
+        q, k, v = self.qkv(x).split(self.projected_dims, dim=-1)
         q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (q, k, v))
-        if self.head_mix is not None:
-            q, k, v = self.head_mix(q, k, v)
-        out = self.core(q, k, v, grid, attn_mask, is_causal, x if self.core.reads_input else None)
+        q, k, v = self.head_mix.before(*(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)))
+        needed: dict[str, Any] = {"x": x} if self.core.reads_input else {}
+        if self.core.forms_weights:
+            needed |= {"attn_mask": attn_mask, "is_causal": is_causal}
+        if not self.core.forms_weights or self.head_mix.repeats > 1:
+            _refuse_masks(attn_mask, is_causal, type(self.core).__name__, self.head_mix.repeats)
+        out = self.head_mix.after(self.core(q, k, v, tokens.repeat(self.head_mix.repeats), **needed))
         out = self.output_norm(out).flatten(2)
         if self.gate is not None:
             out = out * F.silu(self.gate(x))
         return self.proj_drop(self.proj(self.norm(out)))
 
 
+# torch.fx records these calls whole: checks need real arguments.
 @torch.fx.wrap
-def _check_tokens(x: Tensor, grid: tuple[int, ...], num_prefix_tokens: int) -> None:
-    expected = num_prefix_tokens + math.prod(grid)
-    if x.shape[1] != expected:
-        shape = "x".join(map(str, grid))
+def _check_tokens(x: Tensor, grid: TokenGrid) -> None:
+    if x.shape[1] != grid.num_tokens:
+        shape = "x".join(map(str, grid.shape))
         raise InputError(
-            f"{x.shape[1]} tokens given, but the layer expects {expected}: "
-            f"{num_prefix_tokens} prefix tokens and a {shape} grid."
+            f"{x.shape[1]} tokens given, but the layer expects {grid.num_tokens}: "
+            f"{grid.num_prefix_tokens} prefix tokens and a {shape} grid."
         )
+
+
+@torch.fx.wrap
+def _refuse_masks(attn_mask: Tensor | None, is_causal: bool, core: str, repeats: int) -> None:
+    if attn_mask is not None or is_causal:
+        alone = " whose tokens are not repeated by a head mix" if repeats > 1 else ""
+        raise InputError(f"attn_mask and is_causal need the 'softmax' core{alone}, not {core}.")

@@ -36,6 +36,8 @@ class MixingMatrix(nn.Module):
         InputError: for an unknown ``init``.
     """
 
+    undecayed = ("weight",)  # nothing about a mixing matrix should be small
+
     def __init__(
         self,
         blocks: TokenBlocks,

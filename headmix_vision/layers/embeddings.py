@@ -11,20 +11,22 @@ from torch import Tensor, nn
 from headmix_vision.errors import InputError
 
 
-def sincos_positions(dim: int, grid: tuple[int, int], base_grid: tuple[int, int], like: Tensor) -> Tensor:
-    """Fixed 2-D sine-cosine position embedding, as in MAE and DiT: the first half of the channels tells the column.
+def sincos_positions(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], like: Tensor) -> Tensor:
+    """Compute fixed sine-cosine position embeddings of a 1-D to 3-D grid.
 
-    A grid other than ``base_grid`` covers the same extent more finely or coarsely: the centre of token ``i`` of ``g``
-    lies at ``(i + 1/2) * base / g - 1/2``.
+    On two axes they are those of MAE and DiT: the first half of the channels tells the column, the second the row. A
+    grid other than ``base_grid`` covers the same extent more finely or coarsely: the centre of token ``i`` of ``g``
+    lies at ``(i + 1/2) * base / g - 1/2``. A third axis in front, time, adds its own embedding less that of its first
+    place, so that the first frame has the positions of an image; more frames extend it, they do not stretch it.
 
     Args:
         dim: channels C, a multiple of 4.
-        grid: token grid (H, W).
+        grid: token grid, (H, W) for images or (T, H, W) for videos.
         base_grid: the grid on which positions are whole numbers.
         like: gives device and dtype.
 
     Returns:
-        [H * W, C] in raster order.
+        [N, C] for the N tokens of the grid, in raster order.
 
     Raises:
         InputError: if ``dim`` is no multiple of 4.
@@ -32,27 +34,35 @@ def sincos_positions(dim: int, grid: tuple[int, int], base_grid: tuple[int, int]
     if dim % 4:
         raise InputError(f"sine-cosine positions need a width that is a multiple of 4, got {dim}.")
     if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
-        return _sincos(dim, grid, base_grid, like.device).to(like.dtype)
+        return _sincos(dim, grid, base_grid, like.device).float().to(like.dtype)
     return _cached_sincos(dim, grid, base_grid, like.device).to(like.dtype)
 
 
-def _sincos(dim: int, grid: tuple[int, int], base_grid: tuple[int, int], device: torch.device) -> Tensor:
-    quarter = dim // 4
-    frequencies = 10000 ** (-torch.arange(quarter, dtype=torch.float64, device=device) / quarter)
-    axes = []
-    for size, base in zip(grid, base_grid, strict=True):
-        centers = (torch.arange(size, dtype=torch.float64, device=device) + 0.5) * (base / size) - 0.5
-        angles = centers[:, None] * frequencies
-        axes.append(torch.cat([angles.sin(), angles.cos()], dim=1))
-    rows, columns = axes
-    columns = columns[None, :].expand(grid[0], -1, -1)
-    return torch.cat([columns, rows[:, None].expand(-1, grid[1], -1)], dim=2).flatten(0, 1).float()
+def _sincos(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], device: torch.device) -> Tensor:
+    """float64 [N, C]."""
+    if len(grid) == 1:
+        return _axis(dim, grid[0], base_grid[0], device)
+    if len(grid) == 3:
+        frames = _axis(dim, grid[0], grid[0], device)
+        image = _sincos(dim, grid[1:], base_grid[1:], device)
+        return (image + (frames - frames[:1])[:, None]).flatten(0, 1)
+    row, column = (_axis(dim // 2, size, base, device) for size, base in zip(grid, base_grid, strict=True))
+    column, row = column[None].expand(grid[0], -1, -1), row[:, None].expand(-1, grid[1], -1)
+    return torch.cat([column, row], dim=2).flatten(0, 1)
+
+
+def _axis(dim: int, size: int, base: int, device: torch.device) -> Tensor:
+    """Sines, then cosines, of the places along one axis: float64 [size, dim]."""
+    frequencies = 10000 ** (-torch.arange(dim // 2, dtype=torch.float64, device=device) / (dim // 2))
+    centers = (torch.arange(size, dtype=torch.float64, device=device) + 0.5) * (base / size) - 0.5
+    angles = centers[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 @lru_cache(maxsize=64)
-def _cached_sincos(dim: int, grid: tuple[int, int], base_grid: tuple[int, int], device: torch.device) -> Tensor:
+def _cached_sincos(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        return _sincos(dim, grid, base_grid, device)
+        return _sincos(dim, grid, base_grid, device).float()
 
 
 class TimestepEmbedding(nn.Module):

@@ -1,9 +1,11 @@
-"""Convolutions and positional encodings on the token grid."""
+"""Depthwise convolutions on the token grid."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from headmix_vision.ops import TokenGrid
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -18,7 +20,8 @@ class GridConvolution(nn.Module):
         bias: add a bias.
 
     Shape:
-        ``x`` [B, N, C] -> [B, N, C]; the first ``num_prefix_tokens`` tokens pass unchanged.
+        ``x`` [B, N, C] -> [B, N, C], for the N tokens of ``grid``. Prefix tokens pass unchanged; of repeated places
+        each is convolved with the same place of other tokens.
     """
 
     def __init__(
@@ -34,12 +37,19 @@ class GridConvolution(nn.Module):
         conv, padding = CONVOLUTIONS[num_axes - 1], kernel_size // 2
         self.proj = conv(dim, dim, kernel_size, padding=padding, groups=dim, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, grid: tuple[int, ...], num_prefix_tokens: int = 0) -> Tensor:
-        prefix, tokens = x[:, :num_prefix_tokens], x[:, num_prefix_tokens:]
-        tokens = self.combine(tokens, self.proj(tokens.transpose(1, 2).unflatten(2, grid)).flatten(2).transpose(1, 2))
-        return torch.cat([prefix, tokens], dim=1) if num_prefix_tokens else tokens
+    def forward(self, x: Tensor, grid: TokenGrid) -> Tensor:
+        repeats, num_prefix_places = grid.repeats, grid.num_prefix_tokens * grid.repeats
+        prefix, tokens = x[:, :num_prefix_places], x[:, num_prefix_places:]
+        if repeats > 1:  # each place on a grid of its own
+            tokens = tokens.unflatten(1, (-1, repeats)).transpose(1, 2).flatten(0, 1)
+        convolved = self.proj(tokens.transpose(1, 2).unflatten(2, grid.shape)).flatten(2).transpose(1, 2)
+        tokens = self.combine(tokens, convolved)
+        if repeats > 1:
+            tokens = tokens.unflatten(0, (-1, repeats)).transpose(1, 2).flatten(1, 2)
+        return torch.cat([prefix, tokens], dim=1) if num_prefix_places else tokens
 
     def combine(self, tokens: Tensor, convolved: Tensor) -> Tensor:
+        """The result for the tokens of the grid: here their convolution alone."""
         return convolved
 
 

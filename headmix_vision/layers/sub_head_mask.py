@@ -33,6 +33,7 @@ class SubHeadMask(nn.Module):
         InputError: if there is no sub-head.
     """
 
+    undecayed = ("weight",)  # nothing about a mask should be small
     ones: Tensor
 
     def __init__(
@@ -71,6 +72,11 @@ class SubHeadMask(nn.Module):
         if self.proj is None:
             return normalize_mask(self.weight)
         return normalize_mask(self.proj(x).unflatten(-1, (self.num_heads, self.num_sub_heads, self.num_sub_heads)))
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each token has masks of its own."""
+        return self.proj is not None
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_sub_heads={self.num_sub_heads}"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from headmix_vision.layers.block_mixing import MixingMatrix
-from headmix_vision.layers.sub_head_mask import SubHeadMask
-
 
 def undecayed_parameters(model: nn.Module) -> set[str]:
-    """Names of the mixing matrices and masks in a model: nothing about them should be small."""
+    """Return the names of the parameters that a module lists as its ``undecayed``, such as mixing matrices."""
     return {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, MixingMatrix | SubHeadMask) and hasattr(module, "weight")
+        f"{module_name}.{name}"
+        for module_name, module in model.named_modules()
+        for name in getattr(module, "undecayed", ())
+        if getattr(module, name, None) is not None
     }

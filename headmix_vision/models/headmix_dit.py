@@ -5,20 +5,22 @@ B batch, C latent channels, H x W latent size, p patch size, N = HW / p² tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from timm.layers import Mlp, to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
-from headmix_vision.layers import CORES, LAYER_OPTIONS, HeadMixAttention, MHLACore, undecayed_parameters
+from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
+from headmix_vision.models.names import Variant, register_family
 
 __all__ = ["HeadMixDiT"]  # timm appends the registered names
 
@@ -83,8 +85,9 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         core: ``"softmax"``, ``"linear"``, ``"mhla"`` or ``"hih"``.
         head_mix: mix across feature heads, or None.
         block_grid: token blocks along height and width, for block-wise cores.
-        core_args: further arguments of the core, see :mod:`headmix_vision.layers.cores`.
+        core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
         cpe, output_gate, output_norm, qk_norm: options of :class:`~headmix_vision.layers.HeadMixAttention`.
+        head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
 
     Shape:
         ``x`` [B, C, H, W], ``t`` [B] in [0, 1000] (or one number), ``y`` [B] int64 -> [B, C or 2C, H, W]; with the
@@ -119,6 +122,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         output_gate: bool = False,
         output_norm: bool = False,
         qk_norm: bool = False,
+        head_mix_args: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("patch_size", patch_size), ("in_channels", in_channels), ("depth", depth)):
@@ -149,6 +153,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
                     grid=self.base_grid,
                     block_grid=to_2tuple(block_grid),
                     core_args=core_args,
+                    head_mix_args=head_mix_args,
                     qk_norm=qk_norm,
                     cpe=cpe,
                     output_norm=output_norm,
@@ -224,9 +229,8 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         return c + self.y_embedder(y)
 
     def _to_images(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
-        p = self.patch_size
-        patches = patches.unflatten(2, (p, p, self.out_channels)).unflatten(1, grid)
-        return patches.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, grid[0] * p, grid[1] * p)
+        sizes = {"h": grid[0], "w": grid[1], "p": self.patch_size, "q": self.patch_size}
+        return rearrange(patches, "b (h w) (p q c) -> b c (h p) (w q)", **sizes)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute blocks in the backward pass (timm's name for it)."""
@@ -243,10 +247,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
     def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
         """Change the number of token blocks: mixing matrices are resampled."""
         for block in self.blocks:
-            core = cast(HeadMixAttention, block.attn).core
-            if not isinstance(core, MHLACore):
-                raise InputError(f"{type(core).__name__} has no token blocks.")
-            core.set_block_grid(to_2tuple(block_grid))
+            cast(HeadMixAttention, block.attn).set_block_grid(to_2tuple(block_grid))
         self.register_to_config(block_grid=to_2tuple(block_grid))
 
 
@@ -257,6 +258,7 @@ SIZES = {
     "xl": {"embed_dim": 1152, "depth": 28, "num_heads": 16},
 }
 PATCH_SIZES = (2, 4, 8)
+LATENTS = {"input_size": 32, "in_channels": 4, "num_classes": 1000}
 # A DiT for the embedded 8x8 digits: 4 blocks of 2x2 tokens.
 DIGITS = {"input_size": 8, "patch_size": 2, "in_channels": 1, "num_classes": 10}
 DIGITS_DIMS = {"embed_dim": 128, "depth": 6, "num_heads": 4, "block_grid": (2, 2), "cpe": True}
@@ -273,21 +275,14 @@ def _cfg(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _variants() -> dict[str, dict[str, Any]]:
-    """Model arguments of every registered name."""
-    variants: dict[str, dict[str, Any]] = {}
-    for core in CORES:
-        options = LAYER_OPTIONS.get(core, {})
-        for size, dims in SIZES.items():
-            for patch_size in PATCH_SIZES:
-                args = {"input_size": 32, "in_channels": 4, "num_classes": 1000, "patch_size": patch_size}
-                variants[f"dit_{core}_{size}_{patch_size}"] = {**args, **dims, "core": core, **options}
-        variants[f"dit_{core}_digits"] = {**DIGITS, **DIGITS_DIMS, "core": core, **options}
-    return variants
+def _members(core: str) -> Iterator[tuple[str, Variant]]:
+    """Sizes with their patches: of 256 px in the latents of the usual autoencoder, and of embedded digits."""
+    for size, dims in SIZES.items():
+        for patch_size in PATCH_SIZES:
+            arguments = {**LATENTS, "patch_size": patch_size, **dims}
+            yield f"{size}_{patch_size}", Variant(arguments, _cfg(arguments))
+    yield "digits", Variant({**DIGITS, **DIGITS_DIMS}, _cfg(DIGITS))
 
-
-VARIANTS = _variants()
-default_cfgs = generate_default_cfgs({name: _cfg(args) for name, args in VARIANTS.items()})
 
 _OUR_NAMES = {"img_size": "input_size", "in_chans": "in_channels"}
 
@@ -301,14 +296,4 @@ def _create_headmix_dit(variant: str, pretrained: bool = False, **kwargs: Any) -
     return build_model_with_cfg(HeadMixDiT, variant, pretrained, kwargs_filter=cast(Any, tuple(_OUR_NAMES)), **kwargs)
 
 
-def _entrypoint(name: str, model_args: dict[str, Any]) -> Callable[..., HeadMixDiT]:
-    def create(pretrained: bool = False, **kwargs: Any) -> HeadMixDiT:
-        return _create_headmix_dit(name, pretrained, **{**model_args, **kwargs})
-
-    create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"{name}: {model_args}."
-    return create
-
-
-for _name, _args in VARIANTS.items():
-    globals()[_name] = register_model(_entrypoint(_name, _args))
+register_family("dit", _members, _create_headmix_dit, __name__)

@@ -5,19 +5,21 @@ Everything outside the attention layer is timm's VisionTransformer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 import torch.fx
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.layers import resample_abs_pos_embed, to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
-from headmix_vision.layers import LAYER_OPTIONS, HeadMixAttention, MHLACore, undecayed_parameters
+from headmix_vision.layers import HeadMixAttention, undecayed_parameters
+from headmix_vision.models.names import Variant, register_family
 
 __all__ = ["HeadMixVisionTransformer"]  # timm appends the registered names
 
@@ -40,7 +42,8 @@ class HeadMixVisionTransformer(VisionTransformer):
         core: ``"softmax"``, ``"linear"``, ``"mhla"`` or ``"hih"``.
         head_mix: mix across feature heads, or None.
         block_grid: token blocks along height and width, for block-wise cores.
-        core_args: further arguments of the core, see :mod:`headmix_vision.layers.cores`.
+        core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
+        head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
         cpe, output_norm, output_gate: options of :class:`~headmix_vision.layers.HeadMixAttention`.
         kwargs: arguments of timm's VisionTransformer. ``qk_norm`` normalises over the full width.
 
@@ -57,6 +60,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         head_mix: str | None = None,
         block_grid: int | tuple[int, int] = (4, 4),
         core_args: dict[str, Any] | None = None,
+        head_mix_args: dict[str, Any] | None = None,
         cpe: bool = False,
         output_norm: bool = False,
         output_gate: bool = False,
@@ -77,6 +81,7 @@ class HeadMixVisionTransformer(VisionTransformer):
                 block_grid=to_2tuple(block_grid),
                 num_prefix_tokens=self.num_prefix_tokens,
                 core_args=core_args,
+                head_mix_args=head_mix_args,
                 cpe=cpe,
                 output_norm=output_norm,
                 output_gate=output_gate,
@@ -101,9 +106,7 @@ class HeadMixVisionTransformer(VisionTransformer):
     def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
         """Change the number of token blocks: mixing matrices are resampled."""
         for attention in self._attentions():
-            if not isinstance(attention.core, MHLACore):
-                raise InputError(f"{type(attention.core).__name__} has no token blocks.")
-            attention.core.set_block_grid(to_2tuple(block_grid))
+            attention.set_block_grid(to_2tuple(block_grid))
 
     def _attentions(self) -> list[HeadMixAttention]:
         return [cast(HeadMixAttention, block.attn) for block in self.blocks]
@@ -123,7 +126,7 @@ class HeadMixVisionTransformer(VisionTransformer):
     def _pos_embed(self, x: Tensor) -> Tensor:
         if self.dynamic_img_size:
             for attention in self._attentions():
-                attention.grid = (x.shape[1], x.shape[2])
+                attention.grid = replace(attention.grid, shape=(x.shape[1], x.shape[2]))
         return super()._pos_embed(x)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -170,7 +173,6 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
     }
 
 
-CORE_NAMES = ("softmax", "linear", "mhla", "hih")
 SIZES = {
     "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
     "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
@@ -184,33 +186,23 @@ DIGITS_CFG = _cfg(
 )
 
 
-def _family(prefix: str, core: str) -> dict[str, Any]:
-    """DeiT with a linear core pools by the mean as in the MHLA paper; the others read a class token as in timm."""
-    if prefix == "deit" and core != "softmax":
-        return {"class_token": False, "global_pool": "avg"}
-    return {}
+def _members(family: str) -> Callable[[str], Iterator[tuple[str, Variant]]]:
+    """Sizes and resolutions of a family; a size without a resolution means 224 px."""
+    inception = {"mean": IMAGENET_INCEPTION_MEAN, "std": IMAGENET_INCEPTION_STD} if family == "vit" else {}
+    mean = {"class_token": False, "global_pool": "avg"}
 
+    def members(core: str) -> Iterator[tuple[str, Variant]]:
+        # DeiT pools by the mean as in the MHLA paper; with softmax it reads a class token as in timm, and so does ViT.
+        pooling = mean if family == "deit" and core != "softmax" else {}
+        for size, dims in SIZES.items():
+            arguments = {"patch_size": 16, **dims, **pooling}
+            for suffix, pixels, crop in (("", 224, 0.9), ("_patch16_224", 224, 0.9), ("_patch16_384", 384, 1.0)):
+                cfg = _cfg(input_size=(3, pixels, pixels), crop_pct=crop, **inception)
+                yield f"{size}{suffix}", Variant(arguments, cfg)
+        if family == "deit":
+            yield "digits", Variant({**DIGITS, **mean}, DIGITS_CFG)
 
-def _variants() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Model arguments and default configuration of every registered name."""
-    variants = {}
-    for core in CORE_NAMES:
-        options = LAYER_OPTIONS.get(core, {})
-        for prefix in ("deit", "vit"):
-            inception = {"mean": IMAGENET_INCEPTION_MEAN, "std": IMAGENET_INCEPTION_STD} if prefix == "vit" else {}
-            for size, dims in SIZES.items():
-                args = {"patch_size": 16, **dims, **_family(prefix, core), "core": core, **options}
-                for res, crop in ((224, 0.9), (384, 1.0)):
-                    cfg = _cfg(input_size=(3, res, res), crop_pct=crop, **inception)
-                    variants[f"{prefix}_{core}_{size}_patch16_{res}"] = (args, cfg)
-                variants[f"{prefix}_{core}_{size}"] = variants[f"{prefix}_{core}_{size}_patch16_224"]
-        digits = {**DIGITS, "class_token": False, "global_pool": "avg", "core": core, **options}
-        variants[f"deit_{core}_digits"] = (digits, DIGITS_CFG)
-    return variants
-
-
-VARIANTS = _variants()
-default_cfgs = generate_default_cfgs({name: cfg for name, (_, cfg) in VARIANTS.items()})
+    return members
 
 
 def _create_headmix_vit(variant: str, pretrained: bool = False, **kwargs: Any) -> HeadMixVisionTransformer:
@@ -224,14 +216,5 @@ def _create_headmix_vit(variant: str, pretrained: bool = False, **kwargs: Any) -
     )
 
 
-def _entrypoint(name: str, model_args: dict[str, Any]) -> Callable[..., HeadMixVisionTransformer]:
-    def create(pretrained: bool = False, **kwargs: Any) -> HeadMixVisionTransformer:
-        return _create_headmix_vit(name, pretrained, **{**model_args, **kwargs})
-
-    create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"{name}: {model_args}."
-    return create
-
-
-for _name, (_args, _) in VARIANTS.items():
-    globals()[_name] = register_model(_entrypoint(_name, _args))
+for _family in ("deit", "vit"):
+    register_family(_family, _members(_family), _create_headmix_vit, __name__)

@@ -1,8 +1,19 @@
 """Attention mathematics on tensors: one folder per op, no modules, no models."""
 
-from headmix_vision.ops.head_in_head import head_in_head, head_in_head_rwkv7
+from headmix_vision.ops.head_in_head import HeadInHeadOutput, head_in_head, head_in_head_rwkv7
 from headmix_vision.ops.mhla import mhla
 from headmix_vision.ops.token_blocks import BlockTables, TokenBlocks
+from headmix_vision.ops.token_grid import TokenGrid
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
 
-__all__ = ["BlockTables", "ScanTables", "TokenBlocks", "TokenScan", "head_in_head", "head_in_head_rwkv7", "mhla"]
+__all__ = [
+    "BlockTables",
+    "HeadInHeadOutput",
+    "ScanTables",
+    "TokenBlocks",
+    "TokenGrid",
+    "TokenScan",
+    "head_in_head",
+    "head_in_head_rwkv7",
+    "mhla",
+]

@@ -1,14 +1,27 @@
-"""Whether the Triton kernels can be loaded at all; imports no Triton of a version that they do not know."""
+"""Which implementation of an op runs, and why the Triton kernels cannot run where that is so.
+
+This file imports no Triton of a version that the kernels do not know.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from headmix_vision.errors import InputError
 
 OLDEST_TRITON = (3, 6)
+MAX_DIM = 128
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Run = TypeVar("Run", bound=Callable[..., object])
 
 
 def why_no_kernels() -> str | None:
-    """Reason why the kernels cannot be loaded, if so: older versions of Triton lack some of their language."""
+    """Return the reason why the kernels cannot be loaded, if so: an older Triton lacks some of their language."""
     if find_spec("triton") is None:
         return "q cannot reach the kernels: the package triton is not installed"
     import triton
@@ -19,4 +32,49 @@ def why_no_kernels() -> str | None:
     return None
 
 
+def _is_interpreted() -> bool:
+    import triton
+
+    return triton.knobs.runtime.interpret
+
+
 NO_KERNELS = why_no_kernels()
+INTERPRETED = NO_KERNELS is None and _is_interpreted()  # as of the definition of the kernels
+
+
+def why_not_triton(q: Tensor, v: Tensor) -> str | None:
+    """Return the reason, naming the argument, why no kernel can run on these inputs; None if one can."""
+    if NO_KERNELS is not None:
+        return NO_KERNELS
+    if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
+        return f"q is on {q.device}: the kernels need a CUDA device"
+    if torch.version.hip is not None:
+        return f"q is on {q.device} of a ROCm build of torch: the kernels are written for NVIDIA GPUs"
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return f"q is on {torch.cuda.get_device_name(q.device)}: the kernels need compute capability 8.0"
+    if q.dtype not in _DTYPES:
+        return f"q has type {q.dtype}: the kernels take bfloat16, float16 and float32"
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] > MAX_DIM:
+            return f"{name} has head dim {x.shape[-1]}: the kernels take up to {MAX_DIM}"
+    return None
+
+
+def select(impl: str, implementations: Mapping[str, Run], like: Tensor, why_not: Callable[[], str | None]) -> Run:
+    """Choose the implementation of an op.
+
+    Args:
+        impl: name of an implementation, or ``"auto"``: the kernels on a CUDA device wherever they can run, else torch.
+        implementations: ``"reference"``, ``"torch"`` and, where they could be loaded, the names of kernels, which
+            begin with ``"triton"``.
+        like: an input of the op, which tells the device.
+        why_not: returns the reason why the kernels cannot run on the inputs, or None if they can.
+
+    Raises:
+        InputError: if kernels are asked for by name and cannot run; with the reason.
+    """
+    if impl == "auto":
+        return implementations["triton" if like.is_cuda and why_not() is None else "torch"]
+    if impl.startswith("triton") and (reason := why_not()):
+        raise InputError(f"{reason}; impl={impl!r} was asked for.")
+    return implementations[impl]

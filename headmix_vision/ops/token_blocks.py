@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.token_grid import TokenGrid
 
 
 class BlockTables(NamedTuple):
@@ -32,52 +33,59 @@ class BlockTables(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Blocks of a 1-D, 2-D or 3-D token grid, preceded by optional prefix tokens.
+    """Blocks of a :class:`~headmix_vision.ops.TokenGrid`.
 
     Tokens stay in raster order; a block is a set of indices. Along an axis of ``g`` tokens cut into ``b`` blocks,
     token ``i`` belongs to block ``i * b // g``, so sizes differ by at most one when ``g`` is no multiple of ``b``.
-    Prefix tokens (class, register, distillation) form one block of their own, the first.
+    Prefix tokens form one block of their own, the first. Repeated places of a token belong to its block.
 
-    Use :meth:`from_grid`, which validates. Instances are hashable and compare by value.
+    Instances are hashable and compare by value.
+
+    Args:
+        grid: the tokens.
+        block_grid: blocks along each axis, as many axes as the grid.
+
+    Raises:
+        InputError: if the axes do not match, or a block would hold no token.
     """
 
-    grid: tuple[int, ...]
+    grid: TokenGrid
     block_grid: tuple[int, ...]
-    num_prefix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        shape, block_grid = self.grid.shape, self.block_grid
+        if len(shape) != len(block_grid):
+            raise InputError(f"grid {shape} and block_grid {block_grid} must have the same number of axes.")
+        if any(count < 1 for count in block_grid):
+            raise InputError(f"block_grid {block_grid} must be positive.")
+        if any(b > g for g, b in zip(shape, block_grid, strict=True)):
+            raise InputError(
+                f"block_grid {block_grid} is larger than the token grid {shape}: some blocks would be empty."
+            )
 
     @classmethod
     def from_grid(
-        cls, grid: tuple[int, ...] | list[int], block_grid: tuple[int, ...] | list[int], num_prefix_tokens: int = 0
+        cls,
+        grid: TokenGrid | tuple[int, ...] | list[int],
+        block_grid: tuple[int, ...] | list[int],
+        num_prefix_tokens: int = 0,
     ) -> TokenBlocks:
         """Divide a token grid into blocks.
 
         Args:
-            grid: tokens along each axis, (H, W) for images or (T, H, W) for videos.
+            grid: tokens along each axis, (H, W) for images or (T, H, W) for videos; or a complete grid.
             block_grid: blocks along each axis, as many axes as ``grid``.
-            num_prefix_tokens: tokens in front of the grid which form block 0 when there are any.
+            num_prefix_tokens: tokens in front of a grid that is given by its axes.
 
         Raises:
             InputError: if the axes do not match, or a block would hold no token.
         """
-        grid, block_grid = tuple(grid), tuple(block_grid)
-        if not 1 <= len(grid) <= 3 or len(grid) != len(block_grid):
-            raise InputError(
-                f"grid {grid} and block_grid {block_grid} must have the same number of axes, one to three."
-            )
-        if min(grid) < 1 or min(block_grid) < 1:
-            raise InputError(f"grid {grid} and block_grid {block_grid} must be positive.")
-        if any(b > g for g, b in zip(grid, block_grid, strict=True)):
-            raise InputError(
-                f"block_grid {block_grid} is larger than the token grid {grid}: some blocks would be empty."
-            )
-        if num_prefix_tokens < 0:
-            raise InputError(f"num_prefix_tokens must not be negative, got {num_prefix_tokens}.")
-        return cls(grid, block_grid, num_prefix_tokens)
+        return cls(TokenGrid.of(grid, num_prefix_tokens), tuple(block_grid))
 
     @property
     def num_tokens(self) -> int:
-        """N, prefix tokens included."""
-        return self.num_prefix_tokens + math.prod(self.grid)
+        """N, prefix tokens and repeats included."""
+        return self.grid.num_tokens
 
     @property
     def num_blocks(self) -> int:
@@ -86,13 +94,14 @@ class TokenBlocks:
 
     @property
     def num_prefix_blocks(self) -> int:
-        return int(self.num_prefix_tokens > 0)
+        """1 where prefix tokens form a block, else 0."""
+        return int(self.grid.num_prefix_tokens > 0)
 
     @property
     def max_block_size(self) -> int:
-        """n, tokens in the largest block."""
-        largest = math.prod([-(-g // b) for g, b in zip(self.grid, self.block_grid, strict=True)])
-        return max(largest, self.num_prefix_tokens)
+        """n, tokens in the largest block, repeats included."""
+        largest = math.prod([-(-g // b) for g, b in zip(self.grid.shape, self.block_grid, strict=True)])
+        return self.grid.repeats * max(largest, self.grid.num_prefix_tokens)
 
     @property
     def is_even(self) -> bool:
@@ -110,8 +119,8 @@ class TokenBlocks:
 
     def block_centers(self) -> Tensor:
         """Mean coordinates, in tokens, of the grid's blocks (prefix block left out): float64 [M - prefix, axes]."""
-        axes = [_axis_centers(g, b) for g, b in zip(self.grid, self.block_grid, strict=True)]
-        return torch.cartesian_prod(*axes).reshape(math.prod(self.block_grid), len(self.grid))
+        axes = [_axis_centers(g, b) for g, b in zip(self.grid.shape, self.block_grid, strict=True)]
+        return torch.cartesian_prod(*axes).reshape(math.prod(self.block_grid), len(self.block_grid))
 
 
 def _axis_starts(size: int, blocks: int, device: torch.device) -> Tensor:
@@ -125,14 +134,14 @@ def _axis_centers(size: int, blocks: int) -> Tensor:
 
 
 def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
-    n = blocks.max_block_size
-    prefix, prefix_blocks = blocks.num_prefix_tokens, blocks.num_prefix_blocks
+    repeats, prefix, prefix_blocks = blocks.grid.repeats, blocks.grid.num_prefix_tokens, blocks.num_prefix_blocks
+    n = blocks.max_block_size // repeats
 
     # Raster index of every (block, place in block); an axis whose block is short is marked by -1, and so the product.
     block_of_token = torch.zeros((), dtype=torch.long, device=device)
     slot_in_block = torch.zeros((), dtype=torch.long, device=device)
     index = torch.zeros((1, 1), dtype=torch.long, device=device)
-    for size, count in zip(blocks.grid, blocks.block_grid, strict=True):
+    for size, count in zip(blocks.grid.shape, blocks.block_grid, strict=True):
         length = -(-size // count)
         starts = _axis_starts(size, count, device)
         place = torch.arange(length, device=device)
@@ -153,7 +162,13 @@ def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
         index = torch.cat([first[None], index])
         block_of_token = torch.cat([block_of_token.new_zeros(prefix), block_of_token + prefix_blocks])
         slot_in_block = torch.cat([torch.arange(prefix, device=device), slot_in_block])
-    return BlockTables(block_of_token, index, block_of_token * n + slot_in_block)
+    slot_of_token = block_of_token * n + slot_in_block
+    if repeats > 1:
+        each = torch.arange(repeats, device=device)
+        index = torch.where(index[..., None] < 0, -1, index[..., None] * repeats + each).flatten(1)
+        block_of_token = block_of_token.repeat_interleave(repeats)
+        slot_of_token = (slot_of_token[:, None] * repeats + each).flatten()
+    return BlockTables(block_of_token, index, slot_of_token)
 
 
 @lru_cache(maxsize=256)

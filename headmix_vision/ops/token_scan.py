@@ -5,7 +5,6 @@ N tokens.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.token_grid import TokenGrid
 
 SCAN_ORDERS = ("row_major", "column_major")
 
@@ -39,23 +39,35 @@ class ScanTables:
 
 @dataclass(frozen=True)
 class TokenScan:
-    """An order of the tokens of a 1-D, 2-D or 3-D grid, preceded in memory by optional prefix tokens.
+    """An order of the tokens of a :class:`~headmix_vision.ops.TokenGrid`.
 
     A scan that is not reversed reads the grid and then the prefix tokens (class, register, distillation): they close
     over the whole grid. Its reverse is the exact reverse, so there all grid tokens are read after the prefix tokens.
+    Repeated places of a token are read one after the other.
 
-    Use :meth:`from_grid`, which validates. Instances are hashable and compare by value.
+    Instances are hashable and compare by value.
+
+    Args:
+        grid: the tokens.
+        order: ``"row_major"``, the last axis runs fastest, or ``"column_major"``, the first axis runs fastest.
+        reverse: read the whole sequence backwards.
+
+    Raises:
+        InputError: if the order is unknown.
     """
 
-    grid: tuple[int, ...]
+    grid: TokenGrid
     order: str = "row_major"
     reverse: bool = False
-    num_prefix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.order not in SCAN_ORDERS:
+            raise InputError(f"scan order must be one of {SCAN_ORDERS}, got {self.order!r}.")
 
     @classmethod
     def from_grid(
         cls,
-        grid: tuple[int, ...] | list[int],
+        grid: TokenGrid | tuple[int, ...] | list[int],
         order: str = "row_major",
         reverse: bool = False,
         num_prefix_tokens: int = 0,
@@ -63,32 +75,25 @@ class TokenScan:
         """Choose an order of a token grid.
 
         Args:
-            grid: tokens along each axis, (H, W) for images or (T, H, W) for videos.
+            grid: tokens along each axis, (H, W) for images or (T, H, W) for videos; or a complete grid.
             order: ``"row_major"``, the last axis runs fastest, or ``"column_major"``, the first axis runs fastest.
             reverse: read the whole sequence backwards.
-            num_prefix_tokens: tokens in front of the grid.
+            num_prefix_tokens: tokens in front of a grid that is given by its axes.
 
         Raises:
             InputError: if the grid is not one to three positive numbers, or the order is unknown.
         """
-        grid = tuple(grid)
-        if not 1 <= len(grid) <= 3 or min(grid) < 1:
-            raise InputError(f"grid must have one to three axes of at least one token, got {grid}.")
-        if order not in SCAN_ORDERS:
-            raise InputError(f"scan order must be one of {SCAN_ORDERS}, got {order!r}.")
-        if num_prefix_tokens < 0:
-            raise InputError(f"num_prefix_tokens must not be negative, got {num_prefix_tokens}.")
-        return cls(grid, order, reverse, num_prefix_tokens)
+        return cls(TokenGrid.of(grid, num_prefix_tokens), order, reverse)
 
     @property
     def num_tokens(self) -> int:
-        """N, prefix tokens included."""
-        return self.num_prefix_tokens + math.prod(self.grid)
+        """N, prefix tokens and repeats included."""
+        return self.grid.num_tokens
 
     @property
     def is_raster(self) -> bool:
         """Whether tokens are read in the order in which they lie in memory."""
-        return self.order == "row_major" and not self.reverse and not self.num_prefix_tokens
+        return self.order == "row_major" and not self.reverse and not self.grid.num_prefix_tokens
 
     def tables(self, like: Tensor) -> ScanTables:
         """Index tables on the device of ``like``, cached for plain tensors as those of ``TokenBlocks``."""
@@ -122,15 +127,18 @@ class _Reorder(torch.autograd.Function):
 
 
 def _build_tables(scan: TokenScan, device: torch.device) -> ScanTables:
-    prefix, tokens = scan.num_prefix_tokens, math.prod(scan.grid)
+    shape, prefix, tokens = scan.grid.shape, scan.grid.num_prefix_tokens, scan.grid.num_grid_tokens
     order, steps = torch.arange(tokens, device=device), torch.arange(tokens, device=device)
     if scan.order == "column_major":
-        axes = tuple(reversed(range(len(scan.grid))))
-        order = order.view(scan.grid).permute(axes).flatten()
-        steps = steps.view(scan.grid[::-1]).permute(axes).flatten()
+        axes = tuple(reversed(range(len(shape))))
+        order = order.view(shape).permute(axes).flatten()
+        steps = steps.view(shape[::-1]).permute(axes).flatten()
     first = torch.arange(prefix, device=device)
     order, inverse = torch.cat([order + prefix, first]), torch.cat([first + tokens, steps])
-    return ScanTables(order.flip(0), tokens + prefix - 1 - inverse) if scan.reverse else ScanTables(order, inverse)
+    if scan.grid.repeats > 1:
+        each = torch.arange(scan.grid.repeats, device=device)
+        order, inverse = ((x[:, None] * scan.grid.repeats + each).flatten() for x in (order, inverse))
+    return ScanTables(order.flip(0), scan.num_tokens - 1 - inverse) if scan.reverse else ScanTables(order, inverse)
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""What the Triton kernels of all ops ask of their inputs, and the numbers that they compute in."""
+"""The numbers that the Triton kernels of all ops compute in, and how widely they load their inputs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_DIM = 128
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INTERPRETED = triton.knobs.runtime.interpret  # as of the definition of the kernels
+from headmix_vision.ops.selection import INTERPRETED
+
 # As exact as "tf32x3", but with three halves of a float32 in shared memory instead of four; not known when interpreted.
-SMALL_FLOAT32_PRECISION = "tf32x3" if _INTERPRETED else "bf16x6"
+SMALL_FLOAT32_PRECISION = "tf32x3" if INTERPRETED else "bf16x6"
 
 
 class Numerics(NamedTuple):
@@ -32,24 +30,8 @@ def numerics(dtype: torch.dtype) -> Numerics:
     return Numerics(tl.float32, "tf32" if dtype == torch.float16 else "tf32x3", torch.float32)
 
 
-def why_not_triton(q: Tensor, v: Tensor) -> str | None:
-    """Reason, naming the argument, why no kernel can run on these inputs; None if it can."""
-    if q.device.type != "cuda" and not (_INTERPRETED and q.device.type == "cpu"):
-        return f"q is on {q.device}: the kernels need a CUDA device"
-    if torch.version.hip is not None:
-        return f"q is on {q.device} of a ROCm build of torch: the kernels are written for NVIDIA GPUs"
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return f"q is on {torch.cuda.get_device_name(q.device)}: the kernels need compute capability 8.0"
-    if q.dtype not in _DTYPES:
-        return f"q has type {q.dtype}: the kernels take bfloat16, float16 and float32"
-    for name, x in (("q", q), ("v", v)):
-        if x.shape[-1] > MAX_DIM:
-            return f"{name} has head dim {x.shape[-1]}: the kernels take up to {MAX_DIM}"
-    return None
-
-
 def alignment(*tensors: Tensor) -> int:
-    """Largest of 8, 4, 2, 1 dividing all strides but the last dim's, so that rows are loaded in wide words."""
+    """Return the largest of 8, 4, 2, 1 that divides all strides but the last dim's, so that rows load in wide words."""
     if any(x.data_ptr() % 16 for x in tensors):
         return 1
     return math.gcd(8, *(stride for x in tensors for stride in x.stride()[:-1]))

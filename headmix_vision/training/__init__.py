@@ -1,1 +1,1 @@
-"""Training of the models with Lightning: modules, callbacks, run directory and command line."""
+"""Trains the models with Lightning: modules, callbacks, run directory and command line."""

@@ -1,8 +1,7 @@
-"""Lightning's command line with a run directory around it: what training a classifier or a generator shares."""
+"""Defines the command line under `train_cls.py` and `train_gen.py`: Lightning's, with a run directory around it."""
 
 import logging
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +12,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-import headmix_vision
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.runs.checkpoints import check_description, read_checkpoint
 from headmix_vision.runs.directory import find_checkpoint
-from headmix_vision.training import run_directory as files
+from headmix_vision.training import run_directory
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
@@ -25,30 +23,30 @@ from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnN
 from headmix_vision.training.callbacks.progress import ImagesPerSecondBar
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
-from headmix_vision.training.interrupt import InterruptRequest
 from headmix_vision.training.metrics_csv import MetricsCSV
 from headmix_vision.training.options import EmaConfig
+from headmix_vision.training.signals import InterruptRequest
 
 _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite")
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Write `config.yaml` of a training run, without the options that concern this start of it only."""
+    """Writes `config.yaml` of a training run, without the options that concern this start of it only."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the file at the start of `fit`."""
+        """Writes the file at the start of `fit`."""
         if stage != "fit":
             return
         config = self.config.clone()
         for name in _NOT_SAVED:
             config.pop(name, None)
-        path = Path(config.run_dir) / files.CONFIG
+        path = Path(config.run_dir) / run_directory.CONFIG
         path.parent.mkdir(parents=True, exist_ok=True)
         self.parser.save(config, str(path), skip_none=False, skip_validation=True, overwrite=True, multifile=False)
 
 
 class RunCLI(LightningCLI):
-    """Lightning's command line with a run directory around it; a subclass names module and data.
+    """Puts a run directory around Lightning's command line; a subclass names module and data.
 
     Args:
         request: Handler of SIGINT and SIGTERM.
@@ -74,16 +72,16 @@ class RunCLI(LightningCLI):
         )
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the seed: a number, so that two runs of one command are equal."""
+        """Adds the seed, a number, so that two runs of one command are equal."""
         parser.add_argument("--seed_everything", type=int, default=0, help="Seed of everything that is random.")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of the run directory and of the moving average."""
+        """Adds the options of the run directory and of the moving average."""
         parser.add_argument(
             "--run_dir",
             type=str | None,
             default=None,
-            help=f"Run directory (default: {self.runs_folder}/<name of the config file>).",
+            help=f"Run directory (default: {self.runs_folder}/<names of the config files>).",
         )
         parser.add_argument("--overwrite", type=bool, default=False, help="Delete an earlier run in the run directory.")
         parser.add_argument(
@@ -102,12 +100,13 @@ class RunCLI(LightningCLI):
         return self.config[self.config.subcommand]
 
     def default_run_name(self) -> str:
-        """Name of the run directory if none is given: that of the first config file."""
-        config_files = self.options.get("config") or []
-        return Path(str(config_files[0])).stem if config_files else self.options.model.name
+        """Joins the names of all config files but overlays, which change how a run is done and not what it does."""
+        paths = [Path(str(path)) for path in self.options.get("config") or []]
+        stems = [path.stem for path in paths if path.parent.name != "overlays"]
+        return "-".join(stems) or self.options.model.name
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, then settle run directory and checkpoint: whatever is wrong with them is said before any work."""
+        """Parses, then settles run directory and checkpoint, so that errors in them are raised before any work."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             super().parse_arguments(parser, args)
@@ -122,19 +121,19 @@ class RunCLI(LightningCLI):
             raise InputError(f"{self.config.subcommand} needs weights: --ckpt_path best, last or a file")
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
-            files.prepare_run_directory(
+            run_directory.prepare_run_directory(
                 Path(options.run_dir), resuming=self.checkpoint is not None, overwrite=options.overwrite
             )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the trainer with the loggers, callbacks and file formats of the run directory."""
+        """Makes the trainer with the loggers, callbacks and file formats of the run directory."""
         options = self.options
         run_dir = Path(options.run_dir)
         trainer_options = self.config_init[self.config.subcommand].trainer
         if self.config.subcommand == "fit":
             resume_step = self.checkpoint["global_step"] if self.checkpoint is not None else None
-            metrics = MetricsCSV(run_dir / files.METRICS, resume_step)
-            kwargs["logger"] = [metrics, TensorBoardLogger(run_dir, name="", version=files.TENSORBOARD)]
+            metrics = MetricsCSV(run_dir / run_directory.METRICS, resume_step)
+            kwargs["logger"] = [metrics, TensorBoardLogger(run_dir, name="", version=run_directory.TENSORBOARD)]
             callbacks = self._fit_callbacks(run_dir, metrics)
         else:
             kwargs["logger"] = False
@@ -151,7 +150,7 @@ class RunCLI(LightningCLI):
 
     def _fit_callbacks(self, run_dir: Path, metrics: MetricsCSV) -> list[Callback]:
         options = self.options
-        self.last = LastCheckpoint(run_dir / files.CHECKPOINTS / "last.ckpt", options.checkpoint_every_n_steps)
+        self.last = LastCheckpoint(run_dir / run_directory.CHECKPOINTS / "last.ckpt", options.checkpoint_every_n_steps)
         self.metrics = metrics
         average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
         before, after = self.fit_callbacks(run_dir, average[0] if average else None)
@@ -162,16 +161,16 @@ class RunCLI(LightningCLI):
             *before,
             ImagesPerSecond(),
             self.last,
-            GracefulInterrupt(self.request, self.last, files.resume_command(run_dir)),
+            GracefulInterrupt(self.request, self.last, run_directory.resume_command(run_dir)),
             *after,
         ]
 
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Callbacks of training to run before `last.ckpt` is written, and after."""
+        """Returns the callbacks of training that run before `last.ckpt` is written, and those that run after."""
         return [], []
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
-        """Callbacks of the other subcommands."""
+        """Returns the callbacks of the other subcommands."""
         return []
 
 
@@ -188,21 +187,15 @@ def _silence_what_does_not_apply() -> None:
 
 
 def _with_default_config(args: list[str], default_config: Path | None) -> list[str]:
-    """Insert the default config after `fit` if no config is given."""
+    """Inserts the default config after `fit` if no config is given."""
     given = any(arg.split("=")[0] in ("-c", "--config") for arg in args)
     if given or default_config is None or args[:1] != ["fit"]:
         return args
     return ["fit", "--config", str(default_config), *args[1:]]
 
 
-def _raised_here(error: BaseException) -> bool:
-    """Whether this package raised the error itself, rather than something that it called."""
-    package = str(Path(headmix_vision.__file__).parent)
-    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(package)
-
-
 def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
-    """Run a command line.
+    """Runs a command line.
 
     Wrong input ends the process with one line and exit status 2, non-finite numbers with one line and exit status 1;
     every other exception is a defect and keeps its traceback.
@@ -215,13 +208,9 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
     request = InterruptRequest()
     request.install()
     _silence_what_does_not_apply()
-    try:
-        cli(request, _with_default_config(list(sys.argv[1:] if args is None else args), default_config))
-    except NonFiniteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except ValueError as error:
-        if not _raised_here(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with one_line_errors():
+        try:
+            cli(request, _with_default_config(list(sys.argv[1:] if args is None else args), default_config))
+        except NonFiniteError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(1)

@@ -1,4 +1,4 @@
-"""Command line of classifier training: `fit`, `validate`, `test` and `predict`."""
+"""Defines the command line of classifier training: `fit`, `validate`, `test` and `predict`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from headmix_vision.data.classification import ClassificationData
-from headmix_vision.training import run_directory as files
+from headmix_vision.training import run_directory
 from headmix_vision.training.base_cli import RunCLI, run_command_line
 from headmix_vision.training.callbacks.best_checkpoint import BestCheckpoint
 from headmix_vision.training.callbacks.curves import LearningCurves
@@ -17,37 +17,38 @@ from headmix_vision.training.classifier import ImageClassifier
 
 
 class ClassificationCLI(RunCLI):
-    """`train_cls.py`."""
+    """Trains and evaluates classifiers from the command line: `train_cls.py`."""
 
     module_class = ImageClassifier
     data_class = ClassificationData
 
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Learning curves, and the best checkpoint."""
-        self.best = BestCheckpoint(run_dir / files.CHECKPOINTS)
-        return [LearningCurves(run_dir / files.CURVES, lambda: self.metrics.rows)], [self.best]
+        """Makes learning curves before `last.ckpt`, and the best checkpoint after it."""
+        self.best = BestCheckpoint(run_dir / run_directory.CHECKPOINTS)
+        return [LearningCurves(run_dir / run_directory.CURVES, lambda: self.metrics.rows)], [self.best]
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
-        """The table of predictions."""
-        return [PredictionsCSV(run_dir / files.PREDICTIONS)] if self.config.subcommand == "predict" else []
+        """Makes the table of predictions for `predict`."""
+        return [PredictionsCSV(run_dir / run_directory.PREDICTIONS)] if self.config.subcommand == "predict" else []
 
     def after_fit(self) -> None:
-        """Say the result and where everything is."""
+        """Prints the best accuracy, and where the files are."""
         rows = [row for row in self.metrics.rows if "val/top1" in row]
         if not self.trainer.is_global_zero or not rows:
             return
         best = max(rows, key=lambda row: row["val/top1"])
         run_dir = Path(self.options.run_dir)
+        checkpoint, curves = run_dir / run_directory.CHECKPOINTS / "best.ckpt", run_dir / run_directory.CURVES
         print(
             f"best top-1 {100 * best['val/top1']:.2f} % (epoch {best['epoch'] + 1:.0f}) · run {run_dir}"
-            f" · checkpoint {run_dir / files.CHECKPOINTS / 'best.ckpt'} · curves {run_dir / files.CURVES}"
+            f" · checkpoint {checkpoint} · curves {curves}"
         )
 
     def predict(self, **kwargs: Any) -> None:
-        """Predict without keeping the predictions in memory."""
+        """Predicts without keeping the predictions in memory."""
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
 def main(args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
-    """Run the command line of classifier training; see `run_command_line`."""
+    """Runs the command line of classifier training; see `run_command_line`."""
     run_command_line(ClassificationCLI, args, default_config)

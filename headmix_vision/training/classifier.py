@@ -1,4 +1,4 @@
-"""Image classification as a LightningModule around one timm model."""
+"""Defines the LightningModule that trains and evaluates one timm model as a classifier."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from headmix_vision.data.seeding import seeded
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_state
 from headmix_vision.runs.networks import create_network
-from headmix_vision.training.accuracy import ClassificationMetrics
+from headmix_vision.training.base_module import BaseModule
+from headmix_vision.training.classification_metrics import ClassificationMetrics
 from headmix_vision.training.options import (
     DEFAULT_LOSS,
     DEFAULT_MIXUP,
@@ -21,14 +22,13 @@ from headmix_vision.training.options import (
     OptimizerConfig,
     ScheduleConfig,
 )
-from headmix_vision.training.scheduled import ScheduledTraining
 
 Batch = tuple[Tensor, Tensor]
 _MIXUP = 1  # stream of random numbers, beside that of the step
 
 
-class ImageClassifier(ScheduledTraining):
-    """Train and evaluate one timm model on images with one label each.
+class ImageClassifier(BaseModule):
+    """Trains and evaluates one timm model on images with one label each.
 
     Random numbers of a training batch (dropout, drop path, mixup) follow from the seed, the epoch, the batch index
     and the rank alone, so that an interrupted run continues as if it had not been interrupted.
@@ -83,11 +83,11 @@ class ImageClassifier(ScheduledTraining):
         self._validated_at = -1
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [B, C] of images [B, channels, H, W]."""
+        """Returns logits [B, classes] of images [B, C, H, W], float32."""
         return self.net(images)
 
     def setup(self, stage: str) -> None:
-        """Compare the model with the data.
+        """Compares the model with the data.
 
         Raises:
             InputError: If their numbers of classes differ, or mixup is asked for with an odd batch size.
@@ -106,7 +106,7 @@ class ImageClassifier(ScheduledTraining):
             self.net.compile()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss of images [B, channels, H, W], float32, and targets [B], int64."""
+        """Returns the mean loss of images [B, C, H, W], float32, and targets [B], int64."""
         images, targets = batch
         if self.mix is not None:
             with seeded(self.batch_seed(batch_idx, _MIXUP)):
@@ -116,11 +116,11 @@ class ImageClassifier(ScheduledTraining):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Update the validation metrics with images [B, channels, H, W] and targets [B]."""
+        """Updates the validation metrics with images [B, C, H, W] and targets [B]."""
         self._evaluate(self.val_metrics, batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Update the test metrics with images [B, channels, H, W] and targets [B]."""
+        """Updates the test metrics with images [B, C, H, W] and targets [B]."""
         self._evaluate(self.test_metrics, batch)
 
     def _evaluate(self, metrics: ClassificationMetrics, batch: Batch) -> None:
@@ -129,12 +129,12 @@ class ImageClassifier(ScheduledTraining):
             metrics.update(self.net(images).float(), targets)
 
     def on_validation_epoch_end(self) -> None:
-        """Log loss and accuracy of the validation split."""
+        """Logs loss and accuracy of the validation split."""
         self._log_metrics("val", self.val_metrics)
         self._validated_at = -1 if self.trainer.sanity_checking else self.trainer.global_step
 
     def on_test_epoch_end(self) -> None:
-        """Log loss and accuracy of the test split."""
+        """Logs loss and accuracy of the test split."""
         self._log_metrics("test", self.test_metrics)
 
     def _log_metrics(self, stage: str, metrics: ClassificationMetrics) -> None:
@@ -142,20 +142,20 @@ class ImageClassifier(ScheduledTraining):
             self.log(f"{stage}/{name}", value, prog_bar=name == "top1")
 
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> tuple[list[str], Tensor]:
-        """Paths and class probabilities [B, C], float32, of images [B, channels, H, W]."""
+        """Returns paths and class probabilities [B, classes], float32, of images [B, C, H, W]."""
         images, paths = batch
         logits = self.net(images).float()
         return paths, logits.sigmoid() if self.loss_config.kind == "bce" else logits.softmax(-1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Describe the model, and keep the running mean of the loss."""
+        """Describes the model, and keeps the running mean of the loss."""
         fresh = self._validated_at == self.trainer.global_step
         top1 = float(self.trainer.callback_metrics["val/top1"]) if fresh else None
         checkpoint[DESCRIPTION_KEY] = {**self.description, "class_names": self.class_names, "top1": top1}
         super().on_save_checkpoint(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model.
+        """Refuses a checkpoint of another model.
 
         Raises:
             InputError: If the name, the number of classes or any weight's name or shape differs.

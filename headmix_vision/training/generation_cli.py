@@ -1,4 +1,4 @@
-"""Command line of generator training: `fit` and `validate`."""
+"""Defines the command line of generator training: `fit` and `validate`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
-from headmix_vision.training import run_directory as files
+from headmix_vision.training import run_directory
 from headmix_vision.training.base_cli import RunCLI, run_command_line
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
@@ -18,7 +18,7 @@ from headmix_vision.training.options import FidConfig, SampleGridConfig
 
 
 class GenerationCLI(RunCLI):
-    """`train_gen.py`."""
+    """Trains generators from the command line: `train_gen.py`."""
 
     module_class = ImageGenerator
     data_class = GenerationData
@@ -26,45 +26,39 @@ class GenerationCLI(RunCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """`fit` and `validate`; samples are drawn by `sample.py`."""
+        """Offers `fit` and `validate`; `sample.py` draws samples."""
         hidden = {"model", "dataloaders", "datamodule"}
         return {"fit": {*hidden, "train_dataloaders", "val_dataloaders"}, "validate": hidden}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of samples and scores while training."""
+        """Adds the options of samples and scores while training."""
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(SampleGridConfig, "samples")
         parser.add_class_arguments(FidConfig, "fid")
 
-    def default_run_name(self) -> str:
-        """The names of all config files but overlays, as several make up a recipe."""
-        paths = [Path(str(path)) for path in self.options.get("config") or []]
-        stems = [path.stem for path in paths if path.parent.name != "overlays"]
-        return "-".join(stems) or self.options.model.name
-
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Sample grids, scores and learning curves."""
+        """Makes sample grids, scores and learning curves, all before `last.ckpt`."""
         options, made = self.options, self.config_init[self.config.subcommand]
         vae, seed = options.model.vae, options.seed_everything
-        samples = SampleGrids(run_dir / files.SAMPLES, made.samples, average, vae, seed)
+        samples = SampleGrids(run_dir / run_directory.SAMPLES, made.samples, average, vae, seed)
         score = SampleFid(made.fid, average, vae, options.data.root, seed)
         curves = LearningCurves(
-            run_dir / files.CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
+            run_dir / run_directory.CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )
         return [samples, score, curves], []
 
     def after_fit(self) -> None:
-        """Say where everything is."""
+        """Prints the training loss, and where the files are."""
         rows = [row for row in self.metrics.rows if "train/loss" in row]
         if not self.trainer.is_global_zero or not rows:
             return
         run_dir = Path(self.options.run_dir)
         print(
             f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · run {run_dir}"
-            f" · samples {run_dir / files.SAMPLES} · next: python sample.py images --model {run_dir}"
+            f" · samples {run_dir / run_directory.SAMPLES} · next: python sample.py images --model {run_dir}"
         )
 
 
 def main(args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
-    """Run the command line of generator training; see `run_command_line`."""
+    """Runs the command line of generator training; see `run_command_line`."""
     run_command_line(GenerationCLI, args, default_config)

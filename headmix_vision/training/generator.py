@@ -1,6 +1,7 @@
-"""Image generation as a LightningModule around one diffusion transformer.
+"""Defines the LightningModule that trains one diffusion transformer.
 
-B batch, C channels, H x W size of the network's input: images in [-1, 1] or scaled latents.
+Shapes: B batch, C channels, *grid the axes of the network's input (H, W of images), which are pixels in [-1, 1] or
+scaled latents.
 """
 
 from dataclasses import asdict
@@ -15,8 +16,8 @@ from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig, 
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_state
 from headmix_vision.runs.networks import create_generator
+from headmix_vision.training.base_module import BaseModule
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
-from headmix_vision.training.scheduled import ScheduledTraining
 
 Batch = tuple[Tensor, Tensor]
 LEVELS = 10
@@ -27,8 +28,8 @@ DEFAULT_OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.0)
 DEFAULT_SCHEDULE = ScheduleConfig(sched="constant", warmup_epochs=0.0)
 
 
-class ImageGenerator(ScheduledTraining):
-    """Train one diffusion transformer on images or latents with labels.
+class ImageGenerator(BaseModule):
+    """Trains one diffusion transformer on images or latents with labels.
 
     Random numbers of a training batch (noise, times, dropped labels) follow from the seed, the epoch, the batch index
     and the rank alone; those of validation from the seed and the batch index, so that its loss is comparable.
@@ -36,7 +37,7 @@ class ImageGenerator(ScheduledTraining):
     Args:
         name: Name of the model in timm, for example `dit_mhla_s_2`.
         num_classes: Number of classes, 0 for an unconditional model; the model's default when null.
-        input_size: Size of images or latents, one number or [height, width]; the model's default when null.
+        input_size: Size of the input, one number or one for each axis of the grid; the model's default when null.
         model_args: Further arguments of `timm.create_model`, for example `{cpe: true, output_gate: true}`.
         checkpoint: Start weights: a `.ckpt` of this package, a `.safetensors`, or an official DiT's `.pt`. Weights that
             they lack are new.
@@ -93,25 +94,25 @@ class ImageGenerator(ScheduledTraining):
         self.val_loss = MeanMetric()
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
-        """The network's prediction."""
+        """Returns the network's prediction for x [B, C, *grid] at times t [B] with labels y [B]."""
         return self.net(x, t, y)
 
     def setup(self, stage: str) -> None:
-        """Take the class names over from the data, and compile."""
+        """Takes the class names over from the data, and compiles the network if asked to."""
         datamodule = getattr(self.trainer, "datamodule", None)
         self.class_names = getattr(datamodule, "class_names", None) or self.class_names
         if self.compile_net:
             self.net.compile()
 
     def on_train_start(self) -> None:
-        """Make the schedule and the sums of the loss by noise level."""
+        """Makes the schedule and the sums of the loss by noise level."""
         super().on_train_start()
         if not hasattr(self, "level_loss"):
             self.level_loss = torch.zeros(LEVELS, 2)
         self.level_loss = self.level_loss.to(self.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss of x [B, C, H, W], float32, and labels [B], int64."""
+        """Returns the mean loss of x [B, C, *grid], float32, and labels [B], int64."""
         x0, labels = batch
         times = self.objective.draw_times(len(x0), x0.device)
         losses = self._losses(x0, labels, times, torch.randn_like(x0))
@@ -126,7 +127,7 @@ class ImageGenerator(ScheduledTraining):
         return self.objective.losses(lambda x, t: self.net(x, t, y), x0, times, noise)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the mean loss of a finished epoch, also by tenths of the noise level."""
+        """Logs the mean loss of a finished epoch, also by tenths of the noise level."""
         if self.trainer.is_last_batch:
             sums, counts = self._reduced_level_loss().T.tolist()
             means = {f"train/loss_level_{i}": s / n for i, (s, n) in enumerate(zip(sums, counts, strict=True)) if n}
@@ -138,7 +139,7 @@ class ImageGenerator(ScheduledTraining):
         return self.trainer.strategy.reduce(self.level_loss.clone(), reduce_op="sum")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss on x [B, C, H, W] and labels [B], with times and noise that are the same every time."""
+        """Adds the loss of x [B, C, *grid] and labels [B], with times and noise that are the same every time."""
         x0, labels = batch
         if not len(x0):
             return
@@ -150,20 +151,20 @@ class ImageGenerator(ScheduledTraining):
         self.val_loss.update(losses.mean(), weight=len(x0))
 
     def on_validation_epoch_end(self) -> None:
-        """Log the loss of the validation split."""
+        """Logs the loss of the validation split."""
         if self.val_loss.update_called:
             self.log("val/loss", self.val_loss.compute(), prog_bar=True)
         self.val_loss.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Describe the model, and keep the running means of the loss."""
+        """Describes the model, and keeps the running means of the loss."""
         checkpoint[DESCRIPTION_KEY] = {**self.description, "class_names": self.class_names}
         super().on_save_checkpoint(checkpoint)
         if hasattr(self, "level_loss"):
             checkpoint["level_loss"] = self._reduced_level_loss()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model.
+        """Refuses a checkpoint of another model.
 
         Raises:
             InputError: If the name, the number of classes, the objective or any weight's name or shape differs.

@@ -1,4 +1,4 @@
-"""Logger which keeps `metrics.csv`, one row per logged step, also across resumed runs."""
+"""Keeps `metrics.csv`, one row per logged step, also across resumed runs."""
 
 import csv
 from argparse import Namespace
@@ -14,9 +14,9 @@ _FIRST_COLUMNS = ("epoch", "step")
 
 
 class MetricsCSV(Logger):
-    """Write all metrics of a step into one row of a CSV file; the file on disk is always whole.
+    """Writes all metrics of a step into one row of a CSV file; the file on disk is always whole.
 
-    (Lightning's own CSV logger deletes the metrics of the run that is being resumed.)
+    Lightning's own CSV logger deletes the file of the run that is being resumed, writes a row per call and appends.
 
     Args:
         path: The CSV file.
@@ -61,17 +61,17 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Hyper-parameters are in `config.yaml`."""
+        """Logs nothing, as hyper-parameters are in `config.yaml`."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Add metrics to the row of a step."""
+        """Adds metrics to the row of a step."""
         assert step is not None
         self._rows.setdefault(step, {"step": step}).update(metrics)
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the file."""
+        """Writes the file."""
         if not self._rows:
             return
         rows = [row for _, row in sorted(self._rows.items())]
@@ -83,5 +83,5 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the file."""
+        """Writes the file."""
         self.save()

@@ -1,4 +1,4 @@
-"""Groups of training options. The defaults are those of the ImageNet recipe of MHLA (arXiv 2601.07832)."""
+"""Defines the groups of training options. The defaults are those of the ImageNet recipe of MHLA (arXiv 2601.07832)."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -7,7 +7,7 @@ from headmix_vision.errors import InputError
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless the condition holds."""
+    """Raises `InputError(message)` unless the condition holds."""
     if not condition:
         raise InputError(message)
 

@@ -9,8 +9,8 @@ from sklearn.datasets import load_digits
 
 from headmix_vision.data import Augmentation, ClassificationData
 from headmix_vision.data.batches import SampleKey
-from headmix_vision.data.datasets.base import Digits
-from headmix_vision.data.samples import TrainSamples
+from headmix_vision.data.datasets.digits import Digits
+from headmix_vision.data.loading import TrainSamples
 
 from .helpers import Recorder, attach, make_trainer
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headmix_vision.data import cache_latents
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.datasets import open_class_folders
+from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.latents import MANIFEST, LatentShards
 from headmix_vision.models.autoencoders import Autoencoder, LatentScale, load_autoencoder
 

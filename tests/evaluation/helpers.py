@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from headmix_vision.data.datasets.base import Digits
+from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.evaluate import main
 
 

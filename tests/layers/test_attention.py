@@ -3,7 +3,7 @@ import timm.layers
 import torch
 
 from headmix_vision.layers import CORES, ConvPositionEncoding, HeadMixAttention
-from headmix_vision.ops import TokenBlocks, mhla
+from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
 
 CORE_NAMES = tuple(CORES)
 
@@ -59,7 +59,7 @@ def test_cpe_is_a_depthwise_convolution_on_the_grid(axes):
     grid = (4, 3, 5)[:axes]
     cpe = ConvPositionEncoding(6, axes)
     x = torch.randn(2, 2 + torch.Size(grid).numel(), 6)
-    out = cpe(x, grid, 2)
+    out = cpe(x, TokenGrid(grid, 2))
     image = x[:, 2:].reshape(2, *grid, 6).movedim(-1, 1)
     assert torch.equal(out[:, :2], x[:, :2])
     torch.testing.assert_close(out[:, 2:].reshape(2, *grid, 6).movedim(-1, 1), image + cpe.proj(image))

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headmix_vision.layers import HeadInHeadCore, HeadMixAttention, SubHeadMask
-from headmix_vision.ops import TokenScan, head_in_head
+from headmix_vision.layers import HeadInHeadCore, HeadMixAttention, LayerSpec, SubHeadMask
+from headmix_vision.ops import TokenGrid, TokenScan, head_in_head
 
 WIDTH, HEADS = 24, 3
 
@@ -112,7 +112,7 @@ def test_other_numbers_of_axes(grid):
 def test_initial_gates():
     """beta starts at one half on average; a token's decay is -A dt with A in (0, 16) and dt in [1e-3, 0.1]."""
     torch.manual_seed(0)
-    core = HeadInHeadCore(512, (4, 4), (1, 1), dim=2048)
+    core = HeadInHeadCore(LayerSpec(2048, 512, 4, TokenGrid((4, 4)), (1, 1)))
     rate, step = core.A_log.exp(), F.softplus(core.dt_bias)
     assert rate.min() > 0 and rate.max() < 16 and 7 < rate.mean() < 9
     assert step.min() > 0.99e-3 and step.max() < 0.101

@@ -11,7 +11,7 @@ import torch
 from headmix_vision.layers.embeddings import sincos_positions
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
-from headmix_vision.models.headmix_dit import VARIANTS
+from headmix_vision.models.names import FAMILIES
 
 SMALL = {"input_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
 CORES = ("softmax", "linear", "mhla", "hih")
@@ -34,7 +34,7 @@ def batch(size=(8, 8), count=3):
     return torch.randn(count, 4, *size, generator=generator), torch.tensor([1.0, 500.0, 999.0]), torch.tensor([0, 4, 5])
 
 
-@pytest.mark.parametrize("name", sorted(VARIANTS))
+@pytest.mark.parametrize("name", sorted(FAMILIES["dit"]))
 def test_every_registered_name(name):
     with torch.device("meta"):
         model = timm.create_model(name)

@@ -11,9 +11,9 @@ import torch
 import torch.fx
 
 import headmix_vision
-from headmix_vision.models.headmix_vit import VARIANTS
+from headmix_vision.models.names import FAMILIES
 
-NAMES = sorted(VARIANTS)
+NAMES = sorted({**FAMILIES["deit"], **FAMILIES["vit"]})
 # One of every family and core, small enough to run.
 SMALL = [
     "deit_softmax_tiny",
@@ -57,7 +57,7 @@ def test_names_of_the_zoo():
             for size in ("tiny", "small", "base", "large"):
                 short = f"{family}_{core}_{size}"
                 assert {short, f"{short}_patch16_224", f"{short}_patch16_384"} <= set(timm.list_models("*"))
-    assert VARIANTS["deit_mhla_small"] == VARIANTS["deit_mhla_small_patch16_224"]
+    assert FAMILIES["deit"]["deit_mhla_small"] == FAMILIES["deit"]["deit_mhla_small_patch16_224"]
     assert "headmix_vit" in timm.list_modules()
     assert inspect.getmodule(timm.model_entrypoint("deit_mhla_small")) is headmix_vision.models.headmix_vit
 

@@ -3,10 +3,25 @@
 import torch
 import torch.nn.functional as F
 
-from headmix_vision.ops import head_in_head, mhla
+from headmix_vision import ops
+from headmix_vision.ops import mhla
 from headmix_vision.ops.feature_maps import apply_feature_map
 
 HEAD_IN_HEAD_NAMES = ("q", "k", "v", "beta", "log_decay", "mask", "initial_state")
+
+
+def _with_positional_options(op, num_tensors):
+    """The op with its initial state among the inputs, so that tests can treat all tensors alike."""
+
+    def call(*inputs, **options):
+        options |= zip(("initial_state", "output_final_state"), inputs[num_tensors:], strict=False)
+        return op(*inputs[:num_tensors], **options)
+
+    return call
+
+
+head_in_head = _with_positional_options(ops.head_in_head, 6)
+head_in_head_rwkv7 = _with_positional_options(ops.head_in_head_rwkv7, 7)
 
 
 def make_inputs(blocks, batch=2, heads=3, dim=8, value_dim=5, per_head=False, dtype=torch.float64, seed=0):

@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from headmix_vision.ops import TokenScan, head_in_head, head_in_head_rwkv7
+from headmix_vision.ops import TokenScan
 from headmix_vision.ops.token_scan import SCAN_ORDERS
 
 from .helpers import HEAD_IN_HEAD_NAMES as NAMES
+from .helpers import head_in_head, head_in_head_rwkv7, relative_error, values_and_gradients
 from .helpers import make_head_in_head_inputs as make_inputs
-from .helpers import relative_error, values_and_gradients
 
 IMPLS = ("reference", "torch")
 

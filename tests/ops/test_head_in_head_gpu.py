@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headmix_vision.ops import TokenScan, head_in_head
+from headmix_vision.ops import TokenScan
 
-from .helpers import assert_head_in_head_within_budget, make_head_in_head_inputs, values_and_gradients
+from .helpers import assert_head_in_head_within_budget, head_in_head, make_head_in_head_inputs, values_and_gradients
 from .helpers import run as run_with_gradients
 
 pytestmark = pytest.mark.gpu

@@ -65,7 +65,7 @@ def test_other_value_dims(impl, dim, value_dim):
         TokenBlocks.from_grid((40, 25), (1, 1)),
         TokenBlocks.from_grid((14, 14), (14, 14)),
     ],
-    ids=lambda blocks: "x".join(map(str, blocks.grid)),
+    ids=lambda blocks: "x".join(map(str, blocks.grid.shape)),
 )
 def test_partitions(impl, blocks, dim):
     check(impl, blocks, dim=dim, value_dim=dim, batch=1, heads=1)

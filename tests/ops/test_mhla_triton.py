@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch._inductor.config
 import triton
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from headmix_vision.ops import TokenBlocks, mhla
+from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
+from headmix_vision.ops.feature_maps import FEATURE_MAPS
 from headmix_vision.ops.mhla import regimes, triton_launch, triton_tables, triton_tuning
+from headmix_vision.ops.mhla.settings import NORMALIZERS, Settings, unpack
 from headmix_vision.ops.selection import why_no_kernels
 
 from .helpers import make_inputs, relative_error, run
@@ -74,7 +77,7 @@ def test_head_dims(impl, dim, value_dim, per_head):
         TokenBlocks.from_grid((8, 16), (1, 2)),  # blocks of several tiles
         TokenBlocks.from_grid((9, 5), (9, 1), 3),
     ],
-    ids=lambda blocks: "x".join(map(str, blocks.grid)),
+    ids=lambda blocks: "x".join(map(str, blocks.grid.shape)),
 )
 def test_partitions(impl, blocks):
     inputs, d_out = make(blocks)
@@ -135,7 +138,7 @@ def test_gradients_of_a_packed_projection_are_written_in_place(impl, blocks):
         ours = run(torch.compile(attend, fullgraph=True), [packed, mixing], d_out)
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b)
-    assert "headmix_vision.mhla_backward_packed.default" in graphs[-1]
+    assert "headmix_vision.mhla_packed_gradients.default" in graphs[-1]
     assert "aten.cat.default" not in graphs[-1]
 
 
@@ -203,9 +206,8 @@ def test_opcheck(impl, normalizer):
     (q, k, v, mixing), _ = make(UNEVEN, dim=8, value_dim=8)
     inputs = [x.requires_grad_() for x in (q, k, v, mixing)]
     denominator = torch.rand(1, 2, UNEVEN.num_tokens, device=DEVICE).add(1) if normalizer == "source_block" else None
-    partition = [list(UNEVEN.grid), list(UNEVEN.block_grid), UNEVEN.num_prefix_tokens]
-    arguments = (*inputs, denominator, *partition, normalizer == "paper", "relu", 1e-6, impl.removeprefix("triton_"))
-    torch.library.opcheck(torch.ops.headmix_vision.mhla.default, arguments)
+    settings = Settings(UNEVEN, normalizer, regime=impl.removeprefix("triton_"))
+    torch.library.opcheck(torch.ops.headmix_vision.mhla_forward.default, (*inputs, denominator, settings.pack()))
 
 
 @pytest.mark.parametrize("impl", REGIMES)
@@ -324,6 +326,33 @@ def test_what_the_kernels_cannot_run_is_refused_by_name(impl, dtype, dim, messag
     with pytest.raises(ValueError, match=message):
         mhla(*inputs, EVEN, impl=impl)
     torch.testing.assert_close(mhla(*inputs, EVEN), mhla(*inputs, EVEN, impl="torch"))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.0, 1.0, 3e-39])
+def test_settings_survive_as_integers(eps):
+    grid = TokenGrid((3, 5, 4), 2, 3)
+    for normalizer, feature_map, regime in itertools.product(NORMALIZERS, FEATURE_MAPS, ("pairwise", "summary")):
+        settings = Settings(TokenBlocks(grid, (2, 1, 4)), normalizer, feature_map, eps, regime)
+        assert unpack(settings.pack()) == settings
+        assert all(type(x) is int and abs(x) < 2**63 for x in settings.pack())
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_grids_of_any_size_share_a_compiled_graph(impl):
+    """Sizes of the grid may be symbolic in the settings."""
+
+    def attend(x, mixing):
+        q = x.flatten(1, 2).unflatten(-1, (2, -1))
+        return mhla(q, q, q, mixing, TokenBlocks.from_grid(x.shape[1:3], (2, 2)), impl=impl)
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    mixing = torch.rand(4, 4, device=DEVICE)
+    for size in ((4, 4), (4, 6), (6, 6), (8, 4), (9, 7)):
+        x = torch.randn(2, *size, 16, device=DEVICE)
+        torch.testing.assert_close(compiled(x, mixing), attend(x, mixing))
+    assert counter.frame_count <= 3
 
 
 def test_meta_tensors_are_refused():

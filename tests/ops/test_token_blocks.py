@@ -1,8 +1,10 @@
 import pytest
 import torch
 
-from headmix_vision.ops import TokenBlocks
+from headmix_vision.errors import InputError
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, head_in_head, mhla
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARTITIONS = [
     ((16, 16), (4, 4), 0),
     ((14, 14), (4, 4), 0),
@@ -41,6 +43,59 @@ def test_blocks_are_boxes_of_balanced_size(grid, block_grid, prefix):
         assert extent.prod() == (row >= 0).sum()
         for size, count, length in zip(grid, block_grid, extent.tolist(), strict=True):
             assert length in (size // count, -(-size // count))
+
+
+@pytest.mark.parametrize(("grid", "block_grid", "prefix"), PARTITIONS)
+def test_repeated_places_belong_to_the_block_of_their_token(grid, block_grid, prefix):
+    once = TokenBlocks.from_grid(grid, block_grid, prefix)
+    often = TokenBlocks(once.grid.repeat(3), once.block_grid)
+    tables, expected = often.tables(torch.empty(0)), once.tables(torch.empty(0))
+    assert often.num_tokens == 3 * once.num_tokens and often.max_block_size == 3 * once.max_block_size
+    assert torch.equal(tables.block_of_token, expected.block_of_token.repeat_interleave(3))
+    assert torch.equal(tables.tokens.flatten()[tables.slot_of_token], torch.arange(often.num_tokens))
+    for row, source in zip(tables.tokens, expected.tokens, strict=True):
+        members = source[source >= 0]
+        assert torch.equal(row[row >= 0], (3 * members[:, None] + torch.arange(3)).flatten())
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton_pairwise", "triton_summary"])
+def test_repeats_act_as_a_last_axis_cut_into_one_block(impl):
+    """Three places for each token are a grid with an axis of three more, as long as there is no prefix."""
+    q, k, v = torch.randn(3, 1, 60, 2, 4, device=DEVICE).unbind()
+    mixing = torch.rand(4, 4, device=DEVICE)
+    ours = mhla(q, k, v, mixing, TokenBlocks(TokenGrid((4, 5), repeats=3), (2, 2)), impl=impl)
+    torch.testing.assert_close(ours, mhla(q, k, v, mixing, TokenBlocks.from_grid((4, 5, 3), (2, 2, 1)), impl=impl))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("order", ["row_major", "column_major"])
+def test_scans_read_repeated_places_one_after_the_other(order, reverse):
+    grid = TokenGrid((2, 3), num_prefix_tokens=1)
+    like = torch.empty(0)
+    once = TokenScan(grid, order).tables(like).order
+    tables = TokenScan(grid.repeat(2), order, reverse).tables(like)
+    expected = (2 * once[:, None] + torch.arange(2)).flatten()
+    assert torch.equal(tables.order, expected.flip(0) if reverse else expected)
+    assert torch.equal(tables.order[tables.inverse], torch.arange(14))
+    q, k, v = torch.nn.functional.normalize(torch.randn(3, 1, 14, 1, 4), dim=-1).unbind()
+    gates, mask = torch.rand(1, 14, 1), torch.ones(1, 1, 1)
+    scan = TokenScan(grid.repeat(2), order, reverse)
+    by_scan = head_in_head(q, k, v, gates, -gates, mask, scan=scan).out
+    torch.testing.assert_close(by_scan, head_in_head(q, k, v, gates, -gates, mask, scan=tables.order).out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((2, 2, 2, 2),), "one to three axes"),
+        (((2, 0),), "positive"),
+        (((2,), -1), "negative"),
+        (((2,), 0, 0), "repeats"),
+    ],
+)
+def test_wrong_grids_are_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        TokenGrid(*arguments)
 
 
 def test_prefix_tokens_are_the_first_block():

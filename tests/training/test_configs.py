@@ -1,8 +1,9 @@
-"""Every shipped recipe trains one batch of fake data of its true shape."""
+"""Every shipped classifier recipe, alone and in the combinations that its comments name."""
 
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from headmix_vision.training.classification_cli import ClassificationCLI
@@ -10,7 +11,9 @@ from headmix_vision.training.classification_cli import ClassificationCLI
 from .helpers import run
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "cls"
-RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "overlays")
+RECIPES = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "imagenet")]
+IMAGENET = RECIPES[-1]
+MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 ONE_BATCH = (
     *("--data.dataset", "fake", "--data.root", "null", "--data.batch_size", 2, "--data.eval_batch_size", 2),
@@ -20,31 +23,88 @@ ONE_BATCH = (
 )
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
-def test_recipe_trains_one_batch(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = (
-        (*ONE_BATCH, "--data.augmentation.auto_augment", "null") if recipe.stem.startswith("digits") else ONE_BATCH
-    )
+def files(*paths: Path) -> list[object]:
+    return [part for path in paths for part in ("-c", path)]
+
+
+def test_no_recipe_is_forgotten():
+    assert {*RECIPES, *MODELS, *OVERLAYS} == set(CONFIGS.rglob("*.yaml"))
+    assert len(MODELS) == 20
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [*([recipe] for recipe in RECIPES), *([IMAGENET, model] for model in MODELS if model.stem.startswith("deit_tiny"))],
+    ids=lambda paths: paths[-1].stem,
+)
+def test_recipe_trains_one_batch(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ("--data.augmentation.auto_augment", "null") if paths[0].stem == "digits" else ()
     seen = []
     monkeypatch.setattr(ClassificationCLI, "after_fit", lambda cli: seen.append(cli))
-    assert run("fit", "-c", recipe, "--run_dir", tmp_path / "run", *arguments) == 0
-    (cli,) = seen
-    assert cli.trainer.global_step == 1
+    assert run("fit", *files(*paths), "--run_dir", tmp_path / "run", *ONE_BATCH, *plain) == 0
+    assert seen[0].trainer.global_step == 1
     assert not (tmp_path / "run").exists()
-    if recipe.parent.name == "imagenet":
-        options = cli.config["fit"]
-        size, core, *_, pixels = recipe.stem.removeprefix("deit_").split("_")
-        assert options.model.name == f"deit_{core}_{size}_patch16_{pixels}"
-        assert bool(options.model.model_args.get("cpe")) == ("cpe" in recipe.stem)
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS, ids=[path.stem for path in OVERLAYS])
-def test_overlays_keep_the_global_batch(overlay: Path) -> None:
-    change = yaml.safe_load(overlay.read_text())
-    for recipe in (CONFIGS / "imagenet").glob("*.yaml"):
-        base = yaml.safe_load(recipe.read_text())
-        trainer, data = {**base["trainer"], **change["trainer"]}, {**base["data"], **change["data"]}
-        assert data["batch_size"] * trainer.get("devices", 1) * trainer["accumulate_grad_batches"] == 1024
+@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+def test_family_is_built_at_its_true_size(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the training itself, with weights that take no memory."""
+    seen = []
+    monkeypatch.setattr(ClassificationCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
+    monkeypatch.chdir(tmp_path)
+    with torch.device("meta"):
+        assert run("fit", *files(IMAGENET, model), "--trainer.accelerator", "cpu") == 0
+    (cli,) = seen
+    size, core, *options = model.stem.removeprefix("deit_").split("_")
+    net, config = cli.model.net, cli.config.fit
+    pixels = 384 if "384" in options else 224
+    assert config.model.name == f"deit_{core}_{size}_patch16_{pixels}"
+    assert config.model.model_args == {"drop_path_rate": 0.1, **({"cpe": True} if "cpe" in options else {})}
+    assert (net.embed_dim, net.num_classes) == ({"tiny": 192, "small": 384}[size], 1000)
+    assert net.patch_embed.img_size == (pixels, pixels) and net.default_cfg["input_size"][1:] == (pixels, pixels)
+    assert (net.blocks[0].attn.cpe is not None) == ("cpe" in options)
+    assert net.blocks[-1].drop_path1.drop_prob == pytest.approx(0.1)
+    assert config.data.batch_size * cli.trainer.accumulate_grad_batches == 1024
+    assert (cli.trainer.max_epochs, cli.model.optimizer_config.lr) == (300, 1e-3)
+    assert config.run_dir == f"runs/imagenet-{model.stem}"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
+def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(ClassificationCLI, "instantiate_classes", lambda cli: seen.append(cli))
+    monkeypatch.setattr(ClassificationCLI, "_run_subcommand", lambda cli, name: None)
+    monkeypatch.chdir(tmp_path)
+    for model in MODELS:
+        assert run("fit", *files(IMAGENET, model, overlay)) == 0
+        options = seen.pop().config.fit
+        assert options.data.batch_size * options.trainer.devices * options.trainer.accumulate_grad_batches == 1024
+        assert options.model.model_args["drop_path_rate"] == 0.1
+        assert options.run_dir == f"runs/imagenet-{model.stem}"
+
+
+@pytest.mark.parametrize(
+    ("names", "run_dir"),
+    [
+        ([], "runs/deit_hih_digits"),
+        (["digits"], "runs/digits"),
+        (["digits", "overlays/gpu8"], "runs/digits"),
+        (["digits", "wide", "overlays/gpu8", "long"], "runs/digits-wide-long"),
+    ],
+    ids=["none", "one", "overlay", "several"],
+)
+def test_run_is_named_after_its_files_but_overlays(
+    names: list[str], run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(ClassificationCLI, "instantiate_classes", lambda cli: seen.append(cli))
+    monkeypatch.setattr(ClassificationCLI, "_run_subcommand", lambda cli, name: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "overlays").mkdir()
+    for name in names:
+        (tmp_path / f"{name}.yaml").write_text("seed_everything: 1\n")
+    assert run("fit", *files(*(Path(f"{name}.yaml") for name in names)), "--model.name", "deit_hih_digits") == 0
+    assert seen[0].config.fit.run_dir == run_dir
 
 
 def test_overlay_wins_over_the_recipe_and_the_command_line_over_both(

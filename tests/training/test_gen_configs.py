@@ -75,8 +75,10 @@ def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(GenerationCLI, "instantiate_classes", lambda cli: seen.append(cli))
     monkeypatch.setattr(GenerationCLI, "_run_subcommand", lambda cli, name: None)
     monkeypatch.chdir(tmp_path)
-    for model in MODELS:
-        assert run("fit", *files(IMAGENET[0], model, overlay)) == 0
+    for recipe, model, ddpm in product(IMAGENET, MODELS, (False, True)):
+        paths = [recipe, model, *([CONFIGS / "ddpm.yaml"] if ddpm else [])]
+        assert run("fit", *files(*paths, overlay)) == 0
         options = seen.pop().config.fit
         assert options.data.batch_size * options.trainer.devices * options.trainer.accumulate_grad_batches == 256
-        assert options.run_dir == f"runs/gen/imagenet256-{model.stem}"
+        assert options.model.objective.kind == ("ddpm" if ddpm else "flow")
+        assert options.run_dir == "runs/gen/" + "-".join(path.stem for path in paths)

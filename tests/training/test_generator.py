@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from headmix_vision.data.batches import SampleKey
 from headmix_vision.data.cache_latents import write_cache
-from headmix_vision.data.datasets.base import Digits
+from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.latents import LatentShards
-from headmix_vision.data.generation import LatentSamples
+from headmix_vision.data.loading import PreparedSamples
 from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.sampling.command import main as sample
 from headmix_vision.training.callbacks.ema import ema_decay
@@ -222,7 +222,7 @@ def test_latents_of_an_autoencoder(tmp_path: Path, capfd: pytest.CaptureFixture[
     diffusers.AutoencoderKL(**blocks, **sizes, scaling_factor=0.7).save_pretrained(tmp_path / "vae")
     vae = load_autoencoder(str(tmp_path / "vae"))
     write_cache(Digits("validation", 3), vae, tmp_path / "latents", image_size=16, origin="digits", workers=0)
-    samples = LatentSamples(LatentShards(tmp_path / "latents", seed=3))
+    samples = PreparedSamples(LatentShards(tmp_path / "latents", seed=3))
     first, again, later = (samples[SampleKey(5, epoch, 0)][0] for epoch in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, later)  # drawn from their moments in each epoch
     config = write_config(

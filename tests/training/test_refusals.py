@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import read_checkpoint
 
 from .helpers import load, run, write_config
@@ -119,6 +120,17 @@ def test_option_groups_check_their_values(tmp_path: Path, capfd: pytest.CaptureF
     config = write_config(tmp_path / "tiny.yaml")
     assert run("fit", "-c", config, "--model.optimizer.lr", "-1") == 2
     assert "optimizer.lr must be positive" in capfd.readouterr().err
+
+
+def test_wrong_input_found_by_a_data_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fetch(*args: object) -> None:
+        raise InputError("a shard is damaged")
+
+    config = write_config(tmp_path / "tiny.yaml", data__num_workers=1)
+    monkeypatch.setattr("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch", fetch)  # workers are forked
+    assert refused(capfd, "fit", "-c", config, "--run_dir", tmp_path / "run") == "error: a shard is damaged"
 
 
 def test_defects_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headmix_vision.training.classifier import ImageClassifier
-from headmix_vision.training.interrupt import InterruptRequest
+from headmix_vision.training.signals import InterruptRequest
 
 from .helpers import assert_same_run, load, read_csv, run, write_config
 

@@ -1,40 +1,199 @@
-"""What images come from: one small interface over built-in, timm, torchvision and Hugging Face data sets."""
+"""The contract of data sets: a line of their table, the request for a split, and the sources that answer it.
 
-import io
-from collections.abc import Sequence
+C channels, * the axes of a sample's grid: height and width of an image.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
-from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 
-RawImage = Image.Image | torch.Tensor
-"""A PIL image of the wanted mode, or a float32 tensor [C, H, W] with values in [0, 1]."""
+RawImage = Image.Image | Tensor
+"""A PIL image of the wanted mode, or a float32 tensor [C, *grid] with values in [0, 1]."""
 
-DIGITS_SPLIT_SEED = 0
-FAKE_SIZES = {"train": 4096, "validation": 512}
+Transform = Callable[[Any], Tensor]
+"""From what a source reads to what the network takes."""
+
+Use = Literal["classification", "generation", "scoring", "caching"]
+"""Who reads a data set: training of classifiers or of generators, `evaluate`, or `cache_latents`."""
+
+PIL_MODES = {1: "L", 3: "RGB"}
+CHANNELS = {mode: channels for channels, mode in PIL_MODES.items()}
 EVAL_SYNONYMS = ("validation", "val", "valid", "eval", "evaluation")
 TRAIN_SYNONYMS = ("train", "training")
 
 
-class Source(Protocol):
-    """Random access to the images of one split. `read` may raise anything when an image is damaged."""
+@dataclass(frozen=True)
+class DatasetEntry:
+    """One line of the table of data sets: how to open a kind of data set, and what holds for it before it is open.
+
+    Args:
+        opener: `MODULE:FUNCTION`, relative to this package when MODULE begins with a dot. The function takes a
+            `SplitRequest` and returns a `Source`, or a `Stream` if `is_stream`.
+        names: How the data set is written. `kind/NAME` takes any name after the slash, `kind/` a name or none; the
+            kind alone when empty.
+        uses: Who may read it.
+        exact: Samples are float tensors whose every pixel counts, not pictures: evaluation does not crop them, and
+            policies that need PIL images do not apply.
+        has_images: Samples are images, to which the options of images apply.
+        is_stream: Samples come in an order of their own, shuffled in a buffer.
+        package: A package that must be installed, and the command that installs it.
+        scored_split: The split that is scored when none is named.
+    """
+
+    opener: str
+    names: tuple[str, ...] = ()
+    uses: tuple[Use, ...] = get_args(Use)
+    exact: bool = False
+    has_images: bool = True
+    is_stream: bool = False
+    package: tuple[str, str] | None = None
+    scored_split: str = "validation"
+
+
+@dataclass(frozen=True)
+class SplitRequest:
+    """A request for one split of a data set.
+
+    Args:
+        name: The data set as the user writes it, for example `canvas/opposite`.
+        split: Name of the split.
+        shape: (C, *grid) of the samples that the network takes; (C,) where any size will do.
+        use: Who asks.
+        root: Place of the data.
+        num_classes: Number of classes of the model, for data that know none themselves.
+        seed: Seed of what is drawn anew in every epoch, and of shuffled streams.
+        train_split: Name of the training split: the one that a place without splits holds.
+        training: Whether the split is trained on. This and the next two are for streams.
+        batch_size: Samples of a batch.
+        rank: The process that reads.
+    """
+
+    name: str
+    split: str
+    shape: tuple[int, ...]
+    use: Use
+    root: str | None = None
+    num_classes: int = 0
+    seed: int = 0
+    train_split: str = "train"
+    training: bool = False
+    batch_size: int = 1
+    rank: int = 0
+
+    @property
+    def variant(self) -> str:
+        """The part of the name behind the slash."""
+        return self.name.partition("/")[2]
+
+    @property
+    def channels(self) -> int:
+        """C, the number of channels."""
+        return self.shape[0]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Height and width of an image; empty where any size will do."""
+        return self.shape[1:]
+
+    @property
+    def mode(self) -> str:
+        """PIL mode of pictures with the wanted channels, `L` or `RGB`.
+
+        Raises:
+            InputError: Pictures do not have so many channels.
+        """
+        if self.channels not in PIL_MODES:
+            raise InputError(
+                f"the network takes {self.channels} channels, images have 1 or 3: cache latents and set dataset=latents"
+            )
+        return PIL_MODES[self.channels]
+
+    @property
+    def numbered_classes(self) -> list[str]:
+        """Class names `0`, `1`, ... of the model's classes, at least one."""
+        return [str(i) for i in range(max(self.num_classes, 1))]
+
+    def given_root(self) -> str:
+        """The place of the data; InputError if it is not given."""
+        if self.root is None:
+            raise InputError(f"dataset {self.name!r} needs root, the place of the data")
+        return self.root
+
+    def existing_root(self) -> Path:
+        """The place of the data on this machine; InputError if it is not given or missing."""
+        path = Path(self.given_root())
+        if not path.exists():
+            raise InputError(f"root {self.root!r} does not exist (dataset {self.name!r})")
+        return path
+
+
+class Source(ABC):
+    """Random access to the samples of one split."""
 
     class_names: list[str]
+    in_memory = False
+    """Whether reading costs nothing, so that loaders need no worker processes."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def read(self, index: int) -> tuple[RawImage, int]:
-        """Image and target of one sample."""
-        ...
+        """Image and target of one sample. Anything may be raised when an image is damaged."""
 
     def name(self, index: int) -> str:
         """What to call a sample in a message: its file, where there is one."""
-        ...
+        return f"{type(self).__name__}[{index}]"
+
+
+class Pictures(Source):
+    """Pictures behind a data set or reader of a library, decoded when they are read.
+
+    Args:
+        data: The data set or reader.
+        class_names: One name per label.
+        mode: PIL mode of the images, `L` or `RGB`.
+    """
+
+    def __init__(self, data: Any, class_names: list[str], mode: str) -> None:
+        self.data = data
+        self.class_names = class_names
+        self.mode = mode
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class BatchSource(Source):
+    """A source that reads a batch at once, quicker than sample by sample, and never fails."""
+
+    shape: tuple[int, ...]
+    """(C, *grid) of its samples."""
+
+    @abstractmethod
+    def read_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Images float32 [B, C, *grid] with values in [0, 1], and targets int64 [B]."""
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        """Image float32 [C, *grid] with values in [0, 1], and target."""
+        images, targets = self.read_batch([index])
+        return images[0], int(targets[0])
+
+
+class PreparedSource(Source):
+    """A source whose samples are already what the network takes, and may be drawn anew in every epoch."""
+
+    @abstractmethod
+    def read(self, index: int, draw: int = 0) -> tuple[Tensor, int]:
+        """Sample float32 [C, *grid] and label; another `draw` (epoch) may be another sample."""
 
 
 def canonical_split(split: str) -> str:
@@ -46,159 +205,14 @@ def canonical_split(split: str) -> str:
     raise InputError(f"split {split!r} does not exist, the data set has train and validation")
 
 
-class Digits:
-    """The 1797 handwritten digits (UCI, test part of "Optical Recognition") that scikit-learn carries with it.
-
-    Values are the official 0..16 divided by 16: float32 [channels, 8, 8], exact. The stratified 80/20 split is fixed.
-    """
-
-    def __init__(self, split: str, channels: int = 1) -> None:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-
-        images, targets = load_digits(return_X_y=True)
-        parts = train_test_split(
-            np.arange(len(targets)), test_size=0.2, stratify=targets, random_state=DIGITS_SPLIT_SEED
-        )
-        self.indices = np.sort(parts[0] if canonical_split(split) == "train" else parts[1])
-        pixels = torch.from_numpy(images[self.indices]).to(torch.float32) / 16
-        self.images = pixels.view(-1, 1, 8, 8).expand(-1, channels, -1, -1)
-        self.targets = targets[self.indices].tolist()
-        self.class_names = [str(digit) for digit in range(10)]
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def read(self, index: int) -> tuple[RawImage, int]:
-        return self.images[index], self.targets[index]
-
-    def name(self, index: int) -> str:
-        return f"digits[{self.indices[index]}]"
+def number_names(targets: Iterable[int]) -> list[str]:
+    """Class names `0`, `1`, ... up to the largest target."""
+    return [str(i) for i in range(max((int(target) for target in targets), default=-1) + 1)]
 
 
-class FakeImages:
-    """Random pixels of the model's input size, to try a recipe without data; the target is index % num_classes."""
-
-    def __init__(self, split: str, image_size: tuple[int, int], mode: str, num_classes: int) -> None:
-        self.split = canonical_split(split)
-        self.image_size = image_size
-        self.mode = mode
-        self.class_names = [str(i) for i in range(num_classes)]
-
-    def __len__(self) -> int:
-        return FAKE_SIZES[self.split]
-
-    def read(self, index: int) -> tuple[RawImage, int]:
-        shape = self.image_size if self.mode == "L" else (*self.image_size, 3)
-        generator = np.random.default_rng(derive_seed(list(FAKE_SIZES).index(self.split), index))
-        pixels = generator.integers(0, 256, shape, dtype=np.uint8)
-        return Image.fromarray(pixels), index % len(self.class_names)
-
-    def name(self, index: int) -> str:
-        return f"fake {self.split}[{index}]"
-
-
-class TimmReader:
-    """A timm reader (folder, tar, Hugging Face) without the silent retries of timm's ImageDataset."""
-
-    def __init__(self, reader: Any, class_names: list[str], mode: str) -> None:
-        self.reader = reader
-        self.class_names = class_names
-        self.mode = mode
-
-    def __len__(self) -> int:
-        return len(self.reader)
-
-    def read(self, index: int) -> tuple[RawImage, int]:
-        stream, target = self.reader[index]
-        with stream, Image.open(stream) as image:
-            return image.convert(self.mode), int(target)
-
-    def name(self, index: int) -> str:
-        return str(self.reader.filename(index, absolute=True) or f"image {index}")
-
-
-class SavedImages:
-    """One split written by Hugging Face's `save_to_disk`, which timm's reader cannot open.
-
-    Args:
-        dataset: A `datasets.Dataset` with the columns image (not decoded) and label.
-        class_names: One name per label.
-        mode: PIL mode of the images.
-    """
-
-    def __init__(self, dataset: Any, class_names: list[str], mode: str) -> None:
-        self.dataset = dataset
-        self.class_names = class_names
-        self.mode = mode
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def read(self, index: int) -> tuple[RawImage, int]:
-        item = self.dataset[index]
-        stored = item["image"]
-        with Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"]) as image:
-            return image.convert(self.mode), int(item["label"])
-
-    def name(self, index: int) -> str:
-        return str(self.dataset[index]["image"]["path"] or f"image {index}")
-
-
-class TorchvisionImages:
-    """A torchvision data set of (PIL image, target) pairs."""
-
-    def __init__(self, dataset: Any, class_names: list[str], mode: str) -> None:
-        self.dataset = dataset
-        self.class_names = class_names
-        self.mode = mode
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def read(self, index: int) -> tuple[RawImage, int]:
-        image, target = self.dataset[index]
-        return image.convert(self.mode), int(target)
-
-    def name(self, index: int) -> str:
-        samples = getattr(self.dataset, "samples", None)
-        return str(samples[index][0]) if samples else f"{type(self.dataset).__name__}[{index}]"
-
-
-class ImageFiles:
-    """Image files without targets, for prediction."""
-
-    def __init__(self, paths: Sequence[Path], mode: str) -> None:
-        self.paths = [str(path) for path in paths]
-        self.mode = mode
-        self.class_names: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def read(self, index: int) -> tuple[RawImage, int]:
-        with Image.open(self.paths[index]) as image:
-            return image.convert(self.mode), -1
-
-    def name(self, index: int) -> str:
-        return self.paths[index]
-
-
-def find_images(path: str) -> list[Path]:
-    """An image file, or all image files below a folder in sorted order.
-
-    Raises:
-        InputError: Nothing there, or no image in the folder.
-    """
-    from timm.data.readers.img_extensions import get_img_extensions
-
-    root = Path(path)
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
-        raise InputError(f"predict_path {path!r} is neither a file nor a folder")
-    extensions = get_img_extensions()
-    files = sorted(file for file in root.rglob("*") if file.suffix.lower() in extensions and file.is_file())
-    if not files:
-        raise InputError(f"predict_path {path!r} has no image ({', '.join(extensions)})")
-    return files
+def to_picture(image: RawImage) -> Image.Image:
+    """An 8-bit PIL image of what a source reads."""
+    if isinstance(image, Image.Image):
+        return image
+    pixels = (image * 255).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).contiguous().numpy())

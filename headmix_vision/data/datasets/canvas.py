@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from headmix_vision.data.datasets.base import Digits, canonical_split
+from headmix_vision.data.datasets.base import BatchSource, SplitRequest, canonical_split
+from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 
@@ -31,9 +32,22 @@ FREE = -1
 NOT_DRAWN = -1
 HOME = {"same": 4, "opposite": 2}
 HOME_SHARE = 0.2
+DEFAULT_SIZE = 64
 
 
-class CanvasDigits(Dataset[tuple[Tensor, int]]):
+def open_canvas(request: SplitRequest) -> "CanvasDigits":
+    """Open `canvas` or `canvas/RULE` at a size in pixels.
+
+    Raises:
+        InputError: The size is no square, or is too small.
+    """
+    height, width = request.grid or (DEFAULT_SIZE, DEFAULT_SIZE)
+    if height != width:
+        raise InputError(f"dataset {request.name!r} is square, the model takes {height}x{width} pixels")
+    return CanvasDigits(request.split, height, rule=request.variant or "same", channels=request.channels)
+
+
+class CanvasDigits(BatchSource):
     """The canvases of one split; each depends on (seed, split, index) alone and is drawn when it is read.
 
     The digits are those of `Digits`: training and validation canvases share no handwriting. 64 pixels hold regions of
@@ -56,7 +70,7 @@ class CanvasDigits(Dataset[tuple[Tensor, int]]):
     def __init__(
         self,
         split: str,
-        size: int = 64,
+        size: int = DEFAULT_SIZE,
         seed: int = 0,
         rule: str = "same",
         channels: int = 1,
@@ -76,6 +90,7 @@ class CanvasDigits(Dataset[tuple[Tensor, int]]):
         self.seed = seed
         self.rule = rule
         self.channels = channels
+        self.shape = (channels, size, size)
         self.length = length or LENGTHS[self.split]
         self.class_names = [str(digit) for digit in range(1, 10)]
         digits = Digits(self.split)
@@ -97,8 +112,7 @@ class CanvasDigits(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Image, float32 [channels, size, size] in [0, 1], and class, an index into `class_names`."""
-        images, labels = self.read_batch([index])
-        return images[0], int(labels[0])
+        return self.read(index)
 
     def read_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Images, float32 [B, channels, size, size], and classes, int64 [B], of several canvases."""
@@ -107,15 +121,12 @@ class CanvasDigits(Dataset[tuple[Tensor, int]]):
             raise IndexError(f"canvas {index} of {self.length}")
         for index in places[self._labels[places] == NOT_DRAWN].tolist():
             self._draw(index)
-        cells = self._pictures[self._chosen[places]]  # [B, rows of cells, columns of cells, CELL, CELL]
-        side = cells.shape[1] * CELL
+        board = rearrange(self._pictures[self._chosen[places]], "b rows columns h w -> b (rows h) (columns w)")
         images = np.zeros((len(places), 1, self.size, self.size), np.uint8)
-        middle = slice(self._start, self._start + side)
-        images[:, 0, middle, middle] = cells.transpose(0, 1, 3, 2, 4).reshape(len(places), side, side)
+        middle = slice(self._start, self._start + board.shape[1])
+        images[:, 0, middle, middle] = board
         pixels = torch.from_numpy(images).float() / 16
         return pixels.expand(-1, self.channels, -1, -1), torch.from_numpy(self._labels[places].astype(np.int64))
-
-    read = __getitem__
 
     def name(self, index: int) -> str:
         """What to call a canvas in a message."""
@@ -144,6 +155,6 @@ class CanvasDigits(Dataset[tuple[Tensor, int]]):
         cells: NDArray[Any] = np.repeat(digits[:, None], n * n, axis=1)  # [regions, cells of a region]
         cells[np.arange(regions), free] = FREE
         cells[zero, free[zero]] = 0
-        board = cells.reshape(REGIONS, REGIONS, n, n).transpose(0, 2, 1, 3).reshape(REGIONS * n, REGIONS * n)
+        board = rearrange(cells, "(R C) (r c) -> (R r) (C c)", R=REGIONS, r=n)
         answer = zero if self.rule == "same" else regions - 1 - zero
         return board, int(digits[answer]) - 1

@@ -3,7 +3,7 @@
 A cache is a directory with `latents.json`, which says how the latents were made, and shards of a fixed number of
 images in the order of the data set: `shard-00000.safetensors`, ...
 
-Shapes: n images of a shard, C latent channels, h and w latent places.
+n images of a shard, C latent channels, * the axes of the latent grid: h and w of an image.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from headmix_vision.data.datasets.base import PreparedSource, SplitRequest
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import LatentScale
@@ -51,7 +51,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-class LatentShards(Dataset[tuple[Tensor, int]]):
+def open_latents(request: SplitRequest) -> "LatentShards":
+    """Open the cache of a split: a folder of the root, or the root itself for training.
+
+    Raises:
+        InputError: No such cache, or latents of another shape than the network takes.
+    """
+    if request.root is None:
+        raise InputError("dataset 'latents' needs root, the directory of cached latents")
+    folder = Path(request.root) / request.split
+    if not folder.is_dir():
+        folder = Path(request.root)
+        if request.split != request.train_split:
+            raise InputError(f"{folder} has no folder {request.split}: set data.val_split=null to train without")
+    shards = LatentShards(folder, request.seed)
+    if shards.shape != request.shape:
+        raise InputError(
+            f"the latents of {folder} are of shape {list(shards.shape)}, the network takes {list(request.shape)}"
+        )
+    return shards
+
+
+class LatentShards(PreparedSource):
     """Latents of a cache, scaled as a diffusion model takes them.
 
     Where the cache holds moments, a latent is drawn from them; where it holds mirrored images too, one of the two is
@@ -72,7 +93,7 @@ class LatentShards(Dataset[tuple[Tensor, int]]):
         self.manifest = read_manifest(self.path)
         self.class_names: list[str] = self.manifest["class_names"]
         self.num_classes = len(self.class_names)
-        self.shape: tuple[int, int, int] = tuple(self.manifest["shape"])
+        self.shape: tuple[int, ...] = tuple(self.manifest["shape"])
         scale = self.manifest["autoencoder"]
         self.scale = LatentScale(scale["scale"], scale["shift"])
         self.flip = (0.5 if self.manifest["flip"] else 0.0) if flip is None else flip
@@ -91,11 +112,11 @@ class LatentShards(Dataset[tuple[Tensor, int]]):
         return int(self.manifest["count"])
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Latent, float32 [C, h, w], and label."""
+        """Latent, float32 [C, *], and label."""
         return self.read(index)
 
     def read(self, index: int, draw: int = 0) -> tuple[Tensor, int]:
-        """Latent, float32 [C, h, w], and label; another `draw` (epoch) is another sample of the same image."""
+        """Latent, float32 [C, *], and label; another `draw` (epoch) is another sample of the same image."""
         if not 0 <= index < len(self):
             raise IndexError(f"latent {index} of {len(self)}")
         number, place = divmod(index, int(self.manifest["shard_size"]))
@@ -111,7 +132,10 @@ class LatentShards(Dataset[tuple[Tensor, int]]):
         if self.manifest["store"] == "moments":
             std = file.get_slice(f"std{suffix}")[place : place + 1][0].float()
             latent = latent + std * torch.randn(latent.shape, generator=generator)
-        return self.scale.apply(latent), label
+        return self.scale.apply(latent[None])[0], label
+
+    def name(self, index: int) -> str:
+        return f"{self.path}[{index}]"
 
     def labels(self) -> Tensor:
         """All labels, int64 [count]."""

@@ -8,12 +8,15 @@ this one included, with a red bead there. Patches are read in raster order, and 
 Places are named with very unequal frequency (the n-th favourite of a rod as 1 / n², favourites drawn for each image):
 one place of a rod changes its glyph with most patches, others keep theirs for long. A memory can neither keep
 everything nor forget everything at one rate.
+
+Its targets are answers of patches, not classes, so it is no line of `DATASETS`; `benchmarks/expressivity.py` reads it.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -31,7 +34,7 @@ ATTRIBUTE, ANSWER, QUESTION = range(3)  # red, green, blue
 
 
 class Record(NamedTuple):
-    """What is on an image of N patches, in raster order.
+    """The beads and dots of an image of N patches, in raster order.
 
     Args:
         places: red beads, int64 [N, attributes].
@@ -86,12 +89,12 @@ class PatchRecall(Dataset[tuple[Tensor, Tensor]]):
         pixels[patches, QUESTION, record.asked[:, 0], record.asked[:, 1]] = 1
         dots = record.glyphs.reshape(-1, GLYPH, GLYPH).repeat(PATCH // GLYPH, axis=2)  # as wide as the rods
         pixels[:, ANSWER, MAX_ATTRIBUTES:] = dots
-        image = pixels.reshape(self.grid, self.grid, 3, PATCH, PATCH).transpose(2, 0, 3, 1, 4)
+        image = rearrange(pixels, "(rows columns) c h w -> c (rows h) (columns w)", rows=self.grid)
         answers = record.glyphs[record.sources].astype(np.float32)
-        return torch.from_numpy(image.reshape(3, self.grid * PATCH, -1)), torch.from_numpy(answers)
+        return torch.from_numpy(image), torch.from_numpy(answers)
 
     def record(self, index: int) -> Record:
-        """What is on an image, as numbers."""
+        """The beads and dots of an image as numbers."""
         if not 0 <= index < self.length:
             raise IndexError(f"image {index} of {self.length}")
         generator = np.random.default_rng(derive_seed(self.seed, list(LENGTHS).index(self.split), index))

@@ -1,65 +1,59 @@
-"""What every attention core is built from and called with."""
+"""The base class of attention cores."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any, ClassVar
+
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
+from headmix_vision.layers.spec import LayerSpec
+from headmix_vision.ops import TokenGrid
+from headmix_vision.registry import Registry
 
 
 class AttentionCore(nn.Module):
-    """Base of the cores: what every core is built from and called with.
+    """Computes head outputs from queries, keys and values: ``core(q, k, v, grid)``.
 
-    Args:
-        num_heads: H.
-        grid: token grid, prefix tokens left out.
-        block_grid: blocks along each axis of the grid; only block-wise cores read it.
-        num_prefix_tokens: tokens in front of the grid.
-        attn_drop: dropout on attention weights; only a core that forms them accepts more than 0.
-
-    A core with ``reads_input`` is also built with ``dim``, the width C of the layer, and called with its input ``x``.
+    A core is built from the :class:`LayerSpec` that the head mix gives it, and from options of its own.
 
     Shape:
-        ``q``, ``k`` [B, N, H, D], ``v`` [B, N, H, Dv] and ``x`` [B, N, C] in raster order -> [B, N, H, Dv]. ``grid``
-        is the grid of this call, which a dynamic image size may change.
+        ``q``, ``k`` [B, N, H, D] and ``v`` [B, N, H, Dv] in raster order -> [B, N, H, Dv]. ``grid`` holds the N tokens
+        of this call, which may be others than those of the spec.
+
+    Attributes:
+        forms_weights: the core forms a weight for each pair of tokens; it accepts ``attn_drop`` and is called with the
+            further arguments ``attn_mask`` and ``is_causal``.
+        reads_input: the core is called with the further argument ``x``, the layer's input [B, N / repeats, C].
+        layer_options: options of the layer that models of this core have on unless told otherwise.
+
+    Raises:
+        InputError: if dropout is asked of a core that forms no weights.
     """
 
-    forms_weights = False
-    reads_input = False
+    forms_weights: ClassVar[bool] = False
+    reads_input: ClassVar[bool] = False
+    layer_options: ClassVar[dict[str, Any]] = {}
 
-    def __init__(
-        self,
-        num_heads: int,
-        grid: tuple[int, ...],
-        block_grid: tuple[int, ...],
-        num_prefix_tokens: int = 0,
-        attn_drop: float = 0.0,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        if attn_drop and not self.forms_weights:
-            raise InputError(f"attn_drop={attn_drop} needs the 'softmax' core: {type(self).__name__} forms no weights.")
-        self.attn_drop = attn_drop
+        if spec.attn_drop and not self.forms_weights:
+            name = type(self).__name__
+            raise InputError(f"attn_drop={spec.attn_drop} needs the 'softmax' core: {name} forms no weights.")
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: tuple[int, ...],
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        x: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, **needed: Any) -> Tensor:
         raise NotImplementedError
 
-    def set_grid(self, grid: tuple[int, ...]) -> None:
+    def set_grid(self, grid: TokenGrid) -> None:
         """Adopt another token grid; most cores do not depend on it."""
 
+    def set_block_grid(self, block_grid: tuple[int, ...]) -> None:
+        """Cut the token grid into other blocks.
 
-def refuse_masks(core: str, attn_mask: Tensor | None, is_causal: bool) -> None:
-    """Raise InputError for a mask; a module that calls this needs ``torch.fx.wrap("refuse_masks")`` to be traced."""
-    if attn_mask is not None or is_causal:
-        raise InputError(f"attn_mask and is_causal need the 'softmax' core, not {core}.")
+        Raises:
+            InputError: if the core has no blocks.
+        """
+        raise InputError(f"{type(self).__name__} has no token blocks.")
+
+
+CORES: Registry[type[AttentionCore]] = Registry()

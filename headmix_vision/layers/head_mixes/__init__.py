@@ -1,11 +1,8 @@
-"""Head mixes: linear maps across feature heads, applied to queries, keys and values before the core.
+"""Head mixes: what happens across feature heads on both sides of the core.
 
-A head mix is a module ``mix(q, k, v) -> (q, k, v)`` on [B, N, H, D] tensors and a line in ``HEAD_MIXES``; every mix
-works with every core.
+To add a mix, write a subclass of :class:`HeadMix` in a file of its own, registered under its name, and import it here;
+it works over every core. The models and their names follow from ``HEAD_MIXES``.
 """
 
-from __future__ import annotations
-
-from torch import nn
-
-HEAD_MIXES: dict[str, type[nn.Module]] = {}
+from headmix_vision.layers.head_mixes.base import HEAD_MIXES as HEAD_MIXES
+from headmix_vision.layers.head_mixes.base import HeadMix as HeadMix

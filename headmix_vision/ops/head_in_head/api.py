@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from torch import Tensor
 
-from headmix_vision.errors import InputError
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
 from headmix_vision.ops.head_in_head.validation import validate_head_in_head, validate_head_in_head_rwkv7
-from headmix_vision.ops.selection import NO_KERNELS
+from headmix_vision.ops.selection import NO_KERNELS, select, why_not_triton
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
 
-IMPLEMENTATIONS = {"reference": head_in_head_reference, "torch": head_in_head_torch}
-RWKV7_IMPLEMENTATIONS = {"reference": head_in_head_rwkv7_reference, "torch": head_in_head_rwkv7_torch}
-TRITON_IMPLS = ("triton",)
-
+State = tuple[Tensor, Tensor]  # output and final state
+IMPLEMENTATIONS: dict[str, Callable[..., State]] = {"reference": head_in_head_reference, "torch": head_in_head_torch}
+RWKV7_IMPLEMENTATIONS: dict[str, Callable[..., State]] = {
+    "reference": head_in_head_rwkv7_reference,
+    "torch": head_in_head_rwkv7_torch,
+}
 if NO_KERNELS is None:
-    from headmix_vision.ops.head_in_head.triton_impl import head_in_head_triton, why_not_head_in_head_triton
+    from headmix_vision.ops.head_in_head.triton_impl import head_in_head_triton
 
     IMPLEMENTATIONS["triton"] = head_in_head_triton
-else:
-
-    def why_not_head_in_head_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
-        return NO_KERNELS
+IMPL_NAMES = ("auto", "reference", "torch", "triton")
+SUB_HEADS = (1, 2, 4, 8)  # r of the kernels
 
 
-def _select(impl: str, q: Tensor, v: Tensor, mask: Tensor) -> str:
-    """The implementation to run: "auto" takes the Triton kernels on CUDA wherever they can run."""
-    if impl == "auto":
-        return "triton" if q.is_cuda and why_not_head_in_head_triton(q, v, mask) is None else "torch"
-    if impl in TRITON_IMPLS and (reason := why_not_head_in_head_triton(q, v, mask)):
-        raise InputError(f"{reason}; impl={impl!r} was asked for.")
-    return impl
+class HeadInHeadOutput(NamedTuple):
+    """The result of a Head-in-Head op.
+
+    Attributes:
+        out: [B, N, H, Dv] of the type of the values.
+        final_state: [B, H, Dk, Dv] in float32 or float64, or None.
+    """
+
+    out: Tensor
+    final_state: Tensor | None
+
+
+def _why_not_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
+    if mask.shape[-1] not in SUB_HEADS:
+        return f"mask has r = {mask.shape[-1]} sub-heads: the kernels take {SUB_HEADS}"
+    return why_not_triton(q, v)
 
 
 def head_in_head(
@@ -42,11 +53,12 @@ def head_in_head(
     beta: Tensor,
     log_decay: Tensor,
     mask: Tensor,
+    *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     scan: TokenScan | Tensor | None = None,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> HeadInHeadOutput:
     r"""Head-in-Head: the gated delta rule whose sub-heads correct each other through an r x r mask.
 
     With the key dims of a head cut into r contiguous sub-heads and E(M) the mask with every entry repeated over
@@ -77,18 +89,17 @@ def head_in_head(
             ``"reference"``: the loop, a specification.
 
     Returns:
-        The output, [B, N, H, Dv] of ``v``'s type, and the final state, [B, H, Dk, Dv] in float32 or float64, or None.
+        ``out``, [B, N, H, Dv] of ``v``'s type, and ``final_state``, [B, H, Dk, Dv] in float32 or float64, or None.
 
     Raises:
         InputError: naming the argument, if shapes, types, devices or options do not fit, if ``impl`` cannot run them,
             and, outside a tracer, if ``scan`` is no permutation or, on the CPU only, ``log_decay`` above 0: elsewhere
             reading it would hold up every call.
     """
-    impls = ("auto", *dict.fromkeys((*IMPLEMENTATIONS, *TRITON_IMPLS)))
-    validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl, impls)
-    run = IMPLEMENTATIONS[_select(impl, q, v, mask)]
+    validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl, IMPL_NAMES)
+    run = select(impl, IMPLEMENTATIONS, q, lambda: _why_not_triton(q, v, mask))
     out, state = run(q, k, v, beta, log_decay, mask, initial_state, _tables(scan, q))
-    return out, state if output_final_state else None
+    return HeadInHeadOutput(out, state if output_final_state else None)
 
 
 def head_in_head_rwkv7(
@@ -99,11 +110,12 @@ def head_in_head_rwkv7(
     b: Tensor,
     log_decay: Tensor,
     mask: Tensor,
+    *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     scan: TokenScan | Tensor | None = None,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> HeadInHeadOutput:
     r"""Head-in-Head with the transition of RWKV-7: a decay for each channel, and two vectors for the correction::
 
         S_t = (diag(exp(log_decay_t)) + (b_t a_t^T) * E(M_t)) S_{t-1} + k_t v_t^T
@@ -121,11 +133,11 @@ def head_in_head_rwkv7(
     Raises:
         InputError: as :func:`head_in_head`.
     """
-    impls = ("auto", *RWKV7_IMPLEMENTATIONS)
-    validate_head_in_head_rwkv7(q, k, v, a, b, log_decay, mask, initial_state, scan, impl, impls)
-    run = RWKV7_IMPLEMENTATIONS["torch" if impl == "auto" else impl]
+    names = ("auto", *RWKV7_IMPLEMENTATIONS)
+    validate_head_in_head_rwkv7(q, k, v, a, b, log_decay, mask, initial_state, scan, impl, names)
+    run = select(impl, RWKV7_IMPLEMENTATIONS, q, lambda: "there are no kernels")
     out, state = run(q, k, v, a, b, log_decay, mask, initial_state, _tables(scan, q))
-    return out, state if output_final_state else None
+    return HeadInHeadOutput(out, state if output_final_state else None)
 
 
 def _tables(scan: TokenScan | Tensor | None, like: Tensor) -> ScanTables | None:

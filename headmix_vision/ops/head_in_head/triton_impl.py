@@ -14,14 +14,6 @@ from torch import Tensor
 
 from headmix_vision.ops.head_in_head import triton_launch as launch
 from headmix_vision.ops.token_scan import ScanTables
-from headmix_vision.ops.triton_inputs import why_not_triton
-
-
-def why_not_head_in_head_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
-    """Reason, naming the argument, why the kernels cannot run on these inputs; None if they can."""
-    if mask.shape[-1] not in launch.SUB_HEADS:
-        return f"mask has r = {mask.shape[-1]} sub-heads: the kernels take {launch.SUB_HEADS}"
-    return why_not_triton(q, v)
 
 
 def head_in_head_triton(
@@ -99,11 +91,9 @@ def _backward_op(
         return d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial
     with torch.cuda.device_of(q):
         buffers = launch.Saved(decays, scores, inverse, states, corrections)
-        d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial = launch.backward_pass(
-            q, k, v, beta, log_decay, mask, order, buffers, d_out, d_final
-        )
-    d_gates = d_beta.to(beta.dtype), d_log_decay.to(log_decay.dtype)
-    return d_q, d_k, d_v, *d_gates, d_mask.to(mask.dtype), d_initial
+        d = launch.backward_pass(q, k, v, beta, log_decay, mask, order, buffers, d_out, d_final)
+    d_gates = d.beta.to(beta.dtype), d.log_decay.to(log_decay.dtype)
+    return d.q, d.k, d.v, *d_gates, d.mask.to(mask.dtype), d.initial_state
 
 
 @_backward_op.register_fake

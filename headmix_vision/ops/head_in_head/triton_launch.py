@@ -16,7 +16,6 @@ from headmix_vision.ops.head_in_head import triton_backward as backward
 from headmix_vision.ops.head_in_head import triton_forward as forward
 from headmix_vision.ops.triton_inputs import SMALL_FLOAT32_PRECISION, alignment, numerics
 
-SUB_HEADS = (1, 2, 4, 8)
 LEAST_TOKENS = 16  # of a chunk: the shortest side of a product
 Tiles = dict[str, int]
 # For bfloat16, up to 64 rows and keys, the best of sweeps on an H200. More stages hide the way to memory where they do
@@ -44,6 +43,18 @@ class Saved(NamedTuple):
     inverse: Tensor
     states: Tensor
     corrections: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs; the last four are float32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    log_decay: Tensor
+    mask: Tensor
+    initial_state: Tensor
 
 
 def chunk_tokens(r: int) -> int:
@@ -161,8 +172,7 @@ def forward_pass(
 def backward_pass(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, mask: Tensor,
     order: Tensor | None, buffers: Saved, d_out: Tensor, d_final: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, beta, log_decay, mask and the initial state, the last four in float32."""
+) -> Gradients:  # fmt: skip
     (B, N, H, Dk), r = q.shape, mask.shape[-1]
     C = buffers.decays.shape[2]
     q, k, v, d_out = _rows(q, k, v, d_out)
@@ -190,4 +200,5 @@ def backward_pass(
         *_strides(align, q, k, v), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), *_strides(align, d_out),
         N, H, C, Dk**-0.5, **constants, **values,
     )  # fmt: skip
-    return d_q, d_k, d_v, d_beta, d_log_decay, d_mask if mask.ndim == 5 else d_mask.sum((0, 2)), d_initial
+    d_mask = d_mask if mask.ndim == 5 else d_mask.sum((0, 2))
+    return Gradients(d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial)

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
 
-from headmix_vision.errors import InputError
 from headmix_vision.ops.mhla.reference import mhla_reference
+from headmix_vision.ops.mhla.settings import REGIMES, Settings
 from headmix_vision.ops.mhla.torch_impl import mhla_torch
 from headmix_vision.ops.mhla.validation import validate_mhla
-from headmix_vision.ops.selection import NO_KERNELS
+from headmix_vision.ops.selection import NO_KERNELS, select, why_not_triton
 from headmix_vision.ops.token_blocks import TokenBlocks
 
-IMPLEMENTATIONS = {"reference": mhla_reference, "torch": mhla_torch}
-TRITON_IMPLS = ("triton", "triton_pairwise", "triton_summary")
-
+IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"reference": mhla_reference, "torch": mhla_torch}
 if NO_KERNELS is None:
     from headmix_vision.ops.mhla.triton_impl import mhla_triton
-    from headmix_vision.ops.triton_inputs import why_not_triton
 
-    IMPLEMENTATIONS |= {
-        "triton": mhla_triton,
-        "triton_pairwise": partial(mhla_triton, regime="pairwise"),
-        "triton_summary": partial(mhla_triton, regime="summary"),
-    }
-else:
-
-    def why_not_triton(q: Tensor, v: Tensor) -> str | None:
-        return NO_KERNELS
-
-
-def _select(impl: str, q: Tensor, v: Tensor) -> str:
-    """The implementation to run: "auto" takes the Triton kernels on CUDA wherever they can run."""
-    if impl == "auto":
-        return "triton" if q.is_cuda and why_not_triton(q, v) is None else "torch"
-    if impl in TRITON_IMPLS and (reason := why_not_triton(q, v)):
-        raise InputError(f"{reason}; impl={impl!r} was asked for.")
-    return impl
+    IMPLEMENTATIONS["triton"] = mhla_triton
+    IMPLEMENTATIONS |= {f"triton_{regime}": partial(mhla_triton, regime=regime) for regime in REGIMES}
+IMPL_NAMES = ("auto", "reference", "torch", "triton", *(f"triton_{regime}" for regime in REGIMES))
 
 
 def mhla(
@@ -83,6 +66,6 @@ def mhla(
     Raises:
         InputError: naming the argument, if shapes, types, devices or options do not fit, or ``impl`` cannot run them.
     """
-    impls = ("auto", *dict.fromkeys((*IMPLEMENTATIONS, *TRITON_IMPLS)))
-    validate_mhla(q, k, v, mixing, blocks, normalizer, feature_map, impl, impls)
-    return IMPLEMENTATIONS[_select(impl, q, v)](q, k, v, mixing, blocks, normalizer, feature_map, eps)
+    settings = Settings(blocks, normalizer, feature_map, eps)
+    validate_mhla(q, k, v, mixing, settings, impl, IMPL_NAMES)
+    return select(impl, IMPLEMENTATIONS, q, lambda: why_not_triton(q, v))(q, k, v, mixing, settings)

@@ -10,21 +10,13 @@ from torch import Tensor
 
 from headmix_vision.ops.feature_maps import apply_feature_map
 from headmix_vision.ops.mhla.block_gather import source_block_denominator, to_blocks, to_tokens
+from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.precision import accumulation_dtype, autocast_off
-from headmix_vision.ops.token_blocks import TokenBlocks
 
 
-def mhla_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor,
-    blocks: TokenBlocks,
-    normalizer: str | None,
-    feature_map: str,
-    eps: float,
-) -> Tensor:
-    """See :func:`headmix_vision.ops.mhla`."""
+def mhla_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
+    """Compute :func:`headmix_vision.ops.mhla`."""
+    blocks, normalizer, feature_map, eps, _ = settings
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         q, k, v, mixing = (x.to(dtype) for x in (q, k, v, mixing))

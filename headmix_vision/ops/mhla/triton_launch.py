@@ -15,8 +15,8 @@ from headmix_vision.ops.mhla import triton_matrices as matrices
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tuning as tuning
+from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mhla.triton_tables import Places, parts, places
-from headmix_vision.ops.token_blocks import TokenBlocks
 from headmix_vision.ops.triton_inputs import SMALL_FLOAT32_PRECISION, alignment, numerics
 
 # Tokens in a part of a block, whatever the device and the batch: results do not depend on these.
@@ -28,26 +28,45 @@ VECTOR_TILE = 64
 RUN_TILE = 32
 
 
-class Settings(NamedTuple):
-    """What an MHLA call computes, beside its tensors."""
+class Summaries(NamedTuple):
+    """Of each block, or part of one: matrices [B, H, M, D, Dv], and vectors [B, H, M, D] for the paper's normalizer."""
 
-    blocks: TokenBlocks
-    normalizer: str
-    feature_map: str
-    eps: float
-
-    @property
-    def split(self) -> int:
-        """Parts of each block."""
-        return _ceil(self.blocks.max_block_size, PART_TOKENS)
+    matrix: Tensor
+    vector: Tensor
 
 
-class PairwiseGradients(NamedTuple):
+class Gradients(NamedTuple):
+    """Gradients of the inputs; that of the mixing is float32, that of a given denominator [B, H, N] float32."""
+
     query: Tensor
     key: Tensor
     value: Tensor
-    mixing: Tensor  # float32
-    denominator: Tensor  # [B, H, N] float32, of a given denominator
+    mixing: Tensor
+    denominator: Tensor
+
+
+class QueryGradients(NamedTuple):
+    """Gradients of queries and given denominators, and the summaries R and r of queries and output gradients."""
+
+    query: Tensor
+    denominator: Tensor
+    summaries: Summaries
+
+
+class MixingGradients(NamedTuple):
+    """The gradient of the mixing, and the summaries R and r mixed by its transpose."""
+
+    mixing: Tensor
+    mixed: Summaries
+
+
+def _split(settings: Settings) -> int:
+    """Parts of each block."""
+    return _ceil(settings.blocks.max_block_size, PART_TOKENS)
+
+
+def _normalizer(settings: Settings) -> str:
+    return {"paper": "paper", "source_block": "given", None: "none"}[settings.normalizer]
 
 
 def gradient(x: Tensor, packed: Tensor | None, part: int) -> Tensor:
@@ -77,7 +96,7 @@ def _constants(q: Tensor, v: Tensor, settings: Settings, align: int) -> dict[str
     (d1, d2), (dv1, dv2) = tuning.head_parts(q.shape[-1]), tuning.head_parts(v.shape[-1])
     return dict(
         D=q.shape[-1], D1=d1, D2=d2, DV=v.shape[-1], DV1=dv1, DV2=dv2,
-        NORMALIZER=settings.normalizer, FEATURE_MAP=settings.feature_map,
+        NORMALIZER=_normalizer(settings), FEATURE_MAP=settings.feature_map,
         COMPUTE=compute, PRECISION=precision, ALIGN=align,
     )  # fmt: skip
 
@@ -135,10 +154,10 @@ def pairwise_forward(
 def pairwise_backward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor,
     packed: Tensor | None, settings: Settings,
-) -> PairwiseGradients:  # fmt: skip
+) -> Gradients:  # fmt: skip
     d_q, d_mixing, d_scale = _pairwise_backward_query(q, k, v, mixing, out, inverse, d_out, packed, settings)
     d_k, d_v = _pairwise_backward_key(q, k, v, mixing, inverse, d_out, d_scale, packed, settings)
-    return PairwiseGradients(d_q, d_k, d_v, d_mixing, d_scale)
+    return Gradients(d_q, d_k, d_v, d_mixing, d_scale)
 
 
 def _pairwise_backward_query(
@@ -220,44 +239,44 @@ def _token_constants(q: Tensor, v: Tensor, settings: Settings, align: int, size:
     return dict(SINGLE=size <= c["BT"], num_stages=1, **_constants(q, v, settings, align), **c)
 
 
-def _part_summaries(q: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+def _part_summaries(q: Tensor, v: Tensor, settings: Settings) -> Summaries:
     """Empty summaries of parts: [B, H, C, D, Dv], float32 where they are still to be summed, and vectors [B, H, C, D].
 
     Only the paper's normalizer needs vectors; others get none, [B, H, 0, D].
     """
     B, _, H, D = q.shape
-    C = settings.blocks.num_blocks * settings.split
-    dtype = numerics(q.dtype).storage if settings.split == 1 else torch.float32
+    C = settings.blocks.num_blocks * _split(settings)
+    dtype = numerics(q.dtype).storage if _split(settings) == 1 else torch.float32
     vectors = C if settings.normalizer == "paper" else 0
-    return q.new_empty(B, H, C, D, v.shape[-1], dtype=dtype), q.new_empty(B, H, vectors, D, dtype=torch.float32)
+    matrix = q.new_empty(B, H, C, D, v.shape[-1], dtype=dtype)
+    return Summaries(matrix, q.new_empty(B, H, vectors, D, dtype=torch.float32))
 
 
-def _sum_parts(matrix: Tensor, vector: Tensor, q: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    if settings.split == 1:
-        return matrix, vector
-    storage = numerics(q.dtype).storage
-    matrix, vector = (x.unflatten(2, (-1, settings.split)).sum(3) if x.numel() else x for x in (matrix, vector))
-    return matrix.to(storage), vector
+def _sum_parts(of_parts: Summaries, q: Tensor, settings: Settings) -> Summaries:
+    split = _split(settings)
+    if split == 1:
+        return of_parts
+    matrix, vector = (x.unflatten(2, (-1, split)).sum(3) if x.numel() else x for x in of_parts)
+    return Summaries(matrix.to(numerics(q.dtype).storage), vector)
 
 
-def summarize(k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+def summarize(k: Tensor, v: Tensor, settings: Settings) -> Summaries:
     """Summaries S [B, H, M, D, Dv] and z [B, H, M, D] of keys and values."""
     H = k.shape[2]
-    t = parts(settings.blocks, settings.split, k.device)
+    t = parts(settings.blocks, _split(settings), k.device)
     c = tuning.tiles(tuning.SUMMARIZE, max(k.shape[-1], v.shape[-1]), k.dtype)
     align = alignment(k, v)
-    matrix, vector = _part_summaries(k, v, settings)
-    summary.summarize_kernel[(matrix[..., 0, 0].numel(),)](
-        k, v, matrix, vector, t, *_strides(align, k, v), H, *t.shape, settings.eps,
+    summaries = _part_summaries(k, v, settings)
+    summary.summarize_kernel[(summaries.matrix[..., 0, 0].numel(),)](
+        k, v, *summaries, t, *_strides(align, k, v), H, *t.shape, settings.eps,
         **_token_constants(k, v, settings, align, t.shape[1], c),
     )  # fmt: skip
-    return _sum_parts(matrix, vector, k, settings)
+    return _sum_parts(summaries, k, settings)
 
 
-def mix(
-    matrix: Tensor, vector: Tensor, mixing: Tensor, settings: Settings, transposed: bool = False
-) -> tuple[Tensor, Tensor]:
+def mix(summaries: Summaries, mixing: Tensor, settings: Settings, transposed: bool = False) -> Summaries:
     """Mixed summaries, of the shapes of the summaries."""
+    matrix, vector = summaries
     B, H, M = matrix.shape[:3]
     size = matrix[0, 0, 0].numel()
     c = tuning.mix_tiles(M, matrix.dtype)
@@ -265,37 +284,49 @@ def mix(
     shares = max(_ceil(column_tiles, c["per"]), _ceil(vector.shape[-1], VECTOR_TILE))
     stride_h, stride_row, stride_source = _mixing_strides(mixing.mT if transposed else mixing)
     compute, precision, _ = numerics(matrix.dtype)
-    mixed, mixed_vector = torch.empty_like(matrix), torch.empty_like(vector)
+    mixed = Summaries(torch.empty_like(matrix), torch.empty_like(vector))
     summary.mix_kernel[(B * H * row_tiles * shares,)](
-        matrix, vector, mixing, mixed, mixed_vector, stride_h, stride_row, stride_source, H, M, row_tiles, shares,
+        matrix, vector, mixing, *mixed, stride_h, stride_row, stride_source, H, M, row_tiles, shares,
         SIZE=size, VECTOR_SIZE=vector.shape[-1], VECTOR_TILE=VECTOR_TILE, CHUNKS=chunks if chunks <= MAX_CHUNKS else 0,
-        NORMALIZER=settings.normalizer, COMPUTE=compute, PRECISION=precision,
+        NORMALIZER=_normalizer(settings), COMPUTE=compute, PRECISION=precision,
         **{name: value for name, value in c.items() if name != "per"},
     )  # fmt: skip
-    return mixed, mixed_vector
+    return mixed
 
 
-def apply(q: Tensor, matrix: Tensor, vector: Tensor, inverse: Tensor, out: Tensor, settings: Settings) -> None:
+def apply(q: Tensor, mixed: Summaries, inverse: Tensor, out: Tensor, settings: Settings) -> None:
     """Queries against mixed summaries: fill ``out`` and, for the paper's normalizer, ``inverse``."""
     B, N, H, D = q.shape
     M = settings.blocks.num_blocks
-    t = parts(settings.blocks, settings.split, q.device)
+    t = parts(settings.blocks, _split(settings), q.device)
     c = tuning.tiles(tuning.APPLY, max(D, out.shape[-1]), q.dtype)
     align = alignment(q)
     summary.apply_kernel[(B * H * len(t),)](
-        q, matrix, vector, out, inverse, t, *_strides(align, q), N, H, M, len(t), settings.split, t.shape[1],
+        q, *mixed, out, inverse, t, *_strides(align, q), N, H, M, len(t), _split(settings), t.shape[1],
         settings.eps, **_token_constants(q, out, settings, align, t.shape[1], c),
     )  # fmt: skip
 
 
-def backward_query(
-    q: Tensor, matrix: Tensor, vector: Tensor, inverse: Tensor, d_out: Tensor,
+def summary_backward(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, summaries: Summaries, inverse: Tensor, d_out: Tensor,
     packed: Tensor | None, settings: Settings,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the queries and of given denominators, and the summaries R and r of queries and output gradients."""
+) -> Gradients:  # fmt: skip
+    """Gradients of all inputs from the block summaries of the forward pass."""
+    # Mixed again rather than saved, and given up before further memory is taken.
+    from_query = backward_query(q, mix(summaries, mixing, settings), inverse, d_out, packed, settings)
+    from_mixing = mixing_gradient(from_query.summaries, summaries, mixing, settings)
+    denominator, d_q = from_query.denominator, from_query.query
+    del from_query
+    d_k, d_v = backward_key(k, v, from_mixing.mixed, packed, settings)
+    return Gradients(d_q, d_k, d_v, from_mixing.mixing, denominator)
+
+
+def backward_query(
+    q: Tensor, mixed: Summaries, inverse: Tensor, d_out: Tensor, packed: Tensor | None, settings: Settings
+) -> QueryGradients:
     B, N, H, D = q.shape
     M = settings.blocks.num_blocks
-    t = parts(settings.blocks, settings.split, q.device)
+    t = parts(settings.blocks, _split(settings), q.device)
     dim = max(D, d_out.shape[-1])
     c = tuning.tiles(tuning.BACKWARD_QUERY, dim, q.dtype)
     if t.shape[1] > c["BT"]:
@@ -303,23 +334,22 @@ def backward_query(
     align = alignment(q, d_out)
     d_q = gradient(q, packed, 0)
     d_denominator = q.new_empty(B, H, N, dtype=torch.float32)
-    R, r = _part_summaries(q, d_out, settings)
+    summaries = _part_summaries(q, d_out, settings)
     summary.backward_query_kernel[(B * H * len(t),)](
-        q, matrix, vector, inverse, d_out, d_q, d_denominator, R, r, t, *_strides(align, q, d_out),
-        N, H, M, len(t), settings.split, t.shape[1], settings.eps,
+        q, *mixed, inverse, d_out, d_q, d_denominator, *summaries, t, *_strides(align, q, d_out),
+        N, H, M, len(t), _split(settings), t.shape[1], settings.eps,
         **_token_constants(q, d_out, settings, align, t.shape[1], c), **_pack(packed),
     )  # fmt: skip
-    return d_q, d_denominator, *_sum_parts(R, r, q, settings)
+    return QueryGradients(d_q, d_denominator, _sum_parts(summaries, q, settings))
 
 
-def mixing_gradient(
-    R: Tensor, r: Tensor, S: Tensor, z: Tensor, mixing: Tensor, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of the mixing, and R and r mixed by its transpose.
+def mixing_gradient(backward: Summaries, forward: Summaries, mixing: Tensor, settings: Settings) -> MixingGradients:
+    """Gradient of the mixing from the summaries R and r of the backward pass and S and z of the forward pass.
 
-    The gradient is <R_i, S_j> + r_i . z_j, summed over the batch, and over heads that share the mixing: [(H,) M, M]
+    It is <R_i, S_j> + r_i . z_j, summed over the batch, and over heads that share the mixing: [(H,) M, M]
     float32. Where one tile holds all blocks, R and r are mixed as they are read for it.
     """
+    R, r = backward
     B, H, M = R.shape[:3]
     size = R[0, 0, 0].numel()
     c = tuning.mixing_gradient_tiles(M, R.dtype)
@@ -328,23 +358,23 @@ def mixing_gradient(
     compute, precision, _ = numerics(R.dtype)
     d_mixing = R.new_empty(B, splits, H, M, M, dtype=torch.float32)
     together = c["BM"] == 16 and row_tiles == 1
-    mixed, mixed_vector = (torch.empty_like(R), torch.empty_like(r)) if together else (None, None)
+    mixed = Summaries(torch.empty_like(R), torch.empty_like(r)) if together else None
     summary.mixing_gradient_kernel[(B * H * row_tiles * row_tiles * splits,)](
-        R, r, S, z, d_mixing, mixing, mixed, mixed_vector, *_mixing_strides(mixing.mT), H, M, row_tiles, splits,
+        *backward, *forward, d_mixing, mixing, *(mixed or (None, None)),
+        *_mixing_strides(mixing.mT), H, M, row_tiles, splits,
         SIZE=size, VECTOR_SIZE=r.shape[-1], MIX=together,
-        NORMALIZER=settings.normalizer, COMPUTE=compute, PRECISION=precision, **c,
+        NORMALIZER=_normalizer(settings), COMPUTE=compute, PRECISION=precision, **c,
     )  # fmt: skip
-    if mixed is None or mixed_vector is None:
-        mixed, mixed_vector = mix(R, r, mixing, settings, transposed=True)
-    return _sum_leading(d_mixing, 2 if mixing.ndim == 3 else 3), mixed, mixed_vector
+    mixed = mixed or mix(backward, mixing, settings, transposed=True)
+    return MixingGradients(_sum_leading(d_mixing, 2 if mixing.ndim == 3 else 3), mixed)
 
 
 def backward_key(
-    k: Tensor, v: Tensor, matrix: Tensor, vector: Tensor, packed: Tensor | None, settings: Settings
+    k: Tensor, v: Tensor, mixed: Summaries, packed: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """Gradients of keys and values from the mixed summaries of queries and output gradients."""
     B, N, H, D = k.shape
-    t = parts(settings.blocks, settings.split, k.device)
+    t = parts(settings.blocks, _split(settings), k.device)
     c = tuning.tiles(tuning.BACKWARD_KEY, max(D, v.shape[-1]), k.dtype)
     align = alignment(k, v)
     d_k, d_v = gradient(k, packed, 1), gradient(v, packed, 2)
@@ -353,8 +383,8 @@ def backward_key(
         # Loops hold the matrix in shared memory for both products: in four halves each it would not fit.
         constants["PRECISION"] = SMALL_FLOAT32_PRECISION
     summary.backward_key_kernel[(B * H * len(t),)](
-        k, v, matrix, vector, d_k, d_v, t, *_strides(align, k, v),
-        N, H, settings.blocks.num_blocks, len(t), settings.split, t.shape[1], settings.eps,
+        k, v, *mixed, d_k, d_v, t, *_strides(align, k, v),
+        N, H, settings.blocks.num_blocks, len(t), _split(settings), t.shape[1], settings.eps,
         **constants, **_pack(packed),
     )  # fmt: skip
     return d_k, d_v

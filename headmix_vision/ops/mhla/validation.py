@@ -6,9 +6,7 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.ops.feature_maps import FEATURE_MAPS
-from headmix_vision.ops.token_blocks import TokenBlocks
-
-NORMALIZERS = ("paper", "source_block", None)
+from headmix_vision.ops.mhla.settings import NORMALIZERS, Settings
 
 
 def validate_mhla(
@@ -16,17 +14,15 @@ def validate_mhla(
     k: Tensor,
     v: Tensor,
     mixing: Tensor,
-    blocks: TokenBlocks,
-    normalizer: str | None,
-    feature_map: str,
+    settings: Settings,
     impl: str,
-    impls: tuple[str, ...],
+    impl_names: tuple[str, ...],
 ) -> None:
     """Raise InputError, naming the argument, unless ``mhla`` can run on these arguments."""
     for name, value, allowed in (
-        ("normalizer", normalizer, NORMALIZERS),
-        ("feature_map", feature_map, tuple(FEATURE_MAPS)),
-        ("impl", impl, impls),
+        ("normalizer", settings.normalizer, NORMALIZERS),
+        ("feature_map", settings.feature_map, tuple(FEATURE_MAPS)),
+        ("impl", impl, impl_names),
     ):
         if value not in allowed:
             raise InputError(f"{name} must be one of {allowed}, got {value!r}.")
@@ -40,12 +36,9 @@ def validate_mhla(
     for name, x in (("q", q), ("v", v)):
         if x.shape[-1] < 1:
             raise InputError(f"{name} must have a head dim of at least 1, got shape {tuple(x.shape)}.")
+    blocks = settings.blocks
     if q.shape[1] != blocks.num_tokens:
-        prefix = f" plus {blocks.num_prefix_tokens} prefix tokens" if blocks.num_prefix_tokens else ""
-        raise InputError(
-            f"q has {q.shape[1]} tokens, but blocks divide a {'x'.join(map(str, blocks.grid))} grid{prefix}: "
-            f"{blocks.num_tokens} tokens."
-        )
+        raise InputError(f"q has {q.shape[1]} tokens, but blocks divide {blocks.grid}: {blocks.num_tokens} tokens.")
     m = blocks.num_blocks
     if tuple(mixing.shape) not in ((m, m), (q.shape[2], m, m)):
         raise InputError(

@@ -1,4 +1,4 @@
-"""`best.ckpt`: the weights with the highest validation accuracy."""
+"""Keeps `best.ckpt`, the checkpoint with the highest validation accuracy."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keep the checkpoint of the best `val/top1`, the earliest one if several are equal.
+    """Keeps the checkpoint of the best `val/top1`, the earliest one if several are equal.
 
     Args:
         dirpath: Folder of `best.ckpt`.
@@ -24,7 +24,7 @@ class BestCheckpoint(ModelCheckpoint):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best score, also when the run directory has been moved."""
+        """Restores the best score, also when the run directory has been moved."""
         moved = dict(state_dict)
         if state_dict["best_model_path"]:
             path = self.format_checkpoint_name({})

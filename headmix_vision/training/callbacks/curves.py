@@ -1,4 +1,4 @@
-"""Learning curves as a picture."""
+"""Draws learning curves into a PNG file."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ GENERATOR_PANELS: Panels = {
 
 
 class LearningCurves(Callback):
-    """Draw logged metrics over the epochs into a PNG: after epochs, and at the end.
+    """Draws logged metrics over the epochs into a PNG file, after epochs and at the end.
 
     Args:
         path: The picture.
@@ -53,12 +53,12 @@ class LearningCurves(Callback):
         self._drawn_at_s = 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the epochs before this one."""
+        """Draws the epochs before this one."""
         if time.monotonic() - self._drawn_at_s >= self.min_interval_s:
             self._draw(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the whole run."""
+        """Draws the whole run."""
         self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
@@ -68,7 +68,7 @@ class LearningCurves(Callback):
 
 
 def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> None:
-    """Draw the learning curves of logged rows into a PNG file."""
+    """Draws the learning curves of logged rows into a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -89,6 +89,6 @@ def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> N
 
 
 def _epochs(steps: Sequence[float], rows: Rows) -> np.ndarray:
-    """Epochs done after each of these steps, as fractions, from the rows that close an epoch."""
+    """Returns the epochs done after each of these steps, as fractions, from the rows that close an epoch."""
     ends = {row["step"] + 1: row["epoch"] + 1 for row in rows if "train/loss" in row}
     return np.interp(np.asarray(steps) + 1, [0, *ends], [0, *ends.values()])

@@ -1,4 +1,4 @@
-"""Moving average of the weights with a warm-up of its decay."""
+"""Averages the weights while they are trained, with a warm-up of the decay."""
 
 from typing import cast
 
@@ -12,12 +12,12 @@ from headmix_vision.errors import InputError
 
 
 def ema_decay(num_updates: int, decay: float) -> float:
-    """Decay of the update after `num_updates` earlier ones: min(decay, (1 + n) / (10 + n))."""
+    """Returns the decay of the update after `num_updates` earlier ones: min(decay, (1 + n) / (10 + n))."""
     return min(decay, (1 + num_updates) / (10 + num_updates))
 
 
 class WarmedUpAverage(AveragedModel):
-    """A copy of a module whose parameters and buffers follow it.
+    """Copies a module, and lets parameters and buffers of the copy follow it.
 
     The first update copies. The counter stays on the CPU and is read there: torch's own update sends it to the device
     at every step, and so waits for all work queued on it.
@@ -33,7 +33,7 @@ class WarmedUpAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Bring the average closer to the model; integer buffers are copied."""
+        """Brings the average closer to the model, and copies integer buffers."""
         count = int(self.n_averaged)
         weight = 1 - ema_decay(count, self.decay)
         averages = [*self.module.parameters(), *self.module.buffers()]
@@ -49,7 +49,7 @@ class WarmedUpAverage(AveragedModel):
 
 
 class EmaWithWarmup(WeightAveraging):
-    """Exponential moving average in float32, which is validated, and stored as `state_dict` in checkpoints.
+    """Keeps an exponential moving average in float32, which is validated, and stored as `state_dict` in checkpoints.
 
     The weights being trained are `current_model_state` of a checkpoint. Values that are equal in model and average
     stay equal bit for bit, and integer buffers (index tables) are copied.
@@ -63,7 +63,7 @@ class EmaWithWarmup(WeightAveraging):
         self.decay = decay
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copy the model.
+        """Copies the model.
 
         Raises:
             InputError: If the trainer keeps the weights themselves in 16 bits, where an average loses its small steps.
@@ -74,7 +74,7 @@ class EmaWithWarmup(WeightAveraging):
             self._average_model = WarmedUpAverage(pl_module, self.decay)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Bring the average to the device of the model, which `setup` copies before the strategy has moved it there."""
+        """Moves the average to the device of the model, which `setup` copies before the strategy has moved it."""
         assert self._average_model is not None
         self._average_model.module.to(pl_module.device)
 

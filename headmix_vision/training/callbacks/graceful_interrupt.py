@@ -1,4 +1,4 @@
-"""End a run on SIGINT or SIGTERM so that it can be continued."""
+"""Ends a run on SIGINT or SIGTERM so that it can be continued."""
 
 import signal
 import sys
@@ -7,11 +7,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint, can_resume_after_batch
-from headmix_vision.training.interrupt import InterruptRequest
+from headmix_vision.training.signals import InterruptRequest
 
 
 class GracefulInterrupt(Callback):
-    """Finish the optimizer step, save `last.ckpt`, say how to resume, exit with status 128 + signal number.
+    """Finishes the optimizer step, saves `last.ckpt`, says how to resume, and exits with status 128 + signal number.
 
     Before the first step the process simply ends; checkpoints of an earlier run stay as they are. During validation it
     ends after the current batch: `last.ckpt` was written when that validation began, and resuming repeats it. All
@@ -30,19 +30,19 @@ class GracefulInterrupt(Callback):
         self._last_step = 0
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning."""
+        """Takes the signals back from Lightning."""
         self.request.install()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning."""
+        """Takes the signals back from Lightning."""
         self.request.install()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning."""
+        """Takes the signals back from Lightning."""
         self.request.install()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on, a signal is noted and acted upon between two steps."""
+        """Notes signals from here on, to act upon them between two steps."""
         self._last_step = trainer.global_step
         self.request.deferred = True
         self.request.install()
@@ -50,7 +50,7 @@ class GracefulInterrupt(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save and stop, if asked to, after a whole optimizer step."""
+        """Saves and stops, if asked to, after a whole optimizer step."""
         stepped, self._last_step = trainer.global_step != self._last_step, trainer.global_step
         if stepped and can_resume_after_batch(trainer) and self._requested(trainer):
             assert self.last is not None
@@ -58,7 +58,7 @@ class GracefulInterrupt(Callback):
             self._stop(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop, if asked to; `LastCheckpoint`, which comes earlier in the list, has just saved."""
+        """Stops, if asked to; `LastCheckpoint`, which comes earlier in the list, has just saved."""
         self.request.install()
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self._requested(trainer):
             self._stop(trainer)
@@ -66,7 +66,7 @@ class GracefulInterrupt(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Stop, if this process was asked to; ranks may have different numbers of batches and cannot agree here."""
+        """Stops, if this process was asked to; ranks may have different numbers of batches and cannot agree here."""
         if self.request.signum is not None:
             launcher = trainer.strategy.launcher
             if launcher is not None:
@@ -74,12 +74,12 @@ class GracefulInterrupt(Callback):
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop, if asked to; `LastCheckpoint` has just saved."""
+        """Stops, if asked to; `LastCheckpoint` has just saved."""
         if self._requested(trainer):
             self._stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Nothing is left to save."""
+        """Lets signals end the process at once again, as nothing is left to save."""
         self.request.deferred = False
 
     def _requested(self, trainer: Trainer) -> bool:

@@ -1,4 +1,4 @@
-"""`last.ckpt`: everything that is needed to continue."""
+"""Keeps `last.ckpt`, from which a run continues."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from headmix_vision.errors import InputError
 
 
 class LastCheckpoint(Callback):
-    """Keep `last.ckpt` current: before each validation, after each epoch, and every so many steps.
+    """Keeps `last.ckpt` current: before each validation, after each epoch, and every so many steps.
 
     The one before validation makes Lightning go straight back to that validation, so that neither a crash nor an
     interruption there costs an epoch. Nothing is written while a gradient is half accumulated or while the averaged
@@ -28,25 +28,25 @@ class LastCheckpoint(Callback):
         self._last_step = 0
 
     def save(self, trainer: Trainer) -> None:
-        """Write the checkpoint (not in a `fast_dev_run`); to be called on all ranks between two optimizer steps."""
+        """Writes the checkpoint (not in a `fast_dev_run`); all ranks call it between two optimizer steps."""
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             trainer.save_checkpoint(self.path, weights_only=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember where this run starts."""
+        """Remembers where this run starts."""
         self._last_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save every `every_n_steps` steps."""
+        """Saves every `every_n_steps` steps."""
         stepped, self._last_step = trainer.global_step != self._last_step, trainer.global_step
         due = stepped and self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
         if due and can_resume_after_batch(trainer):
             self.save(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save with the validation marked as begun, which is what makes Lightning repeat it on resuming."""
+        """Saves with the validation marked as begun, which is what makes Lightning repeat it on resuming."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
@@ -59,12 +59,12 @@ class LastCheckpoint(Callback):
             progress.load_state_dict(before)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the finished epoch."""
+        """Saves the finished epoch."""
         self.save(trainer)
 
 
 def can_resume_after_batch(trainer: Trainer) -> bool:
-    """Whether a checkpoint written in `on_train_batch_end` loses nothing.
+    """Tells whether a checkpoint written in `on_train_batch_end` loses nothing.
 
     Lightning resumes from such a checkpoint with the next batch: it would skip a validation due after this one, and
     the hooks at the end of the epoch.

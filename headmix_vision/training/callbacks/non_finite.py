@@ -1,4 +1,4 @@
-"""Stop before a non-finite gradient reaches the weights."""
+"""Stops a run before a non-finite gradient reaches the weights."""
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +11,7 @@ class NonFiniteError(RuntimeError):
 
 
 class StopOnNonFinite(Callback):
-    """Raise `NonFiniteError` on all ranks before the optimizer step if the loss or the gradient norm is not finite.
+    """Raises `NonFiniteError` on all ranks before the optimizer step if the loss or the gradient norm is not finite.
 
     The weights and the checkpoints on disk stay those of the last good step. With float16 and a gradient scaler only
     the loss is checked: overflowing gradients are how the scaler finds its scale.
@@ -21,11 +21,11 @@ class StopOnNonFinite(Callback):
         self._losses: list[Tensor] = []
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Remember the loss of each batch that enters the step, without waiting for the device."""
+        """Remembers the loss of each batch that enters the step, without waiting for the device."""
         self._losses.append(loss.detach())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Check the step.
+        """Checks the losses and the gradient of the step.
 
         Raises:
             NonFiniteError: Naming epoch, step, batch and the offending values.

@@ -1,4 +1,4 @@
-"""Predictions as a CSV file."""
+"""Writes predictions into a CSV file."""
 
 import csv
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Row = tuple[str, list[str], list[float]]
 
 
 class PredictionsCSV(BasePredictionWriter):
-    """Write `file,label,probability,label2,probability2,...`, one row per image, in the order of file names.
+    """Writes `file,label,probability,label2,probability2,...`, one row per image, in the order of file names.
 
     Args:
         path: The CSV file.
@@ -38,7 +38,7 @@ class PredictionsCSV(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Keep the best labels of a batch."""
+        """Keeps the best labels of a batch."""
         paths, probabilities = prediction
         names = cast("list[str] | None", pl_module.class_names)
         best = probabilities.topk(min(self.top_k, probabilities.shape[-1]))
@@ -46,7 +46,7 @@ class PredictionsCSV(BasePredictionWriter):
             self._rows.append((path, [names[i] if names else str(i) for i in classes], values))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collect the rows of all processes and write the file."""
+        """Collects the rows of all processes, and writes the file."""
         parts: list[list[Row]] = [self._rows]
         if trainer.world_size > 1:
             parts = [[] for _ in range(trainer.world_size)]
@@ -58,7 +58,7 @@ class PredictionsCSV(BasePredictionWriter):
 
 
 def write_predictions(path: Path, rows: list[Row]) -> None:
-    """Write rows of file name, labels and probabilities, the best label first."""
+    """Writes rows of file name, labels and probabilities, the best label first."""
     count = len(rows[0][1]) if rows else 1
     columns = [f"{name}{k if k > 1 else ''}" for k in range(1, count + 1) for name in ("label", "probability")]
     with atomic_path(path) as temporary, temporary.open("w", newline="") as file:

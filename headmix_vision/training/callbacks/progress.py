@@ -1,4 +1,4 @@
-"""Progress bar with loss, accuracy and images per second."""
+"""Shows a progress bar with loss, accuracy and images per second."""
 
 import time
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from headmix_vision.training.scheduled import ScheduledTraining
+from headmix_vision.training.base_module import BaseModule
 
 
 class ImagesPerSecondBar(TQDMProgressBar):
-    """Lightning's progress bar, with the number of images trained per second by all devices in this epoch."""
+    """Adds to Lightning's progress bar how many images all devices train per second in this epoch."""
 
     def __init__(self, refresh_rate: int = 10) -> None:
         super().__init__(refresh_rate=refresh_rate)
@@ -18,24 +18,24 @@ class ImagesPerSecondBar(TQDMProgressBar):
         self._images = 0
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Start counting."""
+        """Starts the count of images."""
         super().on_train_epoch_start(trainer)
         self._start_s, self._images = time.monotonic(), 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the images of the batch."""
+        """Counts the images of the batch."""
         self._images += len(batch[0]) * trainer.world_size
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """What the bar shows."""
+        """Returns the values behind the bar."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        if trainer.training and isinstance(pl_module, ScheduledTraining) and pl_module.step_loss is not None:
+        if trainer.training and isinstance(pl_module, BaseModule) and pl_module.step_loss is not None:
             metrics["loss"] = float(pl_module.step_loss)  # only where the bar is drawn: reading waits for the device
         if trainer.training and self._images:
             metrics["images/s"] = f"{self._images / (time.monotonic() - self._start_s):.0f}"

@@ -1,4 +1,4 @@
-"""Images per second as a curve in TensorBoard."""
+"""Logs images per second to TensorBoard."""
 
 import time
 from typing import Any
@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 
 class ImagesPerSecond(Callback):
-    """Log the images trained per second by all devices, every `log_every_n_steps` steps; validation is left out.
+    """Logs the images trained per second by all devices, every `log_every_n_steps` steps; validation is left out.
 
     To TensorBoard alone: `metrics.csv` is the same in every repetition of a run.
     """
@@ -18,17 +18,17 @@ class ImagesPerSecond(Callback):
         self._images = self._first_step = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting."""
+        """Starts the count of images."""
         self._restart(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting again."""
+        """Starts the count again, without the validation."""
         self._restart(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the images of the batch, and log."""
+        """Counts the images of the batch, and logs their rate when it is due."""
         self._images += len(batch[0]) * trainer.world_size
         every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if trainer.global_step - self._first_step >= every_n_steps:

@@ -1,0 +1,264 @@
+"""Opens the splits of any data set for Lightning, deals their samples to processes, and resumes exactly.
+
+B batch, C channels, * the axes of a sample's grid: height and width of an image.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+from lightning.fabric.utilities.data import suggested_max_num_workers
+from torch.utils.data import DataLoader, Dataset
+
+from headmix_vision.data.batches import TrainBatchSampler, eval_batches
+from headmix_vision.data.datasets import find_dataset, open_split
+from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
+from headmix_vision.data.datasets.streams import Stream, StreamLoader
+from headmix_vision.data.loading import (
+    Collate,
+    EvalSamples,
+    PreparedSamples,
+    TrainLoader,
+    TrainSamples,
+    UnreadableImages,
+    WholeBatches,
+    as_it_is,
+)
+from headmix_vision.errors import InputError
+
+
+class DataModule(lightning.LightningDataModule):
+    """Samples and class labels of any data set of the table: batches are (x float32 [B, C, *], labels int64 [B]).
+
+    Training data are a function of `seed` and of the number of batches trained so far: the order of an epoch is a
+    permutation from (seed, epoch), what is drawn for a sample comes from (seed, epoch, index, repeat), and W
+    processes with batch B see the global batches of one process with W*B. Worker count and interruptions change
+    nothing. Set `Trainer(use_distributed_sampler=False)`; ranks are told apart here.
+
+    Resuming within an epoch: Lightning restores its loops before it asks for the training loader, makes the first
+    iterator at once (workers start to prefetch before any `set_epoch`), goes on counting `batch_idx` where it
+    stopped, stops at `len(loader)`, and skips no batch itself. So the loader keeps its full length, and every
+    iterator starts at the number of batches processed in total, which Lightning saves in each checkpoint. (Its epoch
+    counters would not do: they count an epoch that `max_steps` cut short as a whole one, which also means that
+    `max_epochs` then comes early.)
+
+    A subclass says what its network takes (`sample_shape`) and how samples become that (`train_transform`,
+    `eval_transform`, `batch_transform`).
+
+    Args:
+        dataset: A name of the table `headmix_vision.data.datasets.DATASETS`.
+        root: Place of the data.
+        train_split: Name of the training split.
+        val_split: Name of the validation split; none when None.
+        test_split: Name of the test split; none when None.
+        batch_size: B, samples per process and step.
+        eval_batch_size: Samples per process and step in evaluation; batch_size if None.
+        num_workers: Worker processes per process; if None, none where reading costs nothing or whole batches are read
+            at once, else the CPU cores per process, at most 8.
+        seed: Seed of order and of what is drawn.
+        max_unreadable: Largest share of unreadable samples, above which an error stops the run; each process counts
+            what it reads.
+        repeats: Repeated augmentation: each sample this many times in a row, the epoch keeping its length.
+
+    Raises:
+        InputError: An option out of range, a missing package, file or split, splits with different classes, a
+            training split smaller than one global batch.
+    """
+
+    use: Use
+    num_classes: int
+    class_names: list[str]
+
+    def __init__(
+        self,
+        dataset: str,
+        root: str | None,
+        *,
+        train_split: str,
+        val_split: str | None,
+        test_split: str | None,
+        batch_size: int,
+        eval_batch_size: int | None,
+        num_workers: int | None,
+        seed: int,
+        max_unreadable: float,
+        repeats: int = 1,
+    ) -> None:
+        super().__init__()
+        self.entry = find_dataset(dataset, self.use)
+        for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}, it must be at least 1")
+        if num_workers is not None and num_workers < 0:
+            raise InputError(f"num_workers is {num_workers}, it must be at least 0")
+        if not 0 <= max_unreadable <= 1:
+            raise InputError(f"max_unreadable is {max_unreadable}, it must be in [0, 1]")
+        self.dataset = dataset
+        self.root = root
+        self.train_split = train_split
+        self.val_split = val_split
+        self.test_split = test_split
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size or batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self.max_unreadable = max_unreadable
+        self.repeats = repeats
+
+    @abstractmethod
+    def sample_shape(self, net: Any) -> tuple[int, ...]:
+        """Return (C, *grid) of the samples that a network takes; called in `setup`, before anything is opened."""
+
+    @abstractmethod
+    def train_transform(self) -> Transform:
+        """Return what makes a training sample; it may draw from the global generators, which are seeded for it."""
+
+    @abstractmethod
+    def eval_transform(self) -> Transform:
+        """Return what makes a sample for evaluation."""
+
+    @abstractmethod
+    def batch_transform(self, training: bool) -> Transform | None:
+        """Return all that is done to samples of the network's shape, where a whole batch at once can take it."""
+
+    def setup(self, stage: str) -> None:
+        """Open the splits that `stage` (fit, validate or test) needs, and check them."""
+        self._attach(stage)
+        names = {"train": self.train_split, "val": self.val_split, "test": self.test_split}
+        roles = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}[stage]
+        opened = {role: str(names[role]) for role in roles if names[role] is not None}
+        if not opened:
+            raise InputError("there is no validation split: set data.val_split")
+        self._splits = {role: open_split(self.request(split, role)) for role, split in opened.items()}
+        first, *others = self._splits
+        self.class_names = self._splits[first].class_names
+        self.num_classes = len(self.class_names)
+        for role in others:
+            self._check_class_names(self._splits[role].class_names, f"the {opened[role]} split")
+        if stage == "fit":
+            self.train_dataloader()  # refuses a split that is smaller than a batch
+
+    def request(self, split: str, role: str) -> SplitRequest:
+        """Say what is asked of the data set for a split whose role is train, val or test."""
+        training = role == "train"
+        return SplitRequest(
+            self.dataset,
+            split,
+            self._shape,
+            self.use,
+            root=self.root,
+            num_classes=self._model_classes,
+            seed=self.seed,
+            train_split=self.train_split,
+            training=training,
+            batch_size=self.batch_size if training else self.eval_batch_size,
+            rank=self._attached_trainer().global_rank,
+        )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Training batches from the position that the trainer has reached (see the class)."""
+        trainer, split = self._attached_trainer(), self._splits["train"]
+        if isinstance(split, Stream):
+            # At this point of a resumed run `trainer.current_epoch` still names the epoch that is over.
+            progress: Any = trainer.fit_loop.epoch_progress.current
+            return self._stream_loader(split, self.train_transform(), lambda: progress.processed, training=True)
+        sampler = TrainBatchSampler(
+            len(split),
+            self.batch_size,
+            seed=self.seed,
+            repeats=self.repeats,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            first_batch=self._batches_trained,
+        )
+        samples = self._whole_batches(split, training=True)
+        if samples is None and isinstance(split, PreparedSource):
+            samples = PreparedSamples(split)
+        elif samples is None:
+            unreadable = UnreadableImages(len(split), self.max_unreadable)
+            samples = TrainSamples(split, self.train_transform(), self.seed, unreadable)
+        return TrainLoader(samples, batch_sampler=sampler, **self._loader_options(split, samples))
+
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """Every validation sample once, in order; nothing without a validation split."""
+        return self._eval_dataloader("val") if "val" in self._splits else []
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Every test sample once, in order."""
+        return self._eval_dataloader("test")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The class names, so that a checkpoint can name its classes without the data."""
+        return {"class_names": list(self.class_names)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Insist on the class names of a checkpoint."""
+        self._check_class_names(state_dict["class_names"], "the checkpoint")
+
+    def _attached_trainer(self) -> lightning.Trainer:
+        assert self.trainer is not None
+        return self.trainer
+
+    def _attach(self, stage: str) -> None:
+        trainer = self._attached_trainer()
+        if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
+            raise InputError("set trainer.use_distributed_sampler to false, the data module shares the samples out")
+        net: Any = trainer.lightning_module.net
+        self._stage = stage
+        self._model_classes = int(net.num_classes)
+        self._shape = self.sample_shape(net)
+
+    def _check_class_names(self, names: list[str], where: str) -> None:
+        if names == self.class_names:
+            return
+        own, other = (len(self.class_names), len(names))
+        first = next(iter(sorted(set(self.class_names) ^ set(names))), "their order")
+        raise InputError(f"the data have {own} classes, {where} has {other}; they first differ in {first!r}")
+
+    def _batches_trained(self) -> int:
+        trainer: Any = self._attached_trainer()
+        # overfit_batches asks for the same few batches over and over
+        return 0 if trainer.overfit_batches else trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+    def _eval_dataloader(self, role: str) -> DataLoader[Any]:
+        trainer, split = self._attached_trainer(), self._splits[role]
+        if isinstance(split, Stream):
+            return self._stream_loader(split, self.eval_transform(), lambda: 0, training=False)
+        batches = eval_batches(len(split), self.eval_batch_size, trainer.global_rank, trainer.world_size)
+        samples = self._whole_batches(split, training=False)
+        if samples is None:
+            samples = self._eval_samples(split, share=sum(map(len, batches)))
+        return DataLoader(samples, batch_sampler=batches, **self._loader_options(split, samples))
+
+    def _whole_batches(self, split: Source, training: bool) -> Dataset[Any] | None:
+        transform = self.batch_transform(training)
+        if transform is None or not isinstance(split, BatchSource) or split.shape != self._shape:
+            return None
+        return WholeBatches(split, transform)
+
+    def _eval_samples(self, source: Source, share: int, with_name: bool = False) -> EvalSamples:
+        transform = as_it_is if isinstance(source, PreparedSource) else self.eval_transform()
+        unreadable = UnreadableImages(len(source), self.max_unreadable, seen=share)
+        return EvalSamples(source, transform, unreadable, with_name)
+
+    def _stream_loader(
+        self, split: Stream, transform: Transform, epoch: Callable[[], int], training: bool
+    ) -> DataLoader[Any]:
+        split.transform = transform
+        batch_size = self.batch_size if training else self.eval_batch_size
+        return StreamLoader(
+            split, epoch=epoch, batch_size=batch_size, drop_last=training, **self._loader_options(split, split)
+        )
+
+    def _loader_options(self, split: Source | Stream, samples: Dataset[Any], with_name: bool = False) -> dict[str, Any]:
+        trainer, workers, whole = self._attached_trainer(), self.num_workers, isinstance(samples, WholeBatches)
+        if workers is None:
+            idle = whole or (isinstance(split, Source) and split.in_memory)
+            workers = 0 if idle else min(8, suggested_max_num_workers(trainer.num_devices))
+        return {
+            "num_workers": workers,
+            "persistent_workers": workers > 0,
+            "pin_memory": trainer.strategy.root_device.type == "cuda",
+            "collate_fn": as_it_is if whole else Collate(self._shape, with_name),
+        }

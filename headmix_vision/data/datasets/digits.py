@@ -1,0 +1,54 @@
+"""`digits`: the 1797 handwritten digits of 8 x 8 pixels that scikit-learn carries with it."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headmix_vision.data.datasets.base import Source, SplitRequest, canonical_split
+
+SPLIT_SEED = 0
+
+
+def open_digits(request: SplitRequest) -> "Digits":
+    """Open a split of digits."""
+    return Digits(request.split, request.channels)
+
+
+class Digits(Source):
+    """Handwritten digits (UCI, test part of "Optical Recognition").
+
+    Values are the official 0..16 divided by 16: float32 [channels, 8, 8], exact. The stratified 80/20 split is fixed.
+
+    Args:
+        split: `train`, `validation` or a synonym, or `all`: training digits, then those of validation.
+        channels: Number of equal channels.
+
+    Raises:
+        InputError: Another split.
+    """
+
+    in_memory = True
+
+    def __init__(self, split: str, channels: int = 1) -> None:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        images, targets = load_digits(return_X_y=True)
+        train, validation = train_test_split(
+            np.arange(len(targets)), test_size=0.2, stratify=targets, random_state=SPLIT_SEED
+        )
+        parts = {"train": np.sort(train), "validation": np.sort(validation)}
+        self.indices = np.concatenate(list(parts.values())) if split == "all" else parts[canonical_split(split)]
+        pixels = torch.from_numpy(images[self.indices]).to(torch.float32) / 16
+        self.images = pixels.view(-1, 1, 8, 8).expand(-1, channels, -1, -1)
+        self.targets = targets[self.indices].tolist()
+        self.class_names = [str(digit) for digit in range(10)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], self.targets[index]
+
+    def name(self, index: int) -> str:
+        return f"digits[{self.indices[index]}]"

@@ -1,0 +1,60 @@
+"""`hfds`, `hfds/NAME`: data sets of Hugging Face, in a local directory or by name."""
+
+import importlib
+import io
+from pathlib import Path
+
+from PIL import Image
+
+from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names
+from headmix_vision.data.datasets.timm_readers import TimmReader, create_timm_dataset, reader_class_names
+from headmix_vision.errors import InputError
+
+
+def open_huggingface(request: SplitRequest) -> Source:
+    """Open a split of a data set by name, or, without a name, of the directory that is the root.
+
+    Such a directory was written by `save_to_disk` or can be read by `load_dataset`.
+
+    Raises:
+        InputError: No such directory, split or column, or whatever the reader complains about.
+    """
+    if request.variant:
+        return _open_reader(request.name, request.root, request)
+    root = request.existing_root()
+    if any((root / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return _open_saved(root, request)
+    return _open_reader(f"hfds/{root}", None, request)
+
+
+def _open_reader(name: str, root: str | None, request: SplitRequest) -> Source:
+    reader = create_timm_dataset(name, root=root, split=request.split).reader
+    return TimmReader(reader, reader_class_names(reader) or number_names(reader.iter_targets()), request.mode)
+
+
+def _open_saved(root: Path, request: SplitRequest) -> Source:
+    datasets, split = importlib.import_module("datasets"), request.split
+    saved = datasets.load_from_disk(str(root))
+    if not isinstance(saved, dict):
+        raise InputError(f"root {str(root)!r} holds a data set without splits, save a DatasetDict instead")
+    if split not in saved:
+        raise InputError(f"root {str(root)!r} has no split {split!r}, it has {', '.join(saved)}")
+    for column in ("image", "label"):
+        if column not in saved[split].column_names:
+            raise InputError(f"split {split!r} of {str(root)!r} has no column {column!r}: {saved[split].column_names}")
+    images = saved[split].cast_column("image", datasets.Image(decode=False))
+    names = getattr(images.features["label"], "names", None) or number_names(images["label"])
+    return SavedImages(images, list(names), request.mode)
+
+
+class SavedImages(Pictures):
+    """One split written by Hugging Face's `save_to_disk`, which timm's reader cannot open."""
+
+    def read(self, index: int) -> tuple[RawImage, int]:
+        item = self.data[index]
+        stored = item["image"]
+        with Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"]) as image:
+            return image.convert(self.mode), int(item["label"])
+
+    def name(self, index: int) -> str:
+        return str(self.data[index]["image"]["path"] or f"image {index}")

@@ -1,0 +1,186 @@
+"""Reads samples, transforms them and collates them into batches, in data loader workers; counts unreadable images."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from headmix_vision.data.batches import SampleKey, TrainBatchSampler
+from headmix_vision.data.datasets.base import BatchSource, PreparedSource, RawImage, Source, Transform
+from headmix_vision.data.seeding import derive_seed, seeded
+
+
+class UnreadableImages:
+    """Counts the distinct images that could not be read, over all workers of a process.
+
+    Args:
+        size: Number of images in the source.
+        limit: Largest tolerated share of unreadable images.
+        seen: How many of the images this process reads; the share refers to them.
+    """
+
+    def __init__(self, size: int, limit: float, seen: int | None = None) -> None:
+        self.limit = limit
+        self.seen = size if seen is None else seen
+        self.flags = torch.zeros(size, dtype=torch.uint8).share_memory_()
+
+    def __len__(self) -> int:
+        return int(self.flags.sum())
+
+    def __contains__(self, index: int) -> bool:
+        return bool(self.flags[index])
+
+    def report(self, index: int, name: str, error: Exception) -> None:
+        """Warn about a newly found image.
+
+        Raises:
+            RuntimeError: More than the tolerated share is unreadable.
+        """
+        if index in self:
+            return
+        self.flags[index] = 1
+        count = len(self)
+        reason = f"{type(error).__name__}: {error}"
+        if count > self.limit * self.seen:
+            raise RuntimeError(
+                f"{count} of {self.seen} images are unreadable ({count / self.seen:.2%}), more than max_unreadable = "
+                f"{self.limit:.2%}; the latest is {name} ({reason})"
+            ) from error
+        warnings.warn(f"skipped unreadable image {name} ({reason}), {count} of {self.seen} so far", stacklevel=2)
+
+
+class TrainSamples(Dataset[tuple[Tensor, int]]):
+    """Augmented training images. The augmentation depends on (seed, epoch, index, repeat) and nothing else.
+
+    An unreadable image is replaced by the next readable one.
+    """
+
+    def __init__(self, source: Source, transform: Transform, seed: int, unreadable: UnreadableImages) -> None:
+        self.source = source
+        self.transform = transform
+        self.seed = seed
+        self.unreadable = unreadable
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: SampleKey) -> tuple[Tensor, int]:
+        image, target = self._read(key.sample)
+        with seeded(derive_seed(self.seed, key.epoch, key.sample, key.repeat)):
+            return self.transform(image), target
+
+    def _read(self, first: int) -> tuple[RawImage, int]:
+        for offset in range(len(self)):
+            index = (first + offset) % len(self)
+            if index in self.unreadable:
+                continue
+            try:
+                return self.source.read(index)
+            except Exception as error:  # decoders raise whatever comes to mind on a damaged file
+                self.unreadable.report(index, self.source.name(index), error)
+        raise RuntimeError(f"none of the {len(self)} images is readable")
+
+
+class PreparedSamples(Dataset[tuple[Tensor, int]]):
+    """Training samples that are already what the network takes, drawn anew in every epoch."""
+
+    def __init__(self, source: PreparedSource) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: SampleKey) -> tuple[Tensor, int]:
+        return self.source.read(key.sample, draw=key.epoch)
+
+
+class TrainLoader(DataLoader[Any]):
+    """Data loader over a `TrainBatchSampler`, which Lightning recognises as able to resume within an epoch.
+
+    The position itself is in Lightning's own counters; the state only says what the position refers to.
+    """
+
+    def state_dict(self) -> dict[str, int]:
+        """Everything that decides the order of the images."""
+        sampler = self.batch_sampler
+        assert isinstance(sampler, TrainBatchSampler)
+        return {name: getattr(sampler, name) for name in ("num_samples", "global_batch_size", "seed", "repeats")}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Warn if the order of the images is not the one that the checkpoint stopped in."""
+        for name, value in self.state_dict().items():
+            if state_dict[name] != value:
+                warnings.warn(f"{name} was {state_dict[name]} and is now {value}: not an exact resume", stacklevel=2)
+
+
+class EvalSamples(Dataset[tuple[Tensor, int | str] | None]):
+    """Images for evaluation, with their target, or for prediction, with their name. None for an unreadable one."""
+
+    def __init__(
+        self, source: Source, transform: Transform, unreadable: UnreadableImages, with_name: bool = False
+    ) -> None:
+        self.source = source
+        self.transform = transform
+        self.unreadable = unreadable
+        self.with_name = with_name
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int | str] | None:
+        try:
+            image, target = self.source.read(index)
+        except Exception as error:  # as in training
+            self.unreadable.report(index, self.source.name(index), error)
+            return None
+        return self.transform(image), self.source.name(index) if self.with_name else target
+
+
+class WholeBatches(Dataset[tuple[Tensor, Tensor]]):
+    """Training or evaluation batches of a source that reads them at once.
+
+    Args:
+        source: The images, of the model's input size.
+        scale: From pixels in [0, 1] to what the model takes; all that is done to them.
+    """
+
+    def __init__(self, source: BatchSource, scale: Transform) -> None:
+        self.source = source
+        self.scale = scale
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitems__(self, keys: Sequence[SampleKey | int]) -> tuple[Tensor, Tensor]:
+        """Images float32 [B, C, *grid] and targets int64 [B]; torch's loader asks for a whole batch by this name."""
+        indices = [key.sample if isinstance(key, SampleKey) else key for key in keys]
+        images, targets = self.source.read_batch(indices)
+        return self.scale(images), targets
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return what it is given: the collate function of `WholeBatches`, the transform of prepared samples."""
+    return batch
+
+
+class Collate:
+    """Batch the samples, leaving out unreadable ones (None).
+
+    Args:
+        shape: (C, *grid), the shape of images in a batch that has lost all of them.
+        with_name: Whether samples carry a name instead of a target.
+    """
+
+    def __init__(self, shape: tuple[int, ...], with_name: bool = False) -> None:
+        self.shape = shape
+        self.with_name = with_name
+
+    def __call__(self, samples: list[tuple[Tensor, Any] | None]) -> tuple[Tensor, Any]:
+        """Images float32 [B, C, *grid] and targets int64 [B], or a list of B names."""
+        readable = [sample for sample in samples if sample is not None]
+        labels = [label for _, label in readable]
+        images = default_collate([image for image, _ in readable]) if readable else torch.empty(0, *self.shape)
+        return images, labels if self.with_name else torch.tensor(labels, dtype=torch.int64)

@@ -1,0 +1,49 @@
+"""Linear attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmix_vision.layers.cores.base import CORES, AttentionCore
+from headmix_vision.layers.spec import LayerSpec
+from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
+
+
+@CORES.register("linear")
+class LinearCore(AttentionCore):
+    """Linear attention (Katharopoulos et al., 2020): MHLA with all tokens, prefix included, in one block.
+
+    Args:
+        spec: sizes of the layer.
+        normalizer, feature_map, eps, impl: of :func:`headmix_vision.ops.mhla`.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        normalizer: str | None = "paper",
+        feature_map: str = "relu",
+        eps: float = 1e-6,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__(spec)
+        self.options: dict[str, Any] = {
+            "normalizer": normalizer,
+            "feature_map": feature_map,
+            "eps": eps,
+            "impl": impl,
+        }
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:  # type: ignore[override]
+        return _linear_attention(q, k, v, self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+
+@torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
+def _linear_attention(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    return mhla(q, k, v, q.new_ones(1, 1), TokenBlocks.from_grid((q.shape[1],), (1,)), **options)

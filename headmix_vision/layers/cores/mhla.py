@@ -1,0 +1,66 @@
+"""Multi-head linear attention over token blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmix_vision.layers.block_mixing import MixingMatrix
+from headmix_vision.layers.cores.base import CORES
+from headmix_vision.layers.cores.linear import LinearCore
+from headmix_vision.layers.spec import LayerSpec
+from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
+
+
+@CORES.register("mhla")
+class MHLACore(LinearCore):
+    """Multi-head linear attention (arXiv 2601.07832): linear attention whose block memories are mixed.
+
+    Args:
+        spec: sizes of the layer, with the blocks along each axis of the grid.
+        mixing_init, mixing_trainable: ``init`` and ``trainable`` of :class:`~headmix_vision.layers.MixingMatrix`.
+        mixing_per_head: a mixing matrix for each head instead of one for all.
+        options: ``normalizer``, ``feature_map``, ``eps`` and ``impl`` of :func:`headmix_vision.ops.mhla`.
+
+    Raises:
+        InputError: if the blocks do not fit the grid, or an option is unknown.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        mixing_init: str = "locality",
+        mixing_trainable: bool = True,
+        mixing_per_head: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(spec, **options)
+        heads = spec.num_heads if mixing_per_head else None
+        blocks = TokenBlocks(spec.grid, spec.block_grid)
+        self.mixing = MixingMatrix(blocks, heads, mixing_init, mixing_trainable, **spec.factory)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:  # type: ignore[override]
+        return _mhla(q, k, v, self.mixing(), grid, self.mixing.blocks.block_grid, self.options)
+
+    def set_grid(self, grid: TokenGrid) -> None:
+        """Adopt another token grid: blocks change their size, their number stays."""
+        self.mixing.set_blocks(TokenBlocks(grid, self.mixing.blocks.block_grid))
+
+    def set_block_grid(self, block_grid: tuple[int, ...]) -> None:
+        """Cut the token grid into other blocks, resampling the mixing matrix."""
+        self.mixing.set_blocks(TokenBlocks(self.mixing.blocks.grid, block_grid))
+
+
+@torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
+def _mhla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    grid: TokenGrid,
+    block_grid: tuple[int, ...],
+    options: dict[str, Any],
+) -> Tensor:
+    return mhla(q, k, v, mixing, TokenBlocks(grid, block_grid), **options)

@@ -1,0 +1,53 @@
+"""The base class of head mixes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from headmix_vision.layers.spec import LayerSpec
+from headmix_vision.registry import Registry
+
+
+class HeadMix(nn.Module):
+    """Mixes information across feature heads, on both sides of the core; this base class mixes nothing.
+
+    A mix is built from the :class:`LayerSpec` of its layer, and from options of its own. It overrides what it changes.
+
+    Shape:
+        ``before(q, k, v)``: the projected q [B, N, Hq, D], k [B, N, Hk, D], v [B, N, Hv, D] with the numbers of heads
+        that ``projected_heads`` names -> what the core gets, [B, N * repeats, core_heads, D] each, places of one token
+        one after the other.
+        ``after(out)``: the core's output [B, N * repeats, core_heads, D] -> [B, N, H, D].
+
+    Attributes:
+        layer_options: options of the layer that models of this mix have on unless told otherwise.
+        projected_heads: heads that the projections of q, k and v make.
+        core_heads: heads of the core.
+        repeats: places which stand for a token in the core.
+    """
+
+    layer_options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        self.projected_heads: tuple[int, int, int] = (spec.num_heads,) * 3
+        self.core_heads = spec.num_heads
+        self.repeats = 1
+
+    def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Turn projected heads into those of the core."""
+        return q, k, v
+
+    def after(self, out: Tensor) -> Tensor:
+        """Turn the core's heads into those of the layer."""
+        return out
+
+    def core_spec(self, spec: LayerSpec) -> LayerSpec:
+        """The sizes that the core is built for, in a layer of the given ones."""
+        return replace(spec, num_heads=self.core_heads, grid=spec.grid.repeat(self.repeats))
+
+
+HEAD_MIXES: Registry[type[HeadMix]] = Registry()

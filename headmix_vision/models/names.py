@@ -1,0 +1,75 @@
+"""The names of the models: every family over every core and every head mix.
+
+A name is ``{family}_{attention}_{member}``, such as ``deit_mhla_small``: the attention is a core, ``mhla``, or a core
+with a mix, ``mhla_iha``; a mix alone, ``iha``, is short for that mix over softmax. The module of a model calls
+:func:`register_family` for each of its families, which tells timm all their names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from timm.models import generate_default_cfgs, register_model
+from torch import nn
+
+from headmix_vision.layers import CORES, HEAD_MIXES
+
+
+class Variant(NamedTuple):
+    """What a name stands for: arguments of the model's constructor, and timm's default configuration."""
+
+    arguments: dict[str, Any]
+    cfg: dict[str, Any]
+
+
+FAMILIES: dict[str, dict[str, Variant]] = {}
+
+
+def attentions() -> dict[str, dict[str, Any]]:
+    """Return the arguments of a model for each attention, by its part of the name."""
+    named = {core: {"core": core, **cls.layer_options} for core, cls in CORES.items()}
+    for mix, cls in HEAD_MIXES.items():
+        options = {"head_mix": mix, **cls.layer_options}
+        named |= {f"{core}_{mix}": {**named[core], **options} for core in CORES}
+        named[mix] = named[f"softmax_{mix}"]
+    return named
+
+
+def register_family(
+    family: str,
+    members: Callable[[str], Iterable[tuple[str, Variant]]],
+    create: Callable[..., nn.Module],
+    module: str,
+) -> None:
+    """Register the models of a family with timm, as entrypoints of a module.
+
+    Args:
+        family: first part of the names.
+        members: gives, for a core, the last part of each name and what it stands for, attention left out.
+        create: makes a model: ``create(name, pretrained, **arguments)``.
+        module: ``__name__`` of the model's module, whose ``default_cfgs`` gets the configurations.
+    """
+    variants = FAMILIES[family] = {
+        f"{family}_{attention}_{member}": Variant({**variant.arguments, **arguments}, variant.cfg)
+        for attention, arguments in attentions().items()
+        for member, variant in members(arguments["core"])
+    }
+    home = vars(sys.modules[module])
+    configurations = generate_default_cfgs({name: variant.cfg for name, variant in variants.items()})
+    home["default_cfgs"] = {**home.get("default_cfgs", {}), **configurations}  # timm reads it when registering
+    for name, variant in variants.items():
+        home[name] = register_model(_entrypoint(name, variant.arguments, create, module))
+
+
+def _entrypoint(
+    name: str, arguments: dict[str, Any], create: Callable[..., nn.Module], module: str
+) -> Callable[..., nn.Module]:
+    def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        return create(name, pretrained, **{**arguments, **kwargs})
+
+    entrypoint.__name__ = entrypoint.__qualname__ = name
+    entrypoint.__module__ = module  # timm keys its sets of models by the last part
+    entrypoint.__doc__ = f"{name}: {arguments}."
+    return entrypoint

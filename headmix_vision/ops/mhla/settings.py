@@ -1,0 +1,63 @@
+"""The settings of an MHLA call, as one value and as one argument of the registered ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from headmix_vision.ops.feature_maps import FEATURE_MAPS
+from headmix_vision.ops.token_blocks import TokenBlocks
+from headmix_vision.ops.token_grid import TokenGrid
+
+NORMALIZERS = ("paper", "source_block", None)
+REGIMES = ("pairwise", "summary")
+_MANTISSA = 2.0**53
+
+
+class Settings(NamedTuple):
+    """What an MHLA call computes, beside its tensors; see :func:`headmix_vision.ops.mhla`.
+
+    ``regime`` names the algorithm of the kernels; other implementations do not read it.
+    """
+
+    blocks: TokenBlocks
+    normalizer: str | None = "paper"
+    feature_map: str = "relu"
+    eps: float = 1e-6
+    regime: str = "summary"
+
+    def pack(self) -> list[int]:
+        """Write the settings as integers: torch.library passes these, symbolic sizes of a grid included."""
+        grid, (mantissa, exponent) = self.blocks.grid, math.frexp(self.eps)
+        choices = (
+            NORMALIZERS.index(self.normalizer),
+            tuple(FEATURE_MAPS).index(self.feature_map),
+            REGIMES.index(self.regime),
+        )
+        sizes = (grid.num_prefix_tokens, grid.repeats, *grid.shape, *self.blocks.block_grid)
+        return [*choices, int(mantissa * _MANTISSA), exponent, *sizes]
+
+
+def unpack(packed: Sequence[int]) -> Settings:
+    """Read what :meth:`Settings.pack` wrote."""
+    normalizer, feature_map, regime, mantissa, exponent, num_prefix_tokens, repeats, *axes = packed
+    shape, block_grid = tuple(axes[: len(axes) // 2]), tuple(axes[len(axes) // 2 :])
+    return Settings(
+        TokenBlocks(TokenGrid(shape, num_prefix_tokens, repeats), block_grid),
+        NORMALIZERS[normalizer],
+        tuple(FEATURE_MAPS)[feature_map],
+        math.ldexp(mantissa / _MANTISSA, exponent),
+        REGIMES[regime],
+    )
+
+
+@lru_cache(maxsize=256)
+def _cached(packed: tuple[int, ...]) -> Settings:
+    return unpack(packed)
+
+
+def unpack_cached(packed: Sequence[int]) -> Settings:
+    """Read settings without symbolic sizes, once for all calls with the same ones."""
+    return _cached(tuple(packed))

@@ -1,0 +1,61 @@
+"""The grid that tokens lie on, with what stands in front of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from headmix_vision.errors import InputError
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """A 1-D, 2-D or 3-D grid of tokens in raster order, preceded by prefix tokens (class, register, distillation).
+
+    Args:
+        shape: tokens along each axis, (H, W) for images or (T, H, W) for videos.
+        num_prefix_tokens: tokens in front of the grid.
+        repeats: places which stand for each token, one after the other; more than 1 where a head mix makes several
+            pseudo-tokens of a token. They share the position of their token, and its block.
+
+    Raises:
+        InputError: if ``shape`` is not one to three positive numbers, or another number is out of range.
+    """
+
+    shape: tuple[int, ...]
+    num_prefix_tokens: int = 0
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.shape) <= 3 or any(size < 1 for size in self.shape):
+            raise InputError(
+                f"a token grid must have one to three axes of at least one token, all positive, got {self.shape}."
+            )
+        if self.num_prefix_tokens < 0:
+            raise InputError(f"num_prefix_tokens must not be negative, got {self.num_prefix_tokens}.")
+        if self.repeats < 1:
+            raise InputError(f"repeats must be at least 1, got {self.repeats}.")
+
+    @classmethod
+    def of(cls, grid: TokenGrid | tuple[int, ...] | list[int], num_prefix_tokens: int = 0) -> TokenGrid:
+        """The grid itself, or that of a shape and a number of prefix tokens."""
+        return grid if isinstance(grid, TokenGrid) else cls(tuple(grid), num_prefix_tokens)
+
+    @property
+    def num_grid_tokens(self) -> int:
+        """Tokens of the grid, each counted once, prefix tokens left out."""
+        return math.prod(self.shape)
+
+    @property
+    def num_tokens(self) -> int:
+        """N: places in the sequence, prefix tokens and repeats included."""
+        return self.repeats * (self.num_prefix_tokens + self.num_grid_tokens)
+
+    def repeat(self, times: int) -> TokenGrid:
+        """The grid with each place replaced by ``times`` places."""
+        return self if times == 1 else replace(self, repeats=self.repeats * times)
+
+    def __str__(self) -> str:
+        prefix = f" plus {self.num_prefix_tokens} prefix tokens" if self.num_prefix_tokens else ""
+        times = f", {self.repeats} places each" if self.repeats > 1 else ""
+        return f"a {'x'.join(map(str, self.shape))} grid{prefix}{times}"

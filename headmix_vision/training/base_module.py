@@ -1,0 +1,145 @@
+"""Defines the LightningModule under classifier and generator: optimizer, schedule, random numbers, logged loss."""
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from headmix_vision.data.seeding import derive_seed
+from headmix_vision.errors import InputError
+from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
+
+_STEP = 0  # stream of random numbers
+
+
+class BaseModule(LightningModule):
+    """Trains the network `net` with an optimizer and a schedule of timm, in steps that are functions of their index.
+
+    Random numbers of a training batch follow from the seed, the epoch, the batch index and the rank alone, so that an
+    interrupted run continues as if it had not been interrupted.
+
+    Args:
+        optimizer: Optimizer.
+        schedule: Learning rate schedule.
+        seed: Seed of whatever is random in a step.
+
+    Attributes:
+        step_loss: Mean loss of the last training batch, on the device.
+    """
+
+    net: nn.Module
+    train_loss: Tensor
+    schedule: Scheduler
+    step_loss: Tensor | None = None
+
+    def __init__(self, optimizer: OptimizerConfig, schedule: ScheduleConfig, seed: int) -> None:
+        super().__init__()
+        self.optimizer_config, self.schedule_config = optimizer, schedule
+        self.seed = seed
+        self._param_group_options: list[dict[str, Any]] = []
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Makes the optimizer; the schedule follows in `on_train_start`."""
+        config = self.optimizer_config
+        optimizer = create_optimizer_v2(
+            self.net,
+            opt=config.opt,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            layer_decay=config.layer_decay,
+            **config.args,
+        )
+        self._param_group_options = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        return optimizer
+
+    def on_train_start(self) -> None:
+        """Makes the schedule, a pure function of the optimizer step.
+
+        Not a Lightning scheduler: its length needs the training data, which must not be asked for before Lightning has
+        restored the progress within the epoch. And it has no state: on resuming, the command line holds, not the
+        options stored with the optimizer.
+        """
+        optimizer = self.trainer.optimizers[0]
+        for group, options in zip(optimizer.param_groups, self._param_group_options, strict=True):
+            group.pop("initial_lr", None)
+            group.update(options)
+        total_steps = self.trainer.estimated_stepping_batches
+        if not 0 < total_steps < math.inf:
+            raise InputError("the schedule needs the length of the run: set trainer.max_epochs or trainer.max_steps")
+        steps_per_epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
+        if math.isinf(steps_per_epoch) and self.schedule_config.warmup_epochs:
+            raise InputError("the length of an epoch is unknown: set schedule.warmup_epochs=0")
+        warmup_steps = round(self.schedule_config.warmup_epochs * steps_per_epoch) if steps_per_epoch < math.inf else 0
+        self.schedule, _ = create_scheduler_v2(
+            optimizer,
+            sched=self.schedule_config.sched,
+            num_epochs=int(total_steps),
+            warmup_epochs=warmup_steps,
+            warmup_lr=self.schedule_config.warmup_lr,
+            min_lr=self.schedule_config.min_lr,
+            step_on_epochs=False,
+            updates_per_epoch=1,
+        )
+        self.schedule.step_update(max(0, self.trainer.global_step - 1))
+        if not hasattr(self, "train_loss"):
+            self.train_loss = torch.zeros(2)
+        self.train_loss = self.train_loss.to(self.device)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Sets the learning rate of this step and the random numbers of this batch."""
+        self.schedule.step_update(self.trainer.global_step)
+        torch.manual_seed(self.batch_seed(batch_idx, _STEP))
+
+    def batch_seed(self, batch_idx: int, stream: int) -> int:
+        """Returns the seed of one stream of random numbers in a training batch of this process."""
+        return derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank, stream)
+
+    def track_loss(self, loss: Tensor, count: int) -> None:
+        """Adds the mean loss of `count` samples of a training batch to what is logged."""
+        self.train_loss += torch.stack([loss.detach() * count, loss.new_tensor(count)])
+        self.step_loss = loss.detach()
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Logs the loss of the last batch and the learning rate, every `log_every_n_steps` steps."""
+        every_n_steps: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if (self.trainer.global_step + 1) % every_n_steps == 0:
+            rate = max(group["lr"] for group in optimizer.param_groups)
+            assert self.step_loss is not None
+            self.log_now({"train/loss_step": float(self.step_loss), "lr": rate}, self.trainer.global_step)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Logs the mean loss of a finished epoch, including the part before an interruption."""
+        if self.trainer.is_last_batch:
+            total, count = self._reduced_train_loss().tolist()
+            self.log_now({"train/loss": total / count}, self.trainer.global_step - 1)
+            self.train_loss.zero_()
+
+    def log_now(self, metrics: dict[str, float], step: int) -> None:
+        """Gives metrics of a step to the loggers at once."""
+        # What self.log collects reaches the loggers after the hooks in which a run may be saved and stopped.
+        for logger in self.loggers:
+            logger.log_metrics({"epoch": self.current_epoch, **metrics}, step)
+            logger.save()
+
+    def _reduced_train_loss(self) -> Tensor:
+        return self.trainer.strategy.reduce(self.train_loss.clone(), reduce_op="sum")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps the running mean of the loss."""
+        if hasattr(self, "train_loss"):
+            checkpoint["train_loss"] = self._reduced_train_loss()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores the running mean of the loss."""
+        if "train_loss" in checkpoint:
+            saved = checkpoint["train_loss"]
+            self.train_loss = saved.clone() if self.global_rank == 0 else torch.zeros_like(saved)

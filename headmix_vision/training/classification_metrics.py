@@ -1,0 +1,35 @@
+"""Computes loss and accuracy of a classifier over one evaluation."""
+
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+
+class ClassificationMetrics(nn.Module):
+    """Computes mean cross entropy, top-1 and (with more than 5 classes) top-5 accuracy in [0, 1], over all processes.
+
+    Args:
+        num_classes: Number of classes.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        accuracy: dict[str, Metric | MetricCollection] = {
+            f"top{k}": MulticlassAccuracy(num_classes, top_k=k, average="micro")
+            for k in (1, 5)
+            if k == 1 or num_classes > k
+        }
+        self.accuracy = MetricCollection(accuracy)
+        self.loss = MeanMetric()
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """Adds a batch: logits [B, C], float32, and targets [B], int64."""
+        self.loss.update(nn.functional.cross_entropy(logits, targets), weight=len(targets))
+        self.accuracy.update(logits, targets)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Returns `loss`, `top1` and `top5` of all batches, and forgets the batches."""
+        values = {"loss": self.loss.compute(), **self.accuracy.compute()}
+        self.loss.reset()
+        self.accuracy.reset()
+        return values

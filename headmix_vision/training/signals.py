@@ -1,0 +1,36 @@
+"""Turns SIGINT and SIGTERM into an orderly end of the process."""
+
+import os
+import signal
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class InterruptRequest:
+    """Handles SIGINT and SIGTERM.
+
+    While `deferred` is false, a signal ends the process at once with exit status 128 + signal number. While it is
+    true, the first one is only noted in `signum`, and a second one ends the process at once, without any clean-up.
+    """
+
+    def __init__(self) -> None:
+        self.deferred = False
+        self.signum: int | None = None
+        self._pid = os.getpid()
+
+    def install(self) -> None:
+        """Makes itself the process's handler of both signals; Lightning replaces that of SIGTERM when it starts."""
+        for signum in SIGNALS:
+            signal.signal(signum, self._handle)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked data worker: the parent decides
+            return
+        if not self.deferred:
+            raise SystemExit(128 + signum)
+        if self.signum is not None:
+            os._exit(128 + signum)
+        self.signum = signum
+        # os.write, as print may have been interrupted itself
+        os.write(2, b"\nfinishing this optimizer step, then saving; the same signal again stops at once\n")
