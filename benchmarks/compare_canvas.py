@@ -28,9 +28,9 @@ from training_runs import RunFailed, read_metric
 
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.evaluation import scores
+from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.npz import npz_labels
 from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, open_images
-from headmix_vision.training.feature_extractors import open_extractor
 
 
 class Judge:

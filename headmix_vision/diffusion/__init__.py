@@ -1,6 +1,6 @@
-"""Diffusion: training objectives, guidance, schedulers by name, the class-to-image pipeline."""
+"""Diffusion: training objectives, guidance, schedulers by name, the denoising loop, the class-to-image pipeline."""
 
-from headmix_vision.diffusion.guidance import Guidance
+from headmix_vision.diffusion.denoising import Guidance, denoise
 from headmix_vision.diffusion.objectives import Objective, ObjectiveConfig, create_objective
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, create_scheduler
@@ -13,4 +13,5 @@ __all__ = [
     "ObjectiveConfig",
     "create_objective",
     "create_scheduler",
+    "denoise",
 ]

@@ -1,7 +1,8 @@
-"""Training objectives of diffusion models: what the network sees, what it should say, and the loss.
+"""Training objectives of diffusion models: they add noise to data, ask the network, and compute the loss.
 
-B batch, x0 data [B, C, H, W], ε noise, x noisy data. The network's time runs from 0 (data) to 1000 (noise), its
-*noise level* is a thousandth of that.
+B samples, C channels, *grid 1 to 3 axes (height and width of images; time, height and width of clips); x0 data
+[B, C, *grid], ε noise, x noisy data. The network's time runs from 0 (data) to 1000 (noise), its *noise level* is a
+thousandth of that.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from headmix_vision.errors import InputError
 
 NUM_TIMESTEPS = 1000
 Predict = Callable[[Tensor, Tensor], Tensor]
-"""The network as a function of x [B, C, H, W] and its time [B], labels bound."""
+"""The network as a function of x [B, C, *grid] and its time [B], with the labels bound."""
 
 
 @dataclass
 class ObjectiveConfig:
-    """What a generator learns. It travels with checkpoints and pipelines, as the scheduler has to match.
+    """Options of the training objective; checkpoints and pipelines store them, since the scheduler has to match.
 
     Args:
         kind: `flow`: flow matching on the straight path, velocity; `ddpm`: the discrete process of DDPM.
@@ -79,15 +80,15 @@ class Objective(ABC):
 
     @abstractmethod
     def draw_times(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        """Times for a training batch from the global random numbers: float32 [B] in [0, 1000]."""
+        """Draws the times of a training batch from the global random numbers: float32 [B] in [0, 1000]."""
 
     @abstractmethod
     def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
-        """Loss of each sample.
+        """Computes the loss of each sample.
 
         Args:
             predict: The network.
-            x0: Data [B, C, H, W], float32.
+            x0: Data [B, C, *grid], float32.
             times: [B], as from `draw_times`.
             noise: ε, standard normal, as `x0`.
 
@@ -97,7 +98,7 @@ class Objective(ABC):
 
 
 def create_objective(config: ObjectiveConfig) -> Objective:
-    """The objective that a configuration describes."""
+    """Makes the objective that a configuration describes."""
     return FlowMatching(config) if config.kind == "flow" else Ddpm(config)
 
 
@@ -113,13 +114,13 @@ class FlowMatching(Objective):
         return NUM_TIMESTEPS * shifted(levels, self.config.shift)
 
     def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
-        level = (times / NUM_TIMESTEPS).view(-1, 1, 1, 1)
+        level = _like_data(times / NUM_TIMESTEPS, x0)
         x = torch.lerp(x0, noise, level)
         return _mean_square(predict(x, times).float() - (noise - x0))
 
 
 def shifted(levels: Tensor, shift: float) -> Tensor:
-    """Noise levels in [0, 1], moved towards noise by a shift above 1 (arXiv 2403.03206, equation 23)."""
+    """Moves noise levels in [0, 1] towards noise, for a shift above 1 (arXiv 2403.03206, equation 23)."""
     return shift * levels / (1 + (shift - 1) * levels)
 
 
@@ -136,8 +137,8 @@ class Ddpm(Objective):
         return torch.randint(NUM_TIMESTEPS, (count,), device=device).float()
 
     def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
-        steps = times.long()
-        signal, sigma = self._at(self.alphas_cumprod.sqrt(), steps), self._at((1 - self.alphas_cumprod).sqrt(), steps)
+        steps = _like_data(times.long(), x0)
+        signal, sigma = _at(self.alphas_cumprod.sqrt(), steps), _at((1 - self.alphas_cumprod).sqrt(), steps)
         x = signal * x0 + sigma * noise
         output = predict(x, times).float()
         prediction, variance = output, None
@@ -154,13 +155,13 @@ class Ddpm(Objective):
         return loss
 
     def _variational_bound(self, x0: Tensor, x: Tensor, x0_hat: Tensor, variance: Tensor, steps: Tensor) -> Tensor:
-        """Term of the bound for one step: bits per dimension, [B] (arXiv 2102.09672, equations 15 and 4)."""
+        """Computes the bound's term of each sample's step: bits per dimension, [B] (arXiv 2102.09672, eq. 15 and 4)."""
         before = torch.cat([torch.ones(1, dtype=torch.float64), self.alphas_cumprod[:-1]])
         posterior = self.betas * (1 - before) / (1 - self.alphas_cumprod)
         posterior[0] = posterior[1]  # zero at the first step, where the logarithm needs a number
-        weight_x0 = self._at(self.betas * before.sqrt() / (1 - self.alphas_cumprod), steps)
-        weight_x = self._at((1 - before) * (1 - self.betas).sqrt() / (1 - self.alphas_cumprod), steps)
-        lower, upper = self._at(posterior.log(), steps), self._at(self.betas.log(), steps)
+        weight_x0 = _at(self.betas * before.sqrt() / (1 - self.alphas_cumprod), steps)
+        weight_x = _at((1 - before) * (1 - self.betas).sqrt() / (1 - self.alphas_cumprod), steps)
+        lower, upper = _at(posterior.log(), steps), _at(self.betas.log(), steps)
 
         mean = weight_x0 * x0_hat + weight_x * x
         log_variance = lower + (variance + 1) / 2 * (upper - lower)
@@ -169,15 +170,11 @@ class Ddpm(Objective):
             log_variance - lower + (lower - log_variance).exp() + (true_mean - mean) ** 2 * (-log_variance).exp() - 1
         )
         likelihood = discretized_log_likelihood(x0, mean, 0.5 * log_variance)
-        first = (steps == 0).view(-1, 1, 1, 1)
-        return torch.where(first, -likelihood, divergence).flatten(1).mean(1) / math.log(2)
-
-    def _at(self, table: Tensor, steps: Tensor) -> Tensor:
-        return table.to(steps.device)[steps].float().view(-1, 1, 1, 1)
+        return torch.where(steps == 0, -likelihood, divergence).flatten(1).mean(1) / math.log(2)
 
 
 def discretized_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Logarithm of a normal distribution's mass in the bin of each value.
+    """Computes the logarithm of a normal distribution's mass in the bin of each value.
 
     Args:
         x: Values, meant to be of 256 levels in [-1, 1]; the outermost bins extend to infinity.
@@ -193,6 +190,16 @@ def discretized_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tens
     inside = (torch.special.ndtr(upper) - torch.special.ndtr(lower)).clamp(min=1e-12).log()
     log_below, log_above = torch.special.log_ndtr(upper), torch.special.log_ndtr(-lower)
     return torch.where(x < -0.999, log_below, torch.where(x > 0.999, log_above, inside))
+
+
+def _like_data(values: Tensor, data: Tensor) -> Tensor:
+    """Gives values of each sample, [B], the axes that they need to broadcast over data [B, C, *grid]."""
+    return values.view(-1, *[1] * (data.ndim - 1))
+
+
+def _at(table: Tensor, steps: Tensor) -> Tensor:
+    """Reads a table [1000] at steps of any shape, float32."""
+    return table.to(steps.device)[steps].float()
 
 
 def _mean_square(error: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Class-to-image sampling as a pipeline of diffusers.
+"""A pipeline of diffusers that makes images of given classes: labels, sizes, noise and decoding around `denoise`.
 
 B images, C latent channels, H x W latent size.
 """
@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput, SchedulerMixin
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import is_accelerate_available
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from headmix_vision.diffusion.guidance import Guidance
+from headmix_vision.diffusion.denoising import Generators, Guidance, denoise
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
-from headmix_vision.diffusion.schedulers import create_scheduler, is_flow, set_steps, takes_variance
+from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.errors import InputError
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import downsampling, latent_scale
 
-Generators = torch.Generator | list[torch.Generator] | None
 StepCallback = Callable[["HeadMixDiTPipeline", int, Any, dict[str, Tensor]], dict[str, Tensor]]
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -57,7 +57,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> HeadMixDiTPipeline:
-        """Load a directory written by `save_pretrained`; arguments as in diffusers."""
+        """Loads a directory written by `save_pretrained`; arguments as in diffusers."""
         kwargs.setdefault("low_cpu_mem_usage", is_accelerate_available())
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
@@ -67,7 +67,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         return ObjectiveConfig(**self.config.objective)
 
     def set_scheduler(self, name: str | None) -> None:
-        """Sample with another scheduler, by its name in :data:`~headmix_vision.diffusion.SCHEDULER_NAMES`."""
+        """Chooses another scheduler by its name in :data:`~headmix_vision.diffusion.SCHEDULER_NAMES`."""
         self.register_modules(scheduler=create_scheduler(name, self.objective, clip=self.vae is None))
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple[Any]:
-        """Sample images.
+        """Samples images.
 
         Args:
             class_labels: a label for each image, `num_classes` for no class; None with an unconditional model.
@@ -127,17 +127,27 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         if labels is not None:
             labels = labels.to(device)
 
-        set_steps(self.scheduler, num_inference_steps, device)
-        latents = latents * float(getattr(self.scheduler, "init_noise_sigma", 1.0))
-        for i, t in enumerate(self.progress_bar(self.scheduler.timesteps)):
-            level = self._noise_level(i, t)
-            model_input = self.scheduler.scale_model_input(latents, t) if not is_flow(self.scheduler) else latents
-            prediction = self._predict(model_input, level, labels, guidance)
-            latents = self._step(prediction, t, latents, generator)
-            if callback_on_step_end is not None:
-                tensors = {name: latents for name in callback_on_step_end_tensor_inputs}
-                latents = (callback_on_step_end(self, i, t, tensors) or {}).get("latents", latents)
+        def network(x: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+            return self.transformer(x.to(self.transformer.dtype), t, y).float()
 
+        def step_end(i: int, t: Any, latents: Tensor) -> Tensor:
+            if callback_on_step_end is None:
+                return latents
+            tensors = {name: latents for name in callback_on_step_end_tensor_inputs}
+            return (callback_on_step_end(self, i, t, tensors) or {}).get("latents", latents)
+
+        latents = denoise(
+            network,
+            latents,
+            self.scheduler,
+            num_inference_steps,
+            labels=labels,
+            null_label=self.transformer.num_classes,
+            guidance=guidance,
+            generator=generator,
+            step_end=step_end,
+            progress=self.progress_bar,
+        )
         images = self._finish(latents, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
@@ -145,7 +155,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
     def check_labels(
         self, class_labels: int | Sequence[int] | Tensor | None, num_images: int | None, guidance: Guidance
     ) -> Tensor | None:
-        """Labels as int64 [B], None for an unconditional model; refuses what the model cannot do, see `__call__`."""
+        """Returns labels as int64 [B], None for an unconditional model; refuses what does not fit, see `__call__`."""
         model = self.transformer
         if guidance.enabled and not model.has_null_class:
             kind = "unconditional" if model.num_classes == 0 else "trained without label dropout"
@@ -182,7 +192,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
             raise InputError(f"{len(generator)} generators for {count} images: give one for each, or a single one")
 
     def image_size(self, height: int | None = None, width: int | None = None) -> tuple[int, int]:
-        """Height and width of the images in pixels, those of training where None is given."""
+        """Returns height and width of the images in pixels, those of training where None is given."""
         factor = downsampling(self.vae) if self.vae is not None else 1
         latent_height, latent_width = self._latent_size(height, width)
         return latent_height * factor, latent_width * factor
@@ -198,40 +208,11 @@ class HeadMixDiTPipeline(DiffusionPipeline):
             sizes.append(own if pixels is None else pixels // factor)
         return sizes[0], sizes[1]
 
-    def _noise_level(self, i: int, t: Any) -> float:
-        """In [0, 1]. Some schedulers round the time of a flow to whole numbers, but never the noise level."""
-        return float(self.scheduler.sigmas[i]) if is_flow(self.scheduler) else float(t) / NUM_TIMESTEPS
-
-    def _predict(self, x: Tensor, level: float, labels: Tensor | None, guidance: Guidance) -> Tensor:
-        model, channels = self.transformer, self.transformer.in_channels
-        x = x.to(model.dtype)
-        t = torch.full((len(x),), level * NUM_TIMESTEPS, device=x.device)
-        if not guidance.acts_at(level):
-            output = model(x, t, labels).float()
-        else:
-            assert labels is not None
-            null = torch.full_like(labels, model.num_classes)
-            both = model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([labels, null])).float()
-            output, unconditional = both.chunk(2)
-            guided = guidance.combine(output[:, :channels], unconditional[:, :channels])
-            output = torch.cat([guided, output[:, channels:]], dim=1)
-        return output if takes_variance(self.scheduler) else output[:, :channels]
-
-    def _step(self, prediction: Tensor, t: Any, latents: Tensor, generator: Generators) -> Tensor:
-        arguments: dict[str, Any] = {"generator": generator}
-        if type(self.scheduler).__name__ == "UniPCMultistepScheduler":
-            arguments = {}
-        return self.scheduler.step(prediction, t, latents, return_dict=False, **arguments)[0]
-
     def _finish(self, latents: Tensor, output_type: str) -> Any:
         if output_type == "latent":
             return latents
         images = latents
         if self.vae is not None:
             latents = latent_scale(self.vae.config).undo(latents)
-            images = self.vae.decode(latents.to(self.vae.dtype)).sample
-        images = (images.float() / 2 + 0.5).clamp(0, 1)
-        if output_type == "pt":
-            return images
-        array = images.permute(0, 2, 3, 1).cpu().numpy()
-        return array if output_type == "np" else self.numpy_to_pil(array)
+            images = self.vae.decode(latents.to(self.vae.dtype)).sample.float()
+        return VaeImageProcessor().postprocess(images, output_type)

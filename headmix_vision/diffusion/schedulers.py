@@ -1,4 +1,4 @@
-"""Samplers: schedulers of diffusers, chosen by name, set up for a training objective."""
+"""Schedulers of diffusers, chosen by name and set up for a training objective."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DEFAULTS = {"flow": "euler", "ddpm": "ddpm"}
 
 
 def create_scheduler(name: str | None, objective: ObjectiveConfig, *, clip: bool = False) -> SchedulerMixin:
-    """Make a scheduler that fits what the network was trained for.
+    """Makes a scheduler that fits what the network was trained for.
 
     Args:
         name: One of `SCHEDULER_NAMES`; that of the objective (euler for flow matching, ddpm for DDPM) when None.
@@ -74,7 +74,7 @@ def create_scheduler(name: str | None, objective: ObjectiveConfig, *, clip: bool
 
 
 def scheduler_name(scheduler: SchedulerMixin) -> str:
-    """The name of a scheduler in `SCHEDULER_NAMES`, or that of its class."""
+    """Finds the name of a scheduler in `SCHEDULER_NAMES`, or else gives that of its class."""
     for name, entry in _TABLE.items():
         if any(class_name == type(scheduler).__name__ for class_name, _ in entry.values()):
             return name
@@ -82,22 +82,22 @@ def scheduler_name(scheduler: SchedulerMixin) -> str:
 
 
 def takes_variance(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler wants the channels of the learned variance as well."""
+    """Tells whether the scheduler takes the channels of the learned variance as well."""
     return getattr(scheduler.config, "variance_type", None) in ("learned", "learned_range")
 
 
 def set_steps(scheduler: SchedulerMixin, num_steps: int, device: Device | str) -> None:
-    """Set the number of sampling steps.
+    """Sets the number of sampling steps.
 
     Steps of flow matching are equal in noise level before the shift, the last one ends at 0; diffusers' default for
     the Euler scheduler ends with a step from 1/1000, which is all but lost.
     """
-    if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
+    if isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps).tolist(), device=device)
     else:
         scheduler.set_timesteps(num_steps, device=device)
 
 
 def is_flow(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler integrates a flow; its noise levels are then its `sigmas`."""
+    """Tells whether the scheduler integrates a flow; its noise levels are then its `sigmas`."""
     return type(scheduler).__name__.startswith("FlowMatch") or bool(getattr(scheduler.config, "use_flow_sigmas", False))

@@ -1,4 +1,4 @@
-"""Score generated images: `python -m headmix_vision.evaluate fid --real X --fake Y`.
+"""Scores generated images: `python -m headmix_vision.evaluate fid --real X --fake Y`.
 
 X and Y are a folder of images, an npz file of ADM (images, or mu and sigma), a statistics file (.safetensors), or a
 data set NAME[:SPLIT][SLICE]. `stats` keeps the statistics of X, to read its images only once.
@@ -19,25 +19,21 @@ from rich.progress import Progress as RichProgress
 from torch import Tensor
 
 from headmix_vision.atomic import atomic_path
-from headmix_vision.errors import InputError
-from headmix_vision.evaluation import scores
+from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.npz import npz_arrays, npz_labels
 from headmix_vision.evaluation.sample_sets import ImageSet, open_images
+from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer
 from headmix_vision.evaluation.statistics import Statistics, read_statistics, write_statistics
-from headmix_vision.training.feature_extractors import open_extractor
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; wrong input ends the process with one line and exit status 2."""
+    """Runs the command line; wrong input ends the process with one line and exit status 2."""
     options = _parser().parse_args(args)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, one_line_errors():
         warnings.simplefilter("default")
-        try:
-            _check_out(options)
-            result = _run(options)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+        _check_out(options)
+        result = _run(options)
     notes = [str(warning.message) for warning in caught if warning.category is UserWarning]
     for note in notes:
         print(f"warning: {note}", file=sys.stderr)
@@ -57,36 +53,24 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    metrics = parser.add_subparsers(dest="metric", required=True)
-    for name, text in (
-        ("fid", "Fréchet distance, and sFID with Inception features"),
-        ("kid", "kernel distance"),
-        ("is", "inception score"),
-        ("prc", "precision and recall"),
-        ("accuracy", "share of images that the classifier assigns to their label, of an npz file with labels"),
-        ("stats", "keep the statistics of real images in a file"),
-    ):
-        metric = metrics.add_parser(name, help=text)
-        metric.add_argument(
-            "--real", required=name not in ("is", "accuracy"), help="real images, or for fid their statistics"
-        )
+    commands = parser.add_subparsers(dest="metric", required=True)
+    described = {name: metric.help for name, metric in METRICS.items()}
+    for name, text in {**described, "stats": "keep the statistics of real images in a file"}.items():
+        command = commands.add_parser(name, help=text)
+        compares = name == "stats" or METRICS[name].compares
+        command.add_argument("--real", required=compares, help="real images, or for fid their statistics")
         if name != "stats":
-            metric.add_argument("--fake", required=True, help="generated images, or for fid their statistics")
-        metric.add_argument(
+            command.add_argument("--fake", required=True, help="generated images, or for fid their statistics")
+        command.add_argument(
             "--features", default="inception", help="inception, digits, or a run or weights file (inception)"
         )
-        metric.add_argument("--out", type=Path, required=name == "stats", help="file to write; it must not exist")
-        metric.add_argument("--root", help="place of a data set that needs one")
-        metric.add_argument("--image-size", type=int, help="scale and centre-crop all images to this size first")
-        metric.add_argument("--batch-size", type=int, default=64, help="images at a time (64)")
-        metric.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
-        if name == "kid":
-            metric.add_argument("--subsets", type=int, default=scores.KID_SUBSETS, help="number of random subsets")
-            metric.add_argument("--subset-size", type=int, help="images in each (1000, or as many as there are)")
-        if name == "is":
-            metric.add_argument("--splits", type=int, default=scores.SPLITS, help="number of parts")
-        if name == "prc":
-            metric.add_argument("--neighbours", type=int, default=scores.NEIGHBOURS, help="which neighbour's distance")
+        command.add_argument("--out", type=Path, required=name == "stats", help="file to write; it must not exist")
+        command.add_argument("--root", help="place of a data set that needs one")
+        command.add_argument("--image-size", type=int, help="scale and centre-crop all images to this size first")
+        command.add_argument("--batch-size", type=int, default=64, help="images at a time (64)")
+        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
+        for option, (default, about) in METRICS[name].options.items() if name != "stats" else ():
+            command.add_argument(f"--{option.replace('_', '-')}", type=int, default=default, help=about)
     return parser
 
 
@@ -104,22 +88,25 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     extractor = open_extractor(options.features, options.device)
     if not extractor.description.get("official", True):
         warnings.warn("these Inception weights are not the official file, scores compare with nothing", stacklevel=1)
-    scorer = scores.Scorer(extractor, options.batch_size, _progress)
+    scorer = Scorer(extractor, options.batch_size, _progress)
     if options.metric == "stats":
         statistics = scorer.statistics(_images(options, options.real, extractor.mode))
         write_statistics(options.out, statistics)
         return statistics.description
-    sides: dict[str, ImageSet | Statistics] = {}
-    for side in ("real", "fake"):
-        source = getattr(options, side)
-        if source is not None and not (options.metric in ("is", "accuracy") and side == "real"):
-            sides[side] = _open(options, source, extractor.mode)
+    metric = METRICS[options.metric]
+    names = ("real", "fake") if metric.compares else ("fake",)
+    sides = {side: _open(options, getattr(options, side), extractor.mode) for side in names}
+    arguments = {name: getattr(options, name) for name in metric.options}
+    if metric.takes_labels:
+        if Path(options.fake).suffix != ".npz":
+            raise InputError(f"{options.metric} needs an .npz file with labels, --fake is {options.fake}")
+        arguments["labels"] = npz_labels(Path(options.fake))
     return {
         "metric": options.metric,
-        "scores": _score(options, scorer, sides),
+        "scores": metric.compute(scorer, *sides.values(), **arguments),
         **{side: images.description for side, images in sides.items()},
         "extractor": extractor.description,
-        "rng_seed": scores.RNG_SEED,
+        "rng_seed": RNG_SEED,
         "versions": {
             name: version(name) for name in ("headmix_vision", "torch", "torch-fidelity", "timm", "numpy", "pillow")
         },
@@ -127,33 +114,16 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _score(options: argparse.Namespace, scorer: scores.Scorer, sides: dict[str, Any]) -> dict[str, float]:
-    match options.metric:
-        case "fid":
-            return scores.fid(scorer, sides["real"], sides["fake"])
-        case "kid":
-            return scores.kid(scorer, sides["real"], sides["fake"], options.subsets, options.subset_size)
-        case "is":
-            return scores.inception_score(scorer, sides["fake"], options.splits)
-        case "accuracy":
-            path = Path(options.fake)
-            if path.suffix != ".npz":
-                raise InputError(f"accuracy needs an .npz file with labels, --fake is {path}")
-            return scores.accuracy(scorer, sides["fake"], npz_labels(path))
-        case _:
-            return scores.precision_recall(scorer, sides["real"], sides["fake"], options.neighbours)
-
-
 def _open(options: argparse.Namespace, source: str, mode: str) -> ImageSet | Statistics:
-    path = Path(source)
+    path, takes_statistics = Path(source), METRICS[options.metric].takes_statistics
     holds_statistics = path.suffix == ".safetensors" and path.is_file()
     if path.suffix == ".npz" and path.is_file():
         # ADM's references hold both: statistics of all images, and some of the images for the other scores
         arrays = npz_arrays(path)
-        holds_statistics = "arr_0" not in arrays or (options.metric == "fid" and {"mu", "sigma"} <= set(arrays))
+        holds_statistics = "arr_0" not in arrays or (takes_statistics and {"mu", "sigma"} <= set(arrays))
     if not holds_statistics:
         return _images(options, source, mode)
-    if options.metric != "fid":
+    if not takes_statistics:
         raise InputError(f"{source} holds no images, only their statistics, which are enough for fid alone")
     return read_statistics(path)
 
@@ -169,7 +139,3 @@ def _progress(batches: Iterable[Tensor], count: int) -> Iterator[Tensor]:
         for batch in batches:
             yield batch
             bar.advance(task, len(batch))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Feature extractors: Inception with torch-fidelity's weights, and any image classifier of timm.
+"""Feature extractors: Inception with torch-fidelity's weights, and any image classifier of timm or of a run.
 
-Shapes: B images, C channels, H and W pixels, D features, K classes.
+Shapes: B samples, C channels, *grid their axes (H and W pixels of images), D features, K classes.
 """
 
 import io
@@ -20,30 +20,47 @@ from torch.nn.functional import interpolate
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.errors import InputError
 from headmix_vision.hashes import file_sha256, state_sha256
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
+from headmix_vision.runs.directory import CHECKPOINTS, find_checkpoint
+from headmix_vision.runs.networks import load_network
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
 SPATIAL_CHANNELS = 7
+DIGITS_RUNS = ("runs/digits", "runs/demo")
 
 
 class FeatureExtractor(ABC):
-    """From uint8 images to features.
+    """Turns uint8 samples into features.
 
     Attributes:
-        mode: PIL mode of the images it takes, `L` or `RGB`.
+        grid_axes: Axes of the samples it takes: 2 for images, 3 for clips.
+        mode: PIL mode of the samples it takes, `L` or `RGB`.
         description: Everything about it that changes a score: name, weights and their hash, resizing.
     """
 
+    grid_axes = 2
     mode: str
     description: dict[str, Any]
 
-    @abstractmethod
-    def __call__(self, images: Tensor) -> dict[str, Tensor]:
-        """Features of images, uint8 [B, C, H, W].
+    def __call__(self, samples: Tensor) -> dict[str, Tensor]:
+        """Computes the features of samples, uint8 [B, C, *grid].
 
         Returns:
             `features` float32 [B, D], `logits` float32 [B, K], and for Inception `spatial` float32 [B, 2023].
+
+        Raises:
+            InputError: Samples of another number of axes, such as clips where images are taken.
         """
+        if samples.ndim != 2 + self.grid_axes:
+            wanted = "images" if self.grid_axes == 2 else "clips"
+            got = "images" if samples.ndim == 4 else f"clips of {samples.shape[2]} frames"
+            raise InputError(f"{self.description['name']} takes {wanted}, got {got}")
+        return self.extract(samples)
+
+    @abstractmethod
+    def extract(self, samples: Tensor) -> dict[str, Tensor]:
+        """Computes what `__call__` returns, of samples with the right number of axes."""
 
 
 class InceptionExtractor(FeatureExtractor):
@@ -101,9 +118,9 @@ class InceptionExtractor(FeatureExtractor):
         self.spatial = output[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1).float()
 
     @torch.inference_mode()
-    def __call__(self, images: Tensor) -> dict[str, Tensor]:
+    def extract(self, samples: Tensor) -> dict[str, Tensor]:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            features, logits = self.network(images.to(self.device))
+            features, logits = self.network(samples.to(self.device))
         return {"features": features, "logits": logits, "spatial": self.spatial}
 
 
@@ -145,8 +162,8 @@ class ClassifierExtractor(FeatureExtractor):
         }
 
     @torch.inference_mode()
-    def __call__(self, images: Tensor) -> dict[str, Tensor]:
-        pixels = images.to(self.device).float() / 255
+    def extract(self, samples: Tensor) -> dict[str, Tensor]:
+        pixels = samples.to(self.device).float() / 255
         if pixels.shape[-2:] != self.size:
             pixels = interpolate(pixels, self.size, mode="bilinear", antialias=True).clamp(0, 1)
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -156,13 +173,42 @@ class ClassifierExtractor(FeatureExtractor):
         return {"features": features.float(), "logits": logits.float()}
 
 
-def inception_path() -> Path:
-    """Where Inception's weights are looked for: the folder in which torch keeps downloads."""
-    return Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
+def open_extractor(features: str, device: torch.device | str = "cpu") -> FeatureExtractor:
+    """Opens the feature extractor of a score.
+
+    Args:
+        features: `inception` (torch-fidelity's weights in torch's download folder), `digits` (the best checkpoint of
+            the run that `python train_cls.py fit` or `make demo` leaves), or a path: a run directory, a `.ckpt`, an
+            export, or Inception's weights.
+        device: Where to run.
+
+    Raises:
+        InputError: Weights that are missing, with where to get them, or that cannot be used.
+    """
+    path = Path(features)
+    if features == "inception":
+        return InceptionExtractor(Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE, device)
+    if features == "digits":
+        run = next((run for run in DIGITS_RUNS if (Path(run) / CHECKPOINTS / "best.ckpt").is_file()), None)
+        if run is None:
+            raise InputError(
+                f"no digits classifier in {' or '.join(DIGITS_RUNS)}: train one with python train_cls.py fit,"
+                " or give its run directory or export with --features PATH"
+            )
+        path = Path(run)
+    if path.is_dir() or path.suffix == ".ckpt":
+        checkpoint = read_checkpoint(find_checkpoint(path, "best"))
+        name = checkpoint[DESCRIPTION_KEY]["name"]
+        if is_generator(checkpoint):
+            raise InputError(f"{path} is of the generator {name}, features come from a classifier")
+        return ClassifierExtractor(load_network(checkpoint), name, device)
+    if not path.is_file():
+        raise InputError(f"features {features!r} must be inception, digits, or the path of a run or a weights file")
+    return open_weights(path, device)
 
 
 def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtractor:
-    """The extractor of a weights file: an export of `python -m headmix_vision.export`, or Inception's weights.
+    """Opens the extractor of a weights file: an export of `python -m headmix_vision.export`, or Inception's weights.
 
     Args:
         path: A `.safetensors` or `.pth` file.

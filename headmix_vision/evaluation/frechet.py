@@ -1,4 +1,4 @@
-"""Fréchet distance of two Gaussians, and their moments, in float64.
+"""Computes the moments of features and the Fréchet distance of two Gaussians, in float64.
 
 Shapes: B images of a batch, N images in all, D features.
 """
@@ -40,7 +40,7 @@ class Gaussian:
 
 
 class Moments:
-    """Mean and covariance of features that come in batches.
+    """Accumulates mean and covariance of features that come in batches.
 
     Each batch is centred on its own mean before it is added, and the means are merged by the formula of Chan, Golub
     and LeVeque (1979), so that a mean far from zero costs no digits. Sums are float64.
@@ -52,7 +52,7 @@ class Moments:
         self.scatter = torch.empty(0, 0, dtype=torch.float64)
 
     def update(self, features: Tensor) -> None:
-        """Add a batch of features [B, D], of any float dtype and on any device.
+        """Adds a batch of features [B, D], of any float dtype and on any device.
 
         Raises:
             InputError: Not of the shape [B, D] with the D of earlier batches, or not finite.
@@ -78,7 +78,7 @@ class Moments:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        """The Gaussian with these moments.
+        """Returns the Gaussian with these moments.
 
         Raises:
             InputError: Fewer than two images.
@@ -89,7 +89,7 @@ class Moments:
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
-    """|mean_a - mean_b|^2 + tr(C_a) + tr(C_b) - 2 tr((C_a C_b)^(1/2)), Dowson and Landau (1982), equation 4.
+    """Computes |mean_a - mean_b|^2 + tr(C_a) + tr(C_b) - 2 tr((C_a C_b)^(1/2)), Dowson and Landau (1982), equation 4.
 
     With C = F F^T from the eigenvalues of each covariance, the last trace is the sum of the singular values of
     F_a^T F_b. These are the square roots of the eigenvalues of C_a C_b, without taking the root of a number that
@@ -121,7 +121,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
 
 
 def _factor(covariance: Tensor) -> Tensor:
-    """F [D, R] with F F^T = covariance [D, D] of rank R; eigenvalues within rounding error of zero are left out."""
+    """Computes F [D, R] with F F^T = covariance [D, D] of rank R; eigenvalues that are rounding errors are left out."""
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     tolerance = len(values) * torch.finfo(values.dtype).eps * values.abs().max()
     keep = values > tolerance

@@ -1,20 +1,23 @@
-"""npz files as ADM's evaluation takes them: uint8 images `arr_0`, and their labels."""
+"""Reading npz files as ADM's evaluation takes them: uint8 images `arr_0`, and their labels."""
 
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.png import Item, to_item
 
 
 class NpzImages:
-    """`arr_0`, uint8 [N, H, W, C] or [N, H, W], of an npz file as ADM's evaluation takes it, read piece by piece.
+    """Reads `arr_0` of an npz file as ADM's evaluation takes it, piece by piece.
+
+    It is uint8 [N, H, W, C] or [N, H, W] for images, [N, T, H, W, C] for clips.
 
     Raises:
         InputError: Not such a file.
@@ -24,24 +27,21 @@ class NpzImages:
 
     def __init__(self, path: Path) -> None:
         self.source = str(path)
-        with self._open() as (_, shape, dtype, fortran_order):
-            images = dtype == np.uint8 and (len(shape) == 3 or (len(shape) == 4 and shape[-1] in (1, 3)))
-            if not images or fortran_order:
+        with _open_pixels(self.source) as (_, shape, dtype, fortran_order):
+            pixels = len(shape) == 3 or (len(shape) in (4, 5) and shape[-1] in (1, 3))
+            if dtype != np.uint8 or not pixels or fortran_order:
                 raise InputError(
-                    f"{path}: arr_0 is {dtype} {list(shape)}, it must be uint8 [N, H, W, C] with 1 or 3 channels"
+                    f"{path}: arr_0 is {dtype} {list(shape)}, it must be uint8 [N, H, W, C] or [N, T, H, W, C] with"
+                    " 1 or 3 channels"
                 )
-        self.shape = shape
-
-    def _open(self) -> "_NpzMember":
-        return _NpzMember(self.source)
+        self.shape = shape if len(shape) > 3 else (*shape, 1)
 
     def __len__(self) -> int:
         return int(self.shape[0])
 
-    def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
+    def __iter__(self) -> Iterator[tuple[str, Item]]:
         length = int(np.prod(self.shape[1:]))
-        shape = self.shape[1:3] if self.shape[-1] == 1 and len(self.shape) == 4 else self.shape[1:]
-        with self._open() as (file, *_):
+        with _open_pixels(self.source) as (file, *_):
             for index in range(len(self)):
                 try:
                     data = file.read(length)
@@ -49,30 +49,22 @@ class NpzImages:
                     raise InputError(f"{self.source} is damaged at image {index}: {error}") from None
                 if len(data) < length:
                     raise InputError(f"{self.source} is truncated at image {index} of {len(self)}")
-                yield f"{self.source}[{index}]", Image.fromarray(np.frombuffer(data, np.uint8).reshape(shape))
+                pixels = np.frombuffer(data, np.uint8).reshape(self.shape[1:])
+                yield f"{self.source}[{index}]", to_item(pixels)
 
 
-class _NpzMember:
-    """Context of the open `arr_0` of an npz file: (file after the header, shape, dtype, fortran_order)."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __enter__(self) -> tuple[Any, tuple[int, ...], np.dtype[Any], bool]:
-        self.archive = zipfile.ZipFile(self.path)
-        self.member = self.archive.open("arr_0.npy")
-        version = np.lib.format.read_magic(self.member)
+@contextmanager
+def _open_pixels(path: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any], bool]]:
+    """Opens `arr_0` of an npz file: gives the file behind its header, shape, dtype and if it is in Fortran order."""
+    with zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as member:
+        version = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran_order, dtype = read_header(self.member)
-        return self.member, shape, dtype, fortran_order
-
-    def __exit__(self, *_: object) -> None:
-        self.member.close()
-        self.archive.close()
+        shape, fortran_order, dtype = read_header(member)
+        yield member, shape, dtype, fortran_order
 
 
 def npz_arrays(path: Path) -> list[str]:
-    """Names of the arrays of an npz file.
+    """Lists the names of the arrays of an npz file.
 
     Raises:
         InputError: Not an npz file.
@@ -85,7 +77,7 @@ def npz_arrays(path: Path) -> list[str]:
 
 
 def npz_labels(path: Path) -> Tensor:
-    """Labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
+    """Reads the labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
 
     Raises:
         InputError: No npz file, no labels, or other than one integer per image.

@@ -1,11 +1,12 @@
-"""The images to score: a folder, an ADM npz file, or a data set by its name.
+"""The samples to score: a folder, an ADM npz file, or a data set by its name.
 
-Shapes: B images of a batch, C channels (1 or 3), H and W pixels. Pixels are uint8 throughout, as files hold them.
+Shapes: B samples of a batch, C channels (1 or 3), *grid H and W pixels of images, or T frames, H and W of clips. Pixels
+are uint8 throughout, as files hold them.
 """
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, to_picture
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays
+from headmix_vision.png import Item, read_item, to_item
 
 DECODER_THREADS = 8
 SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
@@ -28,27 +30,27 @@ _DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[
 
 
 class Pictures(Protocol):
-    """Images in a fixed order, each with what to call it in a message."""
+    """Yields images, or clips as lists of frames, in a fixed order, each with its name for messages."""
 
     source: str
     kind: str
 
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[tuple[str, Image.Image]]: ...
+    def __iter__(self) -> Iterator[tuple[str, Item]]: ...
 
 
 class ImageSet:
-    """Images of one size, in batches.
+    """Puts images of one size, or clips of one size and length, into batches.
 
     Args:
         pictures: Where they come from.
         mode: `L` or `RGB`: what the feature extractor takes.
-        image_size: Scale and centre-crop every image to a square of this many pixels, as ADM does; None takes images
-            as they are.
+        image_size: Scale and centre-crop every image or frame to a square of this many pixels, as ADM does; None takes
+            them as they are.
 
     Raises:
-        InputError: Fewer than two images, or an unreadable first one.
+        InputError: Fewer than two samples, or an unreadable first one.
     """
 
     def __init__(self, pictures: Pictures, mode: str, image_size: int | None = None) -> None:
@@ -57,15 +59,19 @@ class ImageSet:
         self.pictures = pictures
         self.mode = mode
         self.image_size = image_size
-        first = next(iter(pictures))[1]
-        self.size = (image_size, image_size) if image_size else (first.height, first.width)
+        self.size = self._size(next(iter(pictures))[1])
+
+    def _size(self, item: Item) -> tuple[int, ...]:
+        frames = item if isinstance(item, list) else [item]
+        size = (self.image_size,) * 2 if self.image_size else (frames[0].height, frames[0].width)
+        return (len(frames), *size) if isinstance(item, list) else size
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the result file says about the images."""
+        """Everything that the result file says about the samples."""
         return {
             "source": self.pictures.source,
             "kind": self.pictures.kind,
@@ -75,30 +81,38 @@ class ImageSet:
         }
 
     def batches(self, batch_size: int) -> Iterator[Tensor]:
-        """All images in order, uint8 [B, C, H, W].
+        """Yields all samples in order, uint8 [B, C, *grid].
 
         Raises:
-            InputError: An image that cannot be read or is of another size; it is named.
+            InputError: A sample that cannot be read or is of another size; it is named.
         """
         arrays = self._arrays()
         while batch := list(itertools.islice(arrays, batch_size)):
             yield torch.from_numpy(np.stack(batch))
 
     def _arrays(self) -> Iterator[np.ndarray]:
-        for name, image in self.pictures:
+        for name, item in self.pictures:
+            frames = item if isinstance(item, list) else [item]
             if self.image_size:
-                image = center_crop(image, self.image_size)
-            if (image.height, image.width) != self.size:
+                frames = [center_crop(frame, self.image_size) for frame in frames]
+            if self._size(item) != self.size or len({frame.size for frame in frames}) > 1:
                 raise InputError(
-                    f"{name} is {image.width}x{image.height} pixels, the images before it are"
-                    f" {self.size[1]}x{self.size[0]}; --image-size N brings all to one size"
+                    f"{name} is {describe_size(self._size(item))}, the images before it are"
+                    f" {describe_size(self.size, unit='')}; --image-size N brings all to one size"
                 )
-            pixels = np.asarray(image.convert(self.mode))
-            yield pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+            pixels = np.stack([np.asarray(frame.convert(self.mode)) for frame in frames])
+            pixels = pixels[None] if pixels.ndim == 3 else pixels.transpose(3, 0, 1, 2)
+            yield pixels if isinstance(item, list) else pixels[:, 0]
+
+
+def describe_size(size: Sequence[int], unit: str = " pixels") -> str:
+    """Writes a size (H, W) or (T, H, W) as people do: `32x16 pixels`, `8 frames of 32x16 pixels`."""
+    *frames, height, width = size
+    return "".join(f"{count} frames of " for count in frames) + f"{width}x{height}{unit}"
 
 
 class Folder:
-    """All image files below a folder, in sorted order; a damaged one is an error."""
+    """Reads all image files below a folder, in sorted order; an animated PNG is a clip, a damaged file an error."""
 
     kind = "folder"
 
@@ -116,26 +130,26 @@ class Folder:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
+    def __iter__(self) -> Iterator[tuple[str, Item]]:
         with ThreadPoolExecutor(DECODER_THREADS) as pool:
             for start in range(0, len(self.paths), 4 * DECODER_THREADS):
                 paths = self.paths[start : start + 4 * DECODER_THREADS]
                 yield from zip(map(str, paths), pool.map(_decode, paths), strict=True)
 
 
-def _decode(path: Path) -> Image.Image:
+def _decode(path: Path) -> Item:
     try:
         with Image.open(path) as image:
-            image.load()
+            item = read_item(image)
     except Exception as error:  # decoders raise whatever comes to mind on a damaged file
         raise InputError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
     if image.mode not in _EIGHT_BIT_MODES:
         raise InputError(f"{path} is of mode {image.mode}, scores are of 8-bit images")
-    return image
+    return item
 
 
 class TensorImages:
-    """Images in memory, uint8 [N, C, H, W] with 1 or 3 channels.
+    """Takes samples from memory: images uint8 [N, C, H, W] or clips uint8 [N, C, T, H, W], of 1 or 3 channels.
 
     Raises:
         InputError: Another type or shape.
@@ -144,18 +158,20 @@ class TensorImages:
     kind = "memory"
 
     def __init__(self, pixels: Tensor, source: str = "memory") -> None:
-        if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in (1, 3):
-            raise InputError(f"images are {pixels.dtype} {list(pixels.shape)}, they must be uint8 [N, 1 or 3, H, W]")
+        if pixels.dtype != torch.uint8 or pixels.ndim not in (4, 5) or pixels.shape[1] not in (1, 3):
+            raise InputError(
+                f"images are {pixels.dtype} {list(pixels.shape)}, they must be uint8 [N, 1 or 3, H, W], clips"
+                " uint8 [N, 1 or 3, T, H, W]"
+            )
         self.source = source
         self.pixels = pixels.cpu()
 
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
+    def __iter__(self) -> Iterator[tuple[str, Item]]:
         for index, pixels in enumerate(self.pixels):
-            array = pixels.permute(1, 2, 0).numpy()
-            yield f"image {index}", Image.fromarray(np.ascontiguousarray(array[..., 0] if len(pixels) == 1 else array))
+            yield f"image {index}", to_item(np.ascontiguousarray(pixels.movedim(0, -1).numpy()))
 
 
 class DatasetImages:
@@ -182,7 +198,7 @@ class DatasetImages:
 
 
 def open_images(source: str, mode: str, image_size: int | None = None, root: str | None = None) -> ImageSet:
-    """Open images for scoring.
+    """Opens images or clips for scoring.
 
     Args:
         source: A folder, also one of samples with their `images/` and `metadata.json`; an `.npz` file with uint8

@@ -4,6 +4,7 @@ KID, inception score, precision and recall are torch-fidelity's, on features in 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
-from headmix_vision.evaluation.sample_sets import ImageSet
+from headmix_vision.evaluation.sample_sets import ImageSet, describe_size
 from headmix_vision.evaluation.statistics import Statistics
 
 Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
@@ -25,7 +26,7 @@ RNG_SEED = 2020
 
 
 class Scorer:
-    """An extractor with the way to run it.
+    """Runs an extractor over sets of samples.
 
     Args:
         extractor: The feature extractor.
@@ -41,7 +42,7 @@ class Scorer:
         self.progress: Progress = progress or (lambda batches, _: batches)
 
     def statistics(self, images: ImageSet) -> Statistics:
-        """Moments of the features, and of the spatial features where the extractor has them."""
+        """Computes the moments of the features, and of the spatial features where the extractor has them."""
         moments: dict[str, Moments] = {}
         for outputs in self._outputs(images):
             for name in outputs.keys() - {"logits"}:
@@ -50,7 +51,7 @@ class Scorer:
         return Statistics(gaussians, images.description, self.extractor.description)
 
     def collect(self, images: ImageSet, name: str = "features") -> Tensor:
-        """All features, or logits, float64 [N, D]."""
+        """Collects all features, or logits, float64 [N, D]."""
         return torch.cat([outputs[name].cpu() for outputs in self._outputs(images)]).double()
 
     def _outputs(self, images: ImageSet) -> Iterator[dict[str, Tensor]]:
@@ -59,7 +60,7 @@ class Scorer:
 
 
 def fid(scorer: Scorer, real: ImageSet | Statistics, fake: ImageSet | Statistics) -> dict[str, float]:
-    """Fréchet distance, and `sfid` where both sides have spatial features.
+    """Computes the Fréchet distance, and `sfid` where both sides have spatial features.
 
     Raises:
         InputError: Statistics of another extractor, or sides that cannot be compared.
@@ -79,7 +80,7 @@ def fid(scorer: Scorer, real: ImageSet | Statistics, fake: ImageSet | Statistics
 def kid(
     scorer: Scorer, real: ImageSet, fake: ImageSet, subsets: int = KID_SUBSETS, subset_size: int | None = None
 ) -> dict[str, float]:
-    """Kernel distance of Bińkowski et al. (2018): mean and standard deviation over random subsets.
+    """Computes the kernel distance of Bińkowski et al. (2018): mean and standard deviation over random subsets.
 
     Args:
         scorer: Extractor.
@@ -111,7 +112,7 @@ def kid(
 
 
 def inception_score(scorer: Scorer, fake: ImageSet, splits: int = SPLITS) -> dict[str, float]:
-    """Inception score of Salimans et al. (2016), from the classifier's probabilities.
+    """Computes the inception score of Salimans et al. (2016), from the classifier's probabilities.
 
     Raises:
         InputError: More splits than images.
@@ -125,7 +126,7 @@ def inception_score(scorer: Scorer, fake: ImageSet, splits: int = SPLITS) -> dic
 
 
 def precision_recall(scorer: Scorer, real: ImageSet, fake: ImageSet, neighbours: int = NEIGHBOURS) -> dict[str, float]:
-    """Improved precision and recall of Kynkäänniemi et al. (2019).
+    """Computes the improved precision and recall of Kynkäänniemi et al. (2019).
 
     Raises:
         InputError: Not more images than neighbours.
@@ -142,7 +143,7 @@ def precision_recall(scorer: Scorer, real: ImageSet, fake: ImageSet, neighbours:
 
 
 def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]:
-    """Share of generated images that the classifier assigns to the class they were asked for.
+    """Computes the share of generated images that the classifier assigns to the class they were asked for.
 
     Args:
         scorer: Extractor.
@@ -161,13 +162,56 @@ def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]
     return {"top1": (logits.argmax(1) == labels).double().mean().item()}
 
 
+@dataclass(frozen=True)
+class Metric:
+    """Describes a metric to the command line.
+
+    Args:
+        compute: Takes the scorer, the real samples if it compares, the generated ones, and the options by name.
+        help: What it measures.
+        compares: Whether it compares generated samples with real ones.
+        takes_statistics: Whether the statistics of samples are enough.
+        takes_labels: Whether `compute` takes the generated samples' labels too.
+        options: Whole numbers by name, with default and help.
+    """
+
+    compute: Callable[..., dict[str, float]]
+    help: str
+    compares: bool = True
+    takes_statistics: bool = False
+    takes_labels: bool = False
+    options: dict[str, tuple[int | None, str]] = field(default_factory=dict)
+
+
+METRICS = {
+    "fid": Metric(fid, "Fréchet distance, and sFID with Inception features", takes_statistics=True),
+    "kid": Metric(
+        kid,
+        "kernel distance",
+        options={
+            "subsets": (KID_SUBSETS, "number of random subsets"),
+            "subset_size": (None, "images in each (1000, or as many as there are)"),
+        },
+    ),
+    "is": Metric(inception_score, "inception score", compares=False, options={"splits": (SPLITS, "number of parts")}),
+    "prc": Metric(
+        precision_recall, "precision and recall", options={"neighbours": (NEIGHBOURS, "which neighbour's distance")}
+    ),
+    "accuracy": Metric(
+        accuracy,
+        "share of images that the classifier assigns to their label, of an npz file with labels",
+        compares=False,
+        takes_labels=True,
+    ),
+}
+
+
 def check_sizes(real: ImageSet | Statistics, fake: ImageSet | Statistics) -> None:
-    """Raise InputError if the images of the two sides are known to be of different sizes."""
+    """Raises InputError if the samples of the two sides are known to be of different sizes (frames included)."""
     sizes: Sequence[Any] = [side.description.get("size") for side in (real, fake)]
     if None not in sizes and list(sizes[0]) != list(sizes[1]):
-        (height, width), (fake_height, fake_width) = sizes
         raise InputError(
-            f"real images are {width}x{height} pixels, fake ones {fake_width}x{fake_height};"
+            f"real images are {describe_size(sizes[0])}, fake ones {describe_size(sizes[1], unit='')};"
             " --image-size N brings both to one size"
         )
 

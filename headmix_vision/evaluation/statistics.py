@@ -1,4 +1,4 @@
-"""Statistics files: mean and covariance of features, with what they were made of.
+"""Reading and writing statistics files: mean and covariance of features, and what they were made of.
 
 The safetensors file holds `mu` and `sigma` and, for Inception features, `mu_s` and `sigma_s` of the spatial features
 (the names of ADM's reference files), all float64; the header holds a JSON description.
@@ -25,7 +25,7 @@ _HEADER = "headmix_vision_statistics"
 
 @dataclass(frozen=True)
 class Statistics:
-    """Moments of one side of a comparison.
+    """Holds the moments of one side of a comparison.
 
     Args:
         gaussians: By the name of the features: `features`, and `spatial` where there are any.
@@ -39,7 +39,7 @@ class Statistics:
 
 
 def write_statistics(path: Path, statistics: Statistics) -> None:
-    """Write a safetensors statistics file."""
+    """Writes a safetensors statistics file."""
     tensors: dict[str, torch.Tensor] = {}
     for name, gaussian in statistics.gaussians.items():
         mean, covariance = _FEATURE_SETS[name]
@@ -50,7 +50,7 @@ def write_statistics(path: Path, statistics: Statistics) -> None:
 
 
 def read_statistics(path: Path) -> Statistics:
-    """Read a statistics file: safetensors of `write_statistics`, or an `.npz` with mu and sigma as ADM publishes.
+    """Reads a statistics file: safetensors of `write_statistics`, or an `.npz` with mu and sigma as ADM publishes.
 
     Raises:
         InputError: Truncated, without mu and sigma, or with values that are no moments.

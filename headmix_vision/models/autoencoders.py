@@ -18,7 +18,7 @@ PIXELS = "none"
 
 @dataclass(frozen=True)
 class LatentScale:
-    """How latents are brought to unit scale: (latent - shift) * scale, each a number or one per channel.
+    """Brings latents to unit scale: (latent - shift) * scale, each a number or one per channel.
 
     Args:
         scale: Factor after the shift.
@@ -29,17 +29,17 @@ class LatentScale:
     shift: float | list[float] = 0.0
 
     def apply(self, latents: Tensor) -> Tensor:
-        """Scaled latents, of the shape [..., c, h, w] of `latents`."""
+        """Scales latents [B, C, *grid]: images of an autoencoder or clips, the channels stand second."""
         return (latents - self._tensor(self.shift, latents)) * self._tensor(self.scale, latents)
 
     def undo(self, latents: Tensor) -> Tensor:
-        """The inverse of `apply`."""
+        """Inverts `apply`."""
         return latents / self._tensor(self.scale, latents) + self._tensor(self.shift, latents)
 
     @staticmethod
     def _tensor(value: float | list[float], like: Tensor) -> Tensor:
         tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)
-        return tensor.view(-1, 1, 1) if tensor.ndim else tensor
+        return tensor.view(-1, *[1] * (like.ndim - 2)) if tensor.ndim else tensor
 
 
 class Autoencoder:
@@ -76,7 +76,7 @@ class Autoencoder:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What a latents file records."""
+        """Everything that a latents file records about the autoencoder."""
         return {
             "source": self.source,
             "class": type(self.module).__name__ if self.module is not None else None,
@@ -86,13 +86,13 @@ class Autoencoder:
         }
 
     def check_size(self, height: int, width: int) -> None:
-        """Raise InputError if an image size does not divide into latent places."""
+        """Raises InputError if an image size does not divide into latent places."""
         if height % self.downsampling or width % self.downsampling:
             raise InputError(f"image size {height}x{width} is no multiple of {self.downsampling}, the autoencoder's")
 
     @torch.inference_mode()
     def moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Mean and standard deviation of the latents, not yet scaled.
+        """Encodes images into mean and standard deviation of their latents, not yet scaled.
 
         Args:
             images: Float [B, C, H, W] in [0, 1].
@@ -112,7 +112,7 @@ class Autoencoder:
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
-        """Images, float32 [B, C, H, W] in [0, 1], of scaled latents [B, c, h, w]."""
+        """Decodes scaled latents [B, c, h, w] into images, float32 [B, C, H, W] in [0, 1]."""
         latents = self.scale.undo(latents.to(self.device, torch.float32))
         if self.module is not None:
             latents = self.module.decode(latents.to(self.dtype)).sample.float()
@@ -122,7 +122,7 @@ class Autoencoder:
 def load_autoencoder(
     source: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, subfolder: str | None = None
 ) -> Autoencoder:
-    """Load an image autoencoder of diffusers.
+    """Loads an image autoencoder of diffusers.
 
     Args:
         source: A local directory with `config.json` and weights, also a pipeline's directory with `vae/`; a hub id,
@@ -158,13 +158,13 @@ def load_autoencoder(
 
 
 def downsampling(module: Any) -> int:
-    """Pixels of an image per latent place, along one axis."""
+    """Counts the pixels of an image per latent place, along one axis."""
     ratio = getattr(module, "spatial_compression_ratio", None)
     return int(ratio or 2 ** (len(module.config.block_out_channels) - 1))
 
 
 def latent_scale(config: Any) -> LatentScale:
-    """The scale that a configuration states, by the rule of diffusers' pipelines."""
+    """Reads the scale that a configuration states, by the rule of diffusers' pipelines."""
     factor = float(config.get("scaling_factor") or 1.0)
     mean, std = config.get("latents_mean"), config.get("latents_std")
     if mean is not None and std is not None:

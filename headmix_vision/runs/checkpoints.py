@@ -1,4 +1,4 @@
-"""Reading and writing checkpoints: complete files only, and nothing unpickled from a foreign one."""
+"""Reading checkpoints of training: nothing is unpickled but tensors and plain values."""
 
 import os
 import pickle
@@ -7,35 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.atomic import atomic_path
 
 DESCRIPTION_KEY = "headmix_vision"
 MODEL_PREFIX = "net."
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Write checkpoints beside their target, then rename.
-
-    Lightning's default writes to the system's temporary folder and moves the file from there, which is a plain copy,
-    and may be torn, when that folder is on another file system.
-    """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
-    ) -> None:
-        """Save the checkpoint to `path`; `storage_options` is not supported."""
-        if storage_options is not None:
-            raise TypeError("storage_options are not supported")
-        with atomic_path(path) as temporary:
-            torch.save(checkpoint, temporary)
-
-
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint written by training, on the CPU, without unpickling anything but tensors and plain values.
+    """Reads a checkpoint written by training, on the CPU, without unpickling anything but tensors and plain values.
 
     Args:
         path: The `.ckpt` file.
@@ -62,8 +43,13 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     return checkpoint
 
 
+def is_generator(checkpoint: dict[str, Any]) -> bool:
+    """Tells whether a checkpoint, as returned by `read_checkpoint`, is of a generator; else it is of a classifier."""
+    return checkpoint[DESCRIPTION_KEY].get("kind") == "generator"
+
+
 def model_state(checkpoint: dict[str, Any], *, raw: bool = False) -> dict[str, Tensor]:
-    """The network's weights under timm's own names.
+    """Returns the network's weights under timm's own names.
 
     Args:
         checkpoint: As returned by `read_checkpoint`.
@@ -74,7 +60,7 @@ def model_state(checkpoint: dict[str, Any], *, raw: bool = False) -> dict[str, T
 
 
 def check_description(checkpoint: dict[str, Any], name: str, num_classes: int | None) -> None:
-    """Raise `InputError` if a checkpoint belongs to another model or another number of classes.
+    """Raises `InputError` if a checkpoint belongs to another model or another number of classes.
 
     Args:
         checkpoint: As returned by `read_checkpoint`.
@@ -92,7 +78,7 @@ def check_description(checkpoint: dict[str, Any], name: str, num_classes: int | 
 
 
 def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
-    """Raise a one-line `InputError` if a state dict does not fit exactly.
+    """Raises a one-line `InputError` if a state dict does not fit exactly.
 
     Args:
         state: The weights to load.
@@ -111,15 +97,3 @@ def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
             f"{len(shapes)} weights of the checkpoint have another shape, first {first}:"
             f" {list(state[first].shape)}, expected {list(target[first].shape)}"
         )
-
-
-def find_checkpoint(run_dir: str | os.PathLike[str], which: str) -> Path:
-    """Path of a checkpoint: `best` or `last` of the run directory, or `which` itself as a path.
-
-    Raises:
-        InputError: If the file does not exist.
-    """
-    path = Path(run_dir) / "checkpoints" / f"{which}.ckpt" if which in ("best", "last") else Path(which)
-    if not path.is_file():
-        raise InputError(f"no checkpoint at {path} (asked for {which})")
-    return path

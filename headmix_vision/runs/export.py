@@ -1,4 +1,4 @@
-"""Turn a run into something to load elsewhere: `python -m headmix_vision.export RUN --out TARGET`.
+"""Turns a run into something to load elsewhere: `python -m headmix_vision.export RUN --out TARGET`.
 
 A classifier becomes a weights file for timm (`--out model.safetensors`), a generator a pipeline directory for diffusers
 (`--out DIRECTORY`).
@@ -6,7 +6,6 @@ A classifier becomes a weights file for timm (`--out model.safetensors`), a gene
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,17 +15,18 @@ from safetensors.torch import save_file
 from timm.models import get_pretrained_cfg_value, is_model
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.errors import InputError
 from headmix_vision.atomic import atomic_path
+from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, model_state, read_checkpoint
+from headmix_vision.runs.directory import find_checkpoint
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, find_checkpoint, model_state, read_checkpoint
 
 # They act while training only, and change no weight's name or shape.
 _TRAINING_ARGUMENTS = ("drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate")
 
 
 def create_model_arguments(description: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `timm.create_model`, besides the name, which a trained network needs.
+    """Collects the arguments of `timm.create_model`, besides the name, which a trained network needs.
 
     Args:
         description: Entry `headmix_vision` of a checkpoint.
@@ -45,7 +45,7 @@ def create_model_arguments(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def export(checkpoint_path: Path, out: Path, *, raw: bool = False) -> str:
-    """Write the network of a checkpoint to a safetensors file, under timm's names.
+    """Writes the network of a checkpoint to a safetensors file, under timm's names.
 
     Args:
         checkpoint_path: A `.ckpt` file.
@@ -79,7 +79,7 @@ def export(checkpoint_path: Path, out: Path, *, raw: bool = False) -> str:
 
 
 def export_pipeline(checkpoint_path: Path, out: Path, *, raw: bool = False) -> str:
-    """Write the generator of a checkpoint as a directory of diffusers, with its autoencoder if it has one.
+    """Writes the generator of a checkpoint as a directory of diffusers, with its autoencoder if it has one.
 
     Args:
         checkpoint_path: A `.ckpt` file.
@@ -104,7 +104,7 @@ def export_pipeline(checkpoint_path: Path, out: Path, *, raw: bool = False) -> s
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; wrong input ends the process with one line and exit status 2."""
+    """Runs the command line; wrong input ends the process with one line and exit status 2."""
     parser = argparse.ArgumentParser(prog="python -m headmix_vision.export", description="Export a run's weights.")
     parser.add_argument("run", type=Path, help="run directory, or a .ckpt file")
     parser.add_argument(
@@ -115,26 +115,11 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--raw", action="store_true", help="the weights being trained, not their moving average")
     options = parser.parse_args(args)
-    try:
-        path = options.run if options.run.suffix == ".ckpt" else _find(options.run, options.checkpoint)
-        generator = read_checkpoint(path)[DESCRIPTION_KEY].get("kind") == "generator"
-        write = export_pipeline if generator else export
-        expression = write(path, options.out, raw=options.raw)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with one_line_errors():
+        path = find_checkpoint(options.run, options.checkpoint)
+        generator = is_generator(read_checkpoint(path))
+        expression = (export_pipeline if generator else export)(path, options.out, raw=options.raw)
     if generator:
         print(f"from headmix_vision.diffusion import HeadMixDiTPipeline; pipe = {expression}")
     else:
         print(f"import timm, headmix_vision; model = {expression}")
-
-
-def _find(run_dir: Path, checkpoint: str | None) -> Path:
-    """The checkpoint asked for; without a wish the best one, or the last of a run that keeps no best."""
-    folder = run_dir / "checkpoints"
-    only_last = (folder / "last.ckpt").is_file() and not (folder / "best.ckpt").is_file()
-    return find_checkpoint(run_dir, checkpoint or ("last" if only_last else "best"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Making the network of a run by its timm name, optionally from start weights."""
+"""Making networks by their timm names, from start weights if asked for, and reading them back from checkpoints."""
 
 import difflib
 import os
@@ -14,7 +14,7 @@ import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.errors import InputError
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
-from headmix_vision.runs.checkpoints import model_state, read_checkpoint
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_state, is_generator, model_state, read_checkpoint
 
 
 def create_network(
@@ -24,7 +24,7 @@ def create_network(
     model_args: dict[str, Any] | None = None,
     checkpoint: str | None = None,
 ) -> nn.Module:
-    """Create a timm model, with a short error for a misspelt name or weights that do not belong to it.
+    """Creates a timm model, with a short error for a misspelt name or weights that do not belong to it.
 
     Args:
         name: Name of the model in timm.
@@ -69,7 +69,7 @@ def create_generator(
     model_args: dict[str, Any] | None = None,
     checkpoint: str | None = None,
 ) -> HeadMixDiT:
-    """Create a diffusion transformer by its timm name, optionally from start weights.
+    """Creates a diffusion transformer by its timm name, optionally from start weights.
 
     Args:
         name: Name of the model in timm.
@@ -96,6 +96,27 @@ def create_generator(
         state = model_state(read_checkpoint(checkpoint)) if ours else read_dit_weights(checkpoint)
         model.load_state_dict(convert_dit_state_dict(state, model).state_dict)
     return model
+
+
+def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
+    """Makes the trained network of a checkpoint, a classifier or a generator, on the CPU.
+
+    Args:
+        checkpoint: As returned by `read_checkpoint`.
+        raw: Load the weights being trained instead of their moving average.
+
+    Raises:
+        InputError: If the weights do not fit the network that the checkpoint describes.
+    """
+    about = checkpoint[DESCRIPTION_KEY]
+    if is_generator(checkpoint):
+        network: nn.Module = HeadMixDiT(**about["architecture"])
+    else:
+        network = create_network(about["name"], about["num_classes"], about["img_size"], about["model_args"])
+    state = model_state(checkpoint, raw=raw)
+    check_state(state, network.state_dict())
+    network.load_state_dict(state)
+    return network
 
 
 def _check_name(name: str) -> None:

@@ -1,28 +1,23 @@
-"""From a run directory, a checkpoint or an exported pipeline to something that samples, and where it came from."""
+"""Loading a generator as a pipeline: from a run directory, a checkpoint or an exported pipeline."""
 
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.errors import InputError
-from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import create_scheduler
+from headmix_vision.errors import InputError
 from headmix_vision.hashes import state_sha256
-from headmix_vision.models import HeadMixDiT
-from headmix_vision.runs.checkpoints import (
-    DESCRIPTION_KEY,
-    check_state,
-    find_checkpoint,
-    model_state,
-    read_checkpoint,
-)
+from headmix_vision.models.autoencoders import load_autoencoder
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
+from headmix_vision.runs.directory import CHECKPOINTS, find_checkpoint
+from headmix_vision.runs.networks import load_network
 
 
 def load_pipeline(
     model: Path, *, checkpoint: str = "last", raw: bool = False, vae: str | None = None
 ) -> tuple[HeadMixDiTPipeline, dict[str, Any]]:
-    """Load a generator, in evaluation mode and on the CPU.
+    """Loads a generator, in evaluation mode and on the CPU.
 
     Args:
         model: A run directory of `train_gen.py`, one of its `.ckpt` files, or an exported pipeline's directory.
@@ -43,13 +38,12 @@ def load_pipeline(
         if vae is not None:
             pipeline.register_modules(vae=load_autoencoder(vae).module)
     else:
-        if model.suffix != ".ckpt" and not (model / "checkpoints").is_dir():
+        if model.suffix != ".ckpt" and not (model / CHECKPOINTS).is_dir():
             raise InputError(
                 f"{model} is neither a run directory (with checkpoints/), nor a .ckpt, nor an exported pipeline"
                 " (with model_index.json)"
             )
-        path = model if model.suffix == ".ckpt" else find_checkpoint(model, checkpoint)
-        pipeline, about = _from_checkpoint(path, raw, vae)
+        pipeline, about = _from_checkpoint(find_checkpoint(model, checkpoint), raw, vae)
     pipeline.transformer.eval().requires_grad_(False)
     return pipeline, {
         "model": str(model),
@@ -71,12 +65,9 @@ def _load_exported(folder: Path) -> HeadMixDiTPipeline:
 def _from_checkpoint(path: Path, raw: bool, vae: str | None) -> tuple[HeadMixDiTPipeline, dict[str, Any]]:
     checkpoint = read_checkpoint(path)
     description = checkpoint[DESCRIPTION_KEY]
-    if description.get("kind") != "generator":
+    if not is_generator(checkpoint):
         raise InputError(f"{path} is of the classifier {description['name']}, not of a generator")
-    model = HeadMixDiT(**description["architecture"])
-    state = model_state(checkpoint, raw=raw)
-    check_state(state, model.state_dict())
-    model.load_state_dict(state)
+    model: Any = load_network(checkpoint, raw=raw)
     objective = ObjectiveConfig(**description["objective"])
     source = description["vae"]
     if vae is not None and source is None and model.in_channels in (1, 3):

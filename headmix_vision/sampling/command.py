@@ -2,30 +2,32 @@
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from headmix_vision.diffusion.guidance import CHANNELS, Guidance
+import headmix_vision
+from headmix_vision.diffusion.denoising import CHANNELS, Guidance
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, scheduler_name
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling.draw import Processes, device_of, draw_samples, versions
+from headmix_vision.sampling.draw import Processes, SamplingPlan, draw_samples
 from headmix_vision.sampling.folder import SampleFolder
-from headmix_vision.sampling.plan import SamplingPlan, parse_classes
 
 DEFAULT_GUIDANCE = 1.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Makes the parser of the options."""
     parser = argparse.ArgumentParser(prog="sample.py", description="Draw samples from a trained generator.")
     images = parser.add_subparsers(dest="command", required=True).add_parser(
         "images",
@@ -61,21 +63,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; wrong input ends the process with one line and exit status 2."""
+    """Runs the command line; wrong input ends the process with one line and exit status 2."""
     options = build_parser().parse_args(args)
     try:
-        sample_images(options)
-    except ValueError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        with one_line_errors():
+            sample_images(options)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues", file=sys.stderr)
         sys.exit(130)
 
 
 def sample_images(options: argparse.Namespace) -> None:
-    """Draw the images that the options ask for.
+    """Draws the images that the options ask for.
 
     Raises:
         InputError: For wrong input, before anything is written.
@@ -119,7 +118,7 @@ def sample_images(options: argparse.Namespace) -> None:
 
 
 def make_plan(pipeline: HeadMixDiTPipeline, options: argparse.Namespace) -> SamplingPlan:
-    """The plan that the options describe; sets the pipeline's scheduler.
+    """Makes the plan that the options describe; sets the pipeline's scheduler.
 
     Raises:
         InputError: If an option does not fit the model.
@@ -144,6 +143,28 @@ def make_plan(pipeline: HeadMixDiTPipeline, options: argparse.Namespace) -> Samp
     return SamplingPlan(options.seed, classes, options.steps, scheduler_name(pipeline.scheduler), guidance, size)
 
 
+def parse_classes(text: str | None, num_classes: int) -> tuple[int, ...] | None:
+    """Reads the labels of the option `--classes`: `balanced` (all take turns) or numbers with commas.
+
+    Raises:
+        InputError: For anything else, a label out of range, or classes of an unconditional model.
+    """
+    if num_classes == 0:
+        if text is not None:
+            raise InputError(f"--classes {text} given, but the model is unconditional")
+        return None
+    if text is None or text == "balanced":
+        return tuple(range(num_classes))
+    try:
+        labels = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"--classes must be 'balanced' or numbers such as 0,3,7, got {text!r}") from None
+    bad = [label for label in labels if not 0 <= label < num_classes]
+    if bad:
+        raise InputError(f"class label {bad[0]} is out of range: the model takes 0 to {num_classes - 1}")
+    return labels
+
+
 def _pair(text: str, kind: type, option: str) -> tuple[Any, Any]:
     parts = text.split(",")
     try:
@@ -159,7 +180,7 @@ def _pair(text: str, kind: type, option: str) -> tuple[Any, Any]:
 
 @contextmanager
 def progress_bar(num: int, done: int, rank: int, world_size: int) -> Iterator[Callable[[float], None]]:
-    """A bar with the time left, on the first process; it counts for all, assuming that they are equally fast."""
+    """Shows a bar with the time left, on the first process; it counts for all, assuming that they are equally fast."""
     if rank:
         yield lambda samples: None
         return
@@ -174,3 +195,16 @@ def progress_bar(num: int, done: int, rank: int, world_size: int) -> Iterator[Ca
             bar.update(task, completed=round(total, 6) if total < num else num)
 
         yield advance
+
+
+def versions() -> dict[str, str]:
+    """Collects the versions of what the pixels may depend on."""
+    packages = {name: version(name) for name in ("torch", "diffusers", "timm", "numpy")}
+    return {"headmix_vision": headmix_vision.__version__, "python": platform.python_version(), **packages}
+
+
+def device_of(rank: int, name: str | None) -> torch.device:
+    """Chooses the device of a process: the one asked for, else its GPU, else the CPU."""
+    if name is not None:
+        return torch.device(name)
+    return torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,23 +1,57 @@
-"""Sampling into a folder: batch after batch, on any number of processes, resumable."""
+"""Drawing the samples of a plan: one batch, or all into a folder on any number of processes, resumable."""
 
-import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-import headmix_vision
-from headmix_vision.diffusion.contact_sheet import draw_grid, to_uint8
+from headmix_vision.data.seeding import derive_seed
+from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
+from headmix_vision.sampling.contact_sheet import draw_grid
 from headmix_vision.sampling.folder import SampleFolder
-from headmix_vision.sampling.plan import SamplingPlan, batches
 
 GRID_IMAGES = 100
 _LONG = timedelta(days=7)  # a process may have much less to do than another
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """Samples 0, 1, 2, ...; sample i depends on these settings and on i alone.
+
+    Args:
+        seed: Base seed.
+        classes: Labels, which take turns; None for an unconditional model.
+        steps: Sampling steps.
+        scheduler: Name of the scheduler; that of the model when None.
+        guidance: Classifier-free guidance.
+        size: Height and width of an image in pixels; those of training when None.
+    """
+
+    seed: int
+    classes: tuple[int, ...] | None
+    steps: int
+    scheduler: str | None
+    guidance: Guidance
+    size: tuple[int, int] | None
+
+    def labels(self, indices: Iterable[int]) -> list[int] | None:
+        """Returns the labels of samples."""
+        return None if self.classes is None else [self.classes[index % len(self.classes)] for index in indices]
+
+    def generator(self, index: int) -> torch.Generator:
+        """Makes the random numbers of a sample; on the CPU, so that every device starts from the same noise."""
+        return torch.Generator().manual_seed(derive_seed(self.seed, index))
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings as plain values for a JSON file."""
+        values = asdict(self)
+        values["guidance"]["interval"] = list(self.guidance.interval)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 class Processes:
@@ -29,21 +63,24 @@ class Processes:
             dist.init_process_group("gloo", timeout=_LONG)
 
     def wait(self) -> None:
-        """Wait for the others."""
+        """Waits for the others."""
         if self.world_size > 1:
             dist.barrier()
 
     def same(self, value: Any) -> Any:
-        """The value of the first process, on all."""
+        """Returns the value of the first process, on all."""
         values = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(values)
         return values[0]
 
 
-def sample_batch(pipeline: HeadMixDiTPipeline, plan: SamplingPlan, indices: list[int], **options: Any) -> np.ndarray:
-    """Draw samples by their indices: uint8 [N, H, W, channels]."""
+def sample_batch(
+    pipeline: HeadMixDiTPipeline, plan: SamplingPlan, indices: Sequence[int], **options: Any
+) -> np.ndarray:
+    """Draws samples by their indices: uint8 [N, H, W, channels]. Options are those of the pipeline's call."""
     guidance = plan.guidance
+    height, width = plan.size or (None, None)
     (images,) = pipeline(
         plan.labels(indices),
         len(indices),
@@ -51,14 +88,14 @@ def sample_batch(pipeline: HeadMixDiTPipeline, plan: SamplingPlan, indices: list
         guidance_interval=guidance.interval,
         guidance_channels=guidance.channels,
         num_inference_steps=plan.steps,
-        height=plan.size[0],
-        width=plan.size[1],
+        height=height,
+        width=width,
         generator=[plan.generator(index) for index in indices],
         output_type="np",
         return_dict=False,
         **options,
     )
-    return to_uint8(images)
+    return np.rint(images * 255).astype(np.uint8)
 
 
 def draw_samples(
@@ -72,7 +109,7 @@ def draw_samples(
     progress: Callable[[float], None],
     npz: bool = False,
 ) -> int:
-    """Draw the samples 0 to `num` - 1 that are not there yet, then grid, metadata and npz.
+    """Draws the samples 0 to `num` - 1 that are not there yet, then grid, metadata and npz.
 
     Every batch the network sees has `batch_size` samples, the last one filled up: with the same batch size a sample is
     equal bit for bit however many are missing and however many processes share them. With another batch size float32
@@ -98,28 +135,21 @@ def draw_samples(
         folder.remove_leftovers()
         folder.write_metadata({**metadata, "complete": False})
     processes.wait()
-    total_steps = 0
 
     def count_step(pipe: Any, step: int, t: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        progress(len(indices) / total_steps)
+        progress(len(indices) / len(pipe.scheduler.timesteps))
         return tensors
 
     for indices in batches(missing, batch_size, processes.rank, processes.world_size):
         filled = indices + [indices[-1]] * (batch_size - len(indices))
-        total_steps = evaluations(pipeline, plan.steps)
         images = sample_batch(pipeline, plan, filled, callback_on_step_end=count_step)
         for index, pixels in zip(indices, images[: len(indices)], strict=True):
-            folder.write_image(index, pixels)
+            folder.write_sample(index, pixels)
     processes.wait()
     if processes.rank == 0:
         finish(pipeline, plan, folder, num, metadata, npz)
     processes.wait()
     return len(missing)
-
-
-def evaluations(pipeline: HeadMixDiTPipeline, steps: int) -> int:
-    """How often the scheduler calls back in so many steps; Heun's method takes two evaluations for a step."""
-    return 2 * steps - 1 if type(pipeline.scheduler).__name__ == "FlowMatchHeunDiscreteScheduler" else steps
 
 
 def finish(
@@ -130,7 +160,7 @@ def finish(
     metadata: dict[str, Any],
     npz: bool,
 ) -> None:
-    """Write the grid, the npz file if asked for, and at last the metadata of a complete folder."""
+    """Writes the grid, the npz file if asked for, and at last the metadata of a complete folder."""
     labels = plan.labels(range(num))
     count = min(num, GRID_IMAGES)
     names = pipeline.config.class_names
@@ -141,20 +171,13 @@ def finish(
         f"{metadata.get('name', metadata['model'])}, {metadata['weights']} weights\n"
         f"{plan.scheduler}, {plan.steps} steps, guidance {plan.guidance.scale:g}{interval}, seed {plan.seed}"
     )
-    folder.write_grid(draw_grid(np.stack([folder.read_image(i) for i in range(count)]), captions, title, columns))
+    folder.write_grid(draw_grid(np.stack([folder.read_sample(i) for i in range(count)]), captions, title, columns))
     if npz:
         folder.write_npz(num, labels)
     folder.write_metadata({**metadata, "complete": True})
 
 
-def versions() -> dict[str, str]:
-    """Versions of what the pixels may depend on."""
-    packages = {name: version(name) for name in ("torch", "diffusers", "timm", "numpy")}
-    return {"headmix_vision": headmix_vision.__version__, "python": platform.python_version(), **packages}
-
-
-def device_of(rank: int, name: str | None) -> torch.device:
-    """The device of a process: the one asked for, else its GPU, else the CPU."""
-    if name is not None:
-        return torch.device(name)
-    return torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+def batches(indices: Sequence[int], batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
+    """Deals samples in batches, of which it returns those of one process."""
+    whole = [list(indices[i : i + batch_size]) for i in range(0, len(indices), batch_size)]
+    return whole[rank::world_size]

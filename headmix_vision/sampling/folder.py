@@ -1,7 +1,7 @@
 """The folder of samples: what is in it, when it may be written to, and what is still to be done.
 
-`images/000000.png` and so on, lossless; `metadata.json`, whose settings a later call must repeat; at the end also
-`grid.png` and, if asked for, `samples.npz`.
+It holds `images/000000.png` and so on, lossless: an image is a PNG, a clip an animated PNG; `metadata.json`, whose
+settings a later call must repeat; at the end also `grid.png` and, if asked for, `samples.npz`.
 """
 
 import json
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from headmix_vision.atomic import atomic_path
 from headmix_vision.errors import InputError
+from headmix_vision.png import read_png, write_png
 
 IMAGES, METADATA, GRID, NPZ = "images", "metadata.json", "grid.png", "samples.npz"
 _IMAGE_NAME = re.compile(r"\d{6,}\.png")
@@ -30,12 +30,12 @@ class SampleFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def image_path(self, index: int) -> Path:
-        """File of a sample."""
+    def sample_path(self, index: int) -> Path:
+        """Names the file of a sample."""
         return self.path / IMAGES / f"{index:06d}.png"
 
     def check(self, settings: dict[str, Any], num: int) -> None:
-        """Check that samples with these settings may be written here; touches nothing.
+        """Checks that samples with these settings may be written here; touches nothing.
 
         Raises:
             InputError: If there are files of someone else, samples with other settings, or more samples than `num`.
@@ -72,21 +72,21 @@ class SampleFolder:
             raise InputError(f"{self.path} holds sample {max(existing)} already, --num is {num}; choose another --out")
 
     def existing(self) -> set[int]:
-        """Indices of the samples that are there."""
+        """Lists the indices of the samples that are there."""
         if not (self.path / IMAGES).is_dir():
             return set()
         names = (entry.name for entry in (self.path / IMAGES).iterdir())
         return {int(name.removesuffix(".png")) for name in names if _IMAGE_NAME.fullmatch(name)}
 
     def remove_leftovers(self) -> None:
-        """Delete half-written files of an interrupted call."""
+        """Deletes half-written files of an interrupted call."""
         for folder in (self.path, self.path / IMAGES):
             for entry in folder.iterdir() if folder.is_dir() else ():
                 if _TEMPORARY_NAME.fullmatch(entry.name):
                     entry.unlink(missing_ok=True)
 
     def read_metadata(self) -> dict[str, Any]:
-        """The metadata.
+        """Reads the metadata.
 
         Raises:
             InputError: If the file is damaged.
@@ -97,33 +97,28 @@ class SampleFolder:
             raise InputError(f"{self.path / METADATA} cannot be read: {error}") from None
 
     def write_metadata(self, metadata: dict[str, Any]) -> None:
-        """Write the metadata."""
+        """Writes the metadata."""
         with atomic_path(self.path / METADATA) as temporary:
             temporary.write_text(json.dumps(metadata, indent=2) + "\n")
 
-    def write_image(self, index: int, pixels: np.ndarray) -> None:
-        """Write a sample: uint8 [H, W, 1 or 3]."""
-        image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
-        with atomic_path(self.image_path(index)) as temporary:
-            image.save(temporary, format="png")
+    def write_sample(self, index: int, pixels: np.ndarray) -> None:
+        """Writes a sample: an image, uint8 [H, W, 1 or 3], or a clip, uint8 [T, H, W, 1 or 3]."""
+        write_png(self.sample_path(index), pixels)
 
-    def read_image(self, index: int) -> np.ndarray:
-        """A sample: uint8 [H, W, 1 or 3]."""
-        with Image.open(self.image_path(index)) as image:
-            pixels = np.asarray(image)
-        return pixels if pixels.ndim == 3 else pixels[..., None]
+    def read_sample(self, index: int) -> np.ndarray:
+        """Reads a sample as `write_sample` took it."""
+        return read_png(self.sample_path(index))
 
-    def write_grid(self, picture: Image.Image) -> None:
-        """Write the picture of many samples."""
-        with atomic_path(self.path / GRID) as temporary:
-            picture.save(temporary, format="png")
+    def write_grid(self, picture: np.ndarray) -> None:
+        """Writes the picture of many samples, uint8 [height, width, 3], or of clips [T, height, width, 3]."""
+        write_png(self.path / GRID, picture)
 
     def write_npz(self, num: int, labels: list[int] | None) -> None:
-        """Write samples 0 to `num` - 1 as ADM does: `arr_0`, uint8 [N, H, W, channels], and `labels`, int64 [N]."""
-        first = self.read_image(0)
+        """Writes samples 0 to `num` - 1 as ADM does: `arr_0`, uint8 [N, *grid, channels], and `labels`, int64 [N]."""
+        first = self.read_sample(0)
         images = np.empty((num, *first.shape), np.uint8)
         for index in range(num):
-            images[index] = self.read_image(index)
+            images[index] = self.read_sample(index)
         arrays: dict[str, Any] = {"arr_0": images}
         if labels is not None:
             arrays["labels"] = np.asarray(labels, np.int64)

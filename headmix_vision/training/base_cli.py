@@ -13,12 +13,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.errors import InputError, one_line_errors
-from headmix_vision.runs.checkpoints import (
-    AtomicCheckpointIO,
-    check_description,
-    find_checkpoint,
-    read_checkpoint,
-)
+from headmix_vision.runs.checkpoints import check_description, read_checkpoint
+from headmix_vision.runs.directory import find_checkpoint
 from headmix_vision.training import run_directory
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
@@ -26,6 +22,7 @@ from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
 from headmix_vision.training.callbacks.progress import ImagesPerSecondBar
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
+from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.metrics_csv import MetricsCSV
 from headmix_vision.training.options import EmaConfig
 from headmix_vision.training.signals import InterruptRequest

@@ -1,4 +1,4 @@
-"""The run directory: what is in it, and when a new run may write into it."""
+"""The run directory: when a new run may write into it, and how a run is continued."""
 
 import os
 import shutil
@@ -8,15 +8,14 @@ from pathlib import Path
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from headmix_vision.errors import InputError
-
-CONFIG, METRICS, CURVES, TENSORBOARD, CHECKPOINTS, PREDICTIONS, SAMPLES = (
-    "config.yaml",
-    "metrics.csv",
-    "curves.png",
-    "tensorboard",
-    "checkpoints",
-    "predictions.csv",
-    "samples",
+from headmix_vision.runs.directory import (
+    CHECKPOINTS,
+    CONFIG,
+    CURVES,
+    METRICS,
+    PREDICTIONS,
+    SAMPLES,
+    TENSORBOARD,
 )
 
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from headmix_vision.data.datasets.digits import Digits
@@ -23,6 +25,15 @@ def write_digits(folder: Path, indices: Iterable[int]) -> Path:
     for number, pixels in enumerate(digit_pixels(indices)):
         Image.fromarray(pixels).save(folder / f"{number:04d}.png")
     return folder
+
+
+def write_run(folder: Path, state: dict[str, torch.Tensor], **description: Any) -> Path:
+    """Write the best checkpoint of a classifier's run as training does."""
+    checkpoint = folder / "checkpoints" / "best.ckpt"
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    weights = {f"net.{name}": value for name, value in state.items()}
+    torch.save({"state_dict": weights, "headmix_vision": {"name": "deit_mhla_digits", **description}}, checkpoint)
+    return checkpoint
 
 
 def run(*args: object) -> int:

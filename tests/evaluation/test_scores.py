@@ -17,11 +17,11 @@ from torch_fidelity.metric_kid import kid_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
 
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.evaluation.extractors import ClassifierExtractor, open_weights
+from headmix_vision.evaluation.extractors import ClassifierExtractor, open_extractor, open_weights
 from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
-from headmix_vision.training.feature_extractors import open_extractor
+from headmix_vision.evaluation.scores import METRICS, Metric, Scorer
 
-from .helpers import digit_pixels, run
+from .helpers import digit_pixels, run, write_run
 
 
 def score(tmp_path: Path, *args: object) -> dict[str, Any]:
@@ -168,11 +168,7 @@ def test_images_are_cropped_as_asked_for(tmp_path: Path) -> None:
 
 
 def test_run_directory_and_its_export_are_one_extractor(classifier: Path, tmp_path: Path) -> None:
-    state = {f"net.{name}": value for name, value in load_file(classifier).items()}
-    description = {"name": "deit_mhla_digits", "num_classes": 10, "img_size": None, "model_args": {}}
-    checkpoint = tmp_path / "run" / "checkpoints" / "best.ckpt"
-    checkpoint.parent.mkdir(parents=True)
-    torch.save({"state_dict": state, "headmix_vision": description}, checkpoint)
+    checkpoint = write_run(tmp_path / "run", load_file(classifier), num_classes=10, img_size=None, model_args={})
     extractors = [open_extractor(str(path)) for path in (classifier, tmp_path / "run", checkpoint)]
     assert len({extractor.description["sha256"] for extractor in extractors}) == 1
     images = torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8)
@@ -183,11 +179,7 @@ def test_run_directory_and_its_export_are_one_extractor(classifier: Path, tmp_pa
 def test_a_classifier_of_canvases_takes_images_of_its_own_size(tmp_path: Path) -> None:
     arguments = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     network = timm.create_model("deit_mhla_digits", num_classes=9, img_size=64, **arguments).eval()
-    description = {"name": "deit_mhla_digits", "num_classes": 9, "img_size": 64, "model_args": arguments}
-    checkpoint = tmp_path / "run" / "checkpoints" / "best.ckpt"
-    checkpoint.parent.mkdir(parents=True)
-    state = {f"net.{name}": value for name, value in network.state_dict().items()}
-    torch.save({"state_dict": state, "headmix_vision": description}, checkpoint)
+    write_run(tmp_path / "run", network.state_dict(), num_classes=9, img_size=64, model_args=arguments)
     extractor = open_extractor(str(tmp_path / "run"))
     (images,) = open_images("canvas[:4]", extractor.mode).batches(4)
     mean, std = network.pretrained_cfg["mean"][0], network.pretrained_cfg["std"][0]
@@ -220,3 +212,17 @@ def test_classifier_extractor_resizes_and_gives_probabilities(classifier: Path) 
     assert result["features"].shape == (4, 64) and result["logits"].shape == (4, 10)
     expected = extractor.network((small / 255 - extractor.mean) / extractor.std)
     torch.testing.assert_close(result["logits"], expected)
+
+
+def test_a_metric_is_a_function_and_an_entry(
+    classifier: Path, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gap(scorer: Scorer, real: ImageSet, fake: ImageSet, power: int) -> dict[str, float]:
+        means = [scorer.collect(side).mean(0) for side in (real, fake)]
+        return {"gap": float((means[0] - means[1]).abs().pow(power).sum())}
+
+    monkeypatch.setitem(METRICS, "gap", Metric(gap, "distance of the means", options={"power": (1, "exponent")}))
+    common = (tmp_path, "gap", "--real", folders[0], "--features", classifier)
+    assert score(*common, "--fake", folders[0])["scores"] == {"gap": 0.0}
+    first, second = (score(*common, "--fake", folders[1], "--power", power)["scores"]["gap"] for power in (1, 2))
+    assert first > 0 and second > 0 and first != second

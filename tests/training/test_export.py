@@ -8,7 +8,7 @@ import timm
 import torch
 from safetensors import safe_open
 
-from headmix_vision import export
+from headmix_vision.runs import export
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint
 from headmix_vision.runs.networks import create_network
 

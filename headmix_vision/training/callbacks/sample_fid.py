@@ -1,4 +1,4 @@
-"""Fréchet distance of the generator while it trains."""
+"""Scores the generator with the Fréchet distance while it trains."""
 
 from pathlib import Path
 from typing import Any
@@ -7,21 +7,22 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from headmix_vision.diffusion.guidance import Guidance
+from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.errors import InputError
+from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
 from headmix_vision.evaluation.scores import Scorer, fid
 from headmix_vision.evaluation.statistics import Statistics, read_statistics
 from headmix_vision.models.autoencoders import load_autoencoder
+from headmix_vision.sampling.draw import SamplingPlan
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.sample_grids import draw_images
-from headmix_vision.training.feature_extractors import open_extractor
 from headmix_vision.training.options import FidConfig
 
 
 class SampleFid(Callback):
-    """Score samples from fixed noise every few epochs and log `val/fid`, on the first process.
+    """Scores samples from fixed noise every few epochs and log `val/fid`, on the first process.
 
     Extractor and autoencoder live here, outside of the module.
 
@@ -46,7 +47,7 @@ class SampleFid(Callback):
         self._real: Statistics | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open extractor and real images before any training.
+        """Opens extractor and real images before any training.
 
         Raises:
             InputError: If one of them is missing, or options do not fit the model.
@@ -71,7 +72,7 @@ class SampleFid(Callback):
         return scorer.statistics(open_images(self.config.real, scorer.extractor.mode, root=self.root))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Score after every `every_n_epochs` epochs."""
+        """Scores after every `every_n_epochs` epochs."""
         every = self.config.every_n_epochs
         if self._scorer is None or every is None or (trainer.current_epoch + 1) % every:
             return
@@ -83,17 +84,8 @@ class SampleFid(Callback):
         pl_module.log_now({"val/fid": value}, trainer.global_step - 1)  # type: ignore[operator]
 
     def _draw(self, trainer: Trainer, module: LightningModule) -> np.ndarray:
-        config, classes = self.config, int(module.net.num_classes)  # type: ignore[arg-type, union-attr]
-        parts = []
-        for start in range(0, config.num, config.batch_size):
-            indices = range(start, min(start + config.batch_size, config.num))
-            labels = [index % classes for index in indices] if classes else None
-            parts.append(
-                draw_images(
-                    *(trainer, module, self._vae, labels, indices, self.seed),
-                    scheduler=config.scheduler,
-                    guidance_scale=config.guidance,
-                    num_inference_steps=config.steps,
-                )
-            )
-        return np.concatenate(parts)
+        config, num_classes = self.config, int(module.net.num_classes)  # type: ignore[arg-type, union-attr]
+        classes = tuple(range(num_classes)) if num_classes else None
+        plan = SamplingPlan(self.seed, classes, config.steps, config.scheduler, Guidance(config.guidance), None)
+        batches = (range(i, min(i + config.batch_size, config.num)) for i in range(0, config.num, config.batch_size))
+        return np.concatenate([draw_images(trainer, module, self._vae, plan, indices) for indices in batches])

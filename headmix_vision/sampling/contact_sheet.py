@@ -1,4 +1,4 @@
-"""Pictures of many samples with captions, for people to look at."""
+"""Draws many samples with captions into one picture, for people to look at."""
 
 from __future__ import annotations
 
@@ -12,30 +12,27 @@ _GAP, _MARGIN = 4, 8
 _BACKGROUND, _INK = (255, 255, 255), (32, 32, 32)
 
 
-def to_uint8(images: np.ndarray) -> np.ndarray:
-    """Images in [0, 1] as uint8, rounded to the nearest level."""
-    return np.rint(np.clip(images, 0, 1) * 255).astype(np.uint8)
-
-
 def draw_grid(
     images: np.ndarray,
     captions: Sequence[str] | None = None,
     title: str = "",
     columns: int | None = None,
     min_side: int = 48,
-) -> Image.Image:
-    """Images side by side with a caption below each and a title above all.
+) -> np.ndarray:
+    """Draws images side by side with a caption below each and a title above all; clips play side by side.
 
     Args:
-        images: uint8 [N, H, W, channels], 1 or 3 channels.
+        images: uint8 [N, H, W, channels], 1 or 3 channels, or clips [N, T, H, W, channels].
         captions: one for each image.
         title: may have several lines.
         columns: images in a row; about the square root of N when None.
         min_side: smaller images are enlarged to about this many pixels, every pixel becoming a square.
 
     Returns:
-        An RGB picture.
+        An RGB picture, uint8 [height, width, 3], or one for each frame, [T, height, width, 3].
     """
+    if images.ndim == 5:
+        return np.stack([draw_grid(frames, captions, title, columns, min_side) for frames in images.swapaxes(0, 1)])
     count, height, width, _ = images.shape
     columns = columns or math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
@@ -62,7 +59,7 @@ def draw_grid(
         if captions is not None:
             text = _shortened(captions[i], cell_width, font)
             pen.text((x + cell_width / 2, y + cell_height + 1), text, fill=_INK, font=font, anchor="ma")
-    return picture
+    return np.array(picture)
 
 
 def _shortened(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:

@@ -1,0 +1,137 @@
+"""The denoising loop: a network, guidance and a scheduler of diffusers turn noise into data, whatever the data are.
+
+B samples, C channels, *grid 1 to 3 axes (height and width of images; time, height and width of clips).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from diffusers import SchedulerMixin
+from torch import Tensor
+
+from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
+from headmix_vision.diffusion.schedulers import is_flow, set_steps, takes_variance
+from headmix_vision.errors import InputError
+
+CHANNELS = ("all", "first_three")
+Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""x [B, C, *grid], times [B] in [0, 1000] and labels [B] to a prediction [B, C or 2C, *grid], float32."""
+StepEnd = Callable[[int, Any, Tensor], Tensor]
+"""Takes the step's number, the scheduler's time and the samples after the step; returns the samples to go on with."""
+Generators = torch.Generator | list[torch.Generator] | None
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance (arXiv 2207.12598): moves the prediction away from that without a class.
+
+    Args:
+        scale: 1 leaves the prediction as it is (and costs nothing), 0 forgets the class.
+        interval: Noise levels, from 0 (data) to 1 (noise), within which guidance acts (arXiv 2404.07724).
+        channels: Guide `all` channels, or the `first_three`, as DiT and SiT did for their published figures.
+
+    Raises:
+        InputError: For a negative scale, an interval outside [0, 1] or unknown channels.
+    """
+
+    scale: float = 1.0
+    interval: tuple[float, float] = (0.0, 1.0)
+    channels: Literal["all", "first_three"] = "all"
+
+    def __post_init__(self) -> None:
+        if not self.scale >= 0:
+            raise InputError(f"guidance scale must be at least 0, got {self.scale}")
+        low, high = self.interval
+        if not 0 <= low <= high <= 1:
+            raise InputError(f"guidance interval must be within 0 and 1, low before high, got {low} and {high}")
+        if self.channels not in CHANNELS:
+            raise InputError(f"guidance channels must be one of {CHANNELS}, got {self.channels!r}")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether guidance acts at any noise level."""
+        return self.scale != 1
+
+    def acts_at(self, level: float) -> bool:
+        """Tells whether guidance acts at a noise level."""
+        return self.enabled and self.interval[0] <= level <= self.interval[1]
+
+    def combine(self, conditional: Tensor, unconditional: Tensor) -> Tensor:
+        """Combines two predictions [B, C, *grid], without the channels of a learned variance, into the guided one."""
+        guided = torch.lerp(unconditional, conditional, self.scale)
+        if self.channels == "first_three":
+            guided = torch.cat([guided[:, :3], conditional[:, 3:]], dim=1)
+        return guided
+
+
+@torch.no_grad()
+def denoise(
+    network: Network,
+    noise: Tensor,
+    scheduler: SchedulerMixin,
+    num_steps: int,
+    *,
+    labels: Tensor | None = None,
+    null_label: int | None = None,
+    guidance: Guidance | None = None,
+    generator: Generators = None,
+    step_end: StepEnd | None = None,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Tensor:
+    """Turns noise into data in a number of steps.
+
+    Args:
+        network: The network.
+        noise: Start of the samples, standard normal float32 [B, C, *grid].
+        scheduler: A scheduler that fits what the network was trained for.
+        num_steps: Number of sampling steps.
+        labels: Condition of each sample, int64 [B]; None for an unconditional network.
+        null_label: Label that stands for no condition; guidance needs it.
+        guidance: Classifier-free guidance; none when None.
+        generator: Random numbers of schedulers that draw some, one generator for all samples or one for each.
+        step_end: Called after each step.
+        progress: Wraps the scheduler's times, to show how far the loop is.
+
+    Returns:
+        The samples, float32 [B, C, *grid].
+
+    Raises:
+        InputError: Guidance without labels or without a null label.
+    """
+    channels, guidance = noise.shape[1], guidance or Guidance()
+    if guidance.enabled and (labels is None or null_label is None):
+        raise InputError(f"guidance scale {guidance.scale} needs labels and a null label")
+
+    def predict(x: Tensor, level: float) -> Tensor:
+        times = torch.full((len(x),), level * NUM_TIMESTEPS, device=x.device)
+        if not guidance.acts_at(level):
+            output = network(x, times, labels)
+        else:
+            assert labels is not None and null_label is not None
+            both = torch.cat([labels, torch.full_like(labels, null_label)])
+            output, unconditional = network(torch.cat([x, x]), torch.cat([times, times]), both).chunk(2)
+            guided = guidance.combine(output[:, :channels], unconditional[:, :channels])
+            output = torch.cat([guided, output[:, channels:]], dim=1)
+        return output if takes_variance(scheduler) else output[:, :channels]
+
+    set_steps(scheduler, num_steps, noise.device)
+    draws = "generator" in inspect.signature(scheduler.step).parameters
+    options = {"generator": generator} if draws else {}
+    x = noise * float(getattr(scheduler, "init_noise_sigma", 1.0))
+    for i, t in enumerate(progress(scheduler.timesteps)):
+        scaled = x if is_flow(scheduler) else scheduler.scale_model_input(x, t)
+        prediction = predict(scaled, _noise_level(scheduler, i, t))
+        x = scheduler.step(prediction, t, x, return_dict=False, **options)[0]
+        if step_end is not None:
+            x = step_end(i, t, x)
+    return x
+
+
+def _noise_level(scheduler: SchedulerMixin, i: int, t: Any) -> float:
+    """Gives the noise level of a step, in [0, 1]: some schedulers round the time of a flow, but never its level."""
+    return float(scheduler.sigmas[i]) if is_flow(scheduler) else float(t) / NUM_TIMESTEPS

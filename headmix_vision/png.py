@@ -1,0 +1,58 @@
+"""Pixels as lossless PNG files: an image as a PNG, a clip as an animated PNG.
+
+T frames, H and W pixels, C channels (1 or 3); uint8, channels last.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageSequence
+from PIL.PngImagePlugin import PngInfo
+
+from headmix_vision.atomic import atomic_path
+
+Item = Image.Image | list[Image.Image]
+"""An image, or the frames of a clip."""
+_FRAMES = "headmix_vision frames"  # a note in the file, which tells a clip of one frame from an image
+
+
+def to_item(pixels: np.ndarray) -> Item:
+    """Converts pixels, uint8 [H, W, C] or [T, H, W, C], to an image or the frames of a clip."""
+    if pixels.ndim == 4:
+        return [_to_image(frame) for frame in pixels]
+    return _to_image(pixels)
+
+
+def _to_image(pixels: np.ndarray) -> Image.Image:
+    return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+
+
+def write_png(path: str | os.PathLike[str], pixels: np.ndarray) -> None:
+    """Writes an image, uint8 [H, W, C], or a clip, uint8 [T, H, W, C]; the file is complete or absent."""
+    item = to_item(pixels)
+    options: dict[str, Any] = {}
+    if isinstance(item, list):
+        item, *others = item
+        note = PngInfo()
+        note.add_text(_FRAMES, str(len(pixels)))
+        # Without a duration: nothing here knows the frame rate, and Pillow merges equal frames that have one.
+        options = {"save_all": True, "append_images": others, "pnginfo": note}
+    with atomic_path(path) as temporary:
+        item.save(temporary, format="png", **options)
+
+
+def read_png(path: str | os.PathLike[str]) -> np.ndarray:
+    """Reads what `write_png` wrote, bit for bit."""
+    with Image.open(path) as image:
+        item = read_item(image)
+        pixels = np.stack([*map(np.asarray, item)]) if isinstance(item, list) else np.asarray(item)
+        return pixels[..., None] if image.mode == "L" else pixels
+
+
+def read_item(image: Image.Image) -> Item:
+    """Reads the pixels of an open file: the frames of an animated PNG as a list, any other picture as it is."""
+    if image.format == "PNG" and (getattr(image, "is_animated", False) or _FRAMES in image.info):
+        return [frame.copy() for frame in ImageSequence.Iterator(image)]
+    image.load()
+    return image

@@ -1,0 +1,1 @@
+"""Finished runs: their directory, checkpoints, networks, pipelines and exports, read without Lightning."""

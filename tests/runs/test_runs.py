@@ -1,0 +1,74 @@
+"""Finished runs are read without Lightning; checkpoints are found and become networks."""
+
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from headmix_vision import evaluation, runs, sampling
+from headmix_vision.evaluation.extractors import open_extractor
+from headmix_vision.runs.checkpoints import read_checkpoint
+from headmix_vision.runs.directory import find_checkpoint
+from headmix_vision.runs.networks import load_network
+
+
+def save_checkpoint(path: Path, network: torch.nn.Module, **description: object) -> Path:
+    """Write a checkpoint as training does, the weights being trained beside an average of zeros."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trained = {f"net.{name}": value for name, value in network.state_dict().items()}
+    average = {name: torch.zeros_like(value) for name, value in trained.items()}
+    torch.save({"state_dict": average, "current_model_state": trained, "headmix_vision": description}, path)
+    return path
+
+
+def test_finished_runs_are_read_without_lightning() -> None:
+    packages = (runs, evaluation, sampling)
+    modules = [
+        f"{package.__name__}.{module.name}" for package in packages for module in pkgutil.iter_modules(package.__path__)
+    ]
+    assert len(modules) > 12
+    code = (
+        f"import sys, importlib; [importlib.import_module(name) for name in {modules}];"
+        "print([name for name in sys.modules if 'lightning' in name.split('.')[0].replace('lightning_utilities', '')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_checkpoints_become_networks(tmp_path: Path) -> None:
+    classifier = timm.create_model("deit_mhla_digits")
+    about = {"name": "deit_mhla_digits", "num_classes": 10, "img_size": None, "model_args": {}}
+    generator = timm.create_model("dit_linear_digits", depth=1)
+    architecture = {name: value for name, value in generator.config.items() if not name.startswith("_")}
+    for network, description in (
+        (classifier, about),
+        (generator, {"name": "dit_linear_digits", "kind": "generator", "architecture": architecture}),
+    ):
+        checkpoint = read_checkpoint(save_checkpoint(tmp_path / "one.ckpt", network, **description))
+        for raw in (False, True):
+            state = load_network(checkpoint, raw=raw).state_dict()
+            for name, value in network.state_dict().items():
+                assert torch.equal(state[name], value if raw else torch.zeros_like(value)), name
+    checkpoint["state_dict"].pop("net.final_layer.linear.bias")
+    with pytest.raises(ValueError, match="lacks 1 weights, first final_layer"):
+        load_network(checkpoint)
+    with pytest.raises(ValueError, match="is of the generator dit_linear_digits, features come from a classifier"):
+        open_extractor(str(tmp_path / "one.ckpt"))
+
+
+def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no checkpoint at .*best\.ckpt"):
+        find_checkpoint(tmp_path)
+    last, best = (tmp_path / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+    last.parent.mkdir()
+    last.touch()
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, "last") == find_checkpoint(last) == last
+    best.touch()
+    assert find_checkpoint(tmp_path) == best and find_checkpoint(tmp_path, str(last)) == last
+    with pytest.raises(ValueError, match="asked for other"):
+        find_checkpoint(tmp_path, "other")
