@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headmix_vision.errors import InputError
 from headmix_vision.layers.cores import CORES
 from headmix_vision.layers.grid_convolution import ConvPositionEncoding
-from headmix_vision.layers.head_mixes import HEAD_MIXES, HeadMix
+from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid
 
@@ -88,14 +88,16 @@ class HeadMixAttention(nn.Module):
         factory = spec.factory
 
         self.cpe = ConvPositionEncoding(dim, len(self.grid.shape), **factory) if cpe else None
-        mix = HeadMix if head_mix is None else HEAD_MIXES[head_mix]
-        self.head_mix = mix(spec, **(head_mix_args or {}))
-        self.projected_dims = [heads * head_dim for heads in self.head_mix.projected_heads]
+        self.head_mix = None if head_mix is None else HEAD_MIXES[head_mix](spec, **(head_mix_args or {}))
+        projected_heads = self.head_mix.projected_heads if self.head_mix else (num_heads,) * 3
+        self.projected_dims = [heads * head_dim for heads in projected_heads]
         self.qkv = nn.Linear(dim, sum(self.projected_dims), bias=qkv_bias, **factory)
         q_dim, k_dim, _ = self.projected_dims
         self.q_norm = nn.RMSNorm(q_dim, eps=1e-6, **factory) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(k_dim, eps=1e-6, **factory) if qk_norm else nn.Identity()
-        self.core = CORES[core](self.head_mix.core_spec(spec), **(core_args or {}))
+        self.repeats = self.head_mix.repeats if self.head_mix else 1
+        core_spec = self.head_mix.core_spec(spec) if self.head_mix else spec
+        self.core = CORES[core](core_spec, **(core_args or {}))
         self.output_norm = nn.RMSNorm(head_dim, eps=1e-6, **factory) if output_norm else nn.Identity()
         self.gate = nn.Linear(dim, dim, bias=False, **factory) if output_gate else None
         self.norm = (norm_layer or nn.LayerNorm)(dim, **factory) if scale_norm else nn.Identity()
@@ -105,7 +107,7 @@ class HeadMixAttention(nn.Module):
     def set_grid(self, grid: tuple[int, ...]) -> None:
         """Use another token grid; weights are untouched."""
         self.grid = replace(self.grid, shape=tuple(grid))
-        self.core.set_grid(self.grid.repeat(self.head_mix.repeats))
+        self.core.set_grid(self.grid.repeat(self.repeats))
 
     def set_block_grid(self, block_grid: tuple[int, ...]) -> None:
         """Cut the token grid into other blocks; the mixing matrix is resampled.
@@ -128,13 +130,17 @@ class HeadMixAttention(nn.Module):
             x = self.cpe(x, tokens)
         q, k, v = self.qkv(x).split(self.projected_dims, dim=-1)
         q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = self.head_mix.before(*(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        if self.head_mix is not None:
+            q, k, v = self.head_mix.before(q, k, v)
         needed: dict[str, Any] = {"x": x} if self.core.reads_input else {}
         if self.core.forms_weights:
             needed |= {"attn_mask": attn_mask, "is_causal": is_causal}
-        if not self.core.forms_weights or self.head_mix.repeats > 1:
-            _refuse_masks(attn_mask, is_causal, type(self.core).__name__, self.head_mix.repeats)
-        out = self.head_mix.after(self.core(q, k, v, tokens.repeat(self.head_mix.repeats), **needed))
+        if not self.core.forms_weights or self.repeats > 1:
+            _refuse_masks(attn_mask, is_causal, type(self.core).__name__, self.repeats)
+        out = self.core(q, k, v, tokens.repeat(self.repeats), **needed)
+        if self.head_mix is not None:
+            out = self.head_mix.after(out)
         out = self.output_norm(out).flatten(2)
         if self.gate is not None:
             out = out * F.silu(self.gate(x))

@@ -11,10 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
-from headmix_vision.ops.feature_maps import FEATURE_MAPS
+from headmix_vision.ops.kernels import why_no_kernels
 from headmix_vision.ops.mhla import regimes, triton_launch, triton_tables, triton_tuning
-from headmix_vision.ops.mhla.settings import NORMALIZERS, Settings, unpack
-from headmix_vision.ops.selection import why_no_kernels
+from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, Settings, unpack
 
 from .helpers import make_inputs, relative_error, run
 

@@ -12,9 +12,10 @@ from headmix_vision.registry import Registry
 
 
 class HeadMix(nn.Module):
-    """Mixes information across feature heads, on both sides of the core; this base class mixes nothing.
+    """Mixes information across feature heads, on both sides of the core.
 
-    A mix is built from the :class:`LayerSpec` of its layer, and from options of its own. It overrides what it changes.
+    A mix is built from the :class:`LayerSpec` of its layer, and from options of its own. It overrides what it changes;
+    this base class changes nothing.
 
     Shape:
         ``before(q, k, v)``: the projected q [B, N, Hq, D], k [B, N, Hk, D], v [B, N, Hv, D] with the numbers of heads

@@ -11,7 +11,7 @@ from headmix_vision.ops.head_in_head.reference import head_in_head_reference, he
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
 from headmix_vision.ops.head_in_head.validation import validate_head_in_head, validate_head_in_head_rwkv7
-from headmix_vision.ops.selection import NO_KERNELS, select, why_not_triton
+from headmix_vision.ops.kernels import NO_KERNELS, select, why_not_triton
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
 
 State = tuple[Tensor, Tensor]  # output and final state
@@ -97,7 +97,7 @@ def head_in_head(
             reading it would hold up every call.
     """
     validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl, IMPL_NAMES)
-    run = select(impl, IMPLEMENTATIONS, q, lambda: _why_not_triton(q, v, mask))
+    run = select(impl, IMPLEMENTATIONS, q.is_cuda, lambda: _why_not_triton(q, v, mask))
     out, state = run(q, k, v, beta, log_decay, mask, initial_state, _tables(scan, q))
     return HeadInHeadOutput(out, state if output_final_state else None)
 
@@ -135,7 +135,7 @@ def head_in_head_rwkv7(
     """
     names = ("auto", *RWKV7_IMPLEMENTATIONS)
     validate_head_in_head_rwkv7(q, k, v, a, b, log_decay, mask, initial_state, scan, impl, names)
-    run = select(impl, RWKV7_IMPLEMENTATIONS, q, lambda: "there are no kernels")
+    run = select(impl, RWKV7_IMPLEMENTATIONS, False, lambda: None)
     out, state = run(q, k, v, a, b, log_decay, mask, initial_state, _tables(scan, q))
     return HeadInHeadOutput(out, state if output_final_state else None)
 

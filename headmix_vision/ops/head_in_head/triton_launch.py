@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headmix_vision.ops.head_in_head import triton_backward as backward
 from headmix_vision.ops.head_in_head import triton_forward as forward
-from headmix_vision.ops.triton_inputs import SMALL_FLOAT32_PRECISION, alignment, numerics
+from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, alignment, numerics
 
 LEAST_TOKENS = 16  # of a chunk: the shortest side of a product
 Tiles = dict[str, int]

@@ -7,11 +7,11 @@ from functools import partial
 
 from torch import Tensor
 
+from headmix_vision.ops.kernels import NO_KERNELS, select, why_not_triton
 from headmix_vision.ops.mhla.reference import mhla_reference
 from headmix_vision.ops.mhla.settings import REGIMES, Settings
 from headmix_vision.ops.mhla.torch_impl import mhla_torch
 from headmix_vision.ops.mhla.validation import validate_mhla
-from headmix_vision.ops.selection import NO_KERNELS, select, why_not_triton
 from headmix_vision.ops.token_blocks import TokenBlocks
 
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"reference": mhla_reference, "torch": mhla_torch}
@@ -68,4 +68,4 @@ def mhla(
     """
     settings = Settings(blocks, normalizer, feature_map, eps)
     validate_mhla(q, k, v, mixing, settings, impl, IMPL_NAMES)
-    return select(impl, IMPLEMENTATIONS, q, lambda: why_not_triton(q, v))(q, k, v, mixing, settings)
+    return select(impl, IMPLEMENTATIONS, q.is_cuda, lambda: why_not_triton(q, v))(q, k, v, mixing, settings)

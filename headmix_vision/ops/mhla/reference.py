@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.feature_maps import apply_feature_map
-from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.settings import Settings, apply_feature_map
 from headmix_vision.ops.precision import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import TokenBlocks
 

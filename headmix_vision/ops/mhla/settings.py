@@ -1,15 +1,30 @@
-"""The settings of an MHLA call, as one value and as one argument of the registered ops."""
+"""What an MHLA call computes: normalizers, feature maps, and all settings as one value."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from headmix_vision.ops.feature_maps import FEATURE_MAPS
+import torch.nn.functional as F
+from torch import Tensor
+
 from headmix_vision.ops.token_blocks import TokenBlocks
 from headmix_vision.ops.token_grid import TokenGrid
+
+FEATURE_MAPS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    # eps keeps the features, and so the normaliser, above zero.
+    "relu": lambda x, eps: x.clamp(min=0).add_(eps),
+    "elu1": lambda x, eps: F.elu(x) + (1 + eps),
+    "identity": lambda x, eps: x,
+}
+
+
+def apply_feature_map(x: Tensor, name: str, eps: float) -> Tensor:
+    """Map features elementwise: ``relu(x) + eps``, ``elu(x) + 1 + eps`` or ``x``."""
+    return FEATURE_MAPS[name](x, eps)
+
 
 NORMALIZERS = ("paper", "source_block", None)
 REGIMES = ("pairwise", "summary")

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
-from headmix_vision.ops.feature_maps import apply_feature_map
+from headmix_vision.ops.kernels import numerics
 from headmix_vision.ops.mhla import triton_launch as launch
-from headmix_vision.ops.mhla.block_gather import source_block_denominator, to_blocks
 from headmix_vision.ops.mhla.regimes import choose_regime
-from headmix_vision.ops.mhla.settings import Settings, unpack, unpack_cached
+from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, unpack, unpack_cached
+from headmix_vision.ops.mhla.torch_impl import source_block_denominator, to_blocks
 from headmix_vision.ops.precision import autocast_off
-from headmix_vision.ops.triton_inputs import numerics
 
 
 def mhla_triton(

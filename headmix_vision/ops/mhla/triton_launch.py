@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.mhla import triton_matrices as matrices
+from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, alignment, numerics
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_summary as summary
+from headmix_vision.ops.mhla import triton_tiles as shared
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mhla.triton_tables import Places, parts, places
-from headmix_vision.ops.triton_inputs import SMALL_FLOAT32_PRECISION, alignment, numerics
 
 # Tokens in a part of a block, whatever the device and the batch: results do not depend on these.
 PART_TOKENS = 512
@@ -116,7 +116,7 @@ def _run_weights(mixing: Tensor, t: Places) -> Tensor:
         return mixing
     heads, tiles = mixing.shape[:-2], _ceil(t.padded_runs, RUN_TILE)
     weights = mixing.new_empty(*heads, t.padded_runs, t.padded_runs)
-    matrices.expand_runs_kernel[(heads.numel() * tiles**2,)](
+    shared.expand_runs_kernel[(heads.numel() * tiles**2,)](
         mixing, weights, t.blocks, len(t.blocks), t.padded_runs, *_mixing_strides(mixing), TILE=RUN_TILE
     )
     return weights
@@ -199,7 +199,7 @@ def _fold_runs(d_weights: Tensor, t: Places, num_blocks: int) -> Tensor:
     heads = d_weights.shape[:-2]
     d_mixing = d_weights.new_empty(*heads, num_blocks, num_blocks)
     grid = (heads.numel() * _ceil(num_blocks, 16) ** 2,)
-    matrices.fold_runs_kernel[grid](
+    shared.fold_runs_kernel[grid](
         d_weights, d_mixing, t.blocks, len(t.blocks), *d_weights.shape[-2:], num_blocks, TILE=64, BM=16, num_warps=4
     )
     return d_mixing
@@ -404,6 +404,6 @@ def _sum_leading(x: Tensor, dims: int) -> Tensor:
         share = _ceil(rows, shares)
         shares = _ceil(rows, share)
         sums = x.new_empty(shares, columns)
-        matrices.sum_rows_kernel[(column_tiles, shares)](x, sums, rows, columns, share, BR=64, BC=32, num_warps=4)
+        shared.sum_rows_kernel[(column_tiles, shares)](x, sums, rows, columns, share, BR=64, BC=32, num_warps=4)
         x = sums
     return x.view(shape)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.feature_maps import FEATURE_MAPS
-from headmix_vision.ops.mhla.settings import NORMALIZERS, Settings
+from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, Settings
 
 
 def validate_mhla(

@@ -1,13 +1,14 @@
-"""Which implementation of an op runs, and why the Triton kernels cannot run where that is so.
+"""Which implementation of an op runs, what keeps the Triton kernels from running, and the numbers that they compute in.
 
-This file imports no Triton of a version that the kernels do not know.
+This file can be imported without Triton.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,21 +61,52 @@ def why_not_triton(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def select(impl: str, implementations: Mapping[str, Run], like: Tensor, why_not: Callable[[], str | None]) -> Run:
+def select(impl: str, implementations: Mapping[str, Run], on_gpu: bool, why_not: Callable[[], str | None]) -> Run:
     """Choose the implementation of an op.
 
     Args:
         impl: name of an implementation, or ``"auto"``: the kernels on a CUDA device wherever they can run, else torch.
         implementations: ``"reference"``, ``"torch"`` and, where they could be loaded, the names of kernels, which
             begin with ``"triton"``.
-        like: an input of the op, which tells the device.
+        on_gpu: whether the inputs are on a CUDA device.
         why_not: returns the reason why the kernels cannot run on the inputs, or None if they can.
 
     Raises:
         InputError: if kernels are asked for by name and cannot run; with the reason.
     """
     if impl == "auto":
-        return implementations["triton" if like.is_cuda and why_not() is None else "torch"]
+        return implementations["triton" if on_gpu and why_not() is None else "torch"]
     if impl.startswith("triton") and (reason := why_not()):
         raise InputError(f"{reason}; impl={impl!r} was asked for.")
     return implementations[impl]
+
+
+# As exact as "tf32x3", but with three halves of a float32 in shared memory instead of four; not known when interpreted.
+SMALL_FLOAT32_PRECISION = "tf32x3" if INTERPRETED else "bf16x6"
+
+
+class Numerics(NamedTuple):
+    """Type and precision of the products, and the type of stored intermediates; sums are float32 throughout."""
+
+    compute: Any  # a type of triton.language
+    precision: str
+    storage: torch.dtype
+
+
+def numerics(dtype: torch.dtype) -> Numerics:
+    """Choose the numbers for inputs of a type.
+
+    bf16 stays bf16; fp16 has too small a range for sums and is computed as float32 with 10-bit products.
+    """
+    import triton.language as tl
+
+    if dtype == torch.bfloat16:
+        return Numerics(tl.bfloat16, "tf32", torch.bfloat16)
+    return Numerics(tl.float32, "tf32" if dtype == torch.float16 else "tf32x3", torch.float32)
+
+
+def alignment(*tensors: Tensor) -> int:
+    """Return the largest of 8, 4, 2, 1 that divides all strides but the last dim's, so that rows load in wide words."""
+    if any(x.data_ptr() % 16 for x in tensors):
+        return 1
+    return math.gcd(8, *(stride for x in tensors for stride in x.stride()[:-1]))
