@@ -1,5 +1,6 @@
 """The package as a whole: what importing it does, and running other people's scripts with its models."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -33,10 +34,35 @@ def test_a_script_runs_with_the_models_registered(tmp_path: Path):
     assert python("-m", "headmix_vision").returncode == 1
 
 
+FLOORS = ["ops", "layers", "models", "data", "diffusion", "runs", "evaluation", "sampling", "training"]
+GROUND = ["errors", "registry", "atomic", "hashes", "png"]
+PACKAGE = Path(__file__).parents[1] / "headmix_vision"
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of the package that a file imports, wherever in the file it does so."""
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name.removeprefix("headmix_vision.") for name in modules if name.startswith("headmix_vision.")}
+
+
 def test_imports_point_downward():
-    order = ["ops", "layers", "models", "data", "evaluation", "diffusion", "training"]
-    package = Path(__file__).parents[1] / "headmix_vision"
-    for height, name in enumerate(order):
-        for path in (package / name).rglob("*.py"):
-            for above in order[height + 1 :]:
-                assert f"headmix_vision.{above}" not in path.read_text(), f"{path} imports {above}"
+    """From floor to floor, down to the files on the ground, which import each other at most."""
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()} == set(FLOORS)
+    rooms = [(name, (PACKAGE / name).rglob("*.py")) for name in FLOORS]
+    rooms += [("", [PACKAGE / f"{name}.py" for name in GROUND])]
+    for name, paths in rooms:
+        above = set(FLOORS[FLOORS.index(name) + 1 :] if name else FLOORS)
+        for path in paths:
+            climbs = {module for module in imported(path) if module.split(".")[0] in above}
+            assert not climbs, f"{path.relative_to(PACKAGE)} imports {climbs}"
+
+
+def test_only_training_and_its_data_load_lightning():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parts[len(PACKAGE.parts)] != "training" and path.name != "data_module.py":
+            assert "import lightning" not in path.read_text() and "from lightning" not in path.read_text(), path
