@@ -62,7 +62,7 @@ class Judge:
         """Scores of other real canvases."""
         canvases = CanvasDigits(split, seed=seed, length=self.count)
         _, labels = canvases.read_batch(range(self.count))
-        return self._score(ImageSet(DatasetImages(canvases.name(0), [canvases], slice(None)), self.mode), labels)
+        return self._score(ImageSet(DatasetImages(canvases.name(0), canvases, slice(None)), self.mode), labels)
 
     def _score(self, images: ImageSet, labels: torch.Tensor) -> dict[str, object]:
         distance = scores.fid(self.scorer, self.real, images)["fid"]

@@ -74,7 +74,7 @@ def test_what_a_write_changes_is_of_the_rank_of_the_transition() -> None:
     beta, log_decay = torch.ones(1, 1, 1, dtype=torch.float64), torch.zeros(1, 1, 1, dtype=torch.float64)
     for r in (1, 2, 4):
         mask = torch.eye(r, dtype=torch.float64)[None]
-        _, after = head_in_head(q, k, v, beta, log_decay, mask, state, output_final_state=True)
+        _, after = head_in_head(q, k, v, beta, log_decay, mask, initial_state=state, output_final_state=True)
         assert torch.linalg.matrix_rank(after - state) == r
 
 

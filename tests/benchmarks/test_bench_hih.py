@@ -58,10 +58,9 @@ def test_the_gate_of_head_in_head_refuses_wrong_results(load, monkeypatch):
     assert bench.check_column(columns["torch_r4"], "head", device) == []
     assert bench.check_column(columns["torch_r4"], "token", device) == []
 
-    def wrong_gradient(*arguments, impl):
-        q, k, v, beta, log_decay, mask, *rest = arguments
+    def wrong_gradient(q, k, v, beta, log_decay, mask, impl, **options):
         factor = 0.98 if impl == "reference" else 1
-        return right(q, k, v, beta, log_decay, factor * mask + (1 - factor) * mask.detach(), *rest, impl="torch")
+        return right(q, k, v, beta, log_decay, factor * mask + (1 - factor) * mask.detach(), impl="torch", **options)
 
     monkeypatch.setattr(bench, "head_in_head", wrong_gradient)
     for mask in ("head", "token"):
