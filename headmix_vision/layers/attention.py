@@ -83,7 +83,8 @@ class HeadMixAttention(nn.Module):
         if head_mix is None and head_mix_args:
             raise InputError(f"head_mix_args={head_mix_args} needs a head_mix, one of {tuple(HEAD_MIXES)}.")
         head_dim = dim // num_heads
-        self.head_dim, self.grid = head_dim, TokenGrid.of(grid, num_prefix_tokens)
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.grid = TokenGrid.of(grid, num_prefix_tokens)
         spec = LayerSpec(dim, num_heads, head_dim, self.grid, tuple(block_grid), attn_drop, device, dtype)
         factory = spec.factory
 
