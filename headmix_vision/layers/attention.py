@@ -1,4 +1,4 @@
-"""The attention layer of every model: project, mix heads, core, norm and gate, project.
+"""The attention layer of every model: it projects, mixes heads, runs a core, norms, gates and projects.
 
 B batch, N tokens, C width, H heads, D = C / H head dim.
 """
@@ -21,7 +21,7 @@ from headmix_vision.ops import TokenGrid
 
 
 class HeadMixAttention(nn.Module):
-    """Self-attention over a token grid with a choice of core and head mix; parameter names follow timm's Attention.
+    """Computes self-attention over a token grid by a chosen core and head mix; parameter names follow timm's Attention.
 
     Args:
         dim: width C.
@@ -106,12 +106,12 @@ class HeadMixAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def set_grid(self, grid: tuple[int, ...]) -> None:
-        """Use another token grid; weights are untouched."""
+        """Use another token grid; the weights do not change."""
         self.grid = replace(self.grid, shape=tuple(grid))
         self.core.set_grid(self.grid.repeat(self.repeats))
 
     def set_block_grid(self, block_grid: tuple[int, ...]) -> None:
-        """Cut the token grid into other blocks; the mixing matrix is resampled.
+        """Cut the token grid into other blocks and resample the mixing matrix.
 
         Raises:
             InputError: if the core has no blocks, or they do not fit the grid.

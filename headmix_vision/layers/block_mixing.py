@@ -16,7 +16,7 @@ LOWER, UPPER = 1e-6, 1.0
 
 
 class MixingMatrix(nn.Module):
-    """Non-negative M x M weights of key blocks (columns) for query blocks (rows).
+    """Holds the non-negative M x M weights of key blocks (columns) for query blocks (rows).
 
     The paper clips the weights to (0, 1) at every update. Here the clipping is part of the module, so any optimizer and
     trainer keeps it: ``forward`` returns the clipped weights, and at a bound only the gradient that leads back inside
@@ -36,7 +36,7 @@ class MixingMatrix(nn.Module):
         InputError: for an unknown ``init``.
     """
 
-    undecayed = ("weight",)  # nothing about a mixing matrix should be small
+    undecayed = ("weight",)  # weight decay would pull weights towards zero for no reason
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class MixingMatrix(nn.Module):
         return clip_keep_inward_gradient(self.weight)
 
     def set_blocks(self, blocks: TokenBlocks) -> None:
-        """Adopt another partition; a changed block grid resamples the weights (in place of the parameter)."""
+        """Adopt another partition; for another block grid, replace the parameter by its resampled weights."""
         if blocks.num_prefix_blocks != self.blocks.num_prefix_blocks:
             raise InputError("a mixing matrix cannot gain or lose its prefix block.")
         if blocks.block_grid != self.blocks.block_grid:
@@ -107,12 +107,12 @@ class _ClipKeepInwardGradient(torch.autograd.Function):
 
 @torch.fx.wrap
 def clip_keep_inward_gradient(weight: Tensor) -> Tensor:
-    """Clip to (0, 1); the gradient is the identity but for steps that would leave the interval."""
+    """Clip weights to (0, 1); pass the gradient, except where its step would leave the interval."""
     return _ClipKeepInwardGradient.apply(weight)
 
 
 def locality_weights(blocks: TokenBlocks) -> Tensor:
-    """The paper's initial mixing matrix (section 4.2), rows summing to 1: float64 [M, M]."""
+    """Compute the paper's initial mixing matrix (section 4.2), rows summing to 1: float64 [M, M]."""
     centers = blocks.block_centers()
     distance = torch.cdist(centers, centers)
     weight = 1 - distance / distance.amax(1, keepdim=True).clamp(min=torch.finfo(distance.dtype).tiny)
@@ -154,7 +154,7 @@ def resample_mixing(
 
 
 def _overlap(old: int, new: int) -> Tensor:
-    """Share of each of ``new`` equal cells of the unit interval in each of ``old`` cells: float64 [new, old]."""
+    """Compute the share of each of ``new`` equal cells of [0, 1] that lies in each of ``old``: float64 [new, old]."""
     new_edges = torch.arange(new + 1, dtype=torch.float64)[:, None] / new
     old_edges = torch.arange(old + 1, dtype=torch.float64)[None, :] / old
     upper = torch.minimum(new_edges[1:], old_edges[:, 1:])
@@ -163,7 +163,7 @@ def _overlap(old: int, new: int) -> Tensor:
 
 
 def infer_block_grid(num_blocks: int, like: tuple[int, ...]) -> tuple[int, ...]:
-    """The block grid of ``num_blocks`` blocks in the proportions of ``like``.
+    """Return the block grid of ``num_blocks`` blocks in the proportions of ``like``.
 
     Raises:
         InputError: if there is none; the weights must then be resampled with :func:`resample_mixing` before loading.

@@ -1,4 +1,4 @@
-"""Embeddings of a diffusion transformer: positions on any grid, timesteps, class labels with dropout."""
+"""Embeds what a diffusion transformer reads: positions on any grid, timesteps, class labels with dropout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sincos_positions(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...]
 
 
 def _sincos(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], device: torch.device) -> Tensor:
-    """float64 [N, C]."""
+    """Compute the embeddings of ``sincos_positions`` in float64: [N, C]."""
     if len(grid) == 1:
         return _axis(dim, grid[0], base_grid[0], device)
     if len(grid) == 3:
@@ -52,7 +52,7 @@ def _sincos(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], device:
 
 
 def _axis(dim: int, size: int, base: int, device: torch.device) -> Tensor:
-    """Sines, then cosines, of the places along one axis: float64 [size, dim]."""
+    """Compute sines, then cosines, of the places along one axis: float64 [size, dim]."""
     frequencies = 10000 ** (-torch.arange(dim // 2, dtype=torch.float64, device=device) / (dim // 2))
     centers = (torch.arange(size, dtype=torch.float64, device=device) + 0.5) * (base / size) - 0.5
     angles = centers[:, None] * frequencies
@@ -66,7 +66,7 @@ def _cached_sincos(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], 
 
 
 class TimestepEmbedding(nn.Module):
-    """Sinusoidal embedding of a time in [0, 1000], then a two-layer MLP.
+    """Embeds a time in [0, 1000] by sinusoids and a two-layer MLP.
 
     Args:
         dim: width C of the output.
@@ -82,7 +82,7 @@ class TimestepEmbedding(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(num_frequencies, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def reset_parameters(self) -> None:
-        """Normal weights of standard deviation 0.02, as in DiT."""
+        """Draw normal weights of standard deviation 0.02, as in DiT."""
         for name, parameter in self.mlp.named_parameters():
             if name.endswith("weight"):
                 nn.init.normal_(parameter, std=0.02)
@@ -95,7 +95,7 @@ class TimestepEmbedding(nn.Module):
 
 
 class LabelEmbedding(nn.Module):
-    """Class labels, of which training replaces a share by the null class, for classifier-free guidance.
+    """Embeds class labels; training replaces a share of them by the null class, for classifier-free guidance.
 
     Args:
         num_classes: labels 0 to ``num_classes`` - 1; the null class is ``num_classes``.
@@ -106,7 +106,7 @@ class LabelEmbedding(nn.Module):
         ``y`` [B] int64 -> [B, C].
 
     Raises:
-        InputError: for a label out of range. Labels on an accelerator are not looked at: it would have to wait.
+        InputError: for a label out of range. Labels on an accelerator are not checked: it would have to wait.
     """
 
     def __init__(self, num_classes: int, dim: int, dropout: float) -> None:
@@ -115,7 +115,7 @@ class LabelEmbedding(nn.Module):
         self.embedding_table = nn.Embedding(num_classes + (dropout > 0), dim)
 
     def reset_parameters(self) -> None:
-        """Normal weights of standard deviation 0.02, as in DiT."""
+        """Draw normal weights of standard deviation 0.02, as in DiT."""
         nn.init.normal_(self.embedding_table.weight, std=0.02)
 
     def forward(self, y: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class LabelEmbedding(nn.Module):
 
 
 def check_labels(y: Tensor, count: int) -> None:
-    """Raise ``InputError`` for labels outside 0 to ``count`` - 1 (reads the values, so a device is waited for)."""
+    """Raise ``InputError`` for labels outside 0 to ``count`` - 1 (it reads the values, so it waits for the device)."""
     if y.is_floating_point() or y.ndim != 1:
         raise InputError(f"labels must be int64 [B], got {y.dtype} of shape {tuple(y.shape)}.")
     bad = y[(y < 0) | (y >= count)]

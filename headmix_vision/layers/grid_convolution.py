@@ -1,4 +1,4 @@
-"""Depthwise convolutions on the token grid."""
+"""Runs depthwise convolutions on the token grid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class GridConvolution(nn.Module):
-    """Depthwise convolution of the tokens on their grid.
+    """Convolves the tokens depthwise on their grid.
 
     Args:
         dim: channels C.
@@ -20,8 +20,8 @@ class GridConvolution(nn.Module):
         bias: add a bias.
 
     Shape:
-        ``x`` [B, N, C] -> [B, N, C], for the N tokens of ``grid``. Prefix tokens pass unchanged; of repeated places
-        each is convolved with the same place of other tokens.
+        ``x`` [B, N, C] -> [B, N, C], for the N tokens of ``grid``. Prefix tokens pass unchanged; each
+        repeated place is convolved with the same place of other tokens.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GridConvolution(nn.Module):
     def forward(self, x: Tensor, grid: TokenGrid) -> Tensor:
         repeats, num_prefix_places = grid.repeats, grid.num_prefix_tokens * grid.repeats
         prefix, tokens = x[:, :num_prefix_places], x[:, num_prefix_places:]
-        if repeats > 1:  # each place on a grid of its own
+        if repeats > 1:  # give each place a grid of its own
             tokens = tokens.unflatten(1, (-1, repeats)).transpose(1, 2).flatten(0, 1)
         convolved = self.proj(tokens.transpose(1, 2).unflatten(2, grid.shape)).flatten(2).transpose(1, 2)
         tokens = self.combine(tokens, convolved)
@@ -49,12 +49,12 @@ class GridConvolution(nn.Module):
         return torch.cat([prefix, tokens], dim=1) if num_prefix_places else tokens
 
     def combine(self, tokens: Tensor, convolved: Tensor) -> Tensor:
-        """The result for the tokens of the grid: here their convolution alone."""
+        """Return the result for the tokens of the grid: here their convolution alone."""
         return convolved
 
 
 class ConvPositionEncoding(GridConvolution):
-    """Conditional positional encoding: tokens plus their depthwise convolution on the grid (arXiv 2102.10882)."""
+    """Adds to tokens their depthwise convolution on the grid: conditional positional encoding (arXiv 2102.10882)."""
 
     def combine(self, tokens: Tensor, convolved: Tensor) -> Tensor:
         return tokens + convolved

@@ -1,4 +1,4 @@
-"""What an attention layer tells the head mix and the core that it is made of."""
+"""Tells the head mix and the core of an attention layer its sizes."""
 
 from __future__ import annotations
 

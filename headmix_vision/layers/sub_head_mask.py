@@ -1,4 +1,4 @@
-"""The mask of Head-in-Head: how much of what one sub-head remembers another corrects by.
+"""Computes the mask of Head-in-Head, which weighs what one sub-head remembers in the correction of another.
 
 B batch, N tokens, C width, H heads, r sub-heads.
 """
@@ -14,7 +14,7 @@ from headmix_vision.ops.precision import accumulation_dtype, autocast_off
 
 
 class SubHeadMask(nn.Module):
-    """r x r masks A Aᵀ, A having the absolute weights as its rows, each of norm 1.
+    """Computes r x r masks A Aᵀ; A holds the absolute weights, its rows scaled to norm 1.
 
     They are symmetric and positive semidefinite, with ones on the diagonal and entries in [0, 1], so that the
     transition of :func:`headmix_vision.ops.head_in_head` cannot grow the state. One sub-head has the mask 1 and no
@@ -33,7 +33,7 @@ class SubHeadMask(nn.Module):
         InputError: if there is no sub-head.
     """
 
-    undecayed = ("weight",)  # nothing about a mask should be small
+    undecayed = ("weight",)  # weight decay would pull weights towards zero for no reason
     ones: Tensor
 
     def __init__(
@@ -63,7 +63,7 @@ class SubHeadMask(nn.Module):
         if self.num_sub_heads == 1:
             self.ones.fill_(1)
         elif self.proj is None:
-            bound = self.num_sub_heads**-0.5  # of a linear map of r inputs; the rows are normalised anyway
+            bound = self.num_sub_heads**-0.5  # the bound of a linear map of r inputs; the rows are normalised anyway
             self.weight.uniform_(-bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class SubHeadMask(nn.Module):
 
     @property
     def per_token(self) -> bool:
-        """Whether each token has masks of its own."""
+        """Tell whether each token has masks of its own."""
         return self.proj is not None
 
     def extra_repr(self) -> str:
@@ -84,7 +84,7 @@ class SubHeadMask(nn.Module):
 
 @torch.fx.wrap
 def normalize_mask(weight: Tensor) -> Tensor:
-    """A Aᵀ, A = |weight| with rows of norm 1: [..., r, r] of any floating type -> float32 or float64."""
+    """Compute A Aᵀ, A = |weight| with rows of norm 1: [..., r, r] of any floating type -> float32 or float64."""
     with autocast_off(weight):
         rows = F.normalize(weight.to(accumulation_dtype(weight.dtype)).abs(), dim=-1)
         return rows @ rows.transpose(-1, -2)

@@ -1,4 +1,4 @@
-"""Which parameters of our layers weight decay leaves alone."""
+"""Finds the parameters of our layers that weight decay leaves alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models registered with timm."""
+"""Registers the models with timm."""
 
 from headmix_vision.models.headmix_dit import HeadMixDiT
 from headmix_vision.models.headmix_vit import HeadMixVisionTransformer

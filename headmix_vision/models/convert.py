@@ -1,4 +1,4 @@
-"""Turn the weights of a trained softmax DeiT or ViT into those of a mixed-head model."""
+"""Turns the weights of a trained softmax DeiT or ViT into those of a mixed-head model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
 
 
 class Conversion(NamedTuple):
-    """Result of :func:`convert_state_dict`.
+    """The result of :func:`convert_state_dict`.
 
     Attributes:
         state_dict: complete weights, ``model.load_state_dict(state_dict)`` accepts them strictly.
@@ -76,7 +76,7 @@ def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransform
 
 
 def _convert_positions(source: dict[str, Tensor], model: HeadMixVisionTransformer) -> Tensor:
-    """Positions of the tokens which the model has, resampled to its grid: [1, tokens, C]."""
+    """Select the positions of the tokens that the model has and resample them to its grid: [1, tokens, C]."""
     positions, prefix = source["pos_embed"], _num_prefix_positions(source)
     wanted = 0 if model.no_embed_class else model.num_prefix_tokens
     if wanted > prefix:
@@ -87,7 +87,7 @@ def _convert_positions(source: dict[str, Tensor], model: HeadMixVisionTransforme
 
 
 def _num_prefix_positions(source: dict[str, Tensor]) -> int:
-    """Prefix tokens with a position of their own: what is left of the positions beside a square grid."""
+    """Count the prefix tokens with a position of their own: the positions that a square grid leaves over."""
     tokens = [source[name].shape[1] for name in ("cls_token", "dist_token", "reg_token") if name in source]
     for prefix in (sum(tokens), 0):
         side = round((source["pos_embed"].shape[1] - prefix) ** 0.5)

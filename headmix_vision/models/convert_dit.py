@@ -1,4 +1,4 @@
-"""Load weights of the official DiT (facebookresearch key names), or of another of ours, into a mixed-head DiT."""
+"""Loads weights of the official DiT (facebookresearch key names), or of another of ours, into a mixed-head DiT."""
 
 from __future__ import annotations
 

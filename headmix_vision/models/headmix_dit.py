@@ -26,7 +26,7 @@ __all__ = ["HeadMixDiT"]  # timm appends the registered names
 
 
 class PatchEmbedding(nn.Module):
-    """Non-overlapping patches, projected: [B, C, H, W] -> [B, N, D] in raster order."""
+    """Projects non-overlapping patches: [B, C, H, W] -> [B, N, D] in raster order."""
 
     def __init__(self, patch_size: int, in_channels: int, dim: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class PatchEmbedding(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Attention and MLP, modulated by the condition: ``x`` [B, N, D] and ``c`` [B, D] -> [B, N, D] (adaLN-Zero)."""
+    """Runs attention and MLP, modulated by a condition: ``x`` [B, N, D] and ``c`` [B, D] -> [B, N, D] (adaLN-Zero)."""
 
     def __init__(self, dim: int, mlp_ratio: float, attention: HeadMixAttention) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class DiTBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Modulated norm and projection to patches: [B, N, D] -> [B, N, p² · channels]."""
+    """Runs a modulated norm and projects to patches: [B, N, D] -> [B, N, p² · channels]."""
 
     def __init__(self, dim: int, patch_size: int, out_channels: int) -> None:
         super().__init__()
@@ -68,10 +68,10 @@ class FinalLayer(nn.Module):
 
 
 class HeadMixDiT(ModelMixin, ConfigMixin):
-    """Class-conditional diffusion transformer with a choice of attention; weights are named as in the official DiT.
+    """A class-conditional diffusion transformer with a choice of attention; weights are named as in the official DiT.
 
-    The resolution may change from call to call: positions cover the same extent, and of a block-wise core the blocks
-    grow while their number, and with it the mixing matrix, stays.
+    The resolution may change from call to call: positions cover the same extent. The blocks of a block-wise core grow;
+    their number, and with it the mixing matrix, stays.
 
     Args:
         input_size: latent (or image) size in training, H and W or one number for both.
@@ -194,7 +194,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
 
     @property
     def has_null_class(self) -> bool:
-        """Whether label ``num_classes`` stands for no class, which classifier-free guidance needs."""
+        """Tell whether label ``num_classes`` stands for no class, which classifier-free guidance needs."""
         return self.y_embedder is not None and self.y_embedder.dropout > 0
 
     def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor:
@@ -241,11 +241,11 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Parameters which weight decay leaves alone: mixing matrices, masks and the label table."""
+        """Return the parameters that weight decay leaves alone: mixing matrices, masks and the label table."""
         return {"y_embedder.embedding_table.weight"} | undecayed_parameters(self)
 
     def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
-        """Change the number of token blocks: mixing matrices are resampled."""
+        """Change the number of token blocks and resample the mixing matrices."""
         for block in self.blocks:
             cast(HeadMixAttention, block.attn).set_block_grid(to_2tuple(block_grid))
         self.register_to_config(block_grid=to_2tuple(block_grid))
@@ -276,7 +276,7 @@ def _cfg(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _members(core: str) -> Iterator[tuple[str, Variant]]:
-    """Sizes with their patches: of 256 px in the latents of the usual autoencoder, and of embedded digits."""
+    """Yield each size with each patch size, for the usual latents of 256 px, and the model of the embedded digits."""
     for size, dims in SIZES.items():
         for patch_size in PATCH_SIZES:
             arguments = {**LATENTS, "patch_size": patch_size, **dims}

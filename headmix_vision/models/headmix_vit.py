@@ -49,8 +49,8 @@ class HeadMixVisionTransformer(VisionTransformer):
 
     Raises:
         InputError: if the image size does not fit the patch size, the blocks do not fit the token grid, the heads do
-            not divide the width, an option is unknown, or ``patch_drop_rate`` is set for a core or encoding which
-            needs the whole grid.
+            not divide the width, an option is unknown, or ``patch_drop_rate`` is set, which removes tokens from
+            the grid.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class HeadMixVisionTransformer(VisionTransformer):
     def set_input_size(
         self, img_size: tuple[int, int] | None = None, patch_size: tuple[int, int] | None = None
     ) -> None:
-        """Change resolution: position embeddings are resampled, the mixing matrix keeps its block grid."""
+        """Change the resolution and resample position embeddings; the mixing matrix keeps its block grid."""
         _check_image_fits(img_size or self.patch_embed.img_size, patch_size or self.patch_embed.patch_size)
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for attention in self._attentions():
             attention.set_grid(self.patch_embed.grid_size)
 
     def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
-        """Change the number of token blocks: mixing matrices are resampled."""
+        """Change the number of token blocks and resample the mixing matrices."""
         for attention in self._attentions():
             attention.set_block_grid(to_2tuple(block_grid))
 
@@ -187,7 +187,7 @@ DIGITS_CFG = _cfg(
 
 
 def _members(family: str) -> Callable[[str], Iterator[tuple[str, Variant]]]:
-    """Sizes and resolutions of a family; a size without a resolution means 224 px."""
+    """Return a function that yields the sizes and resolutions of a family; a size without a resolution means 224 px."""
     inception = {"mean": IMAGENET_INCEPTION_MEAN, "std": IMAGENET_INCEPTION_STD} if family == "vit" else {}
     mean = {"class_token": False, "global_pool": "avg"}
 

@@ -1,4 +1,4 @@
-"""The names of the models: every family over every core and every head mix.
+"""Names the models: every family with every core and every head mix.
 
 A name is ``{family}_{attention}_{member}``, such as ``deit_mhla_small``: the attention is a core, ``mhla``, or a core
 with a mix, ``mhla_iha``; a mix alone, ``iha``, is short for that mix over softmax. The module of a model calls
@@ -18,7 +18,7 @@ from headmix_vision.layers import CORES, HEAD_MIXES
 
 
 class Variant(NamedTuple):
-    """What a name stands for: arguments of the model's constructor, and timm's default configuration."""
+    """The model of a name: arguments of its constructor, and timm's default configuration."""
 
     arguments: dict[str, Any]
     cfg: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Attention mathematics on tensors: one folder per op, no modules, no models."""
+"""Computes attention on tensors: one folder for each op; it holds no modules and no models."""
 
 from headmix_vision.ops.head_in_head import HeadInHeadOutput, head_in_head, head_in_head_rwkv7
 from headmix_vision.ops.mhla import mhla

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, what keeps the Triton kernels from running, and the numbers that they compute in.
+"""Chooses the implementation of an op, says why the Triton kernels cannot run, and sets the numbers they compute in.
 
 This file can be imported without Triton.
 """
@@ -22,7 +22,7 @@ Run = TypeVar("Run", bound=Callable[..., object])
 
 
 def why_no_kernels() -> str | None:
-    """Return the reason why the kernels cannot be loaded, if so: an older Triton lacks some of their language."""
+    """Return why the kernels cannot be loaded, or None; an older Triton lacks language that they use."""
     if find_spec("triton") is None:
         return "q cannot reach the kernels: the package triton is not installed"
     import triton
@@ -40,7 +40,7 @@ def _is_interpreted() -> bool:
 
 
 NO_KERNELS = why_no_kernels()
-INTERPRETED = NO_KERNELS is None and _is_interpreted()  # as of the definition of the kernels
+INTERPRETED = NO_KERNELS is None and _is_interpreted()  # the kernels, once defined, keep this value
 
 
 def why_not_triton(q: Tensor, v: Tensor) -> str | None:
@@ -81,12 +81,13 @@ def select(impl: str, implementations: Mapping[str, Run], on_gpu: bool, why_not:
     return implementations[impl]
 
 
-# As exact as "tf32x3", but with three halves of a float32 in shared memory instead of four; not known when interpreted.
+# It is as exact as "tf32x3", but holds three halves of a float32 in shared memory instead of four. The interpreter does
+# not know it.
 SMALL_FLOAT32_PRECISION = "tf32x3" if INTERPRETED else "bf16x6"
 
 
 class Numerics(NamedTuple):
-    """Type and precision of the products, and the type of stored intermediates; sums are float32 throughout."""
+    """The type and precision of the products, and the type of stored intermediates; sums are float32 throughout."""
 
     compute: Any  # a type of triton.language
     precision: str
@@ -94,7 +95,7 @@ class Numerics(NamedTuple):
 
 
 def numerics(dtype: torch.dtype) -> Numerics:
-    """Choose the numbers for inputs of a type.
+    """Choose the numbers that the kernels compute in for inputs of a type.
 
     bf16 stays bf16; fp16 has too small a range for sums and is computed as float32 with 10-bit products.
     """

@@ -1,4 +1,4 @@
-"""Numerics shared by the ops: inputs of any floating type, sums in float32 or wider, autocast left outside."""
+"""Sets the numerics of all ops: they take any floating type, sum in float32 or wider, and run without autocast."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def autocast_off(like: Tensor) -> AbstractContextManager[object]:
-    """Context without autocast on the device of ``like``; the meta device knows none."""
+    """Return a context without autocast on the device of ``like``; the meta device has no autocast."""
     device = like.device.type
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for float32 and narrower types, float64 for float64."""
+    """Return the type of sums: float32 for float32 and narrower types, float64 for float64."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Partition of a raster-ordered token sequence into blocks (the "token-level heads" of MHLA).
+"""Cuts a raster-ordered token sequence into blocks (the "token-level heads" of MHLA).
 
 N tokens, M blocks, n the largest number of tokens in one block.
 """
@@ -18,7 +18,7 @@ from headmix_vision.ops.token_grid import TokenGrid
 
 
 class BlockTables(NamedTuple):
-    """Index tables of a :class:`TokenBlocks`; all int64 on one device.
+    """The index tables of a :class:`TokenBlocks`; all int64 on one device.
 
     Attributes:
         block_of_token: [N], the block of each token.
@@ -33,7 +33,7 @@ class BlockTables(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Blocks of a :class:`~headmix_vision.ops.TokenGrid`.
+    """A partition of a :class:`~headmix_vision.ops.TokenGrid` into blocks.
 
     Tokens stay in raster order; a block is a set of indices. Along an axis of ``g`` tokens cut into ``b`` blocks,
     token ``i`` belongs to block ``i * b // g``, so sizes differ by at most one when ``g`` is no multiple of ``b``.
@@ -105,26 +105,26 @@ class TokenBlocks:
 
     @property
     def is_even(self) -> bool:
-        """Whether all blocks hold the same number of tokens."""
+        """Tell whether all blocks hold the same number of tokens."""
         return self.num_tokens == self.num_blocks * self.max_block_size
 
     def tables(self, like: Tensor) -> BlockTables:
-        """Index tables on the device of ``like``, cached for plain tensors.
+        """Return the index tables on the device of ``like``, cached for plain tensors.
 
-        Under a tracer or in a fake-tensor mode they are computed anew: a cached constant would leak between modes.
+        Under a tracer or in a fake-tensor mode it computes them anew: a cached constant would leak between modes.
         """
         if torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):
             return _build_tables(self, like.device)
         return _cached_tables(self, like.device)
 
     def block_centers(self) -> Tensor:
-        """Mean coordinates, in tokens, of the grid's blocks (prefix block left out): float64 [M - prefix, axes]."""
+        """Compute the mean coordinates, in tokens, of all blocks but the prefix block: float64 [M - prefix, axes]."""
         axes = [_axis_centers(g, b) for g, b in zip(self.grid.shape, self.block_grid, strict=True)]
         return torch.cartesian_prod(*axes).reshape(math.prod(self.block_grid), len(self.block_grid))
 
 
 def _axis_starts(size: int, blocks: int, device: torch.device) -> Tensor:
-    """First token of each block along one axis, and the axis length at the end: [blocks + 1]."""
+    """Return the first token of each block along one axis, and the axis length at the end: [blocks + 1]."""
     return (torch.arange(blocks + 1, device=device) * size + blocks - 1) // blocks
 
 
@@ -137,7 +137,8 @@ def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
     repeats, prefix, prefix_blocks = blocks.grid.repeats, blocks.grid.num_prefix_tokens, blocks.num_prefix_blocks
     n = blocks.max_block_size // repeats
 
-    # Raster index of every (block, place in block); an axis whose block is short is marked by -1, and so the product.
+    # index holds the raster index of every (block, place in block). Where a block is short along an axis, -1 marks the
+    # places that it lacks.
     block_of_token = torch.zeros((), dtype=torch.long, device=device)
     slot_in_block = torch.zeros((), dtype=torch.long, device=device)
     index = torch.zeros((1, 1), dtype=torch.long, device=device)

@@ -1,4 +1,4 @@
-"""The grid that tokens lie on, with what stands in front of it."""
+"""Describes the grid that tokens lie on, and the prefix tokens in front of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TokenGrid:
 
     @classmethod
     def of(cls, grid: TokenGrid | tuple[int, ...] | list[int], num_prefix_tokens: int = 0) -> TokenGrid:
-        """The grid itself, or that of a shape and a number of prefix tokens."""
+        """Return a grid as it is, or build it from a shape and a number of prefix tokens."""
         return grid if isinstance(grid, TokenGrid) else cls(tuple(grid), num_prefix_tokens)
 
     @property
@@ -52,7 +52,7 @@ class TokenGrid:
         return self.repeats * (self.num_prefix_tokens + self.num_grid_tokens)
 
     def repeat(self, times: int) -> TokenGrid:
-        """The grid with each place replaced by ``times`` places."""
+        """Return the grid with each place replaced by ``times`` places."""
         return self if times == 1 else replace(self, repeats=self.repeats * times)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Orders in which a recurrent op reads a raster-ordered token sequence.
+"""Sets the order in which a recurrent op reads a raster-ordered token sequence.
 
 N tokens.
 """
@@ -19,11 +19,11 @@ SCAN_ORDERS = ("row_major", "column_major")
 
 
 class ScanTables:
-    """Index tables of a scan; int64 on one device.
+    """The index tables of a scan; int64 on one device.
 
     Attributes:
         order: [N], the token read at each step.
-        inverse: [N], the step at which each token is read; sorted out of the order when first asked for, if not given.
+        inverse: [N], the step at which each token is read; computed from the order on first use, if not given.
     """
 
     def __init__(self, order: Tensor, inverse: Tensor | None = None) -> None:
@@ -41,9 +41,9 @@ class ScanTables:
 class TokenScan:
     """An order of the tokens of a :class:`~headmix_vision.ops.TokenGrid`.
 
-    A scan that is not reversed reads the grid and then the prefix tokens (class, register, distillation): they close
-    over the whole grid. Its reverse is the exact reverse, so there all grid tokens are read after the prefix tokens.
-    Repeated places of a token are read one after the other.
+    A scan that is not reversed reads the grid and then the prefix tokens (class, register, distillation), which so see
+    the whole grid. Its reverse is the exact reverse: it reads the prefix tokens first and then the grid. A scan reads
+    the repeated places of a token one after the other.
 
     Instances are hashable and compare by value.
 
@@ -92,28 +92,28 @@ class TokenScan:
 
     @property
     def is_raster(self) -> bool:
-        """Whether tokens are read in the order in which they lie in memory."""
+        """Tell whether tokens are read in the order in which they lie in memory."""
         return self.order == "row_major" and not self.reverse and not self.grid.num_prefix_tokens
 
     def tables(self, like: Tensor) -> ScanTables:
-        """Index tables on the device of ``like``, cached for plain tensors as those of ``TokenBlocks``."""
+        """Return the index tables on the device of ``like``, cached for plain tensors as those of ``TokenBlocks``."""
         if torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):
             return _build_tables(self, like.device)
         return _cached_tables(self, like.device)
 
 
 def reorder(x: Tensor, tables: ScanTables) -> Tensor:
-    """Tokens of [B, N, ...] in the order of the scan."""
+    """Put the tokens of [B, N, ...] into the order of the scan."""
     return _Reorder.apply(x, tables.order, tables.inverse)
 
 
 def restore(x: Tensor, tables: ScanTables) -> Tensor:
-    """Tokens of [B, N, ...] from the order of the scan back to raster order."""
+    """Put the tokens of [B, N, ...] from the order of the scan back into raster order."""
     return _Reorder.apply(x, tables.inverse, tables.order)
 
 
 class _Reorder(torch.autograd.Function):
-    """A gather in both directions: autograd's own adjoint of indexing is a scatter-add."""
+    """Gathers in both directions: autograd's own adjoint of indexing is a scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

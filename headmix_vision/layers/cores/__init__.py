@@ -1,4 +1,4 @@
-"""Attention cores: how head outputs follow from queries, keys and values.
+"""The attention cores: they compute head outputs from queries, keys and values.
 
 To add a core, write a subclass of :class:`AttentionCore` in a file of its own, registered under its name, and import it
 here. The models and their names follow from ``CORES``.

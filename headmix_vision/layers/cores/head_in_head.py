@@ -1,4 +1,4 @@
-"""Head-in-Head as an attention core: scans over the token grid with a memory whose sub-heads correct each other.
+"""Runs Head-in-Head as an attention core: scans the token grid with a memory whose sub-heads correct each other.
 
 B batch, N tokens, C width, H heads, D = C / H head dim, r sub-heads.
 """
@@ -30,10 +30,10 @@ MASKS = ("static", "token")
 
 @CORES.register("hih")
 class HeadInHeadCore(AttentionCore):
-    """The masked delta rule of Head-in-Head, scanned over the token grid.
+    """Scans the token grid by the masked delta rule of Head-in-Head.
 
-    Queries, keys and values pass a short depthwise convolution on the grid and SiLU, queries and keys are normalised to
-    norm 1. The strength of a write is beta_max * sigmoid(linear(x)), the decay before it
+    Queries, keys and values pass a short depthwise convolution on the grid and SiLU; queries and keys are then scaled
+    to norm 1. The strength of a write is beta_max * sigmoid(linear(x)), the decay before it
     exp(-exp(A_log) softplus(linear(x) + dt_bias)).
     Scans share all weights; prefix tokens are read after the grid in a scan and before it in its reverse.
 
@@ -91,7 +91,7 @@ class HeadInHeadCore(AttentionCore):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Rates uniform in (0, 16), time steps log-uniform in [1e-3, 0.1]; the modules inside have drawn theirs."""
+        """Draw rates uniform in (0, 16), time steps log-uniform in [1e-3, 0.1]; modules inside have drawn theirs."""
         self.A_log.uniform_(0, 16).clamp_(min=1e-3).log_()
         step = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_()
         self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus

@@ -1,4 +1,4 @@
-"""Linear attention."""
+"""Computes linear attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
 
 @CORES.register("linear")
 class LinearCore(AttentionCore):
-    """Linear attention (Katharopoulos et al., 2020): MHLA with all tokens, prefix included, in one block.
+    """Computes linear attention (Katharopoulos et al., 2020): MHLA with all tokens, prefix included, in one block.
 
     Args:
         spec: sizes of the layer.

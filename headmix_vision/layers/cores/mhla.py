@@ -1,4 +1,4 @@
-"""Multi-head linear attention over token blocks."""
+"""Computes multi-head linear attention over token blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
 
 @CORES.register("mhla")
 class MHLACore(LinearCore):
-    """Multi-head linear attention (arXiv 2601.07832): linear attention whose block memories are mixed.
+    """Computes multi-head linear attention (arXiv 2601.07832): linear attention whose block memories are mixed.
 
     Args:
         spec: sizes of the layer, with the blocks along each axis of the grid.

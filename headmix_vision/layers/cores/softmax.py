@@ -1,4 +1,4 @@
-"""Softmax attention."""
+"""Computes softmax attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headmix_vision.ops import TokenGrid
 
 @CORES.register("softmax")
 class SoftmaxCore(AttentionCore):
-    """Scaled dot-product attention; PyTorch picks the kernel."""
+    """Computes scaled dot-product attention; PyTorch picks the kernel."""
 
     forms_weights = True
 

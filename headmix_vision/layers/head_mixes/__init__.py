@@ -1,4 +1,4 @@
-"""Head mixes: what happens across feature heads on both sides of the core.
+"""The head mixes: they mix feature heads on both sides of the core.
 
 To add a mix, write a subclass of :class:`HeadMix` in a file of its own, registered under its name, and import it here;
 it works over every core. The models and their names follow from ``HEAD_MIXES``.

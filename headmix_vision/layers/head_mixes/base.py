@@ -47,7 +47,7 @@ class HeadMix(nn.Module):
         return out
 
     def core_spec(self, spec: LayerSpec) -> LayerSpec:
-        """The sizes that the core is built for, in a layer of the given ones."""
+        """Return the sizes that the core is built for, given those of the layer."""
         return replace(spec, num_heads=self.core_heads, grid=spec.grid.repeat(self.repeats))
 
 

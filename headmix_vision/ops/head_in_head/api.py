@@ -1,4 +1,4 @@
-"""Public entries of the Head-in-Head ops: validation and choice of implementation."""
+"""The public entries of the Head-in-Head ops: they validate the arguments and choose the implementation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if NO_KERNELS is None:
 
     IMPLEMENTATIONS["triton"] = head_in_head_triton
 IMPL_NAMES = ("auto", "reference", "torch", "triton")
-SUB_HEADS = (1, 2, 4, 8)  # r of the kernels
+SUB_HEADS = (1, 2, 4, 8)  # values of r that the kernels take
 
 
 class HeadInHeadOutput(NamedTuple):
@@ -59,7 +59,7 @@ def head_in_head(
     scan: TokenScan | Tensor | None = None,
     impl: str = "auto",
 ) -> HeadInHeadOutput:
-    r"""Head-in-Head: the gated delta rule whose sub-heads correct each other through an r x r mask.
+    r"""Compute Head-in-Head: the gated delta rule whose sub-heads correct each other through an r x r mask.
 
     With the key dims of a head cut into r contiguous sub-heads and E(M) the mask with every entry repeated over
     Dk / r x Dk / r places, the state S (Dk x Dv) and output of each head are::
@@ -116,15 +116,15 @@ def head_in_head_rwkv7(
     scan: TokenScan | Tensor | None = None,
     impl: str = "auto",
 ) -> HeadInHeadOutput:
-    r"""Head-in-Head with the transition of RWKV-7: a decay for each channel, and two vectors for the correction::
+    r"""Compute Head-in-Head with the transition of RWKV-7: a decay for each channel and two vectors for corrections::
 
         S_t = (diag(exp(log_decay_t)) + (b_t a_t^T) * E(M_t)) S_{t-1} + k_t v_t^T
         o_t = Dk^-0.5 q_t^T S_t
 
     Args:
         q, k, v, mask, initial_state, output_final_state, scan, impl: as in :func:`head_in_head`, but without kernels.
-        a: [B, N, H, Dk], what the correction reads from the state, as ``q``.
-        b: [B, N, H, Dk], where it writes it, as ``q``.
+        a: [B, N, H, Dk], the vectors by which corrections read the state, as ``q``.
+        b: [B, N, H, Dk], the vectors by which corrections are written to the state, as ``q``.
         log_decay: [B, N, H, Dk], at most 0. Floating type.
 
     Returns:

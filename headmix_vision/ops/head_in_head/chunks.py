@@ -1,4 +1,4 @@
-"""What the chunk forms share: tokens cut into chunks, decays between tokens, states from chunk to chunk.
+"""Cuts tokens into chunks, sums decays between tokens and runs states from chunk to chunk, for both chunk forms.
 
 B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads, C chunks of T tokens.
 """
@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def to_chunks(x: Tensor, length: int) -> Tensor:
-    """[B, N, H, ...] -> [B, H, C, T, ...], zeros after the last token: these neither write, erase nor decay."""
+    """Cut tokens into chunks, [B, N, H, ...] -> [B, H, C, T, ...].
+
+    Places after the last token are zeros, which neither write, erase nor decay.
+    """
     padding = -x.shape[1] % length
     if padding:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
@@ -19,24 +22,24 @@ def to_chunks(x: Tensor, length: int) -> Tensor:
 
 
 def from_chunks(x: Tensor, tokens: int) -> Tensor:
-    """[B, H, C, T, D] -> [B, N, H, D]."""
+    """Join chunks to tokens: [B, H, C, T, D] -> [B, N, H, D]."""
     return x.flatten(2, 3)[:, :, :tokens].transpose(1, 2)
 
 
 def mask_chunks(mask: Tensor, length: int) -> Tensor:
-    """[H, r, r] or [B, N, H, r, r] -> [1, H, 1, 1, r, r] or [B, H, C, T, r, r]."""
+    """Shape masks for chunks: [H, r, r] or [B, N, H, r, r] -> [1, H, 1, 1, r, r] or [B, H, C, T, r, r]."""
     return mask[None, :, None, None] if mask.ndim == 3 else to_chunks(mask, length)
 
 
 def segment_sums(log_decay: Tensor) -> Tensor:
-    """Log decay between all pairs of moments of a chunk, without the difference of two large sums.
+    """Sum the log decays between all pairs of moments of a chunk, without the difference of two large sums.
 
     Args:
         log_decay: [..., T, D].
 
     Returns:
-        [..., T, T + 1, D]: entry (t, j) is the sum over tokens j to t, hence of column 0 the decay since the start of
-        the chunk, of column s + 1 the decay since token s; minus infinity where s > t.
+        [..., T, T + 1, D]: entry (t, j) is the sum over tokens j to t: column 0 holds the log decay since the start
+        of the chunk, column s + 1 that since token s; minus infinity where s > t.
     """
     length = log_decay.shape[-2]
     place = torch.arange(length, device=log_decay.device)
@@ -47,7 +50,7 @@ def segment_sums(log_decay: Tensor) -> Tensor:
 
 
 def solve_unit_lower(strictly_lower: Tensor, right: Tensor) -> Tensor:
-    """(I + L)^-1 R for strictly lower triangular L: [..., n, n] and [..., n, m] -> [..., n, m]."""
+    """Compute (I + L)^-1 R for strictly lower triangular L: [..., n, n] and [..., n, m] -> [..., n, m]."""
     return torch.linalg.solve_triangular(strictly_lower, right, upper=False, unitriangular=True)
 
 

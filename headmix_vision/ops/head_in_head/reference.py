@@ -1,4 +1,4 @@
-"""Head-in-Head as a loop over tokens. The specification of the other implementations.
+"""Computes Head-in-Head in a loop over tokens. It specifies the other implementations.
 
 B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads of Dk / r dimensions.
 """
@@ -22,7 +22,7 @@ def head_in_head_reference(
     initial_state: Tensor | None,
     scan: ScanTables | None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`headmix_vision.ops.head_in_head`."""
+    """Compute :func:`headmix_vision.ops.head_in_head` token by token."""
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         q, k, v, beta, log_decay, mask = (x.to(dtype) for x in (q, k, v, beta, log_decay, mask))
@@ -48,7 +48,7 @@ def head_in_head_rwkv7_reference(
     initial_state: Tensor | None,
     scan: ScanTables | None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`headmix_vision.ops.head_in_head_rwkv7`."""
+    """Compute :func:`headmix_vision.ops.head_in_head_rwkv7` token by token."""
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         q, k, v, a, b, log_decay, mask = (x.to(dtype) for x in (q, k, v, a, b, log_decay, mask))
@@ -77,7 +77,7 @@ def _mask_of_token(mask: Tensor, t: int) -> Tensor:
 
 
 def _expand(mask: Tensor, dim: int) -> Tensor:
-    """E(M): every entry becomes a block of Dk / r x Dk / r equal entries."""
+    """Expand a mask to E(M): every entry becomes a block of Dk / r x Dk / r equal entries."""
     size = dim // mask.shape[-1]
     return mask.repeat_interleave(size, -1).repeat_interleave(size, -2)
 
@@ -87,7 +87,7 @@ def _outer(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _read(q: Tensor, state: Tensor) -> Tensor:
-    """Dk^-0.5 q^T S: [B, H, Dk] and [B, H, Dk, Dv] -> [B, H, Dv]."""
+    """Compute Dk^-0.5 q^T S: [B, H, Dk] and [B, H, Dk, Dv] -> [B, H, Dv]."""
     return q.shape[-1] ** -0.5 * (q[..., None, :] @ state).squeeze(-2)
 
 

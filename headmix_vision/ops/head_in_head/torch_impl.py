@@ -1,4 +1,4 @@
-"""Head-in-Head chunk by chunk, linear in N, in plain PyTorch for any device. The derivation is in README.md.
+"""Computes Head-in-Head chunk by chunk, linear in N, in plain PyTorch for any device. README.md derives it.
 
 B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads of d = Dk / r dimensions, C chunks of T tokens.
 """
@@ -32,7 +32,7 @@ def head_in_head_torch(
     initial_state: Tensor | None,
     scan: ScanTables | None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`headmix_vision.ops.head_in_head`."""
+    """Compute :func:`headmix_vision.ops.head_in_head` chunk by chunk."""
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         tokens, r = q.shape[1], mask.shape[-1]
@@ -50,7 +50,7 @@ def head_in_head_torch(
         q_sub, k_sub = (x.unflatten(-1, (r, -1)).transpose(-2, -3) for x in (q, k))  # [B, H, C, r, T, d]
         writes, reads = _solve(k, k_sub, v, beta, mask, within, since_start)
 
-        # What one chunk does to the state: S <- transition S + addition, for all chunks at once.
+        # A chunk turns the state into transition S + addition; both are computed for all chunks at once.
         keys_to_end = (k_sub * to_end[..., None, :, None]).transpose(-1, -2)  # [B, H, C, r, d, T]
         decayed = torch.diag_embed(since_start[..., -1:].expand(*since_start.shape[:-1], k.shape[-1]))
         transition = decayed - (keys_to_end @ reads).flatten(-3, -2)  # [B, H, C, Dk, Dk]
@@ -66,7 +66,7 @@ def head_in_head_torch(
 
 
 def _chunk_length(r: int, key_dim: int, value_dim: int) -> int:
-    """Tokens in a chunk: T r² numbers of the system balanced with Dk (Dk + Dv) / T of the transition, a token."""
+    """Choose T so that a token needs as many numbers of the system, T r², as of the transition, Dk (Dk + Dv) / T."""
     balance = math.sqrt(key_dim * (key_dim + value_dim)) / r
     return min(64, max(16, 2 ** math.ceil(math.log2(balance))))
 
@@ -74,7 +74,7 @@ def _chunk_length(r: int, key_dim: int, value_dim: int) -> int:
 def _solve(
     k: Tensor, k_sub: Tensor, v: Tensor, beta: Tensor, mask: Tensor, within: Tensor, since_start: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The corrections u = writes - reads S of a chunk, for a state S yet unknown.
+    """Solve for the corrections u = writes - reads S of a chunk, for a state S yet unknown.
 
     Returns:
         writes [B, H, C, r, T, Dv] and reads [B, H, C, r, T, Dk].

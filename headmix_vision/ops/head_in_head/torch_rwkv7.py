@@ -1,6 +1,6 @@
-"""Head-in-Head with the transition of RWKV-7, chunk by chunk, linear in N, in plain PyTorch for any device.
+"""Computes Head-in-Head with the transition of RWKV-7 chunk by chunk, linear in N, in plain PyTorch for any device.
 
-The derivation is in README.md. B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads of d = Dk / r dimensions,
+README.md derives it. B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads of d = Dk / r dimensions,
 C chunks of T tokens.
 """
 
@@ -34,7 +34,7 @@ def head_in_head_rwkv7_torch(
     initial_state: Tensor | None,
     scan: ScanTables | None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`headmix_vision.ops.head_in_head_rwkv7`."""
+    """Compute :func:`headmix_vision.ops.head_in_head_rwkv7` chunk by chunk."""
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         tokens, r = q.shape[1], mask.shape[-1]
@@ -66,14 +66,14 @@ def head_in_head_rwkv7_torch(
 
 
 def _one_token_earlier(sums: Tensor) -> Tensor:
-    """Log decays up to the token before t: that of an empty sum for t = 0, [B, H, C, T, T + 1, Dk]."""
+    """Return the log decays up to the token before t, those of an empty sum for t = 0: [B, H, C, T, T + 1, Dk]."""
     empty = torch.zeros_like(sums[..., :1, :1, :])
     first = torch.cat([empty, empty.expand(*sums.shape[:-3], 1, sums.shape[-2] - 1, -1) - torch.inf], dim=-2)
     return torch.cat([first, sums[..., :-1, :, :]], dim=-3)
 
 
 def _solve(k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """The corrections y = writes + reads S of a chunk, for a state S yet unknown.
+    """Solve for the corrections y = writes + reads S of a chunk, for a state S yet unknown.
 
     Returns:
         writes [B, H, C, r, T, Dv] and reads [B, H, C, r, T, Dk].
@@ -93,5 +93,5 @@ def _solve(k: Tensor, v: Tensor, a: Tensor, b: Tensor, mask: Tensor, before: Ten
 
 
 def _sub_head_scores(x: Tensor, y: Tensor, r: int) -> Tensor:
-    """Products of x [..., T, T, Dk] with y_s [..., T, Dk], summed within sub-heads: [..., T, T, r]."""
+    """Multiply x [..., T, T, Dk] by y_s [..., T, Dk] and sum within sub-heads: [..., T, T, r]."""
     return (x * y[..., None, :, :]).unflatten(-1, (r, -1)).sum(-1)

@@ -1,6 +1,6 @@
-"""Backward kernels: the gradient of the state from chunk to chunk, then those of the inputs. Derivation: README.md.
+"""Runs the backward pass: gradients of the state from chunk to chunk, then those of the inputs. README.md derives it.
 
-Shapes and constants as in ``triton_forward``.
+``triton_forward`` explains shapes and constants.
 """
 
 import triton
@@ -39,10 +39,10 @@ def scan_backward_kernel(
     VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr, FINAL: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one head and some value columns, from the last chunk to the first.
+    """Compute gradients of one head and some value columns, from the last chunk to the first.
 
-    Of the state after each chunk, [B, H, C, Dv, Dk], of the errors which the system is solved for, [B, H, C, Dv, R],
-    and of the initial state.
+    They are those of the state after each chunk, [B, H, C, Dv, Dk], of the errors which the system is solved for,
+    [B, H, C, Dv, R], and of the initial state.
     """
     PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
     program = tl.program_id(0).to(tl.int64)
@@ -104,10 +104,10 @@ def inputs_backward_kernel(
     VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the inputs of one chunk of a head.
+    """Compute the gradients of the inputs of one chunk of a head.
 
-    That of the mask is [B, N, H, r, r] for a mask of tokens, else [B, H, C, r, r], still to be summed. One gradient
-    is finished after the other, so that few are held at a time.
+    That of the mask is [B, N, H, r, r] for a mask of tokens, else [B, H, C, r, r], still to be summed. The kernel
+    finishes one gradient after the other, so that it holds few at a time.
     """
     PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
     ROWS: tl.constexpr = T * SUB_HEADS
@@ -133,7 +133,7 @@ def inputs_backward_kernel(
     key = load_tokens(k, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
     write = write_keys(key, D, SUB_HEADS)
 
-    # Of the values, the scores, the queries, the system, and the masked keys over beta.
+    # Gradients of the values, the scores, the queries, the system, and the masked keys over beta.
     d_strength = tl.zeros((T,), tl.float32)
     d_score = tl.zeros((T, ROWS), tl.float32)
     d_query = tl.zeros((T, KEYS), tl.float32)
@@ -175,7 +175,7 @@ def inputs_backward_kernel(
     gates = b * N * H + tokens * H + h
     tl.store(d_beta + gates, d_strength, mask=exists)
 
-    # Of the mask.
+    # Gradient of the mask.
     products *= row_strength[:, None]
     others = tl.arange(0, SUB_HEADS)
     if TOKEN_MASK:
@@ -187,7 +187,7 @@ def inputs_backward_kernel(
         places = others[:, None] * SUB_HEADS + others[None, :]
         tl.store(d_mask + at * SUB_HEADS * SUB_HEADS + places, products)
 
-    # Of the write keys, the decay to the end of the chunk and, in all, of the decays.
+    # Gradients of the write keys, of the decay to the end of the chunk and, from all parts, of the decays.
     d_write = tl.zeros((ROWS, KEYS), tl.float32)
     of_total = 0.0
     for part in range(PARTS):

@@ -1,9 +1,9 @@
-"""Forward kernels: what chunks do on their own, then the state from chunk to chunk. Derivation: README.md.
+"""Runs the forward pass: each chunk without the state, then the state from chunk to chunk. README.md derives it.
 
-B batch, N tokens, H heads, C chunks of T tokens, Dk and Dv head dims, r sub-heads, R = r T rows of a chunk. States and
-corrections are kept and multiplied transposed, values first: what depends on the state is then the left factor of each
-product and stays in registers. Constants: D and DV the head dims, KEYS and VALUES columns of a tile of them, ALIGN see
-``mhla.triton_tiles``.
+B batch, N tokens, H heads, C chunks of T tokens, Dk and Dv head dims, r sub-heads, R = r T rows of a chunk. The
+kernels keep and multiply states and corrections transposed, values first: then the left factor of each product is the
+one that depends on the state, and stays in registers. Constants: D and DV are the head dims, KEYS and VALUES the
+columns of a tile of them; for ALIGN see ``mhla.triton_tiles``.
 """
 
 import triton
@@ -36,11 +36,11 @@ def prepare_kernel(
     T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, ORDERED: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """What is known of a chunk without the state.
+    """Compute all that a chunk needs and that does not depend on the state.
 
-    Log decays since its start and how often all was forgotten, [B, H, C, 2, T]; decayed scores of queries and write
-    keys, [B, H, C, T, R]; the inverse of the system of its pairs, [B, H, C, R, R]; and that times beta, summed over
-    sub-heads, which share a token's value: [B, H, C, R, T].
+    It stores log decays since the start of the chunk and how many decays forgot everything, [B, H, C, 2, T]; decayed
+    scores of queries and write keys, [B, H, C, T, R]; the inverse of the system of its pairs, [B, H, C, R, R]; and that
+    inverse times beta, summed over sub-heads, which share a token's value: [B, H, C, R, T].
     """
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program % C, program // C
@@ -84,9 +84,9 @@ def scan_kernel(
     VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr, INITIAL: tl.constexpr, SAVE: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and the final state of one head and some value columns, chunk after chunk.
+    """Compute the outputs and the final state of one head and some value columns, chunk after chunk.
 
-    To save are the state before each chunk, [B, H, C, Dv, Dk], and the corrections u, [B, H, C, Dv, R].
+    With SAVE it stores the state before each chunk, [B, H, C, Dv, Dk], and the corrections u, [B, H, C, Dv, R].
     """
     PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
     program = tl.program_id(0).to(tl.int64)

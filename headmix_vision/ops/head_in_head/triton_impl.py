@@ -1,8 +1,8 @@
-"""Head-in-Head in Triton kernels, as ``torch.library`` ops with gradients. Derivation: README.md.
+"""Runs Head-in-Head in Triton kernels, as ``torch.library`` ops with gradients. README.md derives it.
 
-B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads. Saved for the backward pass are the inputs and, for every
-chunk, the inverse of its system, the state before it and its corrections. Sums have a fixed order: repeated calls are
-bit-equal.
+B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads. For the backward pass the ops save the inputs and, for
+every chunk, its decays and scores, the inverse of its system, the state before it and its corrections. Sums have a
+fixed order: repeated calls are bit-equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def head_in_head_triton(
     initial_state: Tensor | None,
     scan: ScanTables | None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`headmix_vision.ops.head_in_head`."""
+    """Compute :func:`headmix_vision.ops.head_in_head` in kernels."""
     inputs = (q, k, v, beta, log_decay, mask, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     out, final, *_ = _forward_op(*inputs, None if scan is None else scan.order, save)
@@ -45,7 +45,7 @@ def _forward_op(
     order: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, final state, and what :class:`triton_launch.Saved` holds."""
+    """Compute the output, the final state and the tensors of :class:`triton_launch.Saved`."""
     out, final, buffers = _outputs(q, v, mask, save)
     if q.shape[0] * q.shape[2]:
         with torch.cuda.device_of(q):
@@ -82,7 +82,7 @@ def _backward_op(
     states: Tensor,
     corrections: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, log_decay, mask and the initial state."""
+    """Compute the gradients of q, k, v, beta, log_decay, mask and the initial state."""
     if q.shape[0] * q.shape[2] == 0:
         d_initial = q.new_empty(q.shape[0], *q.shape[2:], v.shape[-1], dtype=torch.float32)
         d_q, d_k, d_v, d_beta, d_log_decay, d_mask = (
@@ -114,7 +114,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if d_out is None and d_final is None:
         return (None,) * 9
-    saved = ctx.saved_tensors  # once: an activation checkpoint unpacks them no second time
+    saved = ctx.saved_tensors  # read once: an activation checkpoint does not unpack them a second time
     v = saved[2]
     *gradients, d_initial = _backward_op(v.new_zeros(v.shape) if d_out is None else d_out, d_final, *saved)
     return *gradients, None if ctx.state_dtype is None else d_initial.to(ctx.state_dtype), None, None

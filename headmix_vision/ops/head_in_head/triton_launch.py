@@ -1,4 +1,4 @@
-"""Launches of the Head-in-Head kernels: tiles, strides, buffers, grids.
+"""Launches the Head-in-Head kernels: chooses tiles, computes strides and grids, and allocates buffers.
 
 B batch, N tokens, H heads, C chunks of T tokens, Dk and Dv head dims, r sub-heads, R = r T rows of a chunk.
 """
@@ -16,10 +16,11 @@ from headmix_vision.ops.head_in_head import triton_backward as backward
 from headmix_vision.ops.head_in_head import triton_forward as forward
 from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, alignment, numerics
 
-LEAST_TOKENS = 16  # of a chunk: the shortest side of a product
+LEAST_TOKENS = 16  # fewest tokens of a chunk: no side of a product may be shorter
 Tiles = dict[str, int]
-# For bfloat16, up to 64 rows and keys, the best of sweeps on an H200. More stages hide the way to memory where they do
-# not crowd out a second program: the scans of one sub-head take most shared memory, and are alone if heads are few.
+# These are the best of sweeps on an H200 for bfloat16, up to 64 rows and keys. More stages hide the latency of memory
+# where they do not crowd out a second program on a processor. Scans of one sub-head take most shared memory: they get
+# fewer stages, unless heads are so few that each program has a processor to itself.
 PREPARE = Tiles(num_warps=1, num_stages=1)
 SCAN = Tiles(VALUES=64, num_warps=4, num_stages=3)
 CROWDED_SCAN = SCAN | Tiles(num_stages=2)
@@ -27,11 +28,11 @@ INPUTS_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=1)
 
 
 class Saved(NamedTuple):
-    """What the forward pass leaves to the backward pass.
+    """The tensors that the forward pass saves for the backward pass.
 
     Attributes:
-        decays: [B, H, C, 2, T], log decay since the start of the chunk, and how often all was forgotten; float64 for
-            float32 inputs, whose digits differences of such sums would cost, else float32.
+        decays: [B, H, C, 2, T], log decay since the start of the chunk, and how many decays forgot everything; float64
+            for float32 inputs, as differences of float32 sums would lose digits, else float32.
         scores: [B, H, C, T, R], of queries and keys of single sub-heads, decayed and scaled.
         inverse: [B, H, C, R, R], of the system of each chunk.
         states: [B, H, C, Dv, Dk], before each chunk.
@@ -46,7 +47,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the inputs; the last four are float32."""
+    """The gradients of the inputs; the last four are float32."""
 
     q: Tensor
     k: Tensor
@@ -58,12 +59,12 @@ class Gradients(NamedTuple):
 
 
 def chunk_tokens(r: int) -> int:
-    """T: 64 rows, or as many as the shortest chunk has."""
+    """Return T, the tokens that make 64 rows, but no fewer than the shortest chunk has."""
     return max(LEAST_TOKENS, 64 // r)
 
 
 def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
-    """Empty buffers; without ``save`` the last two are left out, C = 0."""
+    """Allocate the buffers; without ``save`` the last two are left out, C = 0."""
     (B, N, H, Dk), Dv, r = q.shape, v.shape[-1], mask.shape[-1]
     T = chunk_tokens(r)
     C, storage = -(-N // T), numerics(q.dtype).storage
@@ -78,7 +79,7 @@ def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
 
 
 def _rows(*tensors: Tensor) -> list[Tensor]:
-    """With contiguous rows."""
+    """Copy the tensors whose rows are not contiguous."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
@@ -94,7 +95,7 @@ def _constants(k: Tensor, mask: Tensor, order: Tensor | None, align: int) -> dic
     compute, precision, _ = numerics(k.dtype)
     if k.dtype == torch.float32:
         precision = SMALL_FLOAT32_PRECISION
-    # Triton 3.6 gets products of bf16 with fewer than 64 columns wrong, also the six that make one of float32.
+    # Triton 3.6 computes wrong products of bf16 with fewer than 64 columns, also the six that make one of float32.
     r, D, keys = mask.shape[-1], k.shape[-1], max(64, _columns(k.shape[-1]))
     return dict(
         T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=keys, ORDERED=order is not None,
@@ -103,13 +104,13 @@ def _constants(k: Tensor, mask: Tensor, order: Tensor | None, align: int) -> dic
 
 
 def _is_large(k: Tensor, mask: Tensor) -> bool:
-    """Whether the tile of a chunk's keys has 128 x 128 numbers."""
+    """Tell whether the tile of a chunk's keys has 128 x 128 numbers or more."""
     r = mask.shape[-1]
     return r * chunk_tokens(r) * _columns(k.shape[-1]) >= 128 * 128
 
 
 def _tiles(tiles: Tiles, k: Tensor, mask: Tensor) -> Tiles:
-    """The tiles, with fewer columns and more warps where a program would not fit."""
+    """Give the tiles fewer columns and more warps where a program would not fit."""
     tall = mask.shape[-1] * chunk_tokens(mask.shape[-1]) > 64
     wide = tall or k.shape[-1] > 64
     if k.dtype == torch.bfloat16 and not wide:
@@ -122,7 +123,7 @@ def _tiles(tiles: Tiles, k: Tensor, mask: Tensor) -> Tiles:
 
 
 def _columns(dim: int) -> int:
-    """Columns of a tile which holds a head dim."""
+    """Count the columns of a tile that holds a head dim."""
     return max(16, triton.next_power_of_2(dim))
 
 

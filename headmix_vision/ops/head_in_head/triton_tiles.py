@@ -1,14 +1,14 @@
-"""Tiles of a chunk inside the Triton kernels.
+"""Loads, computes and stores the tiles of a chunk inside the Triton kernels.
 
-A chunk of T tokens has r T rows (t, i), one for each token and sub-head, tokens first. Three kinds of keys stand in
-them: the key of the token, the masked key m_ti that sub-head i reads the memory with, and the key of sub-head i alone,
-zero in all other columns, that it writes with.
+A chunk of T tokens has r T rows (t, i), one for each token and sub-head, tokens first. They hold three kinds
+of keys: the key of the token; the masked key m_ti, with which sub-head i reads the memory; and the write key, with
+which it writes: the token's key in the columns of sub-head i, zero in all others.
 """
 
 import triton
 import triton.language as tl
 
-# A decay below exp(-50) forgets everything: it is counted, and left out of the sums, whose digits it would cost.
+# A decay below exp(-50) forgets everything: kernels count it and leave it out of the sums, which would lose digits.
 LEAST_LOG_DECAY: tl.constexpr = tl.constexpr(-50.0)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -16,7 +16,7 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def token_index(order, chunk, N, T: tl.constexpr, ORDERED: tl.constexpr):
-    """Tokens of a chunk, int64 [T], and which of them exist; the others are named as one that does."""
+    """Return the tokens of a chunk, int64 [T], and which of them exist; absent ones are named as one that exists."""
     place = chunk * T + tl.arange(0, T)
     exists = place < N
     if ORDERED:
@@ -27,7 +27,7 @@ def token_index(order, chunk, N, T: tl.constexpr, ORDERED: tl.constexpr):
 
 @triton.jit
 def load_tokens(base, tokens, exists, stride, first, D: tl.constexpr, SIZE: tl.constexpr, ALIGN: tl.constexpr):
-    """Columns first .. first + SIZE of token rows, zero beyond D and in absent tokens: [T, SIZE]."""
+    """Load columns first .. first + SIZE of token rows, zero beyond D and in absent tokens: [T, SIZE]."""
     columns = first + tl.arange(0, SIZE)
     pointers = base + (tokens * stride * ALIGN)[:, None] + columns[None, :]
     if D % SIZE == 0:
@@ -51,7 +51,7 @@ def _places(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, stride):
 
 @triton.jit
 def load_matrix(base, first, D1: tl.constexpr, D2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows first .. first + ROWS of a contiguous [D1, D2], zero outside: [ROWS, COLUMNS]."""
+    """Load rows first .. first + ROWS of a contiguous [D1, D2], zero outside: [ROWS, COLUMNS]."""
     rows, columns, places = _places(first, ROWS, COLUMNS, D2)
     if D1 % ROWS == 0 and D2 == COLUMNS:
         return tl.load(base + places)
@@ -71,7 +71,7 @@ def store_matrix(base, first, x, D1: tl.constexpr, D2: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def to_rows(x, SUB_HEADS: tl.constexpr):
-    """[T, D] -> [r T, D], each token r times."""
+    """Repeat each token r times: [T, D] -> [r T, D]."""
     if SUB_HEADS == 1:
         return x
     else:
@@ -82,7 +82,7 @@ def to_rows(x, SUB_HEADS: tl.constexpr):
 
 @triton.jit
 def vector_to_rows(x, SUB_HEADS: tl.constexpr):
-    """[T] -> [r T]."""
+    """Repeat each number r times: [T] -> [r T]."""
     if SUB_HEADS == 1:
         return x
     else:
@@ -92,7 +92,7 @@ def vector_to_rows(x, SUB_HEADS: tl.constexpr):
 
 @triton.jit
 def sum_rows(x, SUB_HEADS: tl.constexpr):
-    """[r T, D] -> [T, D], the sum over the sub-heads of a token."""
+    """Sum over the sub-heads of each token: [r T, D] -> [T, D]."""
     if SUB_HEADS == 1:
         return x
     else:
@@ -102,7 +102,7 @@ def sum_rows(x, SUB_HEADS: tl.constexpr):
 
 @triton.jit
 def sum_vector_rows(x, SUB_HEADS: tl.constexpr):
-    """[r T] -> [T]."""
+    """Sum over the sub-heads of each token: [r T] -> [T]."""
     if SUB_HEADS == 1:
         return x
     else:
@@ -112,27 +112,27 @@ def sum_vector_rows(x, SUB_HEADS: tl.constexpr):
 
 @triton.jit
 def sub_head_of(SIZE: tl.constexpr, D: tl.constexpr, SUB_HEADS: tl.constexpr):
-    """Sub-head of each key column, [SIZE]."""
+    """Return the sub-head of each key column, [SIZE]."""
     return tl.minimum(tl.arange(0, SIZE) // (D // SUB_HEADS), SUB_HEADS - 1)
 
 
 @triton.jit
 def _mask_rows(base, tokens, stride, SUB_HEADS: tl.constexpr):
-    """Pointers to the mask row of each row (t, i), [R, 1]. A static mask has stride 0, whatever the tokens."""
+    """Return pointers to the mask row of each row (t, i), [R, 1]. A static mask has stride 0, whatever the tokens."""
     row = tl.arange(0, tokens.shape[0] * SUB_HEADS) % SUB_HEADS
     return base + (vector_to_rows(tokens, SUB_HEADS) * stride + row * SUB_HEADS)[:, None]
 
 
 @triton.jit
 def load_entries(base, tokens, stride, SUB_HEADS: tl.constexpr):
-    """Mask entries of all rows, M_t[i, :]: [R, r] float32."""
+    """Load the mask entries of all rows, M_t[i, :]: [R, r] float32."""
     pointers = _mask_rows(base, tokens, stride, SUB_HEADS)
     return tl.load(pointers + tl.arange(0, SUB_HEADS)[None, :]).to(tl.float32)
 
 
 @triton.jit
 def load_mask(base, tokens, stride, SIZE: tl.constexpr, D: tl.constexpr, SUB_HEADS: tl.constexpr):
-    """`load_entries`, that of the sub-head of each key column: [R, SIZE], or [T, 1] for one sub-head."""
+    """Load for each row the entry of each key column's sub-head: [R, SIZE], or [T, 1] for one sub-head."""
     pointers = _mask_rows(base, tokens, stride, SUB_HEADS)
     if SUB_HEADS == 1:
         return tl.load(pointers).to(tl.float32)
@@ -142,7 +142,7 @@ def load_mask(base, tokens, stride, SIZE: tl.constexpr, D: tl.constexpr, SUB_HEA
 
 @triton.jit
 def to_columns(entries, D: tl.constexpr, SIZE: tl.constexpr, SUB_HEADS: tl.constexpr):
-    """[R, r] -> [R, SIZE], each entry in all columns of its sub-head."""
+    """Repeat each entry in all columns of its sub-head: [R, r] -> [R, SIZE]."""
     rows: tl.constexpr = entries.shape[0]
     if SUB_HEADS == 1:
         return entries
@@ -160,7 +160,7 @@ def to_columns(entries, D: tl.constexpr, SIZE: tl.constexpr, SUB_HEADS: tl.const
 
 @triton.jit
 def sum_sub_heads(x, D: tl.constexpr, SUB_HEADS: tl.constexpr):
-    """[R, SIZE] -> [R, r], the sums over the columns of each sub-head."""
+    """Sum over the columns of each sub-head: [R, SIZE] -> [R, r]."""
     rows: tl.constexpr = x.shape[0]
     if x.shape[1] == D:
         return tl.sum(tl.reshape(x, (rows, SUB_HEADS, D // SUB_HEADS)), axis=2)
@@ -175,7 +175,7 @@ def sum_sub_heads(x, D: tl.constexpr, SUB_HEADS: tl.constexpr):
 
 @triton.jit
 def own_columns(rows, D: tl.constexpr, SUB_HEADS: tl.constexpr):
-    """Zeros in the columns of other sub-heads than the row's: [r T, SIZE]."""
+    """Set the columns of other sub-heads than the row's to zero: [r T, SIZE]."""
     if SUB_HEADS == 1:
         return rows
     else:
@@ -185,15 +185,15 @@ def own_columns(rows, D: tl.constexpr, SUB_HEADS: tl.constexpr):
 
 @triton.jit
 def write_keys(key, D: tl.constexpr, SUB_HEADS: tl.constexpr):
-    """Keys of single sub-heads: [T, SIZE] -> [r T, SIZE], zero in the columns of other sub-heads."""
+    """Build the keys of single sub-heads: [T, SIZE] -> [r T, SIZE], zero in the columns of other sub-heads."""
     return own_columns(to_rows(key, SUB_HEADS), D, SUB_HEADS)
 
 
 @triton.jit
 def masked_keys(key, entries, SUB_HEADS: tl.constexpr):
-    """Keys by which the sub-heads read the memory, [T, SIZE] -> [r T, SIZE]; not masked for one sub-head.
+    """Build the keys by which sub-heads read the memory, [T, SIZE] -> [r T, SIZE]; one sub-head's are not masked.
 
-    That one's entry is a factor of the whole row, for `masked_factor`.
+    Its only entry is a factor of the whole row, which `masked_factor` applies.
     """
     if SUB_HEADS == 1:
         return key
@@ -203,7 +203,7 @@ def masked_keys(key, entries, SUB_HEADS: tl.constexpr):
 
 @triton.jit
 def masked_factor(factor, entries, SUB_HEADS: tl.constexpr):
-    """Factors of the rows, [r T], times what `masked_keys` left out."""
+    """Multiply the factors of the rows, [r T], by the entry that `masked_keys` leaves out."""
     if SUB_HEADS == 1:
         return factor * tl.sum(entries, 1)
     else:
@@ -212,7 +212,7 @@ def masked_factor(factor, entries, SUB_HEADS: tl.constexpr):
 
 @triton.jit
 def load_decays(decays, at, T: tl.constexpr):
-    """Sums of log decays since the start of a chunk and how often all was forgotten, [T] each, and both at its end."""
+    """Load sums of log decays since a chunk's start, how many forgot everything, [T] each, and both at its end."""
     place = decays + at * 2 * T + tl.arange(0, T)
     end = decays + at * 2 * T + T - 1
     return tl.load(place), tl.load(place + T), tl.load(end), tl.load(end + T)
@@ -220,9 +220,9 @@ def load_decays(decays, at, T: tl.constexpr):
 
 @triton.jit
 def decay_if(log_decay, kept):
-    """exp(log_decay) where something is kept, else 0, float32.
+    """Compute exp(log_decay) where something is kept, else 0, in float32.
 
-    Of float64 to all digits of float32: ``tl.exp`` loses those that the exponent takes when it is rounded for 2^x.
+    For float64 it is exact to all digits of float32: ``tl.exp`` rounds the exponent of 2^x, which costs digits.
     """
     if log_decay.dtype == tl.float64:
         exponent = tl.where(kept, log_decay, 0.0) * LOG2_E
@@ -235,20 +235,20 @@ def decay_if(log_decay, kept):
 
 @triton.jit
 def decay_between(later, later_resets, earlier, earlier_resets, is_later):
-    """Decay from an earlier token [None, :] to a later one [:, None], 0 from one that is not."""
+    """Compute the decay from an earlier token [None, :] to a later one [:, None], 0 where not ``is_later``."""
     kept = is_later & (later_resets[:, None] == earlier_resets[None, :])
     return decay_if(later[:, None] - earlier[None, :], kept)
 
 
 @triton.jit
 def _merge_pairs(x, a, precision: tl.constexpr):
-    """From the inverses of the 2 n blocks of size s on the diagonal of I + a to those of size 2 s.
+    """Merge the inverses of the 2 n blocks of size s on the diagonal of I + a to those of the n blocks of size 2 s.
 
     [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]
 
     Args:
         x: [2 n, s, s] float32.
-        a: [2 n s, 2 n s] float32, of which C are entries.
+        a: [2 n s, 2 n s] float32, which holds the blocks C.
     """
     n: tl.constexpr = x.shape[0] // 2
     s: tl.constexpr = x.shape[1]
@@ -273,7 +273,7 @@ def _merge_pairs(x, a, precision: tl.constexpr):
 
 @triton.jit
 def _merge_inside(x, a, s: tl.constexpr, precision: tl.constexpr):
-    """`_merge_pairs` for blocks of size s inside each of the n matrices [n, 16, 16]."""
+    """Merge pairs of blocks of size s, as `_merge_pairs` does, inside each of the n matrices [n, 16, 16]."""
     row = tl.arange(0, 16)
     r, c = row[None, :, None], row[None, None, :]
     corner = tl.where((r // (2 * s) == c // (2 * s)) & (r // s != c // s), a, 0.0)
@@ -282,9 +282,9 @@ def _merge_inside(x, a, s: tl.constexpr, precision: tl.constexpr):
 
 @triton.jit
 def unit_lower_inverse(a, SUB_HEADS: tl.constexpr, precision: tl.constexpr):
-    """(I + a)^-1, a [n, n] float32 zero on and above its diagonal blocks of r x r, n a power of two from 32.
+    """Compute (I + a)^-1; a [n, n] float32 is zero on and above its diagonal blocks of r x r, n a power of two from 32.
 
-    Blocks of 16 first, then merged two by two: no powers of a are taken, whose cancellation would cost all digits.
+    It inverts blocks of 16 first, then merges them two by two: powers of a would cancel, which costs all digits.
     """
     n: tl.constexpr = a.shape[0]
     blocks: tl.constexpr = n // 16

@@ -1,4 +1,4 @@
-"""Argument checks of the Head-in-Head ops, the same for every implementation.
+"""Checks the arguments of the Head-in-Head ops, in the same way for every implementation.
 
 B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads.
 """
@@ -113,7 +113,7 @@ def _check_common(
 def _check_mask(mask: Tensor, q: Tensor) -> None:
     r = mask.shape[-1] if mask.ndim else 0
     heads, head_dim = q.shape[2:]
-    # Of one rank only: comparing a batch with a number of heads would bind a symbolic batch.
+    # The shape is compared within one rank only: comparing a batch with a number of heads would bind a symbolic batch.
     expected = (heads, r, r) if mask.ndim == 3 else (*q.shape[:3], r, r)
     if r < 1 or mask.ndim not in (3, 5) or mask.shape != expected:
         raise InputError(
@@ -155,7 +155,7 @@ def _check_permutation(scan: Tensor) -> None:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether the tensor has values: a tracer's has none."""
+    """Tell whether the tensor has values; a tracer's has none."""
     return type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
 
 
@@ -164,5 +164,5 @@ def _is_capturing(x: Tensor) -> bool:
 
 
 def _values_are_at_hand(x: Tensor) -> bool:
-    """Whether reading values is free: an accelerator would have to wait."""
+    """Tell whether reading values is free; an accelerator would have to wait."""
     return x.device.type == "cpu" and _is_plain(x)

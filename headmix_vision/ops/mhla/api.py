@@ -1,4 +1,4 @@
-"""Public entry of the MHLA op: validation and choice of implementation."""
+"""The public entry of the MHLA op: it validates the arguments and chooses the implementation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mhla(
     eps: float = 1e-6,
     impl: str = "auto",
 ) -> Tensor:
-    r"""Multi-head linear attention: linear attention whose block memories are mixed by a learned matrix.
+    r"""Compute multi-head linear attention: linear attention whose block memories are mixed by a learned matrix.
 
     With feature-mapped queries and keys, for a query in block ``i`` (equations 4 and 5 of arXiv 2601.07832)::
 
@@ -56,8 +56,8 @@ def mhla(
         feature_map: ``"relu"``: relu(x) + eps, ``"elu1"``: elu(x) + 1 + eps, ``"identity"``: x.
         eps: see ``feature_map`` and ``normalizer``.
         impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: kernels for bfloat16,
-            float16 and float32 and head dims up to 128, whose cost model picks an algorithm; ``"triton_pairwise"`` and
-            ``"triton_summary"`` are the two; differentiable once. ``"torch"``: linear in N, any device.
+            float16 and float32 and head dims up to 128, differentiable once; a cost model picks one of two algorithms,
+            ``"triton_pairwise"`` and ``"triton_summary"`` name it. ``"torch"``: linear in N, any device.
             ``"reference"``: the N x N form, a specification.
 
     Returns:

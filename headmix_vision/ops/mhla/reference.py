@@ -1,4 +1,4 @@
-"""MHLA written as in the paper, equation 5: the dense N x N form. The specification of the other implementations.
+"""Computes MHLA as the paper writes it, equation 5: the dense N x N form, which specifies the other implementations.
 
 B batch, N tokens, H heads, D and Dv head dims, M blocks.
 """
@@ -14,7 +14,7 @@ from headmix_vision.ops.token_blocks import TokenBlocks
 
 
 def mhla_reference(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
-    """Compute :func:`headmix_vision.ops.mhla`."""
+    """Compute :func:`headmix_vision.ops.mhla` in its N x N form."""
     blocks, normalizer, feature_map, eps, _ = settings
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
@@ -33,7 +33,7 @@ def mhla_reference(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Se
 
 
 def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, blocks: TokenBlocks) -> Tensor:
-    """sum_b m[i, b] (q_b . z_b) for each token, q_b at the token's place of block b: [B, H, N]."""
+    """Compute sum_b m[i, b] (q_b . z_b) for each token; q_b is at the token's place of block b: [B, H, N]."""
     tables = blocks.tables(q)
     rows = mixing.expand(q.shape[2], *mixing.shape[-2:])  # [H, M, M]
     denominator = torch.zeros(q.shape[0], q.shape[2], q.shape[1], dtype=q.dtype, device=q.device)

@@ -1,4 +1,4 @@
-"""Which of the two algorithms of the Triton MHLA to run: a cost model, fitted by ``benchmarks/fit_mhla_regimes.py``."""
+"""Chooses one of the two algorithms of the Triton MHLA by a cost model that ``benchmarks/fit_mhla_regimes.py`` fits."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ SUMMARY_NS = (6.8e-3, 4.31e-2, 4.22e-3, 6.93e-5)
 
 
 def pairwise_terms(blocks: TokenBlocks, dim: int, value_dim: int) -> tuple[float, ...]:
-    """Entries of the tokens' rows, and pairs of them."""
+    """Count the entries of the tokens' rows, and the products over all pairs of tokens."""
     columns = dim + value_dim
     return blocks.num_tokens * columns, blocks.num_tokens**2 * columns
 
 
 def summary_terms(blocks: TokenBlocks, dim: int, value_dim: int) -> tuple[float, ...]:
-    """Entries of the tokens' rows, of one summary, of all summaries, and the products that mix these."""
+    """Count the entries of the tokens' rows, of one summary, of all summaries, and the products that mix summaries."""
     entries, M = dim * value_dim, blocks.num_blocks
     return blocks.num_tokens * (dim + value_dim), entries, M * entries, M * M * entries
 
 
 def cost(constants: Sequence[float], terms: Sequence[float]) -> float:
-    """Estimated time in nanoseconds per batch item and head."""
+    """Estimate the time in nanoseconds per batch item and head."""
     return sum(a * b for a, b in zip(constants, terms, strict=True))
 
 
@@ -33,7 +33,7 @@ def choose(pairwise_ns: float, summary_ns: float) -> str:
 
 
 def choose_regime(blocks: TokenBlocks, dim: int, value_dim: int) -> str:
-    """ "pairwise" or "summary", whichever is estimated faster."""
+    """Return "pairwise" or "summary", whichever is estimated faster."""
     return choose(
         cost(PAIRWISE_NS, pairwise_terms(blocks, dim, value_dim)),
         cost(SUMMARY_NS, summary_terms(blocks, dim, value_dim)),

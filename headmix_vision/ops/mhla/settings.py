@@ -1,4 +1,4 @@
-"""What an MHLA call computes: normalizers, feature maps, and all settings as one value."""
+"""Names the normalizers and feature maps of MHLA, and holds all settings of a call in one value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MANTISSA = 2.0**53
 
 
 class Settings(NamedTuple):
-    """What an MHLA call computes, beside its tensors; see :func:`headmix_vision.ops.mhla`.
+    """The settings of an MHLA call: all that it takes beside tensors; see :func:`headmix_vision.ops.mhla`.
 
     ``regime`` names the algorithm of the kernels; other implementations do not read it.
     """
@@ -74,5 +74,5 @@ def _cached(packed: tuple[int, ...]) -> Settings:
 
 
 def unpack_cached(packed: Sequence[int]) -> Settings:
-    """Read settings without symbolic sizes, once for all calls with the same ones."""
+    """Read packed settings without symbolic sizes, once for all calls with the same integers."""
     return _cached(tuple(packed))

@@ -1,4 +1,4 @@
-"""MHLA from block summaries (equation 4), linear in N, in plain PyTorch for any device.
+"""Computes MHLA from block summaries (equation 4) in plain PyTorch: linear in N, on any device.
 
 B batch, N tokens, H heads, D and Dv head dims, M blocks, n tokens in the largest block.
 """
@@ -17,7 +17,7 @@ from headmix_vision.ops.token_blocks import BlockTables
 
 
 def mhla_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
-    """Compute :func:`headmix_vision.ops.mhla`."""
+    """Compute :func:`headmix_vision.ops.mhla` from block summaries."""
     blocks, normalizer, feature_map, eps, _ = settings
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
@@ -25,7 +25,7 @@ def mhla_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settin
         q, k = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps)
 
         if normalizer == "paper":
-            v = F.pad(v, (0, 1), value=1.0)  # the normaliser rides along as one more value
+            v = F.pad(v, (0, 1), value=1.0)  # one more value of 1 sums the denominator
 
         tables = blocks.tables(q)
         q, k, v = (to_blocks(x, tables) for x in (q, k, v))  # [B, H, M, n, D], absent places zero
@@ -53,9 +53,9 @@ def to_tokens(x: Tensor, tables: BlockTables) -> Tensor:
 
 
 class _ToBlocks(torch.autograd.Function):
-    """Adjoint of ``_ToTokens``.
+    """Gathers tokens into blocks; the adjoint of ``_ToTokens``.
 
-    As a pair both directions are gathers: autograd's own scatter-add is slow on a CPU and unordered on a GPU.
+    The pair gathers in both directions: autograd's own scatter-add is slow on a CPU and unordered on a GPU.
     """
 
     @staticmethod
@@ -71,7 +71,7 @@ class _ToBlocks(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Adjoint of ``_ToBlocks``."""
+    """Gathers blocks into tokens; the adjoint of ``_ToBlocks``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class _ToTokens(torch.autograd.Function):
 
 
 def source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, tables: BlockTables, eps: float) -> Tensor:
-    """sum_b m[i, b] (q_b . z_b) + eps for each token, q_b the query at its place of block b (released code).
+    """Compute sum_b m[i, b] (q_b . z_b) + eps for each token; q_b is the query at its place of block b (released code).
 
     Args:
         q, k: features in blocks, [B, H, M, n, D].

@@ -1,8 +1,8 @@
-"""MHLA in Triton kernels, as ``torch.library`` ops with gradients. Derivation and regimes: README.md.
+"""Runs MHLA in Triton kernels, as ``torch.library`` ops with gradients. README.md derives it and explains the regimes.
 
-B batch, N tokens, H heads, M blocks, D and Dv head dims. Saved for the backward pass are the inputs, the inverse
-denominators and, by regime, the output (pairwise) or the block summaries (summary). Sums have a fixed order: repeated
-calls are bit-equal.
+B batch, N tokens, H heads, M blocks, D and Dv head dims. For the backward pass the ops save the inputs, the
+inverse denominators and, by regime, the output (pairwise) or the block summaries (summary). Sums have a fixed order:
+repeated calls are bit-equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headmix_vision.ops.precision import autocast_off
 def mhla_triton(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings, regime: str | None = None
 ) -> Tensor:
-    """Compute :func:`headmix_vision.ops.mhla` in one regime, "pairwise" or "summary", or as the cost model says."""
+    """Compute :func:`headmix_vision.ops.mhla` in one regime, "pairwise" or "summary", or in the cost model's choice."""
     settings = settings._replace(regime=regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1]))
     denominator = None
     if settings.normalizer == "source_block":
@@ -33,7 +33,7 @@ def mhla_triton(
 
 
 def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
-    """[B, H, N] float32, in plain PyTorch: the published code's normalizer, kept for its weights."""
+    """Compute the denominator that weights of the published code need, in plain PyTorch: [B, H, N] float32."""
     with autocast_off(q):
         tables = settings.blocks.tables(q)
         q, k = (to_blocks(apply_feature_map(x.float(), settings.feature_map, settings.eps), tables) for x in (q, k))
@@ -42,7 +42,7 @@ def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, settings: Se
 
 
 class Saved(NamedTuple):
-    """What the forward pass leaves to the backward pass; N or M is 0 where a part is not used.
+    """The tensors that the forward pass saves for the backward pass; N or M is 0 where a part is not used.
 
     Attributes:
         inverse: [B, H, N] float32, inverse denominators.
@@ -56,7 +56,7 @@ class Saved(NamedTuple):
 
 
 def _saved(q: Tensor, v: Tensor, settings: Settings) -> Saved:
-    """Empty buffers of the sizes that the settings ask for."""
+    """Allocate buffers of the sizes that the settings ask for."""
     B, N, H, D = q.shape
     M = settings.blocks.num_blocks if settings.regime == "summary" else 0
     return Saved(
@@ -66,12 +66,12 @@ def _saved(q: Tensor, v: Tensor, settings: Settings) -> Saved:
     )
 
 
-# Cached compiled graphs know nothing of an op's gradients: where these change their arguments, the ops get new names.
+# Cached compiled graphs do not notice a change of an op's gradients: when their arguments change, rename the ops.
 @torch.library.custom_op("headmix_vision::mhla_forward", mutates_args=())
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None, settings: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output and what :class:`Saved` holds, for packed settings and the denominator [B, H, N] of "source_block"."""
+    """Compute the output and :class:`Saved` from packed settings and, for "source_block", the denominator [B, H, N]."""
     call = unpack_cached(settings)
     out, saved = v.new_empty(v.shape), _saved(q, v, call)
     if denominator is not None:
@@ -105,7 +105,7 @@ def _gradients_op(
     summary_vector: Tensor,
     settings: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, mixing and a given denominator: pairwise where there is an ``out``, else from summaries."""
+    """Compute gradients of q, k, v, mixing and a given denominator: pairwise with an ``out``, else from summaries."""
     saved = Saved(inverse, summary_matrix, summary_vector)
     return tuple(_gradients(d_out, q, k, v, mixing, out, saved, None, unpack_cached(settings)))  # type: ignore[return-value]
 
@@ -123,7 +123,7 @@ def _packed_gradients_op(
     summary_vector: Tensor,
     settings: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``mhla_gradients``, for v of the shape of q, with the first three gradients in one, [B, N, 3, H, D]."""
+    """Compute ``mhla_gradients`` for v of the shape of q, the first three of them as one tensor [B, N, 3, H, D]."""
     d_qkv, saved = _packed_gradient(q), Saved(inverse, summary_matrix, summary_vector)
     gradients = _gradients(d_out, q, k, v, mixing, out, saved, d_qkv, unpack_cached(settings))
     return d_qkv, gradients.mixing, gradients.denominator
@@ -145,7 +145,7 @@ def _gradients(
     d_qkv: Tensor | None,
     settings: Settings,
 ) -> launch.Gradients:
-    """Gradients of all inputs; those of q, k and v are parts of ``d_qkv`` if it is there."""
+    """Compute the gradients of all inputs; those of q, k and v are parts of ``d_qkv`` if it is given."""
     if d_out.numel() == 0:
         d_q, d_k, d_v = (launch.gradient(x, d_qkv, part).zero_() for part, x in enumerate((q, k, v)))
         d_mixing = torch.zeros_like(mixing, memory_format=torch.contiguous_format)
@@ -194,7 +194,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Any, .
     if _are_traced_parts(q, k, v):
         d_qkv, d_mixing, d_denominator = _packed_gradients_op(*arguments)
         sizes = [q.shape[2] * q.shape[3]] * 3
-        # Inductor leaves out a concatenation of these three, if both name the dim by the same number, not -1.
+        # Inductor leaves out a concatenation of these three if it and the split name the dim by one number, not -1.
         d_q, d_k, d_v = (x.view(q.shape) for x in torch.split_with_sizes(d_qkv.flatten(2), sizes, 2))
     else:
         d_q, d_k, d_v, d_mixing, d_denominator = _gradients_op(*arguments)
@@ -202,9 +202,9 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Any, .
 
 
 def _are_traced_parts(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a tracer shows q, k and v as the parts into which a packed projection [B, N, 3 H D] was cut.
+    """Tell whether a tracer shows q, k and v as the parts into which a packed projection [B, N, 3 H D] was cut.
 
-    If by ``chunk`` or ``split``, their gradients are concatenated, which Inductor leaves out for all parts of one
+    The adjoint of ``chunk`` and ``split`` concatenates gradients; Inductor leaves this out for all parts of one
     tensor. Plain tensors are never packed: PyTorch copies parts of one tensor more slowly than three tensors.
     """
     if type(q) in (Tensor, torch.nn.Parameter):

@@ -1,6 +1,6 @@
-"""Launches of the Triton kernels: strides, output buffers, grids.
+"""Launches the Triton kernels: computes strides and grids, and allocates outputs.
 
-B batch, N tokens, H heads, M blocks, C parts of blocks, D and Dv head dims. Of the normalizers the kernels know
+B batch, N tokens, H heads, M blocks, C parts of blocks, D and Dv head dims. The kernels take the normalizers
 "paper" (they write the inverse denominators), "given" (they read them) and "none".
 """
 
@@ -21,7 +21,7 @@ from headmix_vision.ops.mhla.triton_tables import Places, parts, places
 
 # Tokens in a part of a block, whatever the device and the batch: results do not depend on these.
 PART_TOKENS = 512
-# Bytes of the unsummed mixing gradients of the pairwise backward pass; longer batches are taken in several launches.
+# Bytes of the unsummed mixing gradients of the pairwise backward pass; larger batches take several launches.
 MIXING_GRADIENT_BYTES = 1 << 26
 MAX_CHUNKS = 8
 VECTOR_TILE = 64
@@ -29,14 +29,14 @@ RUN_TILE = 32
 
 
 class Summaries(NamedTuple):
-    """Of each block, or part of one: matrices [B, H, M, D, Dv], and vectors [B, H, M, D] for the paper's normalizer."""
+    """Summaries of blocks or parts: matrices [B, H, M, D, Dv] and vectors [B, H, M, D] for the paper's normalizer."""
 
     matrix: Tensor
     vector: Tensor
 
 
 class Gradients(NamedTuple):
-    """Gradients of the inputs; that of the mixing is float32, that of a given denominator [B, H, N] float32."""
+    """The gradients of the inputs; those of the mixing and of a given denominator [B, H, N] are float32."""
 
     query: Tensor
     key: Tensor
@@ -46,7 +46,7 @@ class Gradients(NamedTuple):
 
 
 class QueryGradients(NamedTuple):
-    """Gradients of queries and given denominators, and the summaries R and r of queries and output gradients."""
+    """The gradients of queries and denominators, and the summaries R and r of queries and output gradients."""
 
     query: Tensor
     denominator: Tensor
@@ -61,7 +61,7 @@ class MixingGradients(NamedTuple):
 
 
 def _split(settings: Settings) -> int:
-    """Parts of each block."""
+    """Count the parts of each block."""
     return _ceil(settings.blocks.max_block_size, PART_TOKENS)
 
 
@@ -70,7 +70,7 @@ def _normalizer(settings: Settings) -> str:
 
 
 def gradient(x: Tensor, packed: Tensor | None, part: int) -> Tensor:
-    """Empty gradient of an input [B, N, H, D]: a tensor of its own, or a part of a packed [B, N, PACK, H, D]."""
+    """Allocate the gradient of an input [B, N, H, D], or take its part of a packed tensor [B, N, PACK, H, D]."""
     return x.new_empty(x.shape) if packed is None else packed[:, :, part]
 
 
@@ -87,7 +87,7 @@ def _strides(align: int, *tensors: Tensor) -> list[int]:
 
 
 def _mixing_strides(mixing: Tensor) -> tuple[int, ...]:
-    """Strides of [H, ...] weights, also if the heads share them."""
+    """Return the strides of [H, ...] weights; those that heads share have stride 0 over H."""
     return (0, *mixing.stride()) if mixing.ndim == 2 else mixing.stride()
 
 
@@ -111,7 +111,7 @@ def _places(c: tuning.Tiles, q: Tensor, settings: Settings) -> Places:
 
 
 def _run_weights(mixing: Tensor, t: Places) -> Tensor:
-    """Mixing weights of each pair of runs, up to whole tiles: [(H,) padded runs, padded runs]."""
+    """Spread mixing weights to each pair of runs, up to whole tiles: [(H,) padded runs, padded runs]."""
     if mixing.shape[-1] == t.padded_runs:  # runs are blocks
         return mixing
     heads, tiles = mixing.shape[:-2], _ceil(t.padded_runs, RUN_TILE)
@@ -123,7 +123,7 @@ def _run_weights(mixing: Tensor, t: Places) -> Tensor:
 
 
 def is_resident(dim: int, num_tokens: int, dtype: torch.dtype) -> bool:
-    """Whether pairwise kernels hold all keys and values, or queries and gradients, of a head on chip."""
+    """Tell whether pairwise kernels hold all keys and values, or queries and gradients, of a head on chip."""
     return dtype == torch.bfloat16 and dim <= 64 and num_tokens <= tuning.RESIDENT_TOKENS
 
 
@@ -164,7 +164,7 @@ def _pairwise_backward_query(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor,
     packed: Tensor | None, settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries, of the mixing, and of denominators: in the order of places for the paper's, else tokens."""
+    """Compute gradients of queries, mixing and denominators (by place for the paper's normalizer, else by token)."""
     B, N, H, D = q.shape
     M = settings.blocks.num_blocks
     c = tuning.tiles(tuning.PAIRWISE_BACKWARD_QUERY, max(D, v.shape[-1]), q.dtype)
@@ -193,7 +193,7 @@ def _pairwise_backward_query(
 
 
 def _fold_runs(d_weights: Tensor, t: Places, num_blocks: int) -> Tensor:
-    """Gradient of the mixing from that of the weights of each pair of runs: [(H,) M, M]."""
+    """Sum the gradients of the weights of each pair of runs to those of the mixing: [(H,) M, M]."""
     if len(t.blocks) == num_blocks:
         return d_weights[..., :num_blocks, :num_blocks].contiguous()
     heads = d_weights.shape[:-2]
@@ -209,7 +209,7 @@ def _pairwise_backward_key(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, inverse: Tensor, d_out: Tensor, d_scale: Tensor,
     packed: Tensor | None, settings: Settings,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of keys and values."""
+    """Compute the gradients of keys and values."""
     B, N, H, D = q.shape
     dim = max(D, v.shape[-1])
     resident = is_resident(dim, N, q.dtype)
@@ -240,7 +240,7 @@ def _token_constants(q: Tensor, v: Tensor, settings: Settings, align: int, size:
 
 
 def _part_summaries(q: Tensor, v: Tensor, settings: Settings) -> Summaries:
-    """Empty summaries of parts: [B, H, C, D, Dv], float32 where they are still to be summed, and vectors [B, H, C, D].
+    """Allocate summaries of parts: [B, H, C, D, Dv], float32 if they are still to be summed, and vectors [B, H, C, D].
 
     Only the paper's normalizer needs vectors; others get none, [B, H, 0, D].
     """
@@ -261,7 +261,7 @@ def _sum_parts(of_parts: Summaries, q: Tensor, settings: Settings) -> Summaries:
 
 
 def summarize(k: Tensor, v: Tensor, settings: Settings) -> Summaries:
-    """Summaries S [B, H, M, D, Dv] and z [B, H, M, D] of keys and values."""
+    """Compute the summaries S [B, H, M, D, Dv] and z [B, H, M, D] of keys and values."""
     H = k.shape[2]
     t = parts(settings.blocks, _split(settings), k.device)
     c = tuning.tiles(tuning.SUMMARIZE, max(k.shape[-1], v.shape[-1]), k.dtype)
@@ -275,7 +275,7 @@ def summarize(k: Tensor, v: Tensor, settings: Settings) -> Summaries:
 
 
 def mix(summaries: Summaries, mixing: Tensor, settings: Settings, transposed: bool = False) -> Summaries:
-    """Mixed summaries, of the shapes of the summaries."""
+    """Mix the summaries by the mixing matrix or its transpose; shapes stay."""
     matrix, vector = summaries
     B, H, M = matrix.shape[:3]
     size = matrix[0, 0, 0].numel()
@@ -295,7 +295,7 @@ def mix(summaries: Summaries, mixing: Tensor, settings: Settings, transposed: bo
 
 
 def apply(q: Tensor, mixed: Summaries, inverse: Tensor, out: Tensor, settings: Settings) -> None:
-    """Queries against mixed summaries: fill ``out`` and, for the paper's normalizer, ``inverse``."""
+    """Multiply queries by mixed summaries: fill ``out`` and, for the paper's normalizer, ``inverse``."""
     B, N, H, D = q.shape
     M = settings.blocks.num_blocks
     t = parts(settings.blocks, _split(settings), q.device)
@@ -311,8 +311,8 @@ def summary_backward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, summaries: Summaries, inverse: Tensor, d_out: Tensor,
     packed: Tensor | None, settings: Settings,
 ) -> Gradients:  # fmt: skip
-    """Gradients of all inputs from the block summaries of the forward pass."""
-    # Mixed again rather than saved, and given up before further memory is taken.
+    """Compute the gradients of all inputs from the block summaries of the forward pass."""
+    # The summaries are mixed again rather than saved; each result is freed before the next step takes memory.
     from_query = backward_query(q, mix(summaries, mixing, settings), inverse, d_out, packed, settings)
     from_mixing = mixing_gradient(from_query.summaries, summaries, mixing, settings)
     denominator, d_q = from_query.denominator, from_query.query
@@ -344,10 +344,10 @@ def backward_query(
 
 
 def mixing_gradient(backward: Summaries, forward: Summaries, mixing: Tensor, settings: Settings) -> MixingGradients:
-    """Gradient of the mixing from the summaries R and r of the backward pass and S and z of the forward pass.
+    """Compute the gradient of the mixing from the summaries R, r of the backward pass and S, z of the forward pass.
 
     It is <R_i, S_j> + r_i . z_j, summed over the batch, and over heads that share the mixing: [(H,) M, M]
-    float32. Where one tile holds all blocks, R and r are mixed as they are read for it.
+    float32. Where one tile holds all blocks, the kernel mixes R and r as it reads them.
     """
     R, r = backward
     B, H, M = R.shape[:3]
@@ -372,7 +372,7 @@ def mixing_gradient(backward: Summaries, forward: Summaries, mixing: Tensor, set
 def backward_key(
     k: Tensor, v: Tensor, mixed: Summaries, packed: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of keys and values from the mixed summaries of queries and output gradients."""
+    """Compute the gradients of keys and values from the mixed summaries of queries and output gradients."""
     B, N, H, D = k.shape
     t = parts(settings.blocks, _split(settings), k.device)
     c = tuning.tiles(tuning.BACKWARD_KEY, max(D, v.shape[-1]), k.dtype)
@@ -380,7 +380,7 @@ def backward_key(
     d_k, d_v = gradient(k, packed, 1), gradient(v, packed, 2)
     constants = _token_constants(k, v, settings, align, t.shape[1], c)
     if k.dtype == torch.float32 and not constants["SINGLE"] and D * v.shape[-1] > 96 * 96:
-        # Loops hold the matrix in shared memory for both products: in four halves each it would not fit.
+        # A loop holds the matrix in shared memory for both products: with four halves of each number it would not fit.
         constants["PRECISION"] = SMALL_FLOAT32_PRECISION
     summary.backward_key_kernel[(B * H * len(t),)](
         k, v, *mixed, d_k, d_v, t, *_strides(align, k, v),

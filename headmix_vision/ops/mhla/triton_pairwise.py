@@ -1,10 +1,9 @@
-"""MHLA for short sequences: scores times mixing weight, token by token, no block summaries.
+"""Computes MHLA for short sequences: weighs the score of each pair of tokens, without block summaries.
 
-B batch, N tokens, H heads, M blocks, D and Dv head dims. A table lists the tokens block by block in places; a *run* is
-RUN consecutive places of one block (-1: a place without token). Weights come as one number per pair of runs: those of a
-tile of scores are an affine load and reach the scores by a broadcast in registers. The *resident* kernels hold all keys
-and values, or queries and output gradients, of a head on chip; the others pass them through in tiles and take any
-length.
+B batch, N tokens, H heads, M blocks, D and Dv head dims. A table lists the tokens block by block in places (-1: a place
+without token); a *run* is RUN consecutive places of one block. Weights are one number per pair of runs: a kernel loads
+those of a tile of scores from affine addresses and broadcasts them in registers. The *resident* kernels hold all keys
+and values, or queries and output gradients, of a head on chip; the others read them tile by tile and take any length.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from headmix_vision.ops.mhla.triton_tiles import (
 
 @triton.jit
 def _places(table, first, places, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """Tokens [SIZE] from a place on, and whether they exist."""
+    """Load the tokens [SIZE] of the places from ``first`` on, and tell which exist."""
     place = first + tl.arange(0, SIZE)
     if FULL:
         return tl.load(table + place).to(tl.int64), tl.full((SIZE,), 1, tl.int1)
@@ -42,7 +41,7 @@ def _places(table, first, places, SIZE: tl.constexpr, FULL: tl.constexpr):
 @triton.jit
 def _features(rows, present, eps, D: tl.constexpr, D1: tl.constexpr, FEATURE_MAP: tl.constexpr, FULL: tl.constexpr,
               COMPUTE: tl.constexpr):  # fmt: skip
-    """Feature-mapped rows, zero in absent rows and columns."""
+    """Map rows to features, zero in absent rows and columns."""
     if FULL and D1 == D:
         return features(rows, eps, FEATURE_MAP, COMPUTE)
     else:
@@ -52,7 +51,7 @@ def _features(rows, present, eps, D: tl.constexpr, D1: tl.constexpr, FEATURE_MAP
 @triton.jit
 def _weights(weights, row, column, stride_row, stride_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
              RUN: tl.constexpr):  # fmt: skip
-    """Weights of the ROWS places from one on with the runs of the COLUMNS places from one on: [ROWS, COLUMNS / RUN]."""
+    """Load weights of ROWS places from ``row`` and runs of COLUMNS places from ``column``: [ROWS, COLUMNS / RUN]."""
     row_run = (row + tl.arange(0, ROWS)) // RUN
     column_run = column // RUN + tl.arange(0, COLUMNS // RUN)
     pointers = weights + row_run[:, None] * stride_row + column_run[None, :] * stride_column
@@ -61,7 +60,7 @@ def _weights(weights, row, column, stride_row, stride_column, ROWS: tl.constexpr
 
 @triton.jit
 def _weigh(scores, weights):
-    """Scores [rows, columns] times weights [rows, runs]."""
+    """Multiply scores [rows, columns] by the weights of their runs [rows, runs]."""
     ROWS: tl.constexpr = scores.shape[0]
     COLUMNS: tl.constexpr = scores.shape[1]
     RUNS: tl.constexpr = weights.shape[1]
@@ -74,7 +73,7 @@ def _weigh(scores, weights):
 
 @triton.jit
 def _sum_runs(x, RUN: tl.constexpr):
-    """Sums of a matrix over its runs: [rows, columns] -> [rows / RUN, columns / RUN]."""
+    """Sum a matrix over its runs: [rows, columns] -> [rows / RUN, columns / RUN]."""
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
     if RUN == 1:
@@ -87,7 +86,7 @@ def _sum_runs(x, RUN: tl.constexpr):
 @triton.jit
 def _attend(q_rows, k_rows, v_rows, weights, accumulator, denominator, NORMALIZER: tl.constexpr,
             COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Numerators and denominators of a tile of queries, with one more tile of keys."""
+    """Add one more tile of keys to the numerators and denominators of a tile of queries."""
     BQ: tl.constexpr = q_rows[0].shape[0]
     BK: tl.constexpr = k_rows[0].shape[0]
     scores = dot_rows(q_rows, k_rows, tl.zeros((BQ, BK), tl.float32), PRECISION)
@@ -100,7 +99,7 @@ def _attend(q_rows, k_rows, v_rows, weights, accumulator, denominator, NORMALIZE
 @triton.jit
 def _store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV: tl.constexpr,
                   DV1: tl.constexpr, NORMALIZER: tl.constexpr):  # fmt: skip
-    """Divide by the denominators and store; ``inverse`` [B, H, N] takes their inverses, or gives them."""
+    """Divide by the denominators and store; write their inverses to ``inverse`` [B, H, N], or read given ones there."""
     p_inverse = inverse + (b * H + h) * N + token
     if NORMALIZER == "paper":
         b_inverse = 1.0 / tl.where(present, denominator, 1.0)
@@ -114,7 +113,7 @@ def _store_output(out, inverse, accumulator, denominator, b, h, N, H, token, pre
 @triton.jit
 def _gradient_rows(g_rows, o_rows, p_inverse, p_scale, present, m_scale, NORMALIZER: tl.constexpr,
                    COMPUTE: tl.constexpr):  # fmt: skip
-    """Output gradients over the denominators, and the share of each score in the denominator's gradient."""
+    """Divide output gradients by the denominators, and compute what each score gets from the denominator's gradient."""
     shift = tl.zeros((g_rows[0].shape[0],), tl.float32)
     if NORMALIZER != "none":
         b_inverse = tl.load(p_inverse, mask=present, other=0.0)
@@ -129,7 +128,7 @@ def _gradient_rows(g_rows, o_rows, p_inverse, p_scale, present, m_scale, NORMALI
 @triton.jit
 def _backward_query(q_rows, g_rows, shift, k_rows, v_rows, weights, accumulator,
                     COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Query gradients with one more tile of keys, and the gradient of the weight of each pair of tokens."""
+    """Add one more tile of keys to the query gradients, and compute the gradient of each pair's weight."""
     BQ: tl.constexpr = q_rows[0].shape[0]
     BK: tl.constexpr = k_rows[0].shape[0]
     scores = dot_rows(q_rows, k_rows, tl.zeros((BQ, BK), tl.float32), PRECISION)
@@ -141,7 +140,7 @@ def _backward_query(q_rows, g_rows, shift, k_rows, v_rows, weights, accumulator,
 @triton.jit
 def _backward_key(q_rows, g_rows, shift, k_rows, v_rows, weights, dk_rows, dv_rows,
                   COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Key and value gradients with one more tile of queries; scores are transposed, [keys, queries]."""
+    """Add one more tile of queries to the key and value gradients; scores are transposed, [keys, queries]."""
     BQ: tl.constexpr = q_rows[0].shape[0]
     BK: tl.constexpr = k_rows[0].shape[0]
     scores = dot_rows(k_rows, q_rows, tl.zeros((BK, BQ), tl.float32), PRECISION)
@@ -193,7 +192,7 @@ def resident_forward_kernel(
     BK: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """One program for each head. PREFETCH: queries are loaded one tile ahead, beside their table."""
+    """Run one program for each head. With PREFETCH it loads the queries, like their table, one tile ahead."""
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
@@ -239,10 +238,10 @@ def pairwise_backward_query_kernel(
     NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, of weights as sums over pairs of runs, [B * H, query runs, key runs], and of denominators.
+    """Compute gradients of queries, of weights summed over runs, [B * H, query runs, key runs], and of denominators.
 
     The last, ``d_scale``, are in the order of the places for the paper's normalizer, as the key kernel reads them, else
-    of the tokens.
+    in that of the tokens.
     """
     tiles = tl.cdiv(places, BQ)
     pid_bh = tl.program_id(0) // tiles
@@ -289,7 +288,7 @@ def pairwise_backward_query_kernel(
 @triton.jit
 def _scaled_gradients(p_g, p_inverse, g_d, g_n, token, present, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
                       NORMALIZER: tl.constexpr, COMPUTE: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Output gradients over the denominators."""
+    """Load output gradients and divide them by the denominators."""
     g_rows = load_rows(p_g, token * (g_n * ALIGN), present, g_d, DV, DV1, DV2)
     if NORMALIZER != "none":
         g_rows = scale_rows(g_rows, tl.load(p_inverse + token, mask=present, other=0.0))
@@ -298,7 +297,7 @@ def _scaled_gradients(p_g, p_inverse, g_d, g_n, token, present, DV: tl.constexpr
 
 @triton.jit
 def _shift(p_scale, first, places, SIZE: tl.constexpr, NORMALIZER: tl.constexpr):
-    """Gradients of the denominators of the places from one on, zero if these are given or none."""
+    """Load the denominators' gradients of the places from ``first`` on; zero if these are given or there are none."""
     if NORMALIZER == "paper":
         place = first + tl.arange(0, SIZE)
         return tl.load(p_scale + place, mask=place < places, other=0.0)
@@ -360,7 +359,7 @@ def resident_backward_key_kernel(
     PACK: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """One program for each head."""
+    """Run one program for each head."""
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)

@@ -1,7 +1,7 @@
-"""MHLA for long sequences: block summaries, their mixing, and the queries against the mixed summaries.
+"""Computes MHLA for long sequences: block summaries, their mixing, and queries times mixed summaries.
 
-B batch, N tokens, H heads, M blocks, D and Dv head dims. Where M blocks are too few to fill the device, each is cut
-into ``split`` parts with a summary each, C = M * split parts in all, and the summaries of a block's parts are summed.
+B batch, N tokens, H heads, M blocks, D and Dv head dims. Long blocks are cut into ``split`` parts each, C = M * split
+parts in all; every part has a summary, and the summaries of a block's parts are summed.
 A *summary* is a D x Dv matrix with a vector of D: of keys and values, S = sum phi(k) v^T and z = sum phi(k); of queries
 and output gradients, in the backward pass, R = sum phi(q) g^T and r = sum phi(q) c (README.md).
 """
@@ -43,7 +43,7 @@ from headmix_vision.ops.mhla.triton_tiles import (
 
 @triton.jit
 def _members(table, part, first, size, SIZE: tl.constexpr):
-    """Tokens of a part from its row of the table, and which of them exist."""
+    """Load the tokens of a part from its row of the table, and tell which exist."""
     place = first + tl.arange(0, SIZE)
     token = tl.load(table + part * size + place, mask=place < size, other=-1)
     return token.to(tl.int64), token >= 0
@@ -85,7 +85,7 @@ def summarize_kernel(
 
 @triton.jit
 def _mixing_weights(p_mixing, first, M, stride_source, m_rows, BC: tl.constexpr, COMPUTE: tl.constexpr):
-    """Weights of rows for blocks from one on: [rows, BC]."""
+    """Load the weights of rows for the blocks from ``first`` on: [rows, BC]."""
     block = first + tl.arange(0, BC)
     pointers = p_mixing + block[None, :] * stride_source
     return tl.load(pointers, mask=m_rows[:, None] & (block < M)[None, :], other=0.0).to(COMPUTE)
@@ -93,7 +93,7 @@ def _mixing_weights(p_mixing, first, M, stride_source, m_rows, BC: tl.constexpr,
 
 @triton.jit
 def _summary_tile(base, first, columns, M, SIZE: tl.constexpr, BC: tl.constexpr):
-    """Columns of the summaries of blocks from one on: [BC, columns]."""
+    """Load columns of the summaries of the blocks from ``first`` on: [BC, columns]."""
     block = first + tl.arange(0, BC)
     pointers = base + block[:, None].to(tl.int64) * SIZE + columns[None, :]
     return tl.load(pointers, mask=(block < M)[:, None] & (columns < SIZE)[None, :], other=0.0)
@@ -108,11 +108,11 @@ def mix_kernel(
     BM: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, NORMALIZER: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Mixed summary i: the sum over blocks b of mixing[i, b] times summary b, for matrices and vectors.
+    """Mix matrices and vectors: mixed summary i is the sum over blocks b of mixing[i, b] times summary b.
 
-    A program mixes every ``shares``-th tile of columns. Its weights stay on chip in CHUNKS tiles of BC blocks; CHUNKS
-    is 0 where they are too many. One tile of the vectors at most falls to a program. (Looping over tiles of 32
-    columns, Triton 3.6 returned wrong sums for BC = 64 and 4 warps.)
+    A program mixes every ``shares``-th tile of columns. It keeps its weights on chip in CHUNKS tiles of BC blocks;
+    CHUNKS is 0 where they are too many. It mixes at most one tile of the vectors. (In a loop over tiles of 32
+    columns, Triton 3.6 returns wrong sums for BC = 64 and 4 warps.)
     """
     pid = tl.program_id(0)
     rows = (pid % row_tiles) * BM + tl.arange(0, BM)
@@ -178,7 +178,7 @@ def apply_kernel(
         if not SINGLE:
             next_token, next_present = _members(table, part, first + BT, size, BT)
             q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
-        q_rows = features(q_rows, eps, FEATURE_MAP, COMPUTE)  # absent columns meet zeros
+        q_rows = features(q_rows, eps, FEATURE_MAP, COMPUTE)  # zeros multiply absent columns
         o_rows = dot_matrix(q_rows, matrix, zeros(BT, DV1, DV2), PRECISION)
         p_inverse = inverse + pid_bh * N + token
         if NORMALIZER == "paper":
@@ -200,12 +200,12 @@ def backward_query_kernel(
     BT: tl.constexpr, SINGLE: tl.constexpr, PACK: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the queries, and the summary R, r of queries and output gradients.
+    """Compute the gradient of the queries, and the summary R, r of queries and output gradients.
 
     Denominators divide the gradients, or the queries where one tile is a whole part: that takes fewer registers, and so
-    does storing R at once. R and r cancel where values are alike, so both see the same rounded rows.
+    does storing R at once. R and r cancel where values are alike, so both are sums of the same rounded rows.
 
-    PACK: ``triton_launch.gradient``.
+    PACK: see ``triton_launch.gradient``.
     """
     pid = tl.program_id(0)
     part = pid % C
@@ -231,7 +231,7 @@ def backward_query_kernel(
             next_token, next_present = _members(table, part, first + BT, size, BT)
             q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
             g_next = load_rows(p_g, next_token * (g_n * ALIGN), next_present, g_d, DV, DV1, DV2)
-        q_rows = features(q_raw, eps, FEATURE_MAP, COMPUTE)  # absent rows meet zero gradients
+        q_rows = features(q_raw, eps, FEATURE_MAP, COMPUTE)  # zero gradients multiply absent rows
         summed_rows = q_rows
         if NORMALIZER != "none":
             if SINGLE:
@@ -270,7 +270,7 @@ def backward_key_kernel(
     BT: tl.constexpr, SINGLE: tl.constexpr, PACK: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values from the mixed summaries R, r. PACK: ``triton_launch.gradient``."""
+    """Compute the gradients of keys and values from the mixed summaries R, r. PACK: see ``triton_launch.gradient``."""
     pid = tl.program_id(0)
     part = pid % C
     pid_bh = (pid // C).to(tl.int64)
@@ -291,7 +291,7 @@ def backward_key_kernel(
             next_token, next_present = _members(table, part, first + BT, size, BT)
             k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
             v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
-        k_rows = features(k_raw, eps, FEATURE_MAP, COMPUTE)  # absent columns meet zeros, absent rows are not stored
+        k_rows = features(k_raw, eps, FEATURE_MAP, COMPUTE)  # zeros multiply absent columns, absent rows are not stored
         dv_rows = dot_matrix(k_rows, matrix, zeros(BT, DV1, DV2), PRECISION)
         store_rows(d_v + (b * N * H * PACK + h) * DV, token * (PACK * H * DV), present, 1, dv_rows, DV, DV1)
         dk_rows = zeros(BT, D1, D2)
@@ -311,9 +311,9 @@ def mixing_gradient_kernel(
     BM: tl.constexpr, BF: tl.constexpr, MIX: tl.constexpr, NORMALIZER: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Inner products <R_i, S_j> + r_i . z_j of all blocks i, j, over a share of the columns: [B, splits, H, M, M].
+    """Compute <R_i, S_j> + r_i . z_j of all blocks i, j, over a share of the columns: [B, splits, H, M, M].
 
-    To MIX, up to BM blocks, the sums of mixing[i, b] R_b and mixing[i, b] r_b too, as ``mix_kernel`` would.
+    With MIX, for up to BM blocks, sum mixing[i, b] R_b and mixing[i, b] r_b too, as ``mix_kernel`` would.
     """
     pid = tl.program_id(0)
     rows = (pid % row_tiles) * BM + tl.arange(0, BM)

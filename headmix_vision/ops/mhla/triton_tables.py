@@ -1,6 +1,6 @@
-"""Index tables of the Triton kernels, built on the host once for each partition and device.
+"""Builds the index tables of the Triton kernels on the host, once for each partition and device.
 
-N tokens, M blocks, L blocks in a window, C parts of blocks.
+N tokens, M blocks, C parts of blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LARGEST_TILE = 128
 
 
 class Places(NamedTuple):
-    """Tokens block by block, each block filled up to whole runs, for the pairwise kernels; int32.
+    """The tokens block by block, each block filled up to whole runs, for the pairwise kernels; int32.
 
     Attributes:
         tokens: [runs * run], the token at each place, -1 where there is none.
@@ -42,7 +42,7 @@ class Places(NamedTuple):
 
 @lru_cache(maxsize=256)
 def places(blocks: TokenBlocks, longest_run: int, device: torch.device) -> Places:
-    """Places with the longest runs, up to a power of two, that need no more tiles of 64 than the shortest."""
+    """List tokens in the longest runs, up to ``longest_run``, that need no more tiles of 64 than runs of one place."""
     with torch.inference_mode(False):
         tokens = blocks.tables(_CPU).tokens
         tokens = tokens.gather(1, (tokens < 0).long().argsort(stable=True, dim=1))  # absent places last
@@ -64,7 +64,7 @@ def places(blocks: TokenBlocks, longest_run: int, device: torch.device) -> Place
 
 @lru_cache(maxsize=256)
 def parts(blocks: TokenBlocks, split: int, device: torch.device) -> Tensor:
-    """Tokens of each block cut into ``split`` parts, -1 where there is none: int32 [C = M * split, tokens]."""
+    """Cut the tokens of each block into ``split`` parts, -1 where there is none: int32 [C = M * split, tokens]."""
     with torch.inference_mode(False):
         tokens = blocks.tables(_CPU).tokens
         size = -(-tokens.shape[1] // split)

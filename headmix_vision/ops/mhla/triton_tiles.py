@@ -1,8 +1,8 @@
-"""What the Triton kernels share: tiles of token rows, feature maps, products; and kernels on mixing matrices.
+"""Holds what the Triton kernels share: functions on tiles of token rows, and kernels on mixing matrices.
 
 A head dim that is no power of two is cut into two parts, ``D1`` the largest power of two in it and ``D2`` the rest
 (padded; 0 if there is none), so that 72 costs 64 + 16 columns and not 128. Rows are tuples with one tile per part.
-Mixing matrices are spread from blocks to runs of places (``triton_tables.py``), and their gradients summed back.
+The kernels spread mixing matrices from blocks to runs of places (``triton_tables.py``) and sum their gradients back.
 """
 
 import triton
@@ -11,13 +11,13 @@ import triton.language as tl
 
 @triton.jit
 def rows_of_head(base, b, h, stride_b, stride_h, ALIGN: tl.constexpr):
-    """Pointer to the rows of one head. Strides come divided by ALIGN, so that the compiler knows them as multiples."""
+    """Point to the rows of one head. Strides come divided by ALIGN, so the compiler knows them as multiples."""
     return base + (b * stride_b + h * stride_h) * ALIGN
 
 
 @triton.jit
 def load_columns(base, offsets, m_rows, stride, D: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr):
-    """Columns START .. START + SIZE of some rows, zero beyond D and in absent rows: [rows, SIZE]."""
+    """Load columns START .. START + SIZE of some rows, zero beyond D and in absent rows: [rows, SIZE]."""
     columns = START + tl.arange(0, SIZE)
     pointers = base + offsets[:, None] + columns[None, :] * stride
     if START + SIZE <= D:
@@ -44,7 +44,7 @@ def cast(rows, dtype: tl.constexpr):
 
 @triton.jit
 def scale_rows(rows, factor):
-    """Rows times one factor each, in float32."""
+    """Multiply each row by its factor, in float32."""
     return [x.to(tl.float32) * factor[:, None] for x in rows]
 
 
@@ -58,7 +58,7 @@ def store_rows(base, offsets, m_rows, stride, rows, D: tl.constexpr, D1: tl.cons
 
 @triton.jit
 def load_vector(base, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """One contiguous row of D numbers, as a tuple of vectors."""
+    """Load one contiguous row of D numbers as a tuple of vectors."""
     first = tl.arange(0, D1)
     if D2 == 0:
         return (tl.load(base + first, mask=first < D, other=0.0),)
@@ -76,7 +76,7 @@ def store_vector(base, parts, D: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def feature(x, eps, FEATURE_MAP: tl.constexpr):
-    """The feature map, in float32."""
+    """Compute the feature map in float32."""
     x = x.to(tl.float32)
     if FEATURE_MAP == "relu":
         return tl.maximum(x, 0.0) + eps
@@ -88,7 +88,7 @@ def feature(x, eps, FEATURE_MAP: tl.constexpr):
 
 @triton.jit
 def features(rows, eps, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr):
-    """Feature-mapped rows in the type of the products; absent rows and columns hold the feature of zero."""
+    """Map rows to features in the type of the products; absent rows and columns hold the feature of zero."""
     return [feature(x, eps, FEATURE_MAP).to(COMPUTE) for x in rows]
 
 
@@ -104,7 +104,7 @@ def _present(x, m_rows, eps, D: tl.constexpr, START: tl.constexpr, FEATURE_MAP: 
 def present_features(
     rows, m_rows, eps, D: tl.constexpr, D1: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr
 ):
-    """Feature-mapped rows, zero in absent rows and columns."""
+    """Map rows to features, zero in absent rows and columns."""
     if len(rows) == 1:
         return (_present(rows[0], m_rows, eps, D, 0, FEATURE_MAP, COMPUTE),)
     else:
@@ -116,7 +116,7 @@ def present_features(
 
 @triton.jit
 def feature_gradient(x, gradient, FEATURE_MAP: tl.constexpr):
-    """Gradient of ``x`` from the gradient of its features; at zero that of relu is one, as of torch.clamp."""
+    """Compute the gradient of ``x`` from that of its features; at zero relu has slope one, as torch.clamp has."""
     x = x.to(tl.float32)
     if FEATURE_MAP == "relu":
         return tl.where(x >= 0, gradient, 0.0)
@@ -147,7 +147,7 @@ def zeros(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def dot_rows(a, b, accumulator, PRECISION: tl.constexpr):
-    """a b^T over the head dim: rows of ``a`` by rows of ``b``."""
+    """Add a b^T, summed over the head dim, to the accumulator: rows of ``a`` by rows of ``b``."""
     for part in tl.static_range(len(a)):
         accumulator = tl.dot(a[part], tl.trans(b[part]), accumulator, input_precision=PRECISION)
     return accumulator
@@ -155,7 +155,7 @@ def dot_rows(a, b, accumulator, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_columns(a, b, accumulators, PRECISION: tl.constexpr):
-    """a b for a matrix ``a`` and rows ``b``: rows."""
+    """Add a b, for a matrix ``a`` and rows ``b``, to the accumulators: rows."""
     if len(b) == 1:
         return (tl.dot(a, b[0], accumulators[0], input_precision=PRECISION),)
     else:
@@ -167,7 +167,7 @@ def dot_columns(a, b, accumulators, PRECISION: tl.constexpr):
 
 @triton.jit
 def row_sums(rows, vectors):
-    """Sum over the head dim of rows times one vector, in float32: [rows]."""
+    """Multiply rows by one vector and sum over the head dim, in float32: [rows]."""
     total = tl.sum(rows[0].to(tl.float32) * vectors[0][None, :], 1)
     if len(rows) == 2:
         total += tl.sum(rows[1].to(tl.float32) * vectors[1][None, :], 1)
@@ -176,7 +176,7 @@ def row_sums(rows, vectors):
 
 @triton.jit
 def row_products(a, b):
-    """Sum over the head dim of two sets of rows, in float32: [rows]."""
+    """Multiply two sets of rows and sum over the head dim, in float32: [rows]."""
     total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
     if len(a) == 2:
         total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
@@ -186,7 +186,7 @@ def row_products(a, b):
 @triton.jit
 def load_matrix(base, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr,
                 DV2: tl.constexpr):  # fmt: skip
-    """A contiguous D x Dv matrix, as one set of rows (cut along Dv) per part of D."""
+    """Load a contiguous D x Dv matrix as one set of rows (cut along Dv) per part of D."""
     first = tl.arange(0, D1)
     if D2 == 0:
         return (load_rows(base, first * DV, first < D, 1, DV, DV1, DV2),)
@@ -219,7 +219,7 @@ def store_matrix(base, matrix, D: tl.constexpr, D1: tl.constexpr, DV: tl.constex
 
 @triton.jit
 def zero_matrix(D1: tl.constexpr, D2: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr):
-    """Accumulators of a D x Dv matrix. The tile of D2 rows and DV1 columns is transposed: products want many rows."""
+    """Return zeros for a D x Dv matrix. The tile of D2 rows and DV1 columns is transposed: products want many rows."""
     if D2 == 0:
         return (zeros(D1, DV1, DV2),)
     elif DV2 == 0:
@@ -230,7 +230,7 @@ def zero_matrix(D1: tl.constexpr, D2: tl.constexpr, DV1: tl.constexpr, DV2: tl.c
 
 @triton.jit
 def add_outer(a, b, matrix, PRECISION: tl.constexpr):
-    """matrix + a^T b, summed over rows: D x Dv; see ``zero_matrix``."""
+    """Add a^T b, summed over rows, to the matrix: D x Dv; see ``zero_matrix``."""
     if len(a) == 1:
         return (dot_columns(tl.trans(a[0]), b, matrix[0], PRECISION),)
     elif len(b) == 1:
@@ -250,7 +250,7 @@ def add_outer(a, b, matrix, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_matrix(rows, matrix, accumulators, PRECISION: tl.constexpr):
-    """accumulators + rows matrix: rows of Dv."""
+    """Add rows times matrix to the accumulators: rows of Dv."""
     for part in tl.static_range(len(rows)):
         accumulators = dot_columns(rows[part], matrix[part], accumulators, PRECISION)
     return accumulators
@@ -258,7 +258,7 @@ def dot_matrix(rows, matrix, accumulators, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_matrix_transposed(rows, matrix, accumulators, PRECISION: tl.constexpr):
-    """accumulators + rows matrix^T: rows of D."""
+    """Add rows times matrix^T to the accumulators: rows of D."""
     if len(matrix) == 1:
         return (dot_rows(rows, matrix[0], accumulators[0], PRECISION),)
     else:
@@ -270,7 +270,7 @@ def dot_matrix_transposed(rows, matrix, accumulators, PRECISION: tl.constexpr):
 
 @triton.jit
 def column_sums(rows, sums):
-    """sums + the sum over rows, in float32: a tuple of vectors."""
+    """Add the sum over rows to the sums, in float32: a tuple of vectors."""
     if len(rows) == 1:
         return (sums[0] + tl.sum(rows[0].to(tl.float32), 0),)
     else:
@@ -279,7 +279,7 @@ def column_sums(rows, sums):
 
 @triton.jit
 def weighted_column_sums(rows, weights, sums):
-    """sums + the sum over rows, each times its weight, in float32: a tuple of vectors."""
+    """Add the sum over rows, each times its weight, to the sums, in float32: a tuple of vectors."""
     if len(rows) == 1:
         return (sums[0] + tl.sum(rows[0].to(tl.float32) * weights[:, None], 0),)
     else:
@@ -299,7 +299,7 @@ def zero_vector(D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def add_outer_vector(rows, weights, vectors):
-    """rows + one vector times a weight for each row."""
+    """Add one vector, times a weight for each row, to the rows."""
     if len(rows) == 1:
         return (rows[0] + weights[:, None] * vectors[0][None, :],)
     else:
@@ -311,7 +311,7 @@ def add_outer_vector(rows, weights, vectors):
 
 @triton.jit
 def add_vector(rows, vectors):
-    """rows + one vector."""
+    """Add one vector to all rows."""
     if len(rows) == 1:
         return (rows[0] + vectors[0][None, :],)
     else:
@@ -320,7 +320,7 @@ def add_vector(rows, vectors):
 
 @triton.jit
 def dot_exact(a, x, accumulator, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
-    """accumulator + a x for ``a`` exact in COMPUTE and float32 ``x``, which bf16 products take as a sum of two."""
+    """Add a x to the accumulator, for ``a`` exact in COMPUTE; bf16 products take the float32 ``x`` as a sum of two."""
     if COMPUTE == tl.bfloat16:
         high = x.to(tl.bfloat16)
         low = (x - high.to(tl.float32)).to(tl.bfloat16)
@@ -333,7 +333,7 @@ def dot_exact(a, x, accumulator, COMPUTE: tl.constexpr, PRECISION: tl.constexpr)
 def expand_runs_kernel(
     mixing, weights, blocks, runs, padded, mixing_h, mixing_i, mixing_j, TILE: tl.constexpr
 ):  # fmt: skip
-    """Mixing weights of each pair of runs: [H, M, M] -> [H, padded, padded]."""
+    """Spread mixing weights to each pair of runs: [H, M, M] -> [H, padded, padded]."""
     tiles = tl.cdiv(padded, TILE)
     row = tl.program_id(0) // tiles % tiles * TILE + tl.arange(0, TILE)
     column = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
@@ -347,7 +347,7 @@ def expand_runs_kernel(
 
 @triton.jit
 def fold_runs_kernel(d_weights, d_mixing, blocks, runs, height, width, M, TILE: tl.constexpr, BM: tl.constexpr):
-    """Sums over the runs of each pair of blocks: [H, height, width] -> [H, M, M], in float32."""
+    """Sum over the runs of each pair of blocks: [H, height, width] -> [H, M, M], in float32."""
     tiles = tl.cdiv(M, BM)
     first = tl.program_id(0) // tiles % tiles * BM + tl.arange(0, BM)
     second = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
@@ -371,7 +371,7 @@ def fold_runs_kernel(d_weights, d_mixing, blocks, runs, height, width, M, TILE: 
 
 @triton.jit
 def sum_rows_kernel(x, out, rows, columns, share, BR: tl.constexpr, BC: tl.constexpr):
-    """Sums over rows of a float32 matrix, one share of the rows at a time: [rows, columns] -> [shares, columns]."""
+    """Sum each share of the rows of a float32 matrix: [rows, columns] -> [shares, columns]."""
     column = tl.program_id(0) * BC + tl.arange(0, BC)
     first = tl.program_id(1) * share
     end = min(first + share, rows)

@@ -1,4 +1,4 @@
-"""Argument checks of the MHLA op, the same for every implementation."""
+"""Checks the arguments of the MHLA op, in the same way for every implementation."""
 
 from __future__ import annotations
 
