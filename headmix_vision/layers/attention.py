@@ -34,7 +34,7 @@ class HeadMixAttention(nn.Module):
         core_args: options of the core, such as ``normalizer`` or ``mixing_init`` for ``"mhla"``.
         head_mix_args: options of the head mix.
         qk_norm: RMSNorm of queries and keys over the full width.
-        cpe: depthwise 3x3 convolutional positional encoding of the input.
+        cpe: depthwise convolutional positional encoding, of extent 3 along each axis, of the input.
         output_norm: RMSNorm of each head's output.
         output_gate: multiply the output by SiLU of a projection of the input, as in GLA.
         qkv_bias, proj_bias, scale_norm, attn_drop, proj_drop, norm_layer: as in timm's Attention.

@@ -225,7 +225,8 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
                 raise InputError("labels given, but the model is unconditional (num_classes=0).")
             return c
         if y is None:
-            raise InputError(f"the model needs labels y [B], 0 to {self.num_classes}.")
+            highest = self.num_classes - (not self.has_null_class)
+            raise InputError(f"the model needs labels y [B], 0 to {highest}.")
         return c + self.y_embedder(y)
 
     def _to_images(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -86,7 +86,10 @@ def test_set_blocks_resamples_only_when_the_block_grid_changes():
     mixing.set_blocks(TokenBlocks.from_grid((24, 24), (4, 4)))
     assert mixing.weight is before
     mixing.set_blocks(TokenBlocks.from_grid((24, 24), (8, 8)))
-    assert mixing().shape == (64, 64)
+    assert mixing().shape == (64, 64) and mixing.weight.requires_grad
+    frozen = MixingMatrix(BLOCKS).requires_grad_(False)
+    frozen.set_blocks(TokenBlocks.from_grid((24, 24), (8, 8)))
+    assert not frozen.weight.requires_grad
     with pytest.raises(ValueError, match="prefix block"):
         mixing.set_blocks(TokenBlocks.from_grid((24, 24), (8, 8), 1))
 
