@@ -76,8 +76,9 @@ class MixingMatrix(nn.Module):
             weight = resample_mixing(
                 self.weight.detach(), self.blocks.block_grid, blocks.block_grid, blocks.num_prefix_blocks
             )
-            trained = isinstance(self.weight, nn.Parameter)
-            self.weight = nn.Parameter(weight, self.weight.requires_grad) if trained else weight
+            if isinstance(self.weight, nn.Parameter):
+                weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
+            self.weight = weight
         self.blocks = blocks
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

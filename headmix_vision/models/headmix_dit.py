@@ -225,7 +225,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
                 raise InputError("labels given, but the model is unconditional (num_classes=0).")
             return c
         if y is None:
-            highest = self.num_classes - (not self.has_null_class)
+            highest = self.num_classes - 1 + self.has_null_class
             raise InputError(f"the model needs labels y [B], 0 to {highest}.")
         return c + self.y_embedder(y)
 
