@@ -16,11 +16,12 @@ class InputError(ValueError):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the process with the message of an `InputError` on one line and exit status 2; the first rank prints it."""
+    """End the process with the message of an `InputError` on one line, with the rank unless it is 0, and status 2."""
     try:
         yield
     except InputError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            # A data loader's worker hands its error on with the traceback in front of the message.
-            print(f"error: {str(error).splitlines()[-1].removeprefix(f'{__name__}.InputError: ')}", file=sys.stderr)
+        # A data loader's worker hands its error on with the traceback in front of the message.
+        message = " ".join(str(error).rpartition(f"{__name__}.InputError: ")[2].split())
+        rank = os.environ.get("RANK", "0")
+        print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr)
         sys.exit(2)

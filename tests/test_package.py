@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from headmix_vision.errors import InputError, one_line_errors
+
 SCRIPT = """
 import sys, timm
 model = timm.create_model(sys.argv[1])
@@ -45,7 +49,8 @@ def imported(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, f"{path} imports relatively"
             modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return {name.removeprefix("headmix_vision.") for name in modules if name.startswith("headmix_vision.")}
 
@@ -62,7 +67,18 @@ def test_imports_point_downward():
             assert not climbs, f"{path.relative_to(PACKAGE)} imports {climbs}"
 
 
-def test_only_training_and_its_data_load_lightning():
-    for path in PACKAGE.rglob("*.py"):
-        if path.parts[len(PACKAGE.parts)] != "training" and path.name != "data_module.py":
-            assert "import lightning" not in path.read_text() and "from lightning" not in path.read_text(), path
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("no such file", "no such file"),
+        ("damaged (Foo: one\ntwo)", "damaged (Foo: one two)"),
+        ("Caught\n  File x\nheadmix_vision.errors.InputError: shard 3", "shard 3"),
+        ("", ""),
+    ],
+)
+@pytest.mark.parametrize(("rank", "who"), [("0", "error"), ("3", "error (rank 3)")])
+def test_errors_of_users_end_with_one_line(message, line, rank, who, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit, match="2"), one_line_errors():
+        raise InputError(message)
+    assert capsys.readouterr().err == f"{who}: {line}\n"

@@ -104,6 +104,8 @@ def write_cache(
     for name, value in (("image_size", image_size), ("batch_size", batch_size), ("shard_size", shard_size)):
         if value < 1:
             raise InputError(f"{name} is {value}, it must be at least 1")
+    if workers < 0:
+        raise InputError(f"workers is {workers}, it must be at least 0")
     if store not in ("moments", "means"):
         raise InputError(f"store is {store!r}, it must be moments or means")
     if dtype not in DTYPES:
@@ -225,8 +227,9 @@ def open_images(images: str | None, request: SplitRequest) -> Source:
     folder = Path(images)
     if not folder.is_dir():
         raise InputError(f"--images {images} is no folder")
-    if any(path.parent == folder for path in find_images(images)):
-        return ImageFiles(find_images(images), request.mode)
+    files = find_images(images, "--images")
+    if any(path.parent == folder for path in files):
+        return ImageFiles(files, request.mode)
     return open_class_folders(folder, request.mode)
 
 

@@ -142,7 +142,7 @@ class ClassificationData(DataModule):
         self._attach(stage)
         if self.predict_path is None:
             raise InputError("predict_path is not given, it must be an image file or a folder of images")
-        trainer, files = self._attached_trainer(), find_images(self.predict_path)
+        trainer, files = self._attached_trainer(), find_images(self.predict_path, "predict_path")
         if len(files) < trainer.world_size:
             raise InputError(f"{len(files)} images cannot be shared by {trainer.world_size} processes")
         self._files = ImageFiles(files[trainer.global_rank :: trainer.world_size], PIL_MODES[self._shape[0]])

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from headmix_vision.data.batches import SampleKey, TrainBatchSampler
 from headmix_vision.data.datasets.base import BatchSource, PreparedSource, RawImage, Source, Transform
 from headmix_vision.data.seeding import derive_seed, seeded
+from headmix_vision.errors import InputError
 
 
 class UnreadableImages:
@@ -79,6 +80,8 @@ class TrainSamples(Dataset[tuple[Tensor, int]]):
                 continue
             try:
                 return self.source.read(index)
+            except InputError:
+                raise
             except Exception as error:  # decoders raise whatever comes to mind on a damaged file
                 self.unreadable.report(index, self.source.name(index), error)
         raise RuntimeError(f"none of the {len(self)} images is readable")
@@ -133,6 +136,8 @@ class EvalSamples(Dataset[tuple[Tensor, int | str] | None]):
     def __getitem__(self, index: int) -> tuple[Tensor, int | str] | None:
         try:
             image, target = self.source.read(index)
+        except InputError:  # not an image: a shard of many, say
+            raise
         except Exception as error:  # as in training
             self.unreadable.report(index, self.source.name(index), error)
             return None

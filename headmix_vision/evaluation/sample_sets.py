@@ -92,7 +92,8 @@ class ImageSet:
 
     def _arrays(self) -> Iterator[np.ndarray]:
         for name, item in self.pictures:
-            frames = item if isinstance(item, list) else [item]
+            # First the mode, as in training and in latents: a palette cannot be interpolated.
+            frames = [frame.convert(self.mode) for frame in (item if isinstance(item, list) else [item])]
             if self.image_size:
                 frames = [center_crop(frame, self.image_size) for frame in frames]
             if self._size(item) != self.size or len({frame.size for frame in frames}) > 1:
@@ -100,7 +101,7 @@ class ImageSet:
                     f"{name} is {describe_size(self._size(item))}, the images before it are"
                     f" {describe_size(self.size, unit='')}; --image-size N brings all to one size"
                 )
-            pixels = np.stack([np.asarray(frame.convert(self.mode)) for frame in frames])
+            pixels = np.stack([np.asarray(frame) for frame in frames])
             pixels = pixels[None] if pixels.ndim == 3 else pixels.transpose(3, 0, 1, 2)
             yield pixels if isinstance(item, list) else pixels[:, 0]
 

@@ -134,6 +134,7 @@ class HeadMixAttention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.head_mix is not None:
             q, k, v = self.head_mix.before(q, k, v)
+            _assert_mixed(self.head_mix.core_heads, self.repeats * x.shape[1], q, k, v)
         needed: dict[str, Any] = {"x": x} if self.core.reads_input else {}
         if self.core.forms_weights:
             needed |= {"attn_mask": attn_mask, "is_causal": is_causal}
@@ -142,6 +143,7 @@ class HeadMixAttention(nn.Module):
         out = self.core(q, k, v, tokens.repeat(self.repeats), **needed)
         if self.head_mix is not None:
             out = self.head_mix.after(out)
+            _assert_mixed(self.num_heads, x.shape[1], out)
         out = self.output_norm(out).flatten(2)
         if self.gate is not None:
             out = out * F.silu(self.gate(x))
@@ -157,6 +159,13 @@ def _check_tokens(x: Tensor, grid: TokenGrid) -> None:
             f"{x.shape[1]} tokens given, but the layer expects {grid.num_tokens}: "
             f"{grid.num_prefix_tokens} prefix tokens and a {shape} grid."
         )
+
+
+@torch.fx.wrap
+def _assert_mixed(heads: int, places: int, *tensors: Tensor) -> None:
+    """Hold a head mix to what it says of itself."""
+    for y in tensors:
+        assert y.shape[1:3] == (places, heads), f"head mix: {tuple(y.shape)} is not {places} places of {heads} heads"
 
 
 @torch.fx.wrap

@@ -103,11 +103,6 @@ class TokenBlocks:
         largest = math.prod([-(-g // b) for g, b in zip(self.grid.shape, self.block_grid, strict=True)])
         return self.grid.repeats * max(largest, self.grid.num_prefix_tokens)
 
-    @property
-    def is_even(self) -> bool:
-        """Tell whether all blocks hold the same number of tokens."""
-        return self.num_tokens == self.num_blocks * self.max_block_size
-
     def tables(self, like: Tensor) -> BlockTables:
         """Return the index tables on the device of ``like``, cached for plain tensors.
 

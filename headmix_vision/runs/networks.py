@@ -1,6 +1,7 @@
 """Making networks by their timm names, from start weights if asked for, and reading them back from checkpoints."""
 
 import difflib
+import inspect
 import os
 import pickle
 from pathlib import Path
@@ -86,10 +87,10 @@ def create_generator(
     if not name.startswith("dit_"):
         raise InputError(f"{name} is a classifier; generators are {', '.join(timm.list_models('dit_*'))}")
     size = tuple(input_size) if isinstance(input_size, list) else input_size
-    try:
-        model = timm.create_model(name, num_classes=num_classes, input_size=size, **(model_args or {}))
-    except TypeError as error:  # an argument that the model does not know
-        raise InputError(f"model {name}: {str(error).rpartition('() ')[2]} (option model.model_args)") from None
+    known = set(inspect.signature(HeadMixDiT.__init__).parameters) - {"self"}
+    for argument in sorted(set(model_args or {}) - known):
+        raise InputError(f"model {name} has no argument {argument!r} (option model.model_args)")
+    model = timm.create_model(name, num_classes=num_classes, input_size=size, **(model_args or {}))
     assert isinstance(model, HeadMixDiT)
     if checkpoint is not None:
         ours = Path(checkpoint).suffix == ".ckpt"

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import headmix_vision
 from headmix_vision.diffusion.denoising import CHANNELS, Guidance
+from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, scheduler_name
 from headmix_vision.errors import InputError, one_line_errors
@@ -82,6 +83,8 @@ def sample_images(options: argparse.Namespace) -> None:
     for name in ("num", "steps", "batch_size"):
         if getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.steps > NUM_TIMESTEPS:
+        raise InputError(f"--steps must be at most {NUM_TIMESTEPS}, got {options.steps}")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     pipeline, about = load_pipeline(options.model, checkpoint=options.checkpoint, raw=options.raw, vae=options.vae)
     plan = make_plan(pipeline, options)

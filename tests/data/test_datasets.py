@@ -100,9 +100,9 @@ def test_samples_of_any_number_of_axes_reach_the_batches(monkeypatch: pytest.Mon
     assert torch.equal(x, (labels.float() * 2 - 1).view(4, 1, 1, 1, 1).expand_as(x))
 
 
-@pytest.fixture
-def photo(tmp_path: Path) -> Path:
-    """A root with one smooth picture with noise per split, more than twice as large as wanted and not square."""
+@pytest.fixture(params=["RGB", "P", "RGBA"])
+def photo(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A root with smooth pictures with noise, more than twice as large as wanted and not square, in modes of files."""
     y, x = np.mgrid[:75, :101]
     waves = [127 + 90 * np.sin(x / 9 + y / 5 * k) for k in (1, 2, 3)]
     pixels = np.stack(waves, -1) + np.random.default_rng(0).normal(0, 9, (75, 101, 3))
@@ -110,7 +110,10 @@ def photo(tmp_path: Path) -> Path:
         for name in ("one", "two"):
             path = tmp_path / "photos" / split / name / "photo.png"
             path.parent.mkdir(parents=True)
-            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
+            image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+            if request.param == "RGBA":
+                image.putalpha(Image.fromarray(pixels[..., 0].clip(0, 255).astype(np.uint8)))
+            image.convert(request.param).save(path)
     return tmp_path / "photos"
 
 
@@ -122,9 +125,10 @@ def test_a_photo_is_the_same_in_training_in_latents_and_in_scores(photo: Path, t
     arguments = ("--images", photo / "val", "--vae", "none", "--image-size", 24, "--out", tmp_path / "latents")
     cache_latents.main([str(argument) for argument in (*arguments, "--workers", 0, "--device", "cpu")])
     latent, _ = LatentShards(tmp_path / "latents")[0]
-    (scored,) = open_images("folder", "RGB", image_size=24, root=str(photo)).batches(2)
     assert torch.equal(trained[0], latent) and torch.equal(validated[0], latent)
-    assert torch.equal(scored[0], ((latent + 1) / 2 * 255).round().to(torch.uint8))
+    for images in (open_images("folder", "RGB", image_size=24, root=str(photo)), open_images(str(photo), "RGB", 24)):
+        scored = next(images.batches(2))
+        assert torch.equal(scored[0], ((latent + 1) / 2 * 255).round().to(torch.uint8))
     assert json.loads((tmp_path / "latents" / "latents.json").read_text())["crop"] == "adm_center"
 
 

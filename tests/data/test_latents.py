@@ -217,6 +217,9 @@ def test_refusals(images: Path, vae: Path, tmp_path: Path, capsys: pytest.Captur
     assert "is no directory, no hub id" in message("--vae", tmp_path / "absent")
     assert "neither config.json nor vae/config.json" in message("--vae", images)
     assert "is no folder" in message("--images", tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    assert "--images" in (line := message("--images", tmp_path / "empty")) and "has no image" in line
+    assert "workers is -1" in message("--workers", -1)
     assert not (tmp_path / "new").exists()
 
     assert "is not empty and holds no latents" in message(out=images)

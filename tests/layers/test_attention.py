@@ -99,6 +99,9 @@ def test_autocast_keeps_accumulation_in_float32(core):
         ({"block_grid": (6, 3)}, "larger than the token grid"),
         ({"attn_drop": 0.1}, "needs the 'softmax' core"),
         ({"core_args": {"mixing_init": "none"}}, "mixing init must be one of"),
+        ({"core_args": {"normalizer": "none"}}, "normalizer must be one of"),
+        ({"core": "linear", "core_args": {"feature_map": "none"}}, "feature_map must be one of"),
+        ({"core": "hih", "core_args": {"impl": "none"}}, "impl must be one of"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):

@@ -150,6 +150,15 @@ def test_projections_shrink_with_the_component_heads():
     assert (layer.q_norm.weight.numel(), layer.k_norm.weight.numel()) == (DIM, DIM // HEADS)
 
 
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_mix_is_held_to_what_it_says(monkeypatch, side):
+    """A defect of the mix, not of a user: it keeps its traceback."""
+    layer = make_layer("mhla", "interleave")
+    monkeypatch.setattr(layer.head_mix, side, lambda *x: x if side == "before" else x[0])
+    with pytest.raises(AssertionError, match=r"head mix: \(2, .* is not .* places of 3 heads"):
+        layer(tokens())
+
+
 def test_wrong_arguments_and_masks_are_refused():
     with pytest.raises(InputError, match=r"head_mix must be None or one of .*'compose'.* got 'none'"):
         make_layer("mhla", "none")

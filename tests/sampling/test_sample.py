@@ -186,6 +186,7 @@ def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
         (("--guidance-interval", "0.8"), "--guidance-interval must be two numbers"),
         (("--num", "0"), "--num must be at least 1"),
         (("--batch-size", "0"), "--batch-size must be at least 1"),
+        (("--steps", "2000"), "--steps must be at most 1000, got 2000"),
         (("--raw",), "leave out --raw"),
         (("--vae", "/nowhere"), "is no directory, no hub id"),
     ],

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import timm
+import timm.data
 import torch
 import yaml
 
@@ -14,6 +16,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "cls"
 RECIPES = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "imagenet")]
 IMAGENET = RECIPES[-1]
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
+LARGE = CONFIGS / "384px.yaml"
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 ONE_BATCH = (
     *("--data.dataset", "fake", "--data.root", "null", "--data.batch_size", 2, "--data.eval_batch_size", 2),
@@ -27,9 +30,15 @@ def files(*paths: Path) -> list[object]:
     return [part for path in paths for part in ("-c", path)]
 
 
+def _name(model: Path, pixels: int) -> str:
+    """timm's name of the model that a file is for."""
+    _, size, core, *_ = model.stem.split("_")
+    return f"deit_{core}_{size}_patch16_{pixels}"
+
+
 def test_no_recipe_is_forgotten():
-    assert {*RECIPES, *MODELS, *OVERLAYS} == set(CONFIGS.rglob("*.yaml"))
-    assert len(MODELS) == 20
+    assert {*RECIPES, *MODELS, *OVERLAYS, LARGE} == set(CONFIGS.rglob("*.yaml"))
+    assert len(MODELS) == 10
 
 
 @pytest.mark.parametrize(
@@ -46,27 +55,36 @@ def test_recipe_trains_one_batch(paths: list[Path], tmp_path: Path, monkeypatch:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("pixels", [224, 384])
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
-def test_family_is_built_at_its_true_size(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_family_is_built_at_its_true_size(
+    model: Path, pixels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Everything but the training itself, with weights that take no memory."""
+    paths = [IMAGENET, model] if pixels == 224 else [IMAGENET, model, LARGE]
     seen = []
     monkeypatch.setattr(ClassificationCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
     monkeypatch.chdir(tmp_path)
     with torch.device("meta"):
-        assert run("fit", *files(IMAGENET, model), "--trainer.accelerator", "cpu") == 0
+        assert run("fit", *files(*paths), "--trainer.accelerator", "cpu") == 0
+        namesake = timm.create_model(_name(model, pixels))
     (cli,) = seen
-    size, core, *options = model.stem.removeprefix("deit_").split("_")
+    size, _, *options = model.stem.removeprefix("deit_").split("_")
     net, config = cli.model.net, cli.config.fit
-    pixels = 384 if "384" in options else 224
-    assert config.model.name == f"deit_{core}_{size}_patch16_{pixels}"
+    assert config.model.name == _name(model, 224)
     assert config.model.model_args == {"drop_path_rate": 0.1, **({"cpe": True} if "cpe" in options else {})}
     assert (net.embed_dim, net.num_classes) == ({"tiny": 192, "small": 384}[size], 1000)
-    assert net.patch_embed.img_size == (pixels, pixels) and net.default_cfg["input_size"][1:] == (pixels, pixels)
+    assert net.patch_embed.img_size == namesake.patch_embed.img_size == (pixels, pixels)
+    ours, theirs = (
+        timm.data.resolve_input_data_config(made, {"crop_pct": crop})
+        for made, crop in ((net, config.data.crop_pct), (namesake, None))
+    )
+    assert ours == theirs and ours["input_size"] == (3, pixels, pixels)
     assert (net.blocks[0].attn.cpe is not None) == ("cpe" in options)
     assert net.blocks[-1].drop_path1.drop_prob == pytest.approx(0.1)
     assert config.data.batch_size * cli.trainer.accumulate_grad_batches == 1024
     assert (cli.trainer.max_epochs, cli.model.optimizer_config.lr) == (300, 1e-3)
-    assert config.run_dir == f"runs/imagenet-{model.stem}"
+    assert config.run_dir == "-".join(["runs/imagenet", *(path.stem for path in paths[1:])])
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)

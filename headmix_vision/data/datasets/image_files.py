@@ -29,8 +29,8 @@ class ImageFiles(Pictures):
         return str(self.data[index])
 
 
-def find_images(path: str) -> list[Path]:
-    """Find an image file, or all image files below a folder, in sorted order.
+def find_images(path: str, option: str) -> list[Path]:
+    """Find an image file, or all image files below a folder, in sorted order; messages name the option.
 
     Raises:
         InputError: Nothing there, or no image in the folder.
@@ -41,9 +41,9 @@ def find_images(path: str) -> list[Path]:
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise InputError(f"predict_path {path!r} is neither a file nor a folder")
+        raise InputError(f"{option} {path!r} is neither a file nor a folder")
     extensions = get_img_extensions()
     files = sorted(file for file in root.rglob("*") if file.suffix.lower() in extensions and file.is_file())
     if not files:
-        raise InputError(f"predict_path {path!r} has no image ({', '.join(extensions)})")
+        raise InputError(f"{option} {path!r} has no image ({', '.join(extensions)})")
     return files

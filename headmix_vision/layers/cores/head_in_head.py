@@ -18,6 +18,7 @@ from headmix_vision.layers.grid_convolution import GridConvolution
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.layers.sub_head_mask import SubHeadMask
 from headmix_vision.ops import TokenGrid, TokenScan, head_in_head
+from headmix_vision.ops.head_in_head.validation import check_impl
 
 # (order, reverse) of each scan; their outputs are summed.
 SCANS = {
@@ -67,6 +68,7 @@ class HeadInHeadCore(AttentionCore):
         impl: str = "auto",
     ) -> None:
         super().__init__(spec)
+        check_impl(impl)
         for name, value, allowed in (("mask", mask, MASKS), ("scans", scans, tuple(SCANS))):
             if value not in allowed:
                 raise InputError(f"{name} must be one of {allowed}, got {value!r}.")

@@ -10,6 +10,7 @@ from torch import Tensor
 from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
+from headmix_vision.ops.mhla.validation import check_options
 
 
 @CORES.register("linear")
@@ -30,6 +31,7 @@ class LinearCore(AttentionCore):
         impl: str = "auto",
     ) -> None:
         super().__init__(spec)
+        check_options(normalizer, feature_map, impl)
         self.options: dict[str, Any] = {
             "normalizer": normalizer,
             "feature_map": feature_map,

@@ -24,7 +24,6 @@ if NO_KERNELS is None:
     from headmix_vision.ops.head_in_head.triton_impl import head_in_head_triton
 
     IMPLEMENTATIONS["triton"] = head_in_head_triton
-IMPL_NAMES = ("auto", "reference", "torch", "triton")
 SUB_HEADS = (1, 2, 4, 8)  # values of r that the kernels take
 
 
@@ -96,7 +95,7 @@ def head_in_head(
             and, outside a tracer, if ``scan`` is no permutation or, on the CPU only, ``log_decay`` above 0: elsewhere
             reading it would hold up every call.
     """
-    validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl, IMPL_NAMES)
+    validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl)
     run = select(impl, IMPLEMENTATIONS, q.is_cuda, lambda: _why_not_triton(q, v, mask))
     out, state = run(q, k, v, beta, log_decay, mask, initial_state, _tables(scan, q))
     return HeadInHeadOutput(out, state if output_final_state else None)
@@ -133,8 +132,7 @@ def head_in_head_rwkv7(
     Raises:
         InputError: as :func:`head_in_head`.
     """
-    names = ("auto", *RWKV7_IMPLEMENTATIONS)
-    validate_head_in_head_rwkv7(q, k, v, a, b, log_decay, mask, initial_state, scan, impl, names)
+    validate_head_in_head_rwkv7(q, k, v, a, b, log_decay, mask, initial_state, scan, impl)
     run = select(impl, RWKV7_IMPLEMENTATIONS, False, lambda: None)
     out, state = run(q, k, v, a, b, log_decay, mask, initial_state, _tables(scan, q))
     return HeadInHeadOutput(out, state if output_final_state else None)

@@ -12,6 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from headmix_vision.errors import InputError
 from headmix_vision.ops.token_scan import TokenScan
 
+IMPL_NAMES = ("auto", "reference", "torch", "triton")
+RWKV7_IMPL_NAMES = IMPL_NAMES[:3]
+
 
 def validate_head_in_head(
     q: Tensor,
@@ -23,10 +26,9 @@ def validate_head_in_head(
     initial_state: Tensor | None,
     scan: TokenScan | Tensor | None,
     impl: str,
-    impls: tuple[str, ...],
 ) -> None:
     """Raise InputError, naming the argument, unless ``head_in_head`` can run on these arguments."""
-    _check_impl(impl, impls)
+    check_impl(impl)
     _check_features(q, k, v)
     for name, x in (("beta", beta), ("log_decay", log_decay)):
         if x.shape != q.shape[:3]:
@@ -46,10 +48,9 @@ def validate_head_in_head_rwkv7(
     initial_state: Tensor | None,
     scan: TokenScan | Tensor | None,
     impl: str,
-    impls: tuple[str, ...],
 ) -> None:
     """Raise InputError, naming the argument, unless ``head_in_head_rwkv7`` can run on these arguments."""
-    _check_impl(impl, impls)
+    check_impl(impl, RWKV7_IMPL_NAMES)
     _check_features(q, k, v)
     for name, x in (("a", a), ("b", b), ("log_decay", log_decay)):
         if x.shape != q.shape:
@@ -58,9 +59,10 @@ def validate_head_in_head_rwkv7(
     _check_common(q, v, log_decay, mask, initial_state, scan)
 
 
-def _check_impl(impl: str, impls: tuple[str, ...]) -> None:
-    if impl not in impls:
-        raise InputError(f"impl must be one of {impls}, got {impl!r}.")
+def check_impl(impl: str, names: tuple[str, ...] = IMPL_NAMES) -> None:
+    """Raise InputError for the name of an implementation that the op does not have."""
+    if impl not in names:
+        raise InputError(f"impl must be one of {names}, got {impl!r}.")
 
 
 def _check_features(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -20,7 +20,6 @@ if NO_KERNELS is None:
 
     IMPLEMENTATIONS["triton"] = mhla_triton
     IMPLEMENTATIONS |= {f"triton_{regime}": partial(mhla_triton, regime=regime) for regime in REGIMES}
-IMPL_NAMES = ("auto", "reference", "torch", "triton", *(f"triton_{regime}" for regime in REGIMES))
 
 
 def mhla(
@@ -67,5 +66,5 @@ def mhla(
         InputError: naming the argument, if shapes, types, devices or options do not fit, or ``impl`` cannot run them.
     """
     settings = Settings(blocks, normalizer, feature_map, eps)
-    validate_mhla(q, k, v, mixing, settings, impl, IMPL_NAMES)
+    validate_mhla(q, k, v, mixing, settings, impl)
     return select(impl, IMPLEMENTATIONS, q.is_cuda, lambda: why_not_triton(q, v))(q, k, v, mixing, settings)

@@ -68,6 +68,11 @@ def unpack(packed: Sequence[int]) -> Settings:
     )
 
 
+def is_pairwise(packed: Sequence[int]) -> bool:
+    """Tell whether packed settings ask for pairwise kernels, without reading the rest."""
+    return REGIMES[packed[2]] == "pairwise"
+
+
 @lru_cache(maxsize=256)
 def _cached(packed: tuple[int, ...]) -> Settings:
     return unpack(packed)

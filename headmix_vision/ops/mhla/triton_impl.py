@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 from headmix_vision.ops.kernels import numerics
 from headmix_vision.ops.mhla import triton_launch as launch
 from headmix_vision.ops.mhla.regimes import choose_regime
-from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, unpack, unpack_cached
+from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, is_pairwise, unpack, unpack_cached
 from headmix_vision.ops.mhla.torch_impl import source_block_denominator, to_blocks
 from headmix_vision.ops.precision import autocast_off
 
@@ -179,8 +179,7 @@ def _(d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, sett
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, mixing, denominator, settings = inputs
     out, *saved = output
-    pairwise = unpack(settings).regime == "pairwise"
-    ctx.save_for_backward(q, k, v, mixing, out if pairwise else None, *saved)
+    ctx.save_for_backward(q, k, v, mixing, out if is_pairwise(settings) else None, *saved)
     ctx.given, ctx.settings = denominator is not None, settings
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)

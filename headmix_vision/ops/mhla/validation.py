@@ -5,7 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, Settings
+from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings
+
+IMPL_NAMES = ("auto", "reference", "torch", "triton", *(f"triton_{regime}" for regime in REGIMES))
+
+
+def check_options(normalizer: str | None, feature_map: str, impl: str) -> None:
+    """Raise InputError, naming the option, for a name that ``mhla`` does not know."""
+    for name, value, allowed in (
+        ("normalizer", normalizer, NORMALIZERS),
+        ("feature_map", feature_map, tuple(FEATURE_MAPS)),
+        ("impl", impl, IMPL_NAMES),
+    ):
+        if value not in allowed:
+            raise InputError(f"{name} must be one of {allowed}, got {value!r}.")
 
 
 def validate_mhla(
@@ -15,17 +28,9 @@ def validate_mhla(
     mixing: Tensor,
     settings: Settings,
     impl: str,
-    impl_names: tuple[str, ...],
 ) -> None:
     """Raise InputError, naming the argument, unless ``mhla`` can run on these arguments."""
-    for name, value, allowed in (
-        ("normalizer", settings.normalizer, NORMALIZERS),
-        ("feature_map", settings.feature_map, tuple(FEATURE_MAPS)),
-        ("impl", impl, impl_names),
-    ):
-        if value not in allowed:
-            raise InputError(f"{name} must be one of {allowed}, got {value!r}.")
-
+    check_options(settings.normalizer, settings.feature_map, impl)
     if q.ndim != 4:
         raise InputError(f"q must be [B, N, H, D], got shape {tuple(q.shape)}.")
     if k.shape != q.shape:
