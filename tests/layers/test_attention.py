@@ -1,6 +1,7 @@
 import pytest
 import timm.layers
 import torch
+import torch._inductor.config
 
 from headmix_vision.layers import CORES, ConvPositionEncoding, HeadMixAttention
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
@@ -115,3 +116,18 @@ def test_wrong_calls_are_refused():
     for core in ("linear", "mhla", "hih"):
         with pytest.raises(ValueError, match="attn_mask and is_causal need the 'softmax' core"):
             make_layer(core)(torch.randn(1, 30, 24), is_causal=True)
+
+
+def test_compiled_layers_do_not_concatenate_the_gradients_of_their_projection():
+    """The kernels write them in place, into one tensor, however the layer cuts q, k and v out of it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = make_layer(core_args={"impl": "triton_summary"}).to(device)
+    graphs = []  # what is left of forward and backward pass to generate code for
+    options = {
+        "post_grad_custom_post_pass": lambda graph: graphs.append([str(node.target) for node in graph.nodes]),
+        "force_disable_caches": True,
+    }
+    with torch._inductor.config.patch(options):
+        torch.compile(layer, fullgraph=True)(torch.randn(2, 30, 24, device=device)).square().sum().backward()
+    assert "headmix_vision.mhla_packed_gradients.default" in graphs[-1]
+    assert "aten.cat.default" not in graphs[-1]
