@@ -127,6 +127,7 @@ def test_compiled_layers_do_not_concatenate_the_gradients_of_their_projection():
         "post_grad_custom_post_pass": lambda graph: graphs.append([str(node.target) for node in graph.nodes]),
         "force_disable_caches": True,
     }
+    torch.compiler.reset()
     with torch._inductor.config.patch(options):
         torch.compile(layer, fullgraph=True)(torch.randn(2, 30, 24, device=device)).square().sum().backward()
     assert "headmix_vision.mhla_packed_gradients.default" in graphs[-1]
