@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import timm
+from safetensors import SafetensorError
 from timm.models import get_pretrained_cfg_value, load_state_dict
 from torch import Tensor, nn
 
@@ -136,7 +137,5 @@ def _start_weights(checkpoint: str) -> dict[str, Tensor]:
         return load_state_dict(checkpoint, weights_only=True)
     except (RuntimeError, EOFError, OSError, KeyError, ValueError, pickle.UnpicklingError) as error:
         raise InputError(f"{checkpoint} holds no readable weights: {str(error).splitlines()[0]}") from None
-    except Exception as error:
-        if type(error).__name__ == "SafetensorError":
-            raise InputError(f"{checkpoint} is truncated or no safetensors file: {error}") from None
-        raise
+    except SafetensorError as error:
+        raise InputError(f"{checkpoint} is truncated or no safetensors file: {error}") from None

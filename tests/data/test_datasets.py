@@ -14,12 +14,14 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.data import GenerationData, cache_latents
+from headmix_vision.data.batches import SampleKey
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets import DATASETS, dataset_names, find_dataset
-from headmix_vision.data.datasets.base import BatchSource, DatasetEntry, SplitRequest, Use
+from headmix_vision.data.datasets.base import BatchSource, DatasetEntry, Source, SplitRequest, Use
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.latents import LatentShards
+from headmix_vision.data.loading import EvalSamples, TrainSamples, UnreadableImages
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_images
 
@@ -98,6 +100,27 @@ def test_samples_of_any_number_of_axes_reach_the_batches(monkeypatch: pytest.Mon
     x, labels = next(iter(data.train_dataloader()))
     assert x.shape == (4, 3, 2, 8, 8) and x.dtype == torch.float32 and labels.dtype == torch.int64
     assert torch.equal(x, (labels.float() * 2 - 1).view(4, 1, 1, 1, 1).expand_as(x))
+
+
+class Broken(Source):
+    """Nothing can be read: what is damaged is no single image."""
+
+    class_names = ("one",)
+
+    def __len__(self) -> int:
+        return 4
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        raise InputError("shard-00000.safetensors is truncated")
+
+
+def test_what_is_wrong_with_the_whole_is_no_unreadable_image() -> None:
+    unreadable = UnreadableImages(4, limit=1.0)
+    with pytest.raises(InputError, match="is truncated"):
+        TrainSamples(Broken(), torch.Tensor.float, 0, unreadable)[SampleKey(0, 0, 0)]
+    with pytest.raises(InputError, match="is truncated"):
+        EvalSamples(Broken(), torch.Tensor.float, unreadable)[0]
+    assert len(unreadable) == 0
 
 
 @pytest.fixture(params=["RGB", "P", "RGBA"])

@@ -28,7 +28,7 @@ def reader_class_names(reader: Any) -> list[str]:
 
 
 class TimmReader(Pictures):
-    """A timm reader (folder, tar, Hugging Face) without the silent retries of timm's ImageDataset."""
+    """A timm reader (folder, tar, Hugging Face) without the retries of timm's ImageDataset, which no limit counts."""
 
     def read(self, index: int) -> tuple[RawImage, int]:
         stream, target = self.data[index]
