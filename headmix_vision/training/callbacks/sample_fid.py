@@ -22,7 +22,7 @@ from headmix_vision.training.options import FidConfig
 
 
 class SampleFid(Callback):
-    """Scores samples from fixed noise every few epochs and log `val/fid`, on the first process.
+    """Scores samples from fixed noise every few epochs and logs `val/fid`, on the first process.
 
     Extractor and autoencoder live here, outside of the module.
 
