@@ -6,7 +6,10 @@ This file can be imported without Triton.
 from __future__ import annotations
 
 import math
+import os
+import warnings
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,16 +46,76 @@ NO_KERNELS = why_no_kernels()
 INTERPRETED = NO_KERNELS is None and _is_interpreted()  # the kernels, once defined, keep this value
 
 
+class Gpu(NamedTuple):
+    """What the kernels have to know of a GPU.
+
+    Attributes:
+        name: its name.
+        capability: CUDA compute capability.
+        shared_memory: bytes that a program may have.
+        processors: streaming multiprocessors.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    shared_memory: int
+    processors: int = 1
+
+
+INTERPRETER = Gpu("the interpreter", (9, 0), 227 << 10)
+LEAST_SHARED_MEMORY = 99 << 10  # every kernel has tiles for it: what all GPUs from Ampere on have
+TENSOR_MEMORY = (10, 11)  # major compute capabilities whose products go through tensor memory
+ALLOW_UNTESTED = "HEADMIX_VISION_UNTESTED_GPUS"
+
+
+@lru_cache
+def find_gpu(device: torch.device) -> Gpu | None:
+    """Return the GPU behind a device, or None if it is none that CUDA runs on; the interpreter takes CPU tensors."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return INTERPRETER if INTERPRETED and device.type == "cpu" else None
+    about = torch.cuda.get_device_properties(device)
+    shared_memory: int = about.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Gpu(about.name, (about.major, about.minor), shared_memory, about.multi_processor_count)
+
+
+def gpu_of(x: Tensor) -> Gpu:
+    """Return the GPU of a tensor that the kernels can run on."""
+    gpu = find_gpu(x.device)
+    assert gpu is not None, x.device
+    return gpu
+
+
+@torch.compiler.assume_constant_result
+def why_not_here(device: torch.device) -> str | None:
+    """Return why no kernel can run on a device, or None."""
+    gpu = find_gpu(device)
+    if gpu is None and device.type == "cuda":
+        return f"q is on {device} of a ROCm build of torch: the kernels are written for NVIDIA GPUs"
+    if gpu is None:
+        return f"q is on {device}: the kernels need a CUDA device"
+    capability = ".".join(map(str, gpu.capability))
+    if gpu.capability < (8, 0):
+        return f"q is on {gpu.name} of compute capability {capability}: the kernels need 8.0"
+    if gpu.shared_memory < LEAST_SHARED_MEMORY:
+        return (
+            f"q is on {gpu.name}, where a program may have {gpu.shared_memory >> 10} KB of shared memory:"
+            f" the kernels need {LEAST_SHARED_MEMORY >> 10} KB"
+        )
+    if gpu.capability[0] in TENSOR_MEMORY and not os.environ.get(ALLOW_UNTESTED):
+        # Triton before 3.8 pipelines two products into one accumulator wrongly there (triton #10821).
+        return (
+            f"q is on {gpu.name} of compute capability {capability}, where nobody has tested the kernels yet"
+            f" ({ALLOW_UNTESTED}=1 runs them all the same)"
+        )
+    return None
+
+
 def why_not_triton(q: Tensor, v: Tensor) -> str | None:
     """Return the reason, naming the argument, why no kernel can run on these inputs; None if one can."""
     if NO_KERNELS is not None:
         return NO_KERNELS
-    if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
-        return f"q is on {q.device}: the kernels need a CUDA device"
-    if torch.version.hip is not None:
-        return f"q is on {q.device} of a ROCm build of torch: the kernels are written for NVIDIA GPUs"
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return f"q is on {torch.cuda.get_device_name(q.device)}: the kernels need compute capability 8.0"
+    if reason := why_not_here(q.device):
+        return reason
     if q.dtype not in _DTYPES:
         return f"q has type {q.dtype}: the kernels take bfloat16, float16 and float32"
     for name, x in (("q", q), ("v", v)):
@@ -65,7 +128,8 @@ def select(impl: str, implementations: Mapping[str, Run], on_gpu: bool, why_not:
     """Choose the implementation of an op.
 
     Args:
-        impl: name of an implementation, or ``"auto"``: the kernels on a CUDA device wherever they can run, else torch.
+        impl: name of an implementation, or ``"auto"``: the kernels on a CUDA device wherever they can run, else torch,
+            with a warning for each reason.
         implementations: ``"reference"``, ``"torch"`` and, where they could be loaded, the names of kernels, which
             begin with ``"triton"``.
         on_gpu: whether the inputs are on a CUDA device.
@@ -75,10 +139,23 @@ def select(impl: str, implementations: Mapping[str, Run], on_gpu: bool, why_not:
         InputError: if kernels are asked for by name and cannot run; with the reason.
     """
     if impl == "auto":
-        return implementations["triton" if on_gpu and why_not() is None else "torch"]
+        reason = why_not() if on_gpu else None
+        if reason:
+            _warn_once(reason)
+        return implementations["triton" if on_gpu and reason is None else "torch"]
     if impl.startswith("triton") and (reason := why_not()):
         raise InputError(f"{reason}; impl={impl!r} was asked for.")
     return implementations[impl]
+
+
+_warned: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"{reason}; the slower PyTorch form takes their place (impl='auto').", stacklevel=2)
 
 
 # It is as exact as "tf32x3", but holds three halves of a float32 in shared memory instead of four. The interpreter does

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.cached_tables import cached_tables
 from headmix_vision.ops.token_grid import TokenGrid
 
 
@@ -167,7 +167,6 @@ def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
     return BlockTables(block_of_token, index, slot_of_token)
 
 
-@lru_cache(maxsize=256)
+@cached_tables
 def _cached_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
-    with torch.inference_mode(False), torch.no_grad():
-        return _build_tables(blocks, device)
+    return BlockTables(*(table.to(device) for table in _build_tables(blocks, torch.device("cpu"))))

@@ -6,13 +6,13 @@ N tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.cached_tables import cached_tables
 from headmix_vision.ops.token_grid import TokenGrid
 
 SCAN_ORDERS = ("row_major", "column_major")
@@ -141,7 +141,7 @@ def _build_tables(scan: TokenScan, device: torch.device) -> ScanTables:
     return ScanTables(order.flip(0), scan.num_tokens - 1 - inverse) if scan.reverse else ScanTables(order, inverse)
 
 
-@lru_cache(maxsize=256)
+@cached_tables
 def _cached_tables(scan: TokenScan, device: torch.device) -> ScanTables:
-    with torch.inference_mode(False), torch.no_grad():
-        return _build_tables(scan, device)
+    tables = _build_tables(scan, torch.device("cpu"))
+    return ScanTables(tables.order.to(device), tables.inverse.to(device))

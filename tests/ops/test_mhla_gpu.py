@@ -1,10 +1,12 @@
 """MHLA kernels on a GPU: types, sizes and options against float64, and what surrounds them there."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headmix_vision.ops import TokenBlocks, mhla
+from headmix_vision.ops import TokenBlocks, kernels, mhla
 
 from .helpers import assert_within_budget, make_inputs, run
 
@@ -133,6 +135,52 @@ def test_offsets_beyond_two_to_the_31():
         *zip((x[:, :, -1:] for x in gradient.unbind(2)), references, strict=True),
     ):
         assert ((ours.double() - reference).norm() / reference.norm()).item() < 0.01
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_head_strides_beyond_two_to_the_31(impl):
+    """Views with the heads in front, and a mixing matrix of each head, whose third head lies 2.2e9 numbers away."""
+    blocks, stride = TokenBlocks.from_grid((8, 8), (4, 4)), 2**30 + 5
+    inputs, d_out = make(blocks, batch=1, per_head=True)
+    far = []
+    for x in inputs:
+        strides = (1, 64, stride, 1) if x.ndim == 4 else (stride, 16, 1)
+        memory = torch.empty(2 * stride + 64 * 64, device="cuda", dtype=x.dtype)
+        far.append(memory.as_strided(x.shape, strides).copy_(x).requires_grad_())
+    out = mhla(*far, blocks, impl=impl)
+    ours = out, *torch.autograd.grad(out, far, d_out)
+    expected = run(lambda *x: mhla(*x, blocks, impl=impl), [x.contiguous() for x in inputs], d_out)
+    for a, b in zip(ours, expected, strict=True):
+        assert ((a - b).float().norm() / b.float().norm()).item() < 0.002
+
+
+@pytest.mark.parametrize("grid", [(14, 14), (16, 16)], ids=str)
+def test_heads_that_do_not_fit_a_small_gpu_are_read_tile_by_tile(monkeypatch, grid):
+    gpu = kernels.find_gpu(torch.device("cuda"))._replace(shared_memory=kernels.LEAST_SHARED_MEMORY)
+    monkeypatch.setattr(kernels, "find_gpu", lambda device: gpu)
+    check("triton_pairwise", TokenBlocks.from_grid(grid, (4, 4)))
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+def test_tables_first_asked_for_inside_a_cuda_graph(impl):
+    """With ``reduce-overhead`` the first call runs in the memory pool of a graph, which others use again."""
+    blocks = TokenBlocks.from_grid((11, 13), (3, 2), 1)
+
+    @partial(torch.compile, mode="reduce-overhead")
+    def block(x, weight, mixing):
+        q, k, v = (x @ weight).unflatten(-1, (3, 3, 64)).unbind(-3)
+        return mhla(q, k, v, mixing, blocks, impl=impl).flatten(2)
+
+    weight = (torch.randn(96, 3 * 3 * 64, device="cuda", dtype=BF16) / 10).requires_grad_()
+    mixing = torch.rand(7, 7, device="cuda", requires_grad=True)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.randn(2, 144, 96, device="cuda", dtype=BF16)
+        out = block(x, weight, mixing)
+        ours = [y.clone() for y in (out, *torch.autograd.grad(out.sum(), (weight, mixing)))]
+        expected = mhla(*(x @ weight).unflatten(-1, (3, 3, 64)).unbind(-3), mixing, blocks, impl="torch").flatten(2)
+        for a, b in zip(ours, (expected, *torch.autograd.grad(expected.sum(), (weight, mixing))), strict=True):
+            assert ((a - b).float().norm() / b.float().norm()).item() < 0.02
 
 
 @pytest.mark.parametrize("impl", REGIMES)

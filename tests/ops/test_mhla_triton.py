@@ -10,7 +10,7 @@ import triton
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
+from headmix_vision.ops import TokenBlocks, TokenGrid, kernels, mhla
 from headmix_vision.ops.kernels import why_no_kernels
 from headmix_vision.ops.mhla import regimes, triton_launch, triton_tables, triton_tuning
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, Settings, unpack
@@ -98,6 +98,20 @@ def test_more_blocks_than_weights_stay_on_chip(monkeypatch):
     monkeypatch.setattr(triton_launch, "MAX_CHUNKS", 0)
     inputs, d_out = make(UNEVEN)
     assert_agrees("triton_summary", inputs, d_out, UNEVEN)
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """What is there has as little shared memory as the smallest GPUs."""
+    gpu = kernels.find_gpu(torch.device(DEVICE))._replace(shared_memory=kernels.LEAST_SHARED_MEMORY)
+    monkeypatch.setattr(kernels, "find_gpu", lambda device: gpu)
+
+
+@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("dim", [72, 128])
+def test_tiles_of_wide_heads_on_small_gpus(small_gpu, impl, dim):
+    inputs, d_out = make(LONG, dim=dim, value_dim=dim)
+    assert_agrees(impl, inputs, d_out, LONG)
 
 
 def test_blocks_cut_into_parts(monkeypatch):

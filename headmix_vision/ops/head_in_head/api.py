@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from headmix_vision.ops import kernels
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
@@ -39,10 +41,27 @@ class HeadInHeadOutput(NamedTuple):
     final_state: Tensor | None
 
 
+WIDEST_CHUNK_MEMORY = 144 << 10  # bytes of shared memory for r = 8 in float32 or float16
+
+
 def _why_not_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
     if mask.shape[-1] not in SUB_HEADS:
         return f"mask has r = {mask.shape[-1]} sub-heads: the kernels take {SUB_HEADS}"
-    return why_not_triton(q, v)
+    return why_not_triton(q, v) or _why_not_here(q.device, q.dtype, int(mask.shape[-1]))
+
+
+@torch.compiler.assume_constant_result
+def _why_not_here(device: torch.device, dtype: torch.dtype, r: int) -> str | None:
+    gpu = kernels.find_gpu(device)
+    assert gpu is not None, device
+    if gpu.capability[0] in kernels.TENSOR_MEMORY:
+        return f"q is on {gpu.name}, for which Triton 3.6 does not compile the backward pass of Head-in-Head"
+    if r == 8 and dtype != torch.bfloat16 and gpu.shared_memory < WIDEST_CHUNK_MEMORY:
+        return (
+            f"q has type {dtype}, for which the kernels of r = 8 sub-heads need {WIDEST_CHUNK_MEMORY >> 10} KB of"
+            f" shared memory, and is on {gpu.name} with {gpu.shared_memory >> 10} KB: use bfloat16"
+        )
+    return None
 
 
 def head_in_head(

@@ -5,7 +5,6 @@ B batch, N tokens, H heads, C chunks of T tokens, Dk and Dv head dims, r sub-hea
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from headmix_vision.ops.head_in_head import triton_backward as backward
 from headmix_vision.ops.head_in_head import triton_forward as forward
-from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, alignment, numerics
+from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, alignment, gpu_of, numerics
 
 LEAST_TOKENS = 16  # fewest tokens of a chunk: no side of a product may be shorter
 Tiles = dict[str, int]
@@ -134,14 +133,9 @@ def _values(k: Tensor, v: Tensor, mask: Tensor, tiles: Tiles) -> dict[str, Any]:
 
 
 def _scan_tiles(heads: int, v: Tensor, mask: Tensor) -> Tiles:
-    if mask.shape[-1] > 1 or heads * -(-v.shape[-1] // SCAN["VALUES"]) <= _processors(v.device):
+    if mask.shape[-1] > 1 or heads * -(-v.shape[-1] // SCAN["VALUES"]) <= gpu_of(v).processors:
         return SCAN
     return CROWDED_SCAN
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def forward_pass(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, alignment, numerics
+from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, alignment, gpu_of, numerics
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tiles as shared
@@ -60,6 +60,10 @@ class MixingGradients(NamedTuple):
     mixed: Summaries
 
 
+def _tiles(table: tuple[tuning.Row, ...], x: Tensor, y: Tensor) -> tuning.Tiles:
+    return tuning.tiles(table, max(x.shape[-1], y.shape[-1]), x.dtype, gpu_of(x).shared_memory)
+
+
 def _split(settings: Settings) -> int:
     """Count the parts of each block."""
     return _ceil(settings.blocks.max_block_size, PART_TOKENS)
@@ -93,6 +97,8 @@ def _mixing_strides(mixing: Tensor) -> tuple[int, ...]:
 
 def _constants(q: Tensor, v: Tensor, settings: Settings, align: int) -> dict[str, Any]:
     compute, precision, _ = numerics(q.dtype)
+    if q.dtype == torch.float32 and tuning.is_wide(max(q.shape[-1], v.shape[-1]), q.dtype):
+        precision = SMALL_FLOAT32_PRECISION
     (d1, d2), (dv1, dv2) = tuning.head_parts(q.shape[-1]), tuning.head_parts(v.shape[-1])
     return dict(
         D=q.shape[-1], D1=d1, D2=d2, DV=v.shape[-1], DV1=dv1, DV2=dv2,
@@ -103,7 +109,7 @@ def _constants(q: Tensor, v: Tensor, settings: Settings, align: int) -> dict[str
 
 def _pairwise_constants(q: Tensor, v: Tensor, settings: Settings, align: int, t: Places, c: tuning.Tiles) -> dict:
     full = t.full and t.num_places % c["BQ"] == 0 and t.num_places % c["BK"] == 0
-    return dict(RUN=t.run, FULL=full, num_stages=1, **_constants(q, v, settings, align), **c)
+    return dict(RUN=t.run, FULL=full, num_stages=1) | _constants(q, v, settings, align) | c
 
 
 def _places(c: tuning.Tiles, q: Tensor, settings: Settings) -> Places:
@@ -132,9 +138,8 @@ def pairwise_forward(
 ) -> None:
     """Fill ``out`` [B, N, H, Dv] and, for the paper's normalizer, ``inverse`` [B, H, N]."""
     B, N, H, D = q.shape
-    dim = max(D, v.shape[-1])
-    resident = is_resident(dim, N, q.dtype)
-    c = tuning.resident(tuning.RESIDENT_FORWARD, N) if resident else tuning.tiles(tuning.PAIRWISE_FORWARD, dim, q.dtype)
+    resident = is_resident(max(D, v.shape[-1]), N, q.dtype)
+    c = tuning.resident(tuning.RESIDENT_FORWARD, N) if resident else _tiles(tuning.PAIRWISE_FORWARD, q, v)
     t = _places(c, q, settings)
     weights = _run_weights(mixing, t)
     align = alignment(q, k, v)
@@ -167,7 +172,7 @@ def _pairwise_backward_query(
     """Compute gradients of queries, mixing and denominators (by place for the paper's normalizer, else by token)."""
     B, N, H, D = q.shape
     M = settings.blocks.num_blocks
-    c = tuning.tiles(tuning.PAIRWISE_BACKWARD_QUERY, max(D, v.shape[-1]), q.dtype)
+    c = _tiles(tuning.PAIRWISE_BACKWARD_QUERY, q, v)
     t = _places(c, q, settings)
     weights = _run_weights(mixing, t)
     d_q = gradient(q, packed, 0)
@@ -211,13 +216,9 @@ def _pairwise_backward_key(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of keys and values."""
     B, N, H, D = q.shape
-    dim = max(D, v.shape[-1])
-    resident = is_resident(dim, N, q.dtype)
-    c = (
-        tuning.resident(tuning.RESIDENT_BACKWARD_KEY, N)
-        if resident
-        else tuning.tiles(tuning.PAIRWISE_BACKWARD_KEY, dim, q.dtype)
-    )
+    fits = gpu_of(q).shared_memory >= tuning.RESIDENT_BACKWARD_KB << 10
+    resident = fits and is_resident(max(D, v.shape[-1]), N, q.dtype)
+    c = tuning.resident(tuning.RESIDENT_BACKWARD_KEY, N) if resident else _tiles(tuning.PAIRWISE_BACKWARD_KEY, q, v)
     t = _places(c, q, settings)
     weights = _run_weights(mixing, t)
     d_k, d_v = gradient(k, packed, 1), gradient(v, packed, 2)
@@ -236,7 +237,14 @@ def _pairwise_backward_key(
 
 
 def _token_constants(q: Tensor, v: Tensor, settings: Settings, align: int, size: int, c: tuning.Tiles) -> dict:
-    return dict(SINGLE=size <= c["BT"], num_stages=1, **_constants(q, v, settings, align), **c)
+    tiles = {name: value for name, value in c.items() if name != "ONE_TILE"}
+    return dict(SINGLE=size <= c["BT"], num_stages=1) | _constants(q, v, settings, align) | tiles
+
+
+def _token_parts(q: Tensor, settings: Settings, c: tuning.Tiles) -> tuple[Tensor, int]:
+    """Return the parts of blocks for kernels that compute each token by itself, and how many a block has."""
+    split = _ceil(settings.blocks.max_block_size, c["BT"]) if c.get("ONE_TILE") else _split(settings)
+    return parts(settings.blocks, split, q.device), split
 
 
 def _part_summaries(q: Tensor, v: Tensor, settings: Settings) -> Summaries:
@@ -264,7 +272,7 @@ def summarize(k: Tensor, v: Tensor, settings: Settings) -> Summaries:
     """Compute the summaries S [B, H, M, D, Dv] and z [B, H, M, D] of keys and values."""
     H = k.shape[2]
     t = parts(settings.blocks, _split(settings), k.device)
-    c = tuning.tiles(tuning.SUMMARIZE, max(k.shape[-1], v.shape[-1]), k.dtype)
+    c = _tiles(tuning.SUMMARIZE, k, v)
     align = alignment(k, v)
     summaries = _part_summaries(k, v, settings)
     summary.summarize_kernel[(summaries.matrix[..., 0, 0].numel(),)](
@@ -298,11 +306,11 @@ def apply(q: Tensor, mixed: Summaries, inverse: Tensor, out: Tensor, settings: S
     """Multiply queries by mixed summaries: fill ``out`` and, for the paper's normalizer, ``inverse``."""
     B, N, H, D = q.shape
     M = settings.blocks.num_blocks
-    t = parts(settings.blocks, _split(settings), q.device)
-    c = tuning.tiles(tuning.APPLY, max(D, out.shape[-1]), q.dtype)
+    c = _tiles(tuning.APPLY, q, out)
+    t, split = _token_parts(q, settings, c)
     align = alignment(q)
     summary.apply_kernel[(B * H * len(t),)](
-        q, *mixed, out, inverse, t, *_strides(align, q), N, H, M, len(t), _split(settings), t.shape[1],
+        q, *mixed, out, inverse, t, *_strides(align, q), N, H, M, len(t), split, t.shape[1],
         settings.eps, **_token_constants(q, out, settings, align, t.shape[1], c),
     )  # fmt: skip
 
@@ -327,10 +335,9 @@ def backward_query(
     B, N, H, D = q.shape
     M = settings.blocks.num_blocks
     t = parts(settings.blocks, _split(settings), q.device)
-    dim = max(D, d_out.shape[-1])
-    c = tuning.tiles(tuning.BACKWARD_QUERY, dim, q.dtype)
+    c = _tiles(tuning.BACKWARD_QUERY, q, d_out)
     if t.shape[1] > c["BT"]:
-        c = tuning.tiles(tuning.BACKWARD_QUERY_LONG, dim, q.dtype)
+        c = _tiles(tuning.BACKWARD_QUERY_LONG, q, d_out)
     align = alignment(q, d_out)
     d_q = gradient(q, packed, 0)
     d_denominator = q.new_empty(B, H, N, dtype=torch.float32)
@@ -373,19 +380,15 @@ def backward_key(
     k: Tensor, v: Tensor, mixed: Summaries, packed: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of keys and values from the mixed summaries of queries and output gradients."""
-    B, N, H, D = k.shape
-    t = parts(settings.blocks, _split(settings), k.device)
-    c = tuning.tiles(tuning.BACKWARD_KEY, max(D, v.shape[-1]), k.dtype)
+    B, N, H, _ = k.shape
+    c = _tiles(tuning.BACKWARD_KEY, k, v)
+    t, split = _token_parts(k, settings, c)
     align = alignment(k, v)
     d_k, d_v = gradient(k, packed, 1), gradient(v, packed, 2)
-    constants = _token_constants(k, v, settings, align, t.shape[1], c)
-    if k.dtype == torch.float32 and not constants["SINGLE"] and D * v.shape[-1] > 96 * 96:
-        # A loop holds the matrix in shared memory for both products: with four halves of each number it would not fit.
-        constants["PRECISION"] = SMALL_FLOAT32_PRECISION
     summary.backward_key_kernel[(B * H * len(t),)](
         k, v, *mixed, d_k, d_v, t, *_strides(align, k, v),
-        N, H, settings.blocks.num_blocks, len(t), _split(settings), t.shape[1], settings.eps,
-        **constants, **_pack(packed),
+        N, H, settings.blocks.num_blocks, len(t), split, t.shape[1], settings.eps,
+        **_token_constants(k, v, settings, align, t.shape[1], c), **_pack(packed),
     )  # fmt: skip
     return d_k, d_v
 

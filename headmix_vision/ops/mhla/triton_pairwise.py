@@ -52,10 +52,9 @@ def _features(rows, present, eps, D: tl.constexpr, D1: tl.constexpr, FEATURE_MAP
 def _weights(weights, row, column, stride_row, stride_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
              RUN: tl.constexpr):  # fmt: skip
     """Load weights of ROWS places from ``row`` and runs of COLUMNS places from ``column``: [ROWS, COLUMNS / RUN]."""
-    row_run = (row + tl.arange(0, ROWS)) // RUN
-    column_run = column // RUN + tl.arange(0, COLUMNS // RUN)
-    pointers = weights + row_run[:, None] * stride_row + column_run[None, :] * stride_column
-    return tl.load(pointers).to(tl.float32)
+    weights += tl.cast(row // RUN, tl.int64) * stride_row + tl.cast(column // RUN, tl.int64) * stride_column
+    places = (tl.arange(0, ROWS) // RUN)[:, None] * stride_row + tl.arange(0, COLUMNS // RUN)[None, :] * stride_column
+    return tl.load(weights + places).to(tl.float32)
 
 
 @triton.jit
@@ -161,7 +160,7 @@ def pairwise_forward_kernel(
     tiles = tl.cdiv(places, BQ)
     pid_bh = tl.program_id(0) // tiles
     query = tl.program_id(0) % tiles * BQ
-    b, h = (pid_bh // H).to(tl.int64), pid_bh % H
+    b, h = (pid_bh // H).to(tl.int64), (pid_bh % H).to(tl.int64)
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
@@ -193,7 +192,7 @@ def resident_forward_kernel(
     PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Run one program for each head. With PREFETCH it loads the queries, like their table, one tile ahead."""
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    b, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
@@ -246,7 +245,7 @@ def pairwise_backward_query_kernel(
     tiles = tl.cdiv(places, BQ)
     pid_bh = tl.program_id(0) // tiles
     query = tl.program_id(0) % tiles * BQ
-    b, h = (pid_bh // H).to(tl.int64), pid_bh % H
+    b, h = (pid_bh // H).to(tl.int64), (pid_bh % H).to(tl.int64)
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
@@ -318,7 +317,7 @@ def pairwise_backward_key_kernel(
     tiles = tl.cdiv(places, BK)
     pid_bh = tl.program_id(0) // tiles
     key = tl.program_id(0) % tiles * BK
-    b, h = (pid_bh // H).to(tl.int64), pid_bh % H
+    b, h = (pid_bh // H).to(tl.int64), (pid_bh % H).to(tl.int64)
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
@@ -360,7 +359,7 @@ def resident_backward_key_kernel(
     PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Run one program for each head."""
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    b, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)

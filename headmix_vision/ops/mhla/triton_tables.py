@@ -5,12 +5,12 @@ N tokens, M blocks, C parts of blocks.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headmix_vision.ops.cached_tables import cached_tables
 from headmix_vision.ops.token_blocks import TokenBlocks
 
 _CPU = torch.empty(0)
@@ -40,33 +40,31 @@ class Places(NamedTuple):
         return self.tokens.numel()
 
 
-@lru_cache(maxsize=256)
+@cached_tables
 def places(blocks: TokenBlocks, longest_run: int, device: torch.device) -> Places:
     """List tokens in the longest runs, up to ``longest_run``, that need no more tiles of 64 than runs of one place."""
-    with torch.inference_mode(False):
-        tokens = blocks.tables(_CPU).tokens
-        tokens = tokens.gather(1, (tokens < 0).long().argsort(stable=True, dim=1))  # absent places last
-        sizes = (tokens >= 0).sum(1)
-        runs_of = (1 << i for i in range(longest_run.bit_length()))
-        tiles = {run: -(-int((-(-sizes // run) * run).sum()) // TILE) for run in runs_of}
-        run = max(r for r, count in tiles.items() if count == min(tiles.values()))
-        runs = -(-sizes // run)
-        width = -(-tokens.shape[1] // run) * run
-        tokens = torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]), value=-1)
-        tokens = tokens.unflatten(1, (-1, run))
-        tokens = tokens[torch.arange(tokens.shape[1]) < runs[:, None]]  # [runs, run]
-        block = torch.repeat_interleave(torch.arange(len(runs)), runs)
-        full = bool((tokens >= 0).all())
-        per_tile = LARGEST_TILE // run
-        padded_runs = -(-len(block) // per_tile) * per_tile
-        return Places(tokens.flatten().to(device, torch.int32), block.to(device, torch.int32), run, full, padded_runs)
+    tokens = blocks.tables(_CPU).tokens
+    tokens = tokens.gather(1, (tokens < 0).long().argsort(stable=True, dim=1))  # absent places last
+    sizes = (tokens >= 0).sum(1)
+    runs_of = (1 << i for i in range(longest_run.bit_length()))
+    tiles = {run: -(-int((-(-sizes // run) * run).sum()) // TILE) for run in runs_of}
+    run = max(r for r, count in tiles.items() if count == min(tiles.values()))
+    runs = -(-sizes // run)
+    width = -(-tokens.shape[1] // run) * run
+    tokens = torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]), value=-1)
+    tokens = tokens.unflatten(1, (-1, run))
+    tokens = tokens[torch.arange(tokens.shape[1]) < runs[:, None]]  # [runs, run]
+    block = torch.repeat_interleave(torch.arange(len(runs)), runs)
+    full = bool((tokens >= 0).all())
+    per_tile = LARGEST_TILE // run
+    padded_runs = -(-len(block) // per_tile) * per_tile
+    return Places(tokens.flatten().to(device, torch.int32), block.to(device, torch.int32), run, full, padded_runs)
 
 
-@lru_cache(maxsize=256)
+@cached_tables
 def parts(blocks: TokenBlocks, split: int, device: torch.device) -> Tensor:
     """Cut the tokens of each block into ``split`` parts, -1 where there is none: int32 [C = M * split, tokens]."""
-    with torch.inference_mode(False):
-        tokens = blocks.tables(_CPU).tokens
-        size = -(-tokens.shape[1] // split)
-        tokens = torch.nn.functional.pad(tokens, (0, size * split - tokens.shape[1]), value=-1)
-        return tokens.reshape(blocks.num_blocks * split, size).to(device, torch.int32)
+    tokens = blocks.tables(_CPU).tokens
+    size = -(-tokens.shape[1] // split)
+    tokens = torch.nn.functional.pad(tokens, (0, size * split - tokens.shape[1]), value=-1)
+    return tokens.reshape(blocks.num_blocks * split, size).to(device, torch.int32)

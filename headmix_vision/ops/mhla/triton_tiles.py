@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def rows_of_head(base, b, h, stride_b, stride_h, ALIGN: tl.constexpr):
-    """Point to the rows of one head. Strides come divided by ALIGN, so the compiler knows them as multiples."""
+    """Point to the rows of one head, int64. Strides come divided by ALIGN, so the compiler knows them as multiples."""
     return base + (b * stride_b + h * stride_h) * ALIGN
 
 
@@ -337,7 +337,7 @@ def expand_runs_kernel(
     tiles = tl.cdiv(padded, TILE)
     row = tl.program_id(0) // tiles % tiles * TILE + tl.arange(0, TILE)
     column = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    head = tl.program_id(0) // tiles // tiles
+    head = (tl.program_id(0) // tiles // tiles).to(tl.int64)
     row_block = tl.load(blocks + row, mask=row < runs, other=0)
     column_block = tl.load(blocks + column, mask=column < runs, other=0)
     p_mixing = mixing + head * mixing_h + row_block[:, None] * mixing_i + column_block[None, :] * mixing_j
@@ -351,7 +351,7 @@ def fold_runs_kernel(d_weights, d_mixing, blocks, runs, height, width, M, TILE: 
     tiles = tl.cdiv(M, BM)
     first = tl.program_id(0) // tiles % tiles * BM + tl.arange(0, BM)
     second = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
-    head = tl.program_id(0) // tiles // tiles
+    head = (tl.program_id(0) // tiles // tiles).to(tl.int64)
     total = tl.zeros((BM, BM), tl.float32)
     for row in range(0, runs, TILE):
         row_run = row + tl.arange(0, TILE)

@@ -1,13 +1,18 @@
 """Holds the tile sizes of the Triton kernels: the best of sweeps on an H200 (bf16, head dims 64, 72 and 128).
 
-In names T means tokens, Q queries, K keys, M and C rows and columns of the mixing, F entries of a summary.
+In names T means tokens, Q queries, K keys, M and C rows and columns of the mixing, F entries of a summary. Tiles that
+need more shared memory than the smallest GPU has name the need as KB, and others follow that need less;
+``benchmarks/compile_kernels.py`` checks both for every GPU.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-Tiles = dict[str, int]
+Tiles = dict[str, Any]
+Row = Tiles | tuple[Tiles, ...]
 
 
 def head_parts(dim: int) -> tuple[int, int]:
@@ -17,11 +22,13 @@ def head_parts(dim: int) -> tuple[int, int]:
     return (first, 0) if rest <= 0 else (first, max(16, 1 << (rest - 1).bit_length()))
 
 
-# Each table has rows for head dims up to 64, up to 127 (two parts) and 128; the last row is for float32 products.
+# Each table has rows for bfloat16 heads of up to 64, up to 127 (two parts) and 128 dims, for float32 products, and for
+# those of wide heads. A row that needs more than the smallest GPU has is followed by what takes its place there.
 PAIRWISE_FORWARD = (
     Tiles(BQ=128, BK=64, num_warps=8, maxnreg=128),
     Tiles(BQ=128, BK=64, num_warps=8, maxnreg=128),
     Tiles(BQ=128, BK=64, num_warps=8),
+    Tiles(BQ=64, BK=32, num_warps=4),
     Tiles(BQ=64, BK=32, num_warps=4),
 )
 PAIRWISE_BACKWARD_QUERY = (
@@ -29,16 +36,19 @@ PAIRWISE_BACKWARD_QUERY = (
     Tiles(BQ=64, BK=64, num_warps=4, maxnreg=168),
     Tiles(BQ=64, BK=32, num_warps=4),
     Tiles(BQ=64, BK=32, num_warps=4),
+    (Tiles(BQ=64, BK=32, num_warps=4, KB=132), Tiles(BQ=32, BK=32, num_warps=4)),
 )
 PAIRWISE_BACKWARD_KEY = (
     Tiles(BQ=64, BK=64, num_warps=4, maxnreg=168),
     Tiles(BQ=64, BK=64, num_warps=4),
     Tiles(BQ=32, BK=64, num_warps=4),
     Tiles(BQ=32, BK=64, num_warps=4),
+    (Tiles(BQ=32, BK=64, num_warps=4, KB=132), Tiles(BQ=32, BK=32, num_warps=4)),
 )
 SUMMARIZE = (
     Tiles(BT=64, num_warps=2),
     Tiles(BT=64, num_warps=4),
+    Tiles(BT=32, num_warps=4),
     Tiles(BT=32, num_warps=4),
     Tiles(BT=32, num_warps=4),
 )
@@ -47,11 +57,13 @@ APPLY = (
     Tiles(BT=64, num_warps=4),
     Tiles(BT=32, num_warps=4, maxnreg=128),
     Tiles(BT=32, num_warps=4),
+    (Tiles(BT=32, num_warps=4, KB=120), Tiles(BT=32, num_warps=4, ONE_TILE=True)),
 )
 BACKWARD_QUERY = (  # for parts of one tile; LONG is for longer parts
     Tiles(BT=64, num_warps=4, maxnreg=128),
     Tiles(BT=64, num_warps=4, maxnreg=168),
     Tiles(BT=16, num_warps=4),
+    Tiles(BT=16, num_warps=8),
     Tiles(BT=16, num_warps=8),
 )
 BACKWARD_QUERY_LONG = (
@@ -59,16 +71,19 @@ BACKWARD_QUERY_LONG = (
     Tiles(BT=64, num_warps=4),
     Tiles(BT=16, num_warps=4),
     Tiles(BT=16, num_warps=8),
+    (Tiles(BT=16, num_warps=8, KB=120), Tiles(BT=16, num_warps=8, PRECISION="ieee")),
 )
 BACKWARD_KEY = (
     Tiles(BT=64, num_warps=4),
     Tiles(BT=64, num_warps=4),
     Tiles(BT=32, num_warps=4),
     Tiles(BT=32, num_warps=4),
+    (Tiles(BT=32, num_warps=4, KB=216), Tiles(BT=32, num_warps=4, ONE_TILE=True)),
 )
 # All keys and values, or queries and gradients, of a head on chip: for up to RESIDENT_TOKENS and head dims up to 64.
 RESIDENT_FORWARD = Tiles(BQ=64, BK=128, num_warps=4, maxnreg=168)
 RESIDENT_BACKWARD_KEY = Tiles(BQ=128, BK=64, num_warps=4)
+RESIDENT_BACKWARD_KB = 105
 RESIDENT_TOKENS = 256
 PREFETCH_RUN = 16  # shorter runs leave no registers for prefetched queries
 
@@ -79,11 +94,31 @@ def resident(tiles: Tiles, num_tokens: int) -> Tiles:
     return tiles | {name: min(tiles[name], largest) for name in ("BQ", "BK")}
 
 
-def tiles(table: tuple[Tiles, Tiles, Tiles, Tiles], dim: int, dtype: torch.dtype) -> Tiles:
-    """Choose the row of a table for the larger head dim and the type of the inputs."""
-    if dtype != torch.bfloat16:
-        return table[3]
-    return table[0 if dim <= 64 else 1 if dim < 128 else 2]
+def is_wide(dim: int, dtype: torch.dtype) -> bool:
+    """Tell whether heads of a type are so wide that their products crowd shared memory."""
+    return dim > {torch.float32: 64, torch.float16: 96}.get(dtype, dim)
+
+
+def tiles(table: tuple[Row, ...], dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
+    """Choose the tiles of a table.
+
+    Args:
+        table: see above.
+        dim: the larger head dim.
+        dtype: type of the inputs.
+        shared_memory: bytes that a program may have.
+
+    Returns:
+        The tiles. With ONE_TILE a program takes one tile of tokens and no loop; a PRECISION takes the place of the
+        type's.
+    """
+    if dtype == torch.bfloat16:
+        row = table[0 if dim <= 64 else 1 if dim < 128 else 2]
+    else:
+        row = table[4 if is_wide(dim, dtype) else 3]
+    rows = row if isinstance(row, tuple) else (row,)
+    fitting = next(tiles for tiles in rows if tiles.get("KB", 0) << 10 <= shared_memory)
+    return {name: value for name, value in fitting.items() if name != "KB"}
 
 
 def mix_tiles(num_blocks: int, dtype: torch.dtype) -> Tiles:

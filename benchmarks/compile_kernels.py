@@ -1,0 +1,305 @@
+"""Compile every kernel that the ops can choose for GPUs that need not be there, and read what it needs of them.
+
+    python benchmarks/compile_kernels.py                            # a part that takes a minute or two
+    python benchmarks/compile_kernels.py --all --csv needs.csv      # every type, head dim and regime: hours of a core
+    python benchmarks/compile_kernels.py --all --gpu 8.9 --match resident
+
+The ops run as they would on the GPU, up to the launches, which are recorded and compiled instead. The status is 1 if a
+kernel does not compile or needs more shared memory than a program may have there.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ["HEADMIX_VISION_UNTESTED_GPUS"] = "1"  # to compile for a GPU is not to trust it
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from measuring import write_csv
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from headmix_vision.errors import InputError
+from headmix_vision.ops import TokenBlocks, TokenScan, head_in_head, kernels, mhla
+
+# Compute capability, and shared memory that a program may ask for: the CUDA programming guide, compute capabilities.
+GPUS = {
+    "8.0": kernels.Gpu("A100", (8, 0), 163 << 10),
+    "8.6": kernels.Gpu("RTX 3090", (8, 6), 99 << 10),
+    "8.9": kernels.Gpu("RTX 4090", (8, 9), 99 << 10),
+    "9.0": kernels.Gpu("H100", (9, 0), 227 << 10),
+    "10.0": kernels.Gpu("B200", (10, 0), 227 << 10),
+    "12.0": kernels.Gpu("RTX 5090", (12, 0), 99 << 10),
+}
+TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# One head dim for each way in which it is cut and padded; kernels see no other difference.
+HEAD_DIMS = (16, 24, 32, 40, 64, 72, 96, 112, 128)
+HIH_HEAD_DIMS = (24, 64, 72, 128)
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
+            torch.int32: "*i32", torch.int64: "*i64"}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A call of an op with its gradients."""
+
+    name: str
+    call: Any  # takes a type, makes inputs of it and runs the op
+    dtype: str
+    dim: int
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel, so far as its compilation depends on it."""
+
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    options: tuple[tuple[str, int], ...]
+
+
+class Need(NamedTuple):
+    """What a compiled kernel needs, or why it does not compile."""
+
+    shared: int = 0  # bytes of a program
+    registers: int = 0  # of a thread
+    stack: int = 0  # bytes of a thread
+    error: str = ""
+
+
+def mhla_case(name: str, dtype: str, dim: int, grid: tuple[int, ...], block_grid: tuple[int, ...], regime: str,
+              prefix: int = 0, **options: Any) -> Case:  # fmt: skip
+    def call() -> None:
+        blocks = TokenBlocks.from_grid(grid, block_grid, prefix)
+        value_dim = options.get("value_dim", dim)
+        leaves = [torch.empty(1, blocks.num_tokens, 2, d, dtype=TYPES[dtype]) for d in (dim, dim, value_dim)]
+        leaves.append(torch.empty(blocks.num_blocks, blocks.num_blocks))
+        out = mhla(*(x.requires_grad_() for x in leaves), blocks, impl=f"triton_{regime}",
+                   **{k: v for k, v in options.items() if k != "value_dim"})  # fmt: skip
+        out.backward(torch.empty_like(out))
+
+    return Case(f"mhla {name}", call, dtype, dim)
+
+
+def hih_case(name: str, dtype: str, dim: int, r: int, heads: int = 1, *, per_token: bool = False,
+             ordered: bool = False, states: bool = False, value_dim: int | None = None) -> Case:  # fmt: skip
+    def call() -> None:
+        empty = partial(torch.empty, dtype=TYPES[dtype])
+        sizes = (1, 64, heads)
+        leaves = [empty(*sizes, dim), empty(*sizes, dim), empty(*sizes, value_dim or dim)]
+        leaves += [empty(*sizes).zero_(), empty(*sizes).zero_(), empty(*(sizes[:2] if per_token else ()), heads, r, r)]
+        initial = empty(1, heads, dim, value_dim or dim).requires_grad_() if states else None
+        scan = TokenScan.from_grid((8, 8), "column_major") if ordered else None
+        out, final = head_in_head(*(x.requires_grad_() for x in leaves), initial_state=initial, scan=scan,
+                                  output_final_state=states, impl="triton")  # fmt: skip
+        outputs = [out, final] if states else [out]
+        torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
+
+    return Case(f"head_in_head r={r} {name}", call, dtype, dim)
+
+
+def mhla_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
+    """Yield calls that reach each kernel and each form of its tiles, and with two head dims each option."""
+    case = partial(mhla_case, dtype=dtype, dim=dim)
+    yield case("pairwise, 197 tokens", grid=(14, 14), block_grid=(4, 4), prefix=1, regime="pairwise")
+    yield case("pairwise, 1024 tokens", grid=(32, 32), block_grid=(4, 4), regime="pairwise")
+    yield case("summary, 16 blocks of 16", grid=(16, 16), block_grid=(4, 4), regime="summary")
+    yield case("summary, 64 blocks of 256", grid=(128, 128), block_grid=(8, 8), regime="summary")
+    if not everything or dim not in (64, 128):
+        return
+    yield case("pairwise, 256 tokens", grid=(16, 16), block_grid=(4, 4), regime="pairwise")
+    yield case("pairwise, 128 tokens", grid=(8, 16), block_grid=(2, 4), regime="pairwise")
+    yield case("pairwise, 64 tokens", grid=(8, 8), block_grid=(2, 2), regime="pairwise")
+    yield case("pairwise, blocks of 1", grid=(8, 15), block_grid=(8, 15), regime="pairwise")
+    yield case("summary, 100 blocks", grid=(30, 30), block_grid=(10, 10), regime="summary")
+    yield case("summary, 576 blocks", grid=(24, 24), block_grid=(24, 24), regime="summary")
+    yield case("summary, blocks in parts", grid=(64, 64), block_grid=(2, 2), regime="summary")
+    for regime in ("pairwise", "summary"):
+        on = partial(case, grid=(32, 32), block_grid=(4, 4), regime=regime)
+        for normalizer, feature_map in itertools.product(("paper", "source_block", None), ("relu", "elu1", "identity")):
+            if (normalizer == "paper") != (feature_map == "relu"):
+                yield on(f"{regime}, {normalizer}, {feature_map}", normalizer=normalizer, feature_map=feature_map)
+        yield on(f"{regime}, values of {192 - dim}", value_dim=192 - dim)
+
+
+def hih_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
+    if dim not in HIH_HEAD_DIMS:
+        return
+    for r in (1, 2, 4, 8):
+        if dim % r or not (everything or r in (1, 4)):
+            continue
+        yield hih_case("", dtype, dim, r)
+        if everything and r == 1:
+            yield hih_case("many heads", dtype, dim, r, heads=1024)
+        if everything and dim in (64, 128):
+            yield hih_case("every option", dtype, dim, r, per_token=True, ordered=True, states=True)
+            yield hih_case(f"values of {192 - dim}", dtype, dim, r, value_dim=192 - dim)
+
+
+PART = (("bfloat16", 64), ("float32", 128))
+
+
+def all_cases(everything: bool) -> Iterator[Case]:
+    """Yield all calls, or those that need most of a GPU."""
+    shapes = itertools.product(TYPES, HEAD_DIMS) if everything else PART
+    for dtype, dim in shapes:
+        yield from mhla_cases(dtype, dim, everything)
+        yield from hih_cases(dtype, dim, everything)
+
+
+@contextmanager
+def recorded(gpu: kernels.Gpu) -> Iterator[dict[Launch, JITFunction]]:
+    """Let the ops take CPU tensors for those of a GPU, and record what they launch there."""
+    launches: dict[Launch, JITFunction] = {}
+
+    def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launch = describe(kernel, args, kwargs)
+        launches[launch] = kernel
+
+    with mock.patch.object(JITFunction, "run", record), mock.patch.object(kernels, "find_gpu", lambda device: gpu):
+        yield launches
+
+
+def describe(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    """Write down types, constants and alignments as Triton's launcher specialises them."""
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    given |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+    signature, constants, aligned = [], [], []
+    for parameter in kernel.params:
+        name, value = parameter.name, given[parameter.name]
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature.append((name, "constexpr"))
+            constants.append((name, value))
+            continue
+        if isinstance(value, Tensor):
+            kind, multiple = POINTERS[value.dtype], value.data_ptr() % 16 == 0
+        elif isinstance(value, bool):
+            kind, multiple = "u1", False
+        elif isinstance(value, int):
+            kind, multiple = "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
+        else:
+            kind, multiple = "fp32", False
+        signature.append((name, kind))
+        if multiple:
+            aligned.append(name)
+    return Launch(kernel.__name__, tuple(signature), tuple(constants), tuple(aligned), tuple(sorted(options.items())))
+
+
+def compile_launch(launch: Launch, kernel: JITFunction, capability: tuple[int, int]) -> Need:
+    names = kernel.arg_names
+    constants = {(names.index(name),): value for name, value in launch.constants}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned}
+    source = ASTSource(kernel, dict(launch.signature), constants, attributes)
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    try:
+        compiled = triton.compile(source, target=target, options=dict(launch.options))
+    except Exception as error:  # whatever a compiler raises is the finding
+        return Need(error=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+    return Need(compiled.metadata.shared, *resource_usage(compiled.asm["cubin"]))
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Read registers and bytes of stack of a thread."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+).*?STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1]), int(found[2])
+
+
+def launches_of(
+    gpu: kernels.Gpu, cases: Iterable[Case], match: str
+) -> tuple[dict[Launch, tuple[JITFunction, Case]], list[str]]:
+    """Collect what the cases launch on a GPU, each launch once, and what the ops refuse there."""
+    found: dict[Launch, tuple[JITFunction, Case]] = {}
+    refused = []
+    for case in cases:
+        try:
+            with recorded(gpu) as launches:
+                case.call()
+        except InputError as error:
+            refused.append(f"{case.name}, {case.dtype}, head dim {case.dim}: {error}")
+            continue
+        for launch, kernel in launches.items():
+            if match in f"{launch.kernel} {case.name}":
+                found.setdefault(launch, (kernel, case))
+    return found, refused
+
+
+def check(
+    gpu_name: str, everything: bool, match: str, share: int, shares: int
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Compile a share of all launches on a GPU; also return what the ops refuse there."""
+    gpu, rows = GPUS[gpu_name], []
+    torch.set_num_threads(1)
+    launches, refused = launches_of(gpu, all_cases(everything), match)
+    for launch, (kernel, case) in list(launches.items())[share::shares]:
+        need = compile_launch(launch, kernel, gpu.capability)
+        fits = not need.error and need.shared <= gpu.shared_memory
+        rows.append(
+            {"gpu": gpu_name, "kernel": launch.kernel, "type": case.dtype, "head_dim": case.dim, "case": case.name}
+            | need._asdict() | {"limit": gpu.shared_memory, "fits": fits}
+        )  # fmt: skip
+    return rows, refused
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every type, head dim, regime and option")
+    parser.add_argument("--gpu", nargs="+", choices=tuple(GPUS), default=tuple(GPUS), help="compute capabilities")
+    parser.add_argument("--match", default="", help="only launches whose kernel or case has this in its name")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--csv", type=Path, help="also write the table here")
+    options = parser.parse_args()
+    table: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for gpu in options.gpu:
+            # each share records all launches again, which is quick beside their compilation
+            shares = range(options.jobs)
+            futures = [pool.submit(check, gpu, options.all, options.match, i, options.jobs) for i in shares]
+            results = [future.result() for future in futures]
+            rows = [row for of_share, _ in results for row in of_share]
+            report(gpu, rows, refused=results[0][1])
+            table += rows
+    if options.csv:
+        write_csv(options.csv, table)
+    return int(any(not row["fits"] for row in table))
+
+
+def report(gpu: str, rows: list[dict[str, Any]], refused: list[str]) -> None:
+    """Print how many kernels run on a GPU, those that do not, and what the ops refuse by name."""
+    largest, limit = max((row["shared"] for row in rows), default=0), GPUS[gpu].shared_memory
+    failed = [row for row in rows if not row["fits"]]
+    print(f"{gpu}: {len(rows)} kernels, the largest needs {largest / 1024:.1f} of {limit >> 10} KB;"
+          f" {len(failed)} do not run, {len(refused)} calls refused by name", flush=True)  # fmt: skip
+    for row in failed:
+        reason = row["error"] or f"needs {row['shared'] / 1024:.1f} KB"
+        print(f"  {row['kernel']}, {row['type']}, head dim {row['head_dim']} ({row['case']}): {reason}")
+    for line in refused:
+        print(f"  refused: {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
