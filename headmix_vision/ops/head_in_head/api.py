@@ -41,7 +41,7 @@ class HeadInHeadOutput(NamedTuple):
     final_state: Tensor | None
 
 
-WIDEST_CHUNK_MEMORY = 144 << 10  # bytes of shared memory for r = 8 in float32 or float16
+WIDEST_CHUNK_MEMORY = 192 << 10  # bytes of shared memory for r = 8 in float32 or float16
 
 
 def _why_not_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
