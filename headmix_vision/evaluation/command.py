@@ -21,10 +21,10 @@ from torch import Tensor
 from headmix_vision.atomic import atomic_path
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.npz import npz_arrays, npz_labels
-from headmix_vision.evaluation.sample_sets import ImageSet, open_images
-from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer
-from headmix_vision.evaluation.statistics import Statistics, read_statistics, write_statistics
+from headmix_vision.evaluation.npz import npz_labels
+from headmix_vision.evaluation.sample_sets import open_images
+from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer, open_side
+from headmix_vision.evaluation.statistics import write_statistics
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -90,12 +90,21 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         warnings.warn("these Inception weights are not the official file, scores compare with nothing", stacklevel=1)
     scorer = Scorer(extractor, options.batch_size, _progress)
     if options.metric == "stats":
-        statistics = scorer.statistics(_images(options, options.real, extractor.mode))
+        statistics = scorer.statistics(open_images(options.real, extractor.mode, options.image_size, options.root))
         write_statistics(options.out, statistics)
         return statistics.description
     metric = METRICS[options.metric]
     names = ("real", "fake") if metric.compares else ("fake",)
-    sides = {side: _open(options, getattr(options, side), extractor.mode) for side in names}
+    sides = {
+        side: open_side(
+            getattr(options, side),
+            extractor,
+            image_size=options.image_size,
+            root=options.root,
+            statistics=metric.takes_statistics,
+        )
+        for side in names
+    }
     arguments = {name: getattr(options, name) for name in metric.options}
     if metric.takes_labels:
         if Path(options.fake).suffix != ".npz":
@@ -112,24 +121,6 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         },
         "device": options.device,
     }
-
-
-def _open(options: argparse.Namespace, source: str, mode: str) -> ImageSet | Statistics:
-    path, takes_statistics = Path(source), METRICS[options.metric].takes_statistics
-    holds_statistics = path.suffix == ".safetensors" and path.is_file()
-    if path.suffix == ".npz" and path.is_file():
-        # ADM's references hold both: statistics of all images, and some of the images for the other scores
-        arrays = npz_arrays(path)
-        holds_statistics = "arr_0" not in arrays or (takes_statistics and {"mu", "sigma"} <= set(arrays))
-    if not holds_statistics:
-        return _images(options, source, mode)
-    if not takes_statistics:
-        raise InputError(f"{source} holds no images, only their statistics, which are enough for fid alone")
-    return read_statistics(path)
-
-
-def _images(options: argparse.Namespace, source: str, mode: str) -> ImageSet:
-    return open_images(source, mode, options.image_size, options.root)
 
 
 def _progress(batches: Iterable[Tensor], count: int) -> Iterator[Tensor]:

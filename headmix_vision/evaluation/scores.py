@@ -5,6 +5,7 @@ KID, inception score, precision and recall are torch-fidelity's, on features in 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
-from headmix_vision.evaluation.sample_sets import ImageSet, describe_size
-from headmix_vision.evaluation.statistics import Statistics
+from headmix_vision.evaluation.npz import npz_arrays
+from headmix_vision.evaluation.sample_sets import ImageSet, describe_size, open_images
+from headmix_vision.evaluation.statistics import Statistics, read_statistics
 
 Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
 """Wraps the batches of so many images, to show how far they are."""
@@ -57,6 +59,43 @@ class Scorer:
     def _outputs(self, images: ImageSet) -> Iterator[dict[str, Tensor]]:
         for batch in self.progress(images.batches(self.batch_size), len(images)):
             yield self.extractor(batch)
+
+
+def open_side(
+    source: str,
+    extractor: FeatureExtractor,
+    *,
+    image_size: int | None = None,
+    root: str | None = None,
+    statistics: bool = True,
+) -> ImageSet | Statistics:
+    """Opens one side of a comparison as a user names it: images, or the statistics of images.
+
+    Where an npz file holds both, statistics are taken if they will do.
+
+    Args:
+        source: Images as `open_images` takes them, or a file of statistics as `read_statistics` does.
+        extractor: What the features will be made with.
+        image_size: As in `open_images`; it does not concern statistics.
+        root: Place of a data set that needs one.
+        statistics: Whether statistics will do, as for the Fréchet distance.
+
+    Raises:
+        InputError: Nothing there, nothing that can be read, statistics where images are needed or of another extractor.
+    """
+    path = Path(source)
+    holds_statistics = path.suffix == ".safetensors" and path.is_file()
+    if path.suffix == ".npz" and path.is_file():
+        # ADM's references hold both: statistics of all images, and some of the images for the other scores
+        arrays = npz_arrays(path)
+        holds_statistics = "arr_0" not in arrays or (statistics and {"mu", "sigma"} <= set(arrays))
+    if not holds_statistics:
+        return open_images(source, extractor.mode, image_size, root)
+    if not statistics:
+        raise InputError(f"{source} holds no images, only their statistics, which are enough for fid alone")
+    read = read_statistics(path)
+    _check_extractor(read, extractor)
+    return read
 
 
 def fid(scorer: Scorer, real: ImageSet | Statistics, fake: ImageSet | Statistics) -> dict[str, float]:
