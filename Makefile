@@ -18,7 +18,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # train a generator on them, draw samples, and score these with the classifier's features.
 demo: install
 	$(BIN)/python train_cls.py fit --config configs/cls/digits.yaml --run_dir runs/demo --overwrite true
-	$(BIN)/python -m headmix_vision.export runs/demo --out runs/demo/model.safetensors
+	$(BIN)/python -m headmix_vision.export runs/demo --out runs/demo/model.safetensors --overwrite
 	$(BIN)/python examples/classify_digits.py runs/demo/model.safetensors --out runs/demo/digits.png
 	$(BIN)/python train_gen.py fit --config configs/gen/digits.yaml --run_dir runs/demo_gen --overwrite true
 	rm -rf runs/demo_gen/drawn

@@ -14,9 +14,8 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
-from headmix_vision.evaluation.npz import npz_arrays
 from headmix_vision.evaluation.sample_sets import ImageSet, describe_size, open_images
-from headmix_vision.evaluation.statistics import Statistics, read_statistics
+from headmix_vision.evaluation.statistics import Statistics, holds_statistics, read_statistics
 
 Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
 """Wraps the batches of so many images, to show how far they are."""
@@ -38,7 +37,7 @@ class Scorer:
 
     def __init__(self, extractor: FeatureExtractor, batch_size: int = 64, progress: Progress | None = None) -> None:
         if batch_size < 1:
-            raise InputError(f"batch_size is {batch_size}, it must be at least 1")
+            raise InputError(f"batch size is {batch_size}, it must be at least 1")
         self.extractor = extractor
         self.batch_size = batch_size
         self.progress: Progress = progress or (lambda batches, _: batches)
@@ -57,8 +56,17 @@ class Scorer:
         return torch.cat([outputs[name].cpu() for outputs in self._outputs(images)]).double()
 
     def _outputs(self, images: ImageSet) -> Iterator[dict[str, Tensor]]:
+        done = 0
         for batch in self.progress(images.batches(self.batch_size), len(images)):
-            yield self.extractor(batch)
+            outputs = self.extractor(batch)
+            for name, values in outputs.items():
+                if not values.isfinite().all():
+                    raise InputError(
+                        f"{name} of {self.extractor.description['name']} are not finite within images {done} to"
+                        f" {done + len(batch) - 1} of {images.description['source']}"
+                    )
+            done += len(batch)
+            yield outputs
 
 
 def open_side(
@@ -84,15 +92,10 @@ def open_side(
         InputError: Nothing there, nothing that can be read, statistics where images are needed or of another extractor.
     """
     path = Path(source)
-    holds_statistics = path.suffix == ".safetensors" and path.is_file()
-    if path.suffix == ".npz" and path.is_file():
-        # ADM's references hold both: statistics of all images, and some of the images for the other scores
-        arrays = npz_arrays(path)
-        holds_statistics = "arr_0" not in arrays or (statistics and {"mu", "sigma"} <= set(arrays))
-    if not holds_statistics:
+    if not statistics or not holds_statistics(path):
+        if path.suffix == ".safetensors" and path.is_file():
+            raise InputError(f"{source} holds no images; statistics are enough for fid alone")
         return open_images(source, extractor.mode, image_size, root)
-    if not statistics:
-        raise InputError(f"{source} holds no images, only their statistics, which are enough for fid alone")
     read = read_statistics(path)
     _check_extractor(read, extractor)
     return read
@@ -194,10 +197,11 @@ def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]
     """
     if len(labels) != len(fake):
         raise InputError(f"there are {len(labels)} labels for {len(fake)} images")
-    logits = scorer.collect(fake, "logits")
     low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= logits.shape[1]:
-        raise InputError(f"labels are {low} to {high}, the classifier knows 0 to {logits.shape[1] - 1}")
+    classes = scorer.extractor.num_classes
+    if low < 0 or high >= classes:
+        raise InputError(f"labels are {low} to {high}, the classifier knows 0 to {classes - 1}")
+    logits = scorer.collect(fake, "logits")
     return {"top1": (logits.argmax(1) == labels).double().mean().item()}
 
 
@@ -261,4 +265,10 @@ def _check_extractor(statistics: Statistics, extractor: FeatureExtractor) -> Non
             f"{statistics.description['source']} was made with {statistics.extractor['name']}"
             f" {statistics.extractor['sha256'][:8]}, the features asked for are {extractor.description['name']}"
             f" {extractor.description['sha256'][:8]}"
+        )
+    width = len(statistics.gaussians["features"].mean)
+    if extractor.num_features is not None and width != extractor.num_features:
+        raise InputError(
+            f"{statistics.description['source']} is of {width} features, {extractor.description['name']} makes"
+            f" {extractor.num_features}"
         )

@@ -177,9 +177,7 @@ def test_too_many_unreadable_images_stop_the_run(image_root: Path, workers: int)
         damage(image_root / "train" / "cat" / f"cat{i}.png", "empty")
     data = folder_data(image_root, max_unreadable=0.2, num_workers=workers, batch_size=12)
     with (
-        pytest.raises(
-            RuntimeError, match=r"3 of 12 images are unreadable \(25.00%\), more than max_unreadable = 20.00%"
-        ),
+        pytest.raises(ValueError, match=r"3 of 12 images are unreadable \(25.00%\), more than max_unreadable = 20.00%"),
         pytest.warns(UserWarning) if workers == 0 else torch.no_grad(),
     ):
         make_trainer(max_epochs=1).fit(Recorder(**MODEL), datamodule=data)

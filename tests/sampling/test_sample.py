@@ -238,7 +238,8 @@ def test_what_is_no_generator(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert "no checkpoint at" in refused(capfd, "--model", tmp_path / "run")
     classifier = tmp_path / "classifier.ckpt"
-    torch.save({"headmix_vision": {"name": "deit_mhla_digits"}, "state_dict": {}}, classifier)
+    about = {"name": "deit_mhla_digits", "num_classes": 10, "img_size": None, "model_args": {}}
+    torch.save({"headmix_vision": about, "state_dict": {}}, classifier)
     assert "is of the classifier deit_mhla_digits" in refused(capfd, "--model", classifier)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "model_index.json").write_text("{}")
