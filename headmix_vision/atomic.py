@@ -28,6 +28,10 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
+    except OSError as error:
+        # a full disk shows when writing, where the system names no file
+        error.filename = error.filename or os.fspath(target)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
