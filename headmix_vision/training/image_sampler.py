@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 
+from headmix_vision.diffusion.denoising import NonFiniteSamplesError
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import downsampling, load_autoencoder
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch
+from headmix_vision.training.callbacks.non_finite import NonFiniteError
 
 
 class ImageSampler:
@@ -74,6 +76,9 @@ class ImageSampler:
 
         Returns:
             uint8 [N, H, W, channels].
+
+        Raises:
+            NonFiniteError: If a sample became infinite or not a number.
         """
         net: Any = module.net
         objective: Any = module.objective_config
@@ -88,5 +93,7 @@ class ImageSampler:
             pipeline.set_progress_bar_config(disable=True)
             with trainer.precision_plugin.forward_context():
                 return sample_batch(pipeline, plan, indices)
+        except NonFiniteSamplesError as error:
+            raise NonFiniteError(f"{error} (drawn after step {trainer.global_step} of training)") from None
         finally:
             net.train(was_training)

@@ -20,6 +20,7 @@ from headmix_vision.evaluation.scores import Scorer, fid
 from headmix_vision.evaluation.statistics import write_statistics
 from headmix_vision.training.callbacks import sample_fid
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, draw_curves
+from headmix_vision.training.callbacks.non_finite import NonFiniteError
 from headmix_vision.training.callbacks.sample_fid import SampleFid
 from headmix_vision.training.generator import ImageGenerator
 from headmix_vision.training.image_sampler import ImageSampler
@@ -169,6 +170,14 @@ def test_one_autoencoder_serves_all_callbacks(monkeypatch: pytest.MonkeyPatch) -
         sampler.open()
     assert loaded == ["vae"]
     assert sampler.image_shape(generator(input_size=4)) == (3, 32, 32)
+
+
+def test_samples_that_are_not_finite_stop_the_run() -> None:
+    module = generator()
+    module.net.x_embedder.proj.weight.data.fill_(float("nan"))
+    plan = callback("")._plan(module)
+    with pytest.raises(NonFiniteError, match=r"sample 4 became infinite .* \(drawn after step 1 of training\)"):
+        ImageSampler(None).draw(process(), module, plan, [4, 5])
 
 
 def test_curves_show_what_was_logged(tmp_path: Path) -> None:
