@@ -28,6 +28,10 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
+    except OSError as error:
+        # a full disk shows when writing, where the system names no file
+        error.filename = error.filename or os.fspath(target)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -37,9 +41,14 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY_NAME.fullmatch(name) is not None
 
 
-def remove_temporaries(folder: Path) -> None:
-    """Delete what killed processes were writing to files of a folder; only for who holds the folder's lock."""
-    for entry in folder.iterdir() if folder.is_dir() else ():
+def remove_temporaries(folder: Path, pattern: str = "*") -> None:
+    """Delete what killed processes were writing to a folder; only for who holds the folder's lock.
+
+    Args:
+        folder: The folder; it need not exist.
+        pattern: The files they were writing to.
+    """
+    for entry in folder.glob(f".{pattern}.*.tmp"):
         if is_temporary(entry.name):
             entry.unlink(missing_ok=True)
 

@@ -86,17 +86,22 @@ class Moments:
         if len(features) == 0:
             return
         features = features.double()
+        batch = Moments()
         batch_mean = features.mean(0)
         centred = features - batch_mean
-        batch_scatter = (centred.T @ centred).cpu()
-        batch_mean = batch_mean.cpu()
-        if self.count == 0:
-            self.count, self.mean, self.scatter = len(features), batch_mean, batch_scatter
+        batch.count, batch.mean, batch.scatter = len(features), batch_mean.cpu(), (centred.T @ centred).cpu()
+        self.merge(batch)
+
+    def merge(self, other: "Moments") -> None:
+        """Adds the features that other moments are of."""
+        if self.count == 0 or other.count == 0:
+            if other.count:
+                self.count, self.mean, self.scatter = other.count, other.mean, other.scatter
             return
-        total = self.count + len(features)
-        shift = batch_mean - self.mean
-        self.scatter += batch_scatter + torch.outer(shift, shift) * (self.count * len(features) / total)
-        self.mean = self.mean + shift * (len(features) / total)
+        total = self.count + other.count
+        shift = other.mean - self.mean
+        self.scatter = self.scatter + other.scatter + torch.outer(shift, shift) * (self.count * other.count / total)
+        self.mean = self.mean + shift * (other.count / total)
         self.count = total
 
     def gaussian(self) -> Gaussian:

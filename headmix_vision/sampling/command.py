@@ -1,27 +1,36 @@
 """The command line of `sample.py`."""
 
 import argparse
-import os
+import json
 import platform
+import re
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import headmix_vision
+from headmix_vision.arguments import OneLineParser
+from headmix_vision.devices import open_device
 from headmix_vision.diffusion.denoising import CHANNELS, Guidance
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, scheduler_name
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.progress import progress
+from headmix_vision.runs.directory import CHECKPOINTS
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling.draw import Processes, SamplingPlan, draw_samples
-from headmix_vision.sampling.folder import SampleFolder
+from headmix_vision.sampling.draw import Processes, SamplingPlan, batches, draw_samples
+from headmix_vision.sampling.folder import MAX_SAMPLES, SampleFolder
 
 DEFAULT_GUIDANCE = 1.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def build_parser() -> argparse.ArgumentParser:
     """Makes the parser of the options."""
-    parser = argparse.ArgumentParser(prog="sample.py", description="Draw samples from a trained generator.")
+    parser = OneLineParser(prog="sample.py", description="Draw samples from a trained generator.")
     images = parser.add_subparsers(dest="command", required=True).add_parser(
         "images",
         help="images of given classes",
@@ -39,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = images.add_argument
     add("--model", type=Path, required=True, help="run directory, .ckpt file or directory of an exported pipeline")
-    add("--checkpoint", default="last", help="of a run directory: last, or a file")
+    add("--checkpoint", help="of a run directory: last, or a file (default: last)")
     add("--raw", action="store_true", help="the weights being trained, not their moving average")
     add("--num", type=int, default=64, help="number of images")
     add("--classes", help="labels that take turns, such as 0,3,7, or balanced: all of them (default: balanced)")
@@ -55,9 +64,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--size", help="height,width in pixels, or one number (default: that of training)")
     add("--seed", type=int, default=0, help="seed of all samples")
     add("--batch-size", type=int, default=64, help="images at a time and process")
-    add("--out", type=Path, help="folder to write (default: samples/<name of the model>)")
+    add("--out", type=Path, help="folder to write (default: samples/<name of the run>)")
     add("--npz", action="store_true", help="also write samples.npz, as ADM's evaluation takes it")
     add("--vae", help="another autoencoder than the recorded one: directory or hub id")
+    add("--dry-run", action="store_true", help="open and check everything, say what would be drawn, and write nothing")
     add("--device", help="for example cuda:1 (default: a GPU if there is one)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="type of the network's weights")
     return parser
@@ -67,11 +77,30 @@ def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong input ends the process with one line and exit status 2."""
     options = build_parser().parse_args(args)
     try:
-        with one_line_errors():
+        with one_line_errors(), _termination_as_exception():
             sample_images(options)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as end:
         print("\ninterrupted; the same command continues", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + (signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM))
+
+
+class Terminated(BaseException):
+    """Ends the process on SIGTERM as Ctrl-C does, so that temporary files and the lock go."""
+
+
+@contextmanager
+def _termination_as_exception() -> Iterator[None]:
+    def stop(signum: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def sample_images(options: argparse.Namespace) -> None:
@@ -80,44 +109,155 @@ def sample_images(options: argparse.Namespace) -> None:
     Raises:
         InputError: For wrong input, before anything is written.
     """
-    for name in ("num", "steps", "batch_size"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if options.steps > NUM_TIMESTEPS:
-        raise InputError(f"--steps must be at most {NUM_TIMESTEPS}, got {options.steps}")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    for name, high in (("num", MAX_SAMPLES), ("steps", NUM_TIMESTEPS), ("batch_size", MAX_SAMPLES)):
+        value = getattr(options, name)
+        if not 1 <= value <= high:
+            bound = f"at least 1, got {value}" if value < 1 else f"at most {high}, got {value}"
+            raise InputError(f"--{name.replace('_', '-')} must be {bound}")
+    processes = Processes()
+    device = device_of(processes.local_rank, options.device)
     pipeline, about = load_pipeline(options.model, checkpoint=options.checkpoint, raw=options.raw, vae=options.vae)
-    plan = make_plan(pipeline, options)
-    out = options.out or Path("samples") / (
-        options.model.parent.name if options.model.suffix == ".ckpt" else options.model.name
-    )
-    folder = SampleFolder(out)
-    settings = {"weights_sha256": about["weights_sha256"], "vae": about.get("vae"), "dtype": options.dtype}
-    folder.check({**plan.settings(), **settings}, options.num)
-
-    device = device_of(int(os.environ.get("LOCAL_RANK", rank)), options.device)
-    pipeline.to(device)
     if options.dtype != "float32":
         # Not `pipeline.to(dtype)`, which casts the autoencoder too; the model's own `to` warns without need.
         torch.nn.Module.to(pipeline.transformer, DTYPES[options.dtype])
+    plan = make_plan(pipeline, options)
+    settings = plan.settings() | _identity(pipeline, about, options.dtype)
+    out = options.out or Path("samples") / run_name(options.model)
+    folder = SampleFolder(out)
+    first = processes.rank == 0
+    if first:
+        folder.check(settings, options.num)
+    pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
-    processes = Processes(rank, world_size)
-    metadata = {
-        **about,
-        "settings": settings,
-        "batch_size": options.batch_size,
-        "processes": world_size,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": versions(),
-    }
-    done = len(folder.existing())
-    with progress_bar(options.num, done, rank, world_size) as progress:
-        drawn = draw_samples(
-            pipeline, plan, folder, options.num, options.batch_size, processes, metadata, progress, options.npz
+    height, width = pipeline.image_size(*plan.size or (None, None))
+    with _named(f"--batch-size {options.batch_size}" + (f", --size {options.size}" if options.size else "")):
+        pipeline.check_memory(options.batch_size, height, width, plan.guidance)
+    shape = (height, width, pipeline.image_channels)
+    if options.dry_run:
+        if first:
+            describe(options, plan, about, folder, find_missing(folder, options, shape)[0], device, processes)
+        return
+
+    processes.connect()
+    with folder.lock() if first else nullcontext():
+        missing: list[int] = []
+        if first:
+            folder.check(settings, options.num)  # again, now that nobody else writes
+            missing, damaged = find_missing(folder, options, shape)
+            for index in sorted(damaged):
+                print(f"{folder.sample_path(index)} is damaged and is drawn again", file=sys.stderr)
+        missing, complete = processes.same(
+            (missing, not missing and first and folder.is_complete(options.num, options.npz))
         )
-    if rank == 0:
-        kept = f", {options.num - drawn} were there" if drawn < options.num else ""
-        print(f"drew {drawn} images{kept} · {out / 'images'} · grid {out / 'grid.png'}")
+        if not complete:
+            metadata = {
+                **{name: value for name, value in about.items() if name not in settings},
+                "autoencoder": about["vae"] and about["vae"]["source"],
+                "settings": settings,
+                "batch_size": options.batch_size,
+                "processes": processes.world_size,
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                "versions": versions(),
+            }
+            done = options.num - len(missing)
+            with (
+                progress("sampling", options.num, "images", done=done, enabled=first) as advance,
+                _memory_errors(options),
+            ):
+                draw_samples(
+                    pipeline,
+                    plan,
+                    folder,
+                    options.num,
+                    missing,
+                    options.batch_size,
+                    processes,
+                    metadata,
+                    lambda count: advance(count * processes.world_size),  # assuming that all are equally fast
+                    options.npz,
+                )
+    if first:
+        kept = f", {options.num - len(missing)} were there" if len(missing) < options.num else ""
+        print(f"drew {len(missing)} images{kept} · {out / 'images'} · grid {out / 'grid.png'}")
+
+
+def find_missing(
+    folder: SampleFolder, options: argparse.Namespace, shape: tuple[int, int, int]
+) -> tuple[list[int], set[int]]:
+    """Lists the samples to draw, and which of them are there but damaged.
+
+    Raises:
+        InputError: If the disk cannot take them.
+    """
+    existing = folder.existing()
+    damaged = folder.damaged(existing, shape)
+    missing = sorted(set(range(options.num)) - (existing - damaged))
+    folder.check_space(len(missing), options.num * prod(shape) if options.npz else 0)
+    return missing, damaged
+
+
+def describe(
+    options: argparse.Namespace,
+    plan: SamplingPlan,
+    about: dict[str, Any],
+    folder: SampleFolder,
+    missing: list[int],
+    device: torch.device,
+    processes: Processes,
+) -> None:
+    """Says what would be drawn."""
+    there = options.num - len(missing)
+    rounds = len(batches(missing, options.batch_size, 0, processes.world_size))
+    interval = "" if plan.guidance.interval == (0.0, 1.0) else f" within {plan.guidance.interval}"
+    classes = "no classes" if plan.classes is None else f"{len(set(plan.classes))} classes"
+    size = "x".join(map(str, plan.size or ()))
+    print(
+        f"would draw {len(missing)} images of {size} pixels, {classes}, into {folder.path}"
+        + (f" ({there} are there)" if there else "")
+        + f"\nby {about.get('name', about['model'])}, {about['weights']} weights, {plan.scheduler}, {plan.steps} steps,"
+        f" guidance {plan.guidance.scale:g}{interval}, seed {plan.seed}, {options.dtype}"
+        f"\nin {rounds} batches of {options.batch_size} for each of {processes.world_size} processes on {device}"
+    )
+
+
+def run_name(model: Path) -> str:
+    """Names the run of a model: that of its directory, also for a checkpoint in there; else that of its file."""
+    path = model.resolve()
+    if path.suffix != ".ckpt":
+        return path.name
+    return path.parent.parent.name if path.parent.name == CHECKPOINTS else path.stem
+
+
+def _identity(pipeline: HeadMixDiTPipeline, about: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Collects what pixels depend on besides the plan; a folder holds samples of one such set."""
+    scheduler = json.loads(pipeline.scheduler.to_json_string())
+    autoencoder = about["vae"] and {name: value for name, value in about["vae"].items() if name != "source"}
+    return {
+        **{name: about[name] for name in ("weights_sha256", "architecture", "objective")},
+        "vae": autoencoder,
+        "scheduler_config": {name: value for name, value in scheduler.items() if not name.startswith("_")},
+        "dtype": dtype,
+    }
+
+
+@contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Names the option in an error that its value causes further down."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from None
+
+
+@contextmanager
+def _memory_errors(options: argparse.Namespace) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        # torch has a class for it on GPUs alone
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise InputError(f"the memory does not suffice for --batch-size {options.batch_size}: lower it") from None
 
 
 def make_plan(pipeline: HeadMixDiTPipeline, options: argparse.Namespace) -> SamplingPlan:
@@ -135,14 +275,19 @@ def make_plan(pipeline: HeadMixDiTPipeline, options: argparse.Namespace) -> Samp
     scale = options.guidance
     if scale is None:
         scale = DEFAULT_GUIDANCE if model.has_null_class else 1.0
-    guidance = Guidance(
-        scale, _pair(options.guidance_interval, float, "--guidance-interval"), options.guidance_channels
-    )
+    with _named(f"--guidance {scale:g}"):
+        guidance = Guidance(scale)
+        pipeline.check_labels(None if classes is None else list(classes), None, guidance)
+    with _named(f"--guidance-interval {options.guidance_interval}"):
+        guidance = replace(guidance, interval=_pair(options.guidance_interval, float, "--guidance-interval"))
+    with _named(f"--guidance-channels {options.guidance_channels}"):
+        guidance = replace(guidance, channels=options.guidance_channels)
+        pipeline.check_labels(None if classes is None else list(classes), None, guidance)
     if options.scheduler is not None:
         pipeline.set_scheduler(options.scheduler)
     height, width = (None, None) if options.size is None else _pair(options.size, int, "--size")
-    size = pipeline.image_size(height, width)
-    pipeline.check_labels(None if classes is None else list(classes), 1 if classes is None else None, guidance)
+    with _named(f"--size {options.size}"):
+        size = pipeline.image_size(height, width)
     return SamplingPlan(options.seed, classes, options.steps, scheduler_name(pipeline.scheduler), guidance, size)
 
 
@@ -158,13 +303,15 @@ def parse_classes(text: str | None, num_classes: int) -> tuple[int, ...] | None:
         return None
     if text is None or text == "balanced":
         return tuple(range(num_classes))
-    try:
-        labels = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"--classes must be 'balanced' or numbers such as 0,3,7, got {text!r}") from None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"-?[0-9]+", part) for part in parts):
+        raise InputError(f"--classes must be 'balanced' or numbers such as 0,3,7, got {text!r}")
+    labels = tuple(map(int, parts))
     bad = [label for label in labels if not 0 <= label < num_classes]
     if bad:
-        raise InputError(f"class label {bad[0]} is out of range: the model takes 0 to {num_classes - 1}")
+        raise InputError(
+            f"--classes {text}: class label {bad[0]} is out of range: the model takes 0 to {num_classes - 1}"
+        )
     return labels
 
 
@@ -181,33 +328,20 @@ def _pair(text: str, kind: type, option: str) -> tuple[Any, Any]:
     return values[0], values[1]
 
 
-@contextmanager
-def progress_bar(num: int, done: int, rank: int, world_size: int) -> Iterator[Callable[[float], None]]:
-    """Shows a bar with the time left, on the first process; it counts for all, assuming that they are equally fast."""
-    if rank:
-        yield lambda samples: None
-        return
-    columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"))
-    with Progress(*columns, TimeRemainingColumn()) as bar:
-        task = bar.add_task("sampling", total=num, completed=done)
-        total = float(done)
-
-        def advance(samples: float) -> None:
-            nonlocal total
-            total = min(total + samples * world_size, num)
-            bar.update(task, completed=round(total, 6) if total < num else num)
-
-        yield advance
-
-
 def versions() -> dict[str, str]:
     """Collects the versions of what the pixels may depend on."""
     packages = {name: version(name) for name in ("torch", "diffusers", "timm", "numpy")}
     return {"headmix_vision": headmix_vision.__version__, "python": platform.python_version(), **packages}
 
 
-def device_of(rank: int, name: str | None) -> torch.device:
-    """Chooses the device of a process: the one asked for, else its GPU, else the CPU."""
-    if name is not None:
-        return torch.device(name)
-    return torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+def device_of(local_rank: int, name: str | None) -> torch.device:
+    """Chooses the device of a process: the one asked for, else its GPU, else the CPU.
+
+    Raises:
+        InputError: If the device is not there.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.is_available():
+        name = f"cuda:{local_rank % torch.cuda.device_count()}"
+    return open_device(name)

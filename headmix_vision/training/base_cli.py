@@ -4,45 +4,32 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.runs.checkpoints import check_description, read_checkpoint
-from headmix_vision.runs.directory import find_checkpoint
-from headmix_vision.training import run_directory
+from headmix_vision.runs.directory import LAST, METRICS, find_checkpoint
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
 from headmix_vision.training.callbacks.progress import ImagesPerSecondBar
+from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.metrics_csv import MetricsCSV
 from headmix_vision.training.options import EmaConfig
+from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.signals import InterruptRequest
 
 _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite")
-
-
-class SaveRunConfig(SaveConfigCallback):
-    """Writes `config.yaml` of a training run, without the options that concern this start of it only."""
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes the file at the start of `fit`."""
-        if stage != "fit":
-            return
-        config = self.config.clone()
-        for name in _NOT_SAVED:
-            config.pop(name, None)
-        path = Path(config.run_dir) / run_directory.CONFIG
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.parser.save(config, str(path), skip_none=False, skip_validation=True, overwrite=True, multifile=False)
 
 
 class RunCLI(LightningCLI):
@@ -50,6 +37,7 @@ class RunCLI(LightningCLI):
 
     Args:
         request: Handler of SIGINT and SIGTERM.
+        resources: Keeps the run directory claimed until the process is done with it.
         args: Command line, without the program's name.
     """
 
@@ -57,14 +45,15 @@ class RunCLI(LightningCLI):
     data_class: ClassVar[type[LightningDataModule]]
     runs_folder: ClassVar[str] = "runs"
 
-    def __init__(self, request: InterruptRequest, args: Sequence[str]) -> None:
+    def __init__(self, request: InterruptRequest, resources: ExitStack, args: Sequence[str]) -> None:
         self.request = request
+        self.resources = resources
+        self.run_directory: RunDirectory | None = None
         self.checkpoint: dict[str, Any] | None = None
         super().__init__(
             self.module_class,
             self.data_class,
-            save_config_callback=SaveRunConfig,
-            save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
+            save_config_callback=StartRun,
             trainer_defaults={"use_distributed_sampler": False},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
@@ -113,27 +102,28 @@ class RunCLI(LightningCLI):
         options = self.options
         if options.run_dir is None:
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
+        writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
+        if writes and getattr(rank_zero_only, "rank", 0) == 0:
+            claimed = RunDirectory(Path(options.run_dir), options.ckpt_path, overwrite=options.overwrite)
+            self.resources.enter_context(claimed.claimed())
+            self.run_directory = claimed
         if options.ckpt_path is not None:
             options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
             self.checkpoint = read_checkpoint(options.ckpt_path)
             check_description(self.checkpoint, options.model.name, options.model.num_classes)
         elif self.config.subcommand != "fit":
             raise InputError(f"{self.config.subcommand} needs weights: --ckpt_path best, last or a file")
-        writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
-        if writes and getattr(rank_zero_only, "rank", 0) == 0:
-            run_directory.prepare_run_directory(
-                Path(options.run_dir), resuming=self.checkpoint is not None, overwrite=options.overwrite
-            )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Makes the trainer with the loggers, callbacks and file formats of the run directory."""
         options = self.options
         run_dir = Path(options.run_dir)
+        self.save_config_kwargs = {"run": self.run_directory, "not_saved": _NOT_SAVED}
         trainer_options = self.config_init[self.config.subcommand].trainer
         if self.config.subcommand == "fit":
             resume_step = self.checkpoint["global_step"] if self.checkpoint is not None else None
-            metrics = MetricsCSV(run_dir / run_directory.METRICS, resume_step)
-            kwargs["logger"] = [metrics, TensorBoardLogger(run_dir, name="", version=run_directory.TENSORBOARD)]
+            metrics = MetricsCSV(run_dir / METRICS, resume_step)
+            kwargs["logger"] = [metrics]
             callbacks = self._fit_callbacks(run_dir, metrics)
         else:
             kwargs["logger"] = False
@@ -144,13 +134,18 @@ class RunCLI(LightningCLI):
         given = trainer_options.callbacks or []
         kwargs["callbacks"] = [*(given if isinstance(given, list) else [given]), *callbacks]
         plugins = trainer_options.plugins or []
-        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
+        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), self._checkpoint_io()]
         kwargs["default_root_dir"] = str(run_dir)
+        # else Lightning adds a checkpoint of its own
+        kwargs["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in kwargs["callbacks"])
         return super().instantiate_trainer(**kwargs)
+
+    def _checkpoint_io(self) -> AtomicCheckpointIO:
+        return AtomicCheckpointIO(self.run_directory.discard_replaced if self.run_directory is not None else None)
 
     def _fit_callbacks(self, run_dir: Path, metrics: MetricsCSV) -> list[Callback]:
         options = self.options
-        self.last = LastCheckpoint(run_dir / run_directory.CHECKPOINTS / "last.ckpt", options.checkpoint_every_n_steps)
+        self.last = LastCheckpoint(run_dir / LAST, options.checkpoint_every_n_steps)
         self.metrics = metrics
         average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
         before, after = self.fit_callbacks(run_dir, average[0] if average else None)
@@ -161,7 +156,7 @@ class RunCLI(LightningCLI):
             *before,
             ImagesPerSecond(),
             self.last,
-            GracefulInterrupt(self.request, self.last, run_directory.resume_command(run_dir)),
+            GracefulInterrupt(self.request, self.last, resume_command(run_dir)),
             *after,
         ]
 
@@ -178,7 +173,7 @@ def _silence_what_does_not_apply() -> None:
     for message in (
         ".*your dataloader is not resumable",  # the data module continues within the epoch
         "Be aware that when using `ckpt_path`, callbacks used to create",  # evaluation needs no training callbacks
-        "Checkpoint directory .* exists and is not empty",  # settled by prepare_run_directory
+        "Checkpoint directory .* exists and is not empty",  # settled by RunDirectory
         r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch
     ):
         warnings.filterwarnings("ignore", message=message)
@@ -208,9 +203,9 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
     request = InterruptRequest()
     request.install()
     _silence_what_does_not_apply()
-    with one_line_errors():
+    with one_line_errors(), ExitStack() as resources:
         try:
-            cli(request, _with_default_config(list(sys.argv[1:] if args is None else args), default_config))
+            cli(request, resources, _with_default_config(list(sys.argv[1:] if args is None else args), default_config))
         except NonFiniteError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
