@@ -1,5 +1,6 @@
 """Defines the command line under `train_cls.py` and `train_gen.py`: Lightning's, with a run directory around it."""
 
+import argparse
 import logging
 import sys
 import warnings
@@ -7,13 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.errors import InputError, one_line_errors
-from headmix_vision.runs.checkpoints import check_description, read_checkpoint
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
 from headmix_vision.runs.directory import find_checkpoint
 from headmix_vision.training import run_directory
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
@@ -23,11 +26,23 @@ from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnN
 from headmix_vision.training.callbacks.progress import ImagesPerSecondBar
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
+from headmix_vision.training.common_options import DESCRIPTIONS, common_options
 from headmix_vision.training.metrics_csv import MetricsCSV
-from headmix_vision.training.options import EmaConfig
+from headmix_vision.training.options import EmaConfig, require
+from headmix_vision.training.parser import OptionParser
 from headmix_vision.training.signals import InterruptRequest
 
-_NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite")
+_NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run")
+# Lightning takes these as they come, and divides by zero or trains nothing.
+_LEAST = {
+    "max_epochs": (1, -1),
+    "max_steps": (1, -1),
+    "accumulate_grad_batches": (1, None),
+    "check_val_every_n_epoch": (1, None),
+    "log_every_n_steps": (1, None),
+    "gradient_clip_val": (0, None),
+    "num_sanity_val_steps": (-1, None),
+}
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -56,6 +71,7 @@ class RunCLI(LightningCLI):
     module_class: ClassVar[type[LightningModule]]
     data_class: ClassVar[type[LightningDataModule]]
     runs_folder: ClassVar[str] = "runs"
+    generator: ClassVar[bool] = False
 
     def __init__(self, request: InterruptRequest, args: Sequence[str]) -> None:
         self.request = request
@@ -66,10 +82,20 @@ class RunCLI(LightningCLI):
             save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
             trainer_defaults={"use_distributed_sampler": False},
+            parser_class=OptionParser,
+            parser_kwargs={"description": (self.__doc__ or "").partition("\n")[0]},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             args=list(args),
         )
+
+    def setup_parser(self, *args: Any, **kwargs: Any) -> None:
+        """Makes the parsers of all subcommands, whose `--help` shows the common options."""
+        super().setup_parser(*args, **kwargs)
+        for subcommand, parser in self._subcommand_parsers.items():
+            assert isinstance(parser, OptionParser)
+            parser.description = DESCRIPTIONS[subcommand]
+            parser.show_common(common_options(subcommand, generator=self.generator))
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the seed, a number, so that two runs of one command are equal."""
@@ -82,6 +108,12 @@ class RunCLI(LightningCLI):
             type=str | None,
             default=None,
             help=f"Run directory (default: {self.runs_folder}/<names of the config files>).",
+        )
+        parser.add_argument(
+            "--dry_run",
+            "--dry-run",
+            action="store_true",
+            help="Open everything, put one batch through, say what would be done, and write nothing.",
         )
         parser.add_argument("--overwrite", type=bool, default=False, help="Delete an earlier run in the run directory.")
         parser.add_argument(
@@ -109,24 +141,53 @@ class RunCLI(LightningCLI):
         """Parses, then settles run directory and checkpoint, so that errors in them are raised before any work."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-            super().parse_arguments(parser, args)
+            try:
+                super().parse_arguments(parser, args)
+            except UnicodeDecodeError as error:
+                raise InputError(f"a config file is no text: {error}") from error
         options = self.options
+        _check_trainer_options(options.trainer)
+        require(
+            0 <= options.seed_everything < 2**32,
+            f"seed_everything must be in [0, 2**32), got {options.seed_everything}",
+        )
+        require(options.run_dir != "", "run_dir must name a folder, got an empty name")
         if options.run_dir is None:
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
-        if options.ckpt_path is not None:
-            options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
-            self.checkpoint = read_checkpoint(options.ckpt_path)
-            check_description(self.checkpoint, options.model.name, options.model.num_classes)
-        elif self.config.subcommand != "fit":
-            raise InputError(f"{self.config.subcommand} needs weights: --ckpt_path best, last or a file")
+        self._open_checkpoint()
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
             run_directory.prepare_run_directory(
                 Path(options.run_dir), resuming=self.checkpoint is not None, overwrite=options.overwrite
             )
 
+    def _open_checkpoint(self) -> None:
+        options, training = self.options, self.config.subcommand == "fit"
+        if options.ckpt_path is None and training:
+            return
+        if options.ckpt_path is None and not (Path(options.run_dir) / run_directory.CHECKPOINTS).is_dir():
+            raise InputError(
+                f"{self.config.subcommand} needs weights, and there is no run in {options.run_dir}:"
+                " give the run by --run_dir, or a file by --ckpt_path"
+            )
+        options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
+        self.checkpoint = read_checkpoint(options.ckpt_path)
+        check_entries(self.checkpoint, options.ckpt_path, resuming=training)
+        check_description(self.checkpoint, options.model.name, options.model.num_classes)
+        if not training and getattr(rank_zero_only, "rank", 0) == 0:
+            top1 = self.checkpoint[DESCRIPTION_KEY].get("top1")
+            accuracy = "" if top1 is None else f", top-1 {100 * top1:.2f} % when it was saved"
+            print(f"checkpoint {options.ckpt_path} (step {self.checkpoint['global_step']}{accuracy})")
+
+    def _parse_ckpt_path(self) -> None:
+        """Leaves the options as they are: no checkpoint of this package holds options."""
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Makes the trainer with the loggers, callbacks and file formats of the run directory."""
+        """Makes the trainer with the loggers, callbacks and file formats of the run directory.
+
+        Raises:
+            InputError: If Lightning refuses an option.
+        """
         options = self.options
         run_dir = Path(options.run_dir)
         trainer_options = self.config_init[self.config.subcommand].trainer
@@ -146,7 +207,10 @@ class RunCLI(LightningCLI):
         plugins = trainer_options.plugins or []
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
         kwargs["default_root_dir"] = str(run_dir)
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ValueError, TypeError) as error:  # as Lightning refuses options
+            raise InputError(f"trainer: {error}") from error
 
     def _fit_callbacks(self, run_dir: Path, metrics: MetricsCSV) -> list[Callback]:
         options = self.options
@@ -186,19 +250,42 @@ def _silence_what_does_not_apply() -> None:
     advertised.addFilter(lambda record: "litlogger" not in record.getMessage())
 
 
+def _check_trainer_options(trainer: Any) -> None:
+    for name, (least, unlimited) in _LEAST.items():
+        value = trainer[name]
+        if value is not None and value != unlimited and not value >= least:
+            other = "" if unlimited is None else f", or {unlimited} for no limit"
+            raise InputError(f"trainer.{name} must be at least {least}{other}, got {value}")
+    if trainer.limit_train_batches == 0:
+        raise InputError("trainer.limit_train_batches=0 leaves nothing to train on")
+
+
 def _with_default_config(args: list[str], default_config: Path | None) -> list[str]:
-    """Inserts the default config after `fit` if no config is given."""
-    given = any(arg.split("=")[0] in ("-c", "--config") for arg in args)
-    if given or default_config is None or args[:1] != ["fit"]:
+    """Inserts a config after the subcommand if none is given.
+
+    It is that of the run in `--run_dir` where a run is read: on evaluation and resuming. Else it is the default of
+    `fit`.
+    """
+    subcommand, options = args[:1], args[1:]
+    if not subcommand or any(arg.startswith("-c") or arg.split("=")[0] == "--config" for arg in options):
         return args
-    return ["fit", "--config", str(default_config), *args[1:]]
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--run_dir", nargs="?")
+    finder.add_argument("--ckpt_path", nargs="?")
+    given, _ = finder.parse_known_args(options)
+    training = subcommand == ["fit"]
+    config = default_config if training else None
+    if given.run_dir and (given.ckpt_path or not training):
+        config_of_run = Path(given.run_dir) / run_directory.CONFIG
+        config = config_of_run if config_of_run.is_file() else config
+    return args if config is None else [*subcommand, "--config", str(config), *options]
 
 
 def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
     """Runs a command line.
 
-    Wrong input ends the process with one line and exit status 2, non-finite numbers with one line and exit status 1;
-    every other exception is a defect and keeps its traceback.
+    Wrong input, and a batch too large for the device, end the process with one line and exit status 2, non-finite
+    numbers with one line and exit status 1; every other exception is a defect and keeps its traceback.
 
     Args:
         cli: The command line.
@@ -214,3 +301,8 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
         except NonFiniteError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
+        except MisconfigurationException as error:
+            raise InputError(str(error)) from error
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition(". GPU")[0]
+            raise InputError(f"{reason}; lower data.batch_size or data.eval_batch_size") from error

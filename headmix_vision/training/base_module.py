@@ -46,16 +46,23 @@ class BaseModule(LightningModule):
         self._param_group_options: list[dict[str, Any]] = []
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Makes the optimizer; the schedule follows in `on_train_start`."""
+        """Makes the optimizer; the schedule follows in `on_train_start`.
+
+        Raises:
+            InputError: If the optimizer does not take its options.
+        """
         config = self.optimizer_config
-        optimizer = create_optimizer_v2(
-            self.net,
-            opt=config.opt,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            layer_decay=config.layer_decay,
-            **config.args,
-        )
+        try:
+            optimizer = create_optimizer_v2(
+                self.net,
+                opt=config.opt,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                layer_decay=config.layer_decay,
+                **config.args,
+            )
+        except (TypeError, ValueError, LookupError, AssertionError, ImportError) as error:  # as optimizers refuse
+            raise InputError(f"optimizer {config.opt} cannot be made with {config}: {error}") from error
         self._param_group_options = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]

@@ -47,7 +47,8 @@ class ImageClassifier(BaseModule):
         seed: Seed of dropout, drop path and mixup; the command line sets it to `seed_everything`.
 
     Raises:
-        InputError: If the model is unknown, or the start weights do not fit it.
+        InputError: If the model is unknown or refuses an argument, the start weights do not fit it, or there are fewer
+            than 2 classes.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class ImageClassifier(BaseModule):
         seed: int = 0,
     ) -> None:
         super().__init__(optimizer, schedule, seed)
+        if num_classes is not None and num_classes < 2:
+            raise InputError(f"model.num_classes must be at least 2, got {num_classes}")
         self.net = create_network(name, num_classes, img_size, model_args, checkpoint)
         self.num_classes = int(self.net.num_classes)  # type: ignore[arg-type]
         self.description: dict[str, Any] = {

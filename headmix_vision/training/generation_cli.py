@@ -23,6 +23,7 @@ class GenerationCLI(RunCLI):
     module_class = ImageGenerator
     data_class = GenerationData
     runs_folder = "runs/gen"
+    generator = True
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
