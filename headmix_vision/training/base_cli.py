@@ -23,7 +23,13 @@ from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
-from headmix_vision.training.callbacks.progress import ImagesPerSecondBar
+from headmix_vision.training.callbacks.progress import (
+    EpochLines,
+    EvaluationLines,
+    ImagesPerSecondBar,
+    ModelSize,
+    on_terminal,
+)
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
@@ -200,8 +206,15 @@ class RunCLI(LightningCLI):
             kwargs["logger"] = False
             callbacks = [GracefulInterrupt(self.request)]
             callbacks += self.evaluation_callbacks(run_dir)
-        if trainer_options.enable_progress_bar is not False:
+        shows = trainer_options.enable_progress_bar is not False
+        kwargs["enable_progress_bar"] = shows and on_terminal()
+        if kwargs["enable_progress_bar"]:
             callbacks.append(ImagesPerSecondBar())
+        elif shows:
+            callbacks.append(EpochLines(self.speed) if self.config.subcommand == "fit" else EvaluationLines())
+        kwargs["enable_model_summary"] = False  # of a network behind one line of a table, with FLOPs that are 0
+        if trainer_options.enable_model_summary is not False:
+            callbacks.append(ModelSize())
         given = trainer_options.callbacks or []
         kwargs["callbacks"] = [*(given if isinstance(given, list) else [given]), *callbacks]
         plugins = trainer_options.plugins or []
@@ -215,7 +228,7 @@ class RunCLI(LightningCLI):
     def _fit_callbacks(self, run_dir: Path, metrics: MetricsCSV) -> list[Callback]:
         options = self.options
         self.last = LastCheckpoint(run_dir / run_directory.CHECKPOINTS / "last.ckpt", options.checkpoint_every_n_steps)
-        self.metrics = metrics
+        self.metrics, self.speed = metrics, ImagesPerSecond()
         average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
         before, after = self.fit_callbacks(run_dir, average[0] if average else None)
         # the order matters: average, save, stop
@@ -223,7 +236,7 @@ class RunCLI(LightningCLI):
             *average,
             StopOnNonFinite(),
             *before,
-            ImagesPerSecond(),
+            self.speed,
             self.last,
             GracefulInterrupt(self.request, self.last, run_directory.resume_command(run_dir)),
             *after,
@@ -247,7 +260,7 @@ def _silence_what_does_not_apply() -> None:
     ):
         warnings.filterwarnings("ignore", message=message)
     advertised = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    advertised.addFilter(lambda record: "litlogger" not in record.getMessage())
+    advertised.addFilter(lambda record: not any(name in record.getMessage() for name in ("litlogger", "litmodels")))
 
 
 def _check_trainer_options(trainer: Any) -> None:

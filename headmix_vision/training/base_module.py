@@ -32,12 +32,14 @@ class BaseModule(LightningModule):
 
     Attributes:
         step_loss: Mean loss of the last training batch, on the device.
+        epoch_loss: Mean loss of the last finished epoch.
     """
 
     net: nn.Module
     train_loss: Tensor
     schedule: Scheduler
     step_loss: Tensor | None = None
+    epoch_loss: float | None = None
 
     def __init__(self, optimizer: OptimizerConfig, schedule: ScheduleConfig, seed: int) -> None:
         super().__init__()
@@ -127,7 +129,8 @@ class BaseModule(LightningModule):
         """Logs the mean loss of a finished epoch, including the part before an interruption."""
         if self.trainer.is_last_batch:
             total, count = self._reduced_train_loss().tolist()
-            self.log_now({"train/loss": total / count}, self.trainer.global_step - 1)
+            self.epoch_loss = total / count
+            self.log_now({"train/loss": self.epoch_loss}, self.trainer.global_step - 1)
             self.train_loss.zero_()
 
     def log_now(self, metrics: dict[str, float], step: int) -> None:

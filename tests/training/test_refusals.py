@@ -133,7 +133,11 @@ def test_wrong_config_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         "- 1": "list.yaml",
         "model:\n  nmae: vit_tiny_patch16_224": "typo.yaml",
     }
-    messages = ["Problems parsing config", "Unexpected config", "does not accept option 'model.nmae'; did you mean --model.name?"]
+    messages = [
+        "Problems parsing config",
+        "Unexpected config",
+        "does not accept option 'model.nmae'; did you mean --model.name?",
+    ]
     for (text, name), message in zip(files.items(), messages, strict=True):
         (tmp_path / name).write_text(text)
         assert message in refused(capfd, "fit", "-c", tmp_path / name)
