@@ -6,7 +6,7 @@ from headmix_vision.extras import require_extra
 
 require_extra("models", __name__)
 
-from headmix_vision.models import headmix_dit
+import headmix_vision.models.headmix_dit_names  # noqa: F401  (registers them)
 from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
 
 if TYPE_CHECKING:
@@ -17,5 +17,8 @@ __all__ = ["HeadMixDiT", "HeadMixVisionTransformer"]
 
 def __getattr__(name: str) -> Any:
     if name == "HeadMixDiT":  # loads diffusers
-        return headmix_dit.HeadMixDiT
+        require_extra("diffusion", name)
+        from headmix_vision.models.headmix_dit import HeadMixDiT
+
+        return HeadMixDiT
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,7 @@
 """Making networks by their timm names, from start weights if asked for, and reading them back from checkpoints."""
 
+from __future__ import annotations
+
 import difflib
 import inspect
 import os

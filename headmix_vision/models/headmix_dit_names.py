@@ -1,6 +1,6 @@
-"""Diffusion transformers (DiT, arXiv 2212.09748) with mixed heads: registered with timm, and models of diffusers.
+"""Names the diffusion transformers and registers them with timm.
 
-The names are here; the network, and with it diffusers, is imported when a model is made.
+The network, and with it diffusers, is imported when a model is made.
 """
 
 from __future__ import annotations
@@ -15,19 +15,9 @@ from headmix_vision.extras import require_extra
 from headmix_vision.models.names import Variant, register_family
 
 if TYPE_CHECKING:
-    from headmix_vision.models.headmix_dit.network import HeadMixDiT
+    from headmix_vision.models.headmix_dit import HeadMixDiT
 
-__all__ = ["HeadMixDiT"]  # timm appends the registered names
-
-
-def __getattr__(name: str) -> Any:
-    if name != "HeadMixDiT":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    require_extra("diffusion", name)
-    from headmix_vision.models.headmix_dit.network import HeadMixDiT
-
-    return HeadMixDiT
-
+__all__: list[str] = []  # timm appends the registered names
 
 SIZES = {
     "s": {"embed_dim": 384, "depth": 12, "num_heads": 6},
@@ -72,7 +62,7 @@ def _create_headmix_dit(variant: str, pretrained: bool = False, **kwargs: Any) -
     if kwargs.pop("features_only", False):
         raise InputError(f"{variant} is a generator: features_only does not apply.")
     require_extra("diffusion", variant)
-    from headmix_vision.models.headmix_dit.network import HeadMixDiT
+    from headmix_vision.models.headmix_dit import HeadMixDiT
 
     return build_model_with_cfg(HeadMixDiT, variant, pretrained, kwargs_filter=cast(Any, tuple(_OUR_NAMES)), **kwargs)
 
