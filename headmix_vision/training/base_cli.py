@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
 from headmix_vision.runs.directory import find_checkpoint
 from headmix_vision.training import run_directory
@@ -67,7 +68,7 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 class RunCLI(LightningCLI):
-    """Puts a run directory around Lightning's command line; a subclass names module and data.
+    """Puts a run directory around Lightning's command line; a subclass names module, data and recipes.
 
     Args:
         request: Handler of SIGINT and SIGTERM.
@@ -76,8 +77,8 @@ class RunCLI(LightningCLI):
 
     module_class: ClassVar[type[LightningModule]]
     data_class: ClassVar[type[LightningDataModule]]
+    recipes: ClassVar[str]
     runs_folder: ClassVar[str] = "runs"
-    generator: ClassVar[bool] = False
 
     def __init__(self, request: InterruptRequest, args: Sequence[str]) -> None:
         self.request = request
@@ -101,7 +102,7 @@ class RunCLI(LightningCLI):
         for subcommand, parser in self._subcommand_parsers.items():
             assert isinstance(parser, OptionParser)
             parser.description = DESCRIPTIONS[subcommand]
-            parser.show_common(common_options(subcommand, generator=self.generator))
+            parser.show_common(common_options(subcommand, generator=self.recipes == "gen"))
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the seed, a number, so that two runs of one command are equal."""
@@ -273,12 +274,8 @@ def _check_trainer_options(trainer: Any) -> None:
         raise InputError("trainer.limit_train_batches=0 leaves nothing to train on")
 
 
-def _with_default_config(args: list[str], default_config: Path | None) -> list[str]:
-    """Inserts a config after the subcommand if none is given.
-
-    It is that of the run in `--run_dir` where a run is read: on evaluation and resuming. Else it is the default of
-    `fit`.
-    """
+def _with_config_of_run(args: list[str]) -> list[str]:
+    """Inserts the config of the run in `--run_dir` if none is given and that run is read: evaluated or resumed."""
     subcommand, options = args[:1], args[1:]
     if not subcommand or any(arg.startswith("-c") or arg.split("=")[0] == "--config" for arg in options):
         return args
@@ -287,14 +284,17 @@ def _with_default_config(args: list[str], default_config: Path | None) -> list[s
     finder.add_argument("--ckpt_path", nargs="?")
     given, _ = finder.parse_known_args(options)
     training = subcommand == ["fit"]
-    config = default_config if training else None
-    if given.run_dir and (given.ckpt_path or not training):
-        config_of_run = Path(given.run_dir) / run_directory.CONFIG
-        config = config_of_run if config_of_run.is_file() else config
-    return args if config is None else [*subcommand, "--config", str(config), *options]
+    if not given.run_dir or (training and not given.ckpt_path):
+        return args
+    config = Path(given.run_dir) / run_directory.CONFIG
+    if config.is_file():
+        return [*subcommand, "--config", str(config), *options]
+    if training:
+        return args
+    raise InputError(f"there is no run in {given.run_dir}: {config} does not exist")
 
 
-def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
+def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: str | None = None) -> None:
     """Runs a command line.
 
     Wrong input, and a batch too large for the device, end the process with one line and exit status 2, non-finite
@@ -303,14 +303,15 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
     Args:
         cli: The command line.
         args: Its arguments, without the program's name; those of the process when None.
-        default_config: Config of `fit` when there is none among the arguments.
+        default_config: Config of `fit` when there is none among the arguments: a file or a shipped recipe.
     """
     request = InterruptRequest()
     request.install()
     _silence_what_does_not_apply()
     with one_line_errors():
         try:
-            cli(request, _with_default_config(list(sys.argv[1:] if args is None else args), default_config))
+            given = _with_config_of_run(list(sys.argv[1:] if args is None else args))
+            cli(request, with_config_paths(given, cli.recipes, default_config))
         except NonFiniteError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)

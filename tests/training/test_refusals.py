@@ -141,7 +141,7 @@ def test_wrong_config_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     for (text, name), message in zip(files.items(), messages, strict=True):
         (tmp_path / name).write_text(text)
         assert message in refused(capfd, "fit", "-c", tmp_path / name)
-    assert "File does not exist" in refused(capfd, "fit", "-c", tmp_path / "absent.yaml")
+    assert "neither a file nor" in refused(capfd, "fit", "-c", tmp_path / "absent.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
     assert "is no text" in refused(capfd, "fit", "-c", tmp_path / "binary.yaml")
 
@@ -176,6 +176,8 @@ def test_evaluation_needs_weights(tmp_path: Path, capfd: pytest.CaptureFixture[s
     config = write_config(tmp_path / "tiny.yaml")
     assert "--ckpt_path" in refused(capfd, "validate", "-c", config)
     assert "no checkpoint at" in refused(capfd, "predict", "-c", config, "--ckpt_path", "best")
+    assert "no run in" in refused(capfd, "validate", "--run_dir", tmp_path / "absent")
+    assert "a recipe by -c, or the folder of a run by --run_dir" in refused(capfd, "validate")
 
 
 def test_option_groups_check_their_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
