@@ -1,9 +1,12 @@
 """Files that are either complete or absent."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_TEMPORARY_NAME = re.compile(r"\..+\.\d+\.tmp")
 
 
 @contextmanager
@@ -26,3 +29,20 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def is_temporary(name: str) -> bool:
+    """Tells whether a file's name is one of `atomic_path`."""
+    return _TEMPORARY_NAME.fullmatch(name) is not None
+
+
+def remove_temporaries(folder: Path, pattern: str = "*") -> None:
+    """Delete what killed processes were writing to a folder; only for who holds the folder's lock.
+
+    Args:
+        folder: The folder; it need not exist.
+        pattern: The files they were writing to.
+    """
+    for entry in folder.glob(f".{pattern}.*.tmp"):
+        if is_temporary(entry.name):
+            entry.unlink(missing_ok=True)

@@ -199,7 +199,7 @@ def _like_data(values: Tensor, data: Tensor) -> Tensor:
 
 def _at(table: Tensor, steps: Tensor) -> Tensor:
     """Reads a table [1000] at steps of any shape, float32."""
-    return table.to(steps.device)[steps].float()
+    return table.to(steps.device, non_blocking=True)[steps].float()  # else each table waits for the device
 
 
 def _mean_square(error: Tensor) -> Tensor:

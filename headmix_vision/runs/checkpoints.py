@@ -77,6 +77,18 @@ def check_description(checkpoint: dict[str, Any], name: str, num_classes: int | 
         )
 
 
+def check_finite(state: dict[str, Tensor], where: str) -> None:
+    """Raises `InputError` if weights are infinite or not a number; nothing can be computed with them.
+
+    Args:
+        state: The weights.
+        where: What to call them in the message: their file, or `the checkpoint`.
+    """
+    for name, value in state.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise InputError(f"the weights of {where} are not finite, first {name}")
+
+
 def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
     """Raises a one-line `InputError` if a state dict does not fit exactly.
 

@@ -5,21 +5,21 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
-from headmix_vision.runs.directory import find_checkpoint
-from headmix_vision.training import run_directory
+from headmix_vision.runs.directory import CHECKPOINTS, CONFIG, LAST, METRICS, find_checkpoint
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
@@ -31,12 +31,14 @@ from headmix_vision.training.callbacks.progress import (
     ModelSize,
     on_terminal,
 )
+from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
 from headmix_vision.training.metrics_csv import MetricsCSV
 from headmix_vision.training.options import EmaConfig, require
 from headmix_vision.training.parser import OptionParser
+from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.signals import InterruptRequest
 
 _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run")
@@ -52,26 +54,12 @@ _LEAST = {
 }
 
 
-class SaveRunConfig(SaveConfigCallback):
-    """Writes `config.yaml` of a training run, without the options that concern this start of it only."""
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes the file at the start of `fit`."""
-        if stage != "fit":
-            return
-        config = self.config.clone()
-        for name in _NOT_SAVED:
-            config.pop(name, None)
-        path = Path(config.run_dir) / run_directory.CONFIG
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.parser.save(config, str(path), skip_none=False, skip_validation=True, overwrite=True, multifile=False)
-
-
 class RunCLI(LightningCLI):
     """Puts a run directory around Lightning's command line; a subclass names module, data and recipes.
 
     Args:
         request: Handler of SIGINT and SIGTERM.
+        resources: Keeps the run directory claimed until the process is done with it.
         args: Command line, without the program's name.
     """
 
@@ -80,14 +68,15 @@ class RunCLI(LightningCLI):
     recipes: ClassVar[str]
     runs_folder: ClassVar[str] = "runs"
 
-    def __init__(self, request: InterruptRequest, args: Sequence[str]) -> None:
+    def __init__(self, request: InterruptRequest, resources: ExitStack, args: Sequence[str]) -> None:
         self.request = request
+        self.resources = resources
+        self.run_directory: RunDirectory | None = None
         self.checkpoint: dict[str, Any] | None = None
         super().__init__(
             self.module_class,
             self.data_class,
-            save_config_callback=SaveRunConfig,
-            save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
+            save_config_callback=StartRun,
             trainer_defaults={"use_distributed_sampler": False},
             parser_class=OptionParser,
             parser_kwargs={"description": (self.__doc__ or "").partition("\n")[0]},
@@ -161,18 +150,18 @@ class RunCLI(LightningCLI):
         require(options.run_dir != "", "run_dir must name a folder, got an empty name")
         if options.run_dir is None:
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
-        self._open_checkpoint()
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
-            run_directory.prepare_run_directory(
-                Path(options.run_dir), resuming=self.checkpoint is not None, overwrite=options.overwrite
-            )
+            claimed = RunDirectory(Path(options.run_dir), options.ckpt_path, overwrite=options.overwrite)
+            self.resources.enter_context(claimed.claimed())
+            self.run_directory = claimed
+        self._open_checkpoint()
 
     def _open_checkpoint(self) -> None:
         options, training = self.options, self.config.subcommand == "fit"
         if options.ckpt_path is None and training:
             return
-        if options.ckpt_path is None and not (Path(options.run_dir) / run_directory.CHECKPOINTS).is_dir():
+        if options.ckpt_path is None and not (Path(options.run_dir) / CHECKPOINTS).is_dir():
             raise InputError(
                 f"{self.config.subcommand} needs weights, and there is no run in {options.run_dir}:"
                 " give the run by --run_dir, or a file by --ckpt_path"
@@ -197,11 +186,12 @@ class RunCLI(LightningCLI):
         """
         options = self.options
         run_dir = Path(options.run_dir)
+        self.save_config_kwargs = {"run": self.run_directory, "not_saved": _NOT_SAVED}
         trainer_options = self.config_init[self.config.subcommand].trainer
         if self.config.subcommand == "fit":
             resume_step = self.checkpoint["global_step"] if self.checkpoint is not None else None
-            metrics = MetricsCSV(run_dir / run_directory.METRICS, resume_step)
-            kwargs["logger"] = [metrics, TensorBoardLogger(run_dir, name="", version=run_directory.TENSORBOARD)]
+            metrics = MetricsCSV(run_dir / METRICS, resume_step)
+            kwargs["logger"] = [metrics]
             callbacks = self._fit_callbacks(run_dir, metrics)
         else:
             kwargs["logger"] = False
@@ -219,16 +209,21 @@ class RunCLI(LightningCLI):
         given = trainer_options.callbacks or []
         kwargs["callbacks"] = [*(given if isinstance(given, list) else [given]), *callbacks]
         plugins = trainer_options.plugins or []
-        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
+        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), self._checkpoint_io()]
         kwargs["default_root_dir"] = str(run_dir)
+        # else Lightning adds a checkpoint of its own
+        kwargs["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in kwargs["callbacks"])
         try:
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError) as error:  # as Lightning refuses options
             raise InputError(f"trainer: {error}") from error
 
+    def _checkpoint_io(self) -> AtomicCheckpointIO:
+        return AtomicCheckpointIO(self.run_directory.discard_replaced if self.run_directory is not None else None)
+
     def _fit_callbacks(self, run_dir: Path, metrics: MetricsCSV) -> list[Callback]:
         options = self.options
-        self.last = LastCheckpoint(run_dir / run_directory.CHECKPOINTS / "last.ckpt", options.checkpoint_every_n_steps)
+        self.last = LastCheckpoint(run_dir / LAST, options.checkpoint_every_n_steps)
         self.metrics, self.speed = metrics, ImagesPerSecond()
         average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
         before, after = self.fit_callbacks(run_dir, average[0] if average else None)
@@ -239,7 +234,7 @@ class RunCLI(LightningCLI):
             *before,
             self.speed,
             self.last,
-            GracefulInterrupt(self.request, self.last, run_directory.resume_command(run_dir)),
+            GracefulInterrupt(self.request, self.last, resume_command(run_dir)),
             *after,
         ]
 
@@ -256,7 +251,7 @@ def _silence_what_does_not_apply() -> None:
     for message in (
         ".*your dataloader is not resumable",  # the data module continues within the epoch
         "Be aware that when using `ckpt_path`, callbacks used to create",  # evaluation needs no training callbacks
-        "Checkpoint directory .* exists and is not empty",  # settled by prepare_run_directory
+        "Checkpoint directory .* exists and is not empty",  # settled by RunDirectory
         r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch
     ):
         warnings.filterwarnings("ignore", message=message)
@@ -286,7 +281,7 @@ def _with_config_of_run(args: list[str]) -> list[str]:
     training = subcommand == ["fit"]
     if not given.run_dir or (training and not given.ckpt_path):
         return args
-    config = Path(given.run_dir) / run_directory.CONFIG
+    config = Path(given.run_dir) / CONFIG
     if config.is_file():
         return [*subcommand, "--config", str(config), *options]
     if training:
@@ -308,10 +303,10 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
     request = InterruptRequest()
     request.install()
     _silence_what_does_not_apply()
-    with one_line_errors():
+    with one_line_errors(), ExitStack() as resources:
         try:
             given = _with_config_of_run(list(sys.argv[1:] if args is None else args))
-            cli(request, with_config_paths(given, cli.recipes, default_config))
+            cli(request, resources, with_config_paths(given, cli.recipes, default_config))
         except NonFiniteError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)

@@ -114,8 +114,9 @@ class BaseModule(LightningModule):
 
     def track_loss(self, loss: Tensor, count: int) -> None:
         """Adds the mean loss of `count` samples of a training batch to what is logged."""
-        self.train_loss += torch.stack([loss.detach() * count, loss.new_tensor(count)])
         self.step_loss = loss.detach()
+        self.train_loss[0] += self.step_loss * count
+        self.train_loss[1] += count
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Logs the loss of the last batch and the learning rate, every `log_every_n_steps` steps."""

@@ -1,6 +1,7 @@
 """Writing checkpoints: complete files only."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Lightning's default writes to the system's temporary folder and moves the file from there, which is a plain copy,
     and may be torn, when that folder is on another file system.
+
+    Args:
+        after_save: Called when a checkpoint is complete.
     """
+
+    def __init__(self, after_save: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.after_save = after_save
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -24,3 +32,5 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise TypeError("storage_options are not supported")
         with atomic_path(path) as temporary:
             torch.save(checkpoint, temporary)
+        if self.after_save is not None:
+            self.after_save()

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from headmix_vision.data.classification import ClassificationData
-from headmix_vision.training import run_directory
+from headmix_vision.runs.directory import BEST, CHECKPOINTS, CURVES, PREDICTIONS
 from headmix_vision.training.base_cli import RunCLI, run_command_line
 from headmix_vision.training.callbacks.best_checkpoint import BestCheckpoint
 from headmix_vision.training.callbacks.curves import LearningCurves
@@ -25,12 +25,12 @@ class ClassificationCLI(RunCLI):
 
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
         """Makes learning curves before `last.ckpt`, and the best checkpoint after it."""
-        self.best = BestCheckpoint(run_dir / run_directory.CHECKPOINTS)
-        return [LearningCurves(run_dir / run_directory.CURVES, lambda: self.metrics.rows)], [self.best]
+        self.best = BestCheckpoint(run_dir / CHECKPOINTS)
+        return [LearningCurves(run_dir / CURVES, lambda: self.metrics.rows)], [self.best]
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
         """Makes the table of predictions for `predict`."""
-        return [PredictionsCSV(run_dir / run_directory.PREDICTIONS)] if self.config.subcommand == "predict" else []
+        return [PredictionsCSV(run_dir / PREDICTIONS)] if self.config.subcommand == "predict" else []
 
     def after_fit(self) -> None:
         """Prints the best accuracy, and where the files are."""
@@ -39,7 +39,7 @@ class ClassificationCLI(RunCLI):
             return
         best = max(rows, key=lambda row: row["val/top1"])
         run_dir = Path(self.options.run_dir)
-        checkpoint, curves = run_dir / run_directory.CHECKPOINTS / "best.ckpt", run_dir / run_directory.CURVES
+        checkpoint, curves = run_dir / BEST, run_dir / CURVES
         print(
             f"best top-1 {100 * best['val/top1']:.2f} % (epoch {best['epoch'] + 1:.0f}) · run {run_dir}"
             f" · checkpoint {checkpoint} · curves {curves}"

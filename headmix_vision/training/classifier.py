@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from headmix_vision.data.seeding import seeded
 from headmix_vision.errors import InputError
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_state
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_finite, check_state
 from headmix_vision.runs.networks import create_network
 from headmix_vision.training.base_module import BaseModule
+from headmix_vision.training.callbacks.non_finite import require_finite
 from headmix_vision.training.classification_metrics import ClassificationMetrics
 from headmix_vision.training.options import (
     DEFAULT_LOSS,
@@ -142,6 +143,7 @@ class ImageClassifier(BaseModule):
 
     def _log_metrics(self, stage: str, metrics: ClassificationMetrics) -> None:
         for name, value in metrics.compute().items():
+            require_finite(value, f"{stage}/{name}", self.trainer)
             self.log(f"{stage}/{name}", value, prog_bar=name == "top1")
 
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> tuple[list[str], Tensor]:
@@ -161,10 +163,13 @@ class ImageClassifier(BaseModule):
         """Refuses a checkpoint of another model.
 
         Raises:
-            InputError: If the name, the number of classes or any weight's name or shape differs.
+            InputError: If the name, the number of classes or any weight's name or shape differs, or a
+                weight is not finite.
         """
         check_description(checkpoint, self.description["name"], self.num_classes)
         check_state(checkpoint["state_dict"], self.state_dict())
+        for state in ("state_dict", "current_model_state"):
+            check_finite(checkpoint.get(state, {}), "the checkpoint")
         self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
         super().on_load_checkpoint(checkpoint)
 

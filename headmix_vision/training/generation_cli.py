@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
-from headmix_vision.training import run_directory
+from headmix_vision.runs.directory import CURVES, SAMPLES
 from headmix_vision.training.base_cli import RunCLI, run_command_line
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
@@ -41,10 +41,10 @@ class GenerationCLI(RunCLI):
         """Makes sample grids, scores and learning curves, all before `last.ckpt`."""
         options, made = self.options, self.config_init[self.config.subcommand]
         vae, seed = options.model.vae, options.seed_everything
-        samples = SampleGrids(run_dir / run_directory.SAMPLES, made.samples, average, vae, seed)
+        samples = SampleGrids(run_dir / SAMPLES, made.samples, average, vae, seed)
         score = SampleFid(made.fid, average, vae, options.data.root, seed)
         curves = LearningCurves(
-            run_dir / run_directory.CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
+            run_dir / CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )
         return [samples, score, curves], []
 
@@ -56,7 +56,7 @@ class GenerationCLI(RunCLI):
         run_dir = Path(self.options.run_dir)
         print(
             f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · run {run_dir}"
-            f" · samples {run_dir / run_directory.SAMPLES} · next: headmix-sample images --model {run_dir}"
+            f" · samples {run_dir / SAMPLES} · next: headmix-sample images --model {run_dir}"
         )
 
 

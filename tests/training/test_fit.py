@@ -1,7 +1,6 @@
 """What a training run leaves behind, and the arithmetic of its parts."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, WarmedUpAverage, ema_decay
-from headmix_vision.training.classifier import ImageClassifier
 
 from .helpers import TINY, assert_equal, load, read_csv, run, write_config
 
@@ -154,50 +152,6 @@ def test_ema_follows_the_model_to_its_device_and_counts_on_the_cpu() -> None:
     assert callback.average is not None and callback.average.device.type == "meta"
     assert {x.device.type for x in callback.average.state_dict().values()} == {"meta"}
     assert callback._average_model is not None and callback._average_model.n_averaged.device.type == "cpu"
-
-
-def poison_loss(epoch: int, batch: int) -> Callable[..., torch.Tensor]:
-    original = ImageClassifier.training_step
-
-    def patched(self: ImageClassifier, images: Any, batch_idx: int) -> torch.Tensor:
-        loss = original(self, images, batch_idx)
-        return loss * float("nan") if (self.current_epoch, batch_idx) == (epoch, batch) else loss
-
-    return patched
-
-
-def poison_gradient(epoch: int, batch: int) -> Callable[..., torch.Tensor]:
-    original = ImageClassifier.training_step
-
-    def patched(self: ImageClassifier, images: Any, batch_idx: int) -> torch.Tensor:
-        loss = original(self, images, batch_idx)
-        if (self.current_epoch, batch_idx) == (epoch, batch):
-            # sqrt at 0 has value 0 and an infinite slope
-            loss = loss + (self.net.head.bias * 0).sum().sqrt()
-        return loss
-
-    return patched
-
-
-@pytest.mark.parametrize("poison", [poison_loss, poison_gradient])
-def test_non_finite_numbers_stop_the_run_before_the_step(
-    poison: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    config = write_config(tmp_path / "tiny.yaml", checkpoint_every_n_steps=1)
-    run_dir = tmp_path / "run"
-    steps = []
-    original = torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, **k: (original(*a, **k), steps.append(1))[0])
-    monkeypatch.setattr(ImageClassifier, "training_step", poison(1, 2))
-    assert run("fit", "-c", config, "--run_dir", run_dir) == 1
-    error = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("error: "))
-    batch = "batch 2" if poison is poison_loss else "batch 3"
-    assert f"epoch 1, step 4, {batch} (rank 0" in error
-    assert len(steps) == 4
-    last = load(run_dir / "checkpoints" / "last.ckpt")
-    assert last["global_step"] == 4
-    for state in (last["state_dict"], last["current_model_state"]):
-        assert all(torch.isfinite(value).all() for value in state.values())
 
 
 def test_soft_binary_cross_entropy_and_no_ema(tmp_path: Path) -> None:

@@ -52,6 +52,9 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 def test_what_a_run_leaves_behind(reference: Path) -> None:
+    entries = {path.name for path in reference.iterdir()}
+    assert entries == {"config.yaml", "metrics.csv", "tensorboard", "checkpoints", "samples", "curves.png"}
+    assert [path.name for path in (reference / "checkpoints").iterdir()] == ["last.ckpt"]
     checkpoint = load(reference / "checkpoints" / "last.ckpt")
     about = checkpoint["headmix_vision"]
     assert (about["kind"], about["name"], about["objective"]["kind"]) == ("generator", "dit_mhla_digits", "flow")
