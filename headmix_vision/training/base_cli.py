@@ -1,6 +1,5 @@
 """Defines the command line under `train_cls.py` and `train_gen.py`: Lightning's, with a run directory around it."""
 
-import argparse
 import logging
 import sys
 import warnings
@@ -14,12 +13,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
-from headmix_vision.runs.directory import CHECKPOINTS, CONFIG, LAST, METRICS, find_checkpoint
+from headmix_vision.runs.directory import CHECKPOINTS, LAST, METRICS, find_checkpoint
+from headmix_vision.training.callbacks.dry_run import DryRun
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
@@ -36,22 +37,12 @@ from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
 from headmix_vision.training.metrics_csv import MetricsCSV
-from headmix_vision.training.options import EmaConfig, require
-from headmix_vision.training.parser import OptionParser
+from headmix_vision.training.options import EmaConfig, check_trainer_options, require
+from headmix_vision.training.parser import OptionParser, with_config_of_run
 from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.signals import InterruptRequest
 
 _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run")
-# Lightning takes these as they come, and divides by zero or trains nothing.
-_LEAST = {
-    "max_epochs": (1, -1),
-    "max_steps": (1, -1),
-    "accumulate_grad_batches": (1, None),
-    "check_val_every_n_epoch": (1, None),
-    "log_every_n_steps": (1, None),
-    "gradient_clip_val": (0, None),
-    "num_sanity_val_steps": (-1, None),
-}
 
 
 class RunCLI(LightningCLI):
@@ -142,7 +133,7 @@ class RunCLI(LightningCLI):
             except UnicodeDecodeError as error:
                 raise InputError(f"a config file is no text: {error}") from error
         options = self.options
-        _check_trainer_options(options.trainer)
+        check_trainer_options(options.trainer)
         require(
             0 <= options.seed_everything < 2**32,
             f"seed_everything must be in [0, 2**32), got {options.seed_everything}",
@@ -152,10 +143,17 @@ class RunCLI(LightningCLI):
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
-            claimed = RunDirectory(Path(options.run_dir), options.ckpt_path, overwrite=options.overwrite)
-            self.resources.enter_context(claimed.claimed())
-            self.run_directory = claimed
+            self._claim_run_directory()
         self._open_checkpoint()
+
+    def _claim_run_directory(self) -> None:
+        options = self.options
+        claimed = RunDirectory(Path(options.run_dir), options.ckpt_path, overwrite=options.overwrite)
+        if options.dry_run:
+            claimed.check()
+            return
+        self.resources.enter_context(claimed.claimed())
+        self.run_directory = claimed
 
     def _open_checkpoint(self) -> None:
         options, training = self.options, self.config.subcommand == "fit"
@@ -185,34 +183,36 @@ class RunCLI(LightningCLI):
             InputError: If Lightning refuses an option.
         """
         options = self.options
-        run_dir = Path(options.run_dir)
-        self.save_config_kwargs = {"run": self.run_directory, "not_saved": _NOT_SAVED}
         trainer_options = self.config_init[self.config.subcommand].trainer
-        if self.config.subcommand == "fit":
+        training, run_dir = self.config.subcommand == "fit", Path(options.run_dir)
+        metrics: list[Logger] = []
+        if training:
             resume_step = self.checkpoint["global_step"] if self.checkpoint is not None else None
-            metrics = MetricsCSV(run_dir / METRICS, resume_step)
-            kwargs["logger"] = [metrics]
-            callbacks = self._fit_callbacks(run_dir, metrics)
+            self.metrics = MetricsCSV(run_dir / METRICS, None if options.dry_run else resume_step)
+            metrics, callbacks = [self.metrics], self._fit_callbacks(run_dir)
         else:
-            kwargs["logger"] = False
-            callbacks = [GracefulInterrupt(self.request)]
-            callbacks += self.evaluation_callbacks(run_dir)
+            callbacks = [GracefulInterrupt(self.request), *self.evaluation_callbacks(run_dir)]
         shows = trainer_options.enable_progress_bar is not False
-        kwargs["enable_progress_bar"] = shows and on_terminal()
+        kwargs["enable_progress_bar"] = shows and on_terminal() and not options.dry_run
         if kwargs["enable_progress_bar"]:
             callbacks.append(ImagesPerSecondBar())
-        elif shows:
-            callbacks.append(EpochLines(self.speed) if self.config.subcommand == "fit" else EvaluationLines())
+        elif shows and not options.dry_run:
+            callbacks.append(EpochLines(self.speed) if training else EvaluationLines())
         kwargs["enable_model_summary"] = False  # of a network behind one line of a table, with FLOPs that are 0
-        if trainer_options.enable_model_summary is not False:
+        if trainer_options.enable_model_summary is not False and not options.dry_run:
             callbacks.append(ModelSize())
         given = trainer_options.callbacks or []
-        kwargs["callbacks"] = [*(given if isinstance(given, list) else [given]), *callbacks]
+        callbacks = [*(given if isinstance(given, list) else [given]), *callbacks]
+        self.save_config_kwargs = {"run": self.run_directory, "not_saved": _NOT_SAVED}
+        if options.dry_run:
+            metrics, self.save_config_callback = [], None
+            callbacks.insert(0, DryRun(run_dir, options.ckpt_path))
         plugins = trainer_options.plugins or []
+        kwargs["callbacks"], kwargs["logger"] = callbacks, metrics
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), self._checkpoint_io()]
         kwargs["default_root_dir"] = str(run_dir)
         # else Lightning adds a checkpoint of its own
-        kwargs["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in kwargs["callbacks"])
+        kwargs["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
         try:
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError) as error:  # as Lightning refuses options
@@ -221,10 +221,10 @@ class RunCLI(LightningCLI):
     def _checkpoint_io(self) -> AtomicCheckpointIO:
         return AtomicCheckpointIO(self.run_directory.discard_replaced if self.run_directory is not None else None)
 
-    def _fit_callbacks(self, run_dir: Path, metrics: MetricsCSV) -> list[Callback]:
+    def _fit_callbacks(self, run_dir: Path) -> list[Callback]:
         options = self.options
         self.last = LastCheckpoint(run_dir / LAST, options.checkpoint_every_n_steps)
-        self.metrics, self.speed = metrics, ImagesPerSecond()
+        self.speed = ImagesPerSecond()
         average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
         before, after = self.fit_callbacks(run_dir, average[0] if average else None)
         # the order matters: average, save, stop
@@ -259,36 +259,6 @@ def _silence_what_does_not_apply() -> None:
     advertised.addFilter(lambda record: not any(name in record.getMessage() for name in ("litlogger", "litmodels")))
 
 
-def _check_trainer_options(trainer: Any) -> None:
-    for name, (least, unlimited) in _LEAST.items():
-        value = trainer[name]
-        if value is not None and value != unlimited and not value >= least:
-            other = "" if unlimited is None else f", or {unlimited} for no limit"
-            raise InputError(f"trainer.{name} must be at least {least}{other}, got {value}")
-    if trainer.limit_train_batches == 0:
-        raise InputError("trainer.limit_train_batches=0 leaves nothing to train on")
-
-
-def _with_config_of_run(args: list[str]) -> list[str]:
-    """Inserts the config of the run in `--run_dir` if none is given and that run is read: evaluated or resumed."""
-    subcommand, options = args[:1], args[1:]
-    if not subcommand or any(arg.startswith("-c") or arg.split("=")[0] == "--config" for arg in options):
-        return args
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--run_dir", nargs="?")
-    finder.add_argument("--ckpt_path", nargs="?")
-    given, _ = finder.parse_known_args(options)
-    training = subcommand == ["fit"]
-    if not given.run_dir or (training and not given.ckpt_path):
-        return args
-    config = Path(given.run_dir) / CONFIG
-    if config.is_file():
-        return [*subcommand, "--config", str(config), *options]
-    if training:
-        return args
-    raise InputError(f"there is no run in {given.run_dir}: {config} does not exist")
-
-
 def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: str | None = None) -> None:
     """Runs a command line.
 
@@ -305,7 +275,7 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
     _silence_what_does_not_apply()
     with one_line_errors(), ExitStack() as resources:
         try:
-            given = _with_config_of_run(list(sys.argv[1:] if args is None else args))
+            given = with_config_of_run(list(sys.argv[1:] if args is None else args))
             cli(request, resources, with_config_paths(given, cli.recipes, default_config))
         except NonFiniteError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -215,6 +215,29 @@ class FidConfig:
         require_not_negative("fid.guidance", self.guidance)
 
 
+# Lightning takes these as they come, and divides by zero or trains nothing.
+_LEAST_OF_TRAINER = {
+    "max_epochs": (1, -1),
+    "max_steps": (1, -1),
+    "accumulate_grad_batches": (1, None),
+    "check_val_every_n_epoch": (1, None),
+    "log_every_n_steps": (1, None),
+    "gradient_clip_val": (0, None),
+    "num_sanity_val_steps": (-1, None),
+}
+
+
+def check_trainer_options(trainer: Any) -> None:
+    """Raises `InputError` for options of the trainer that would divide by zero, or train nothing."""
+    for name, (least, unlimited) in _LEAST_OF_TRAINER.items():
+        value = trainer[name]
+        if value is not None and value != unlimited and not value >= least:
+            other = "" if unlimited is None else f", or {unlimited} for no limit"
+            raise InputError(f"trainer.{name} must be at least {least}{other}, got {value}")
+    if trainer.limit_train_batches == 0:
+        raise InputError("trainer.limit_train_batches=0 leaves nothing to train on")
+
+
 DEFAULT_OPTIMIZER = OptimizerConfig()
 DEFAULT_SCHEDULE = ScheduleConfig()
 DEFAULT_LOSS = LossConfig()

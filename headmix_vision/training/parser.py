@@ -4,12 +4,14 @@ import argparse
 import difflib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.errors import InputError
+from headmix_vision.runs.directory import CONFIG
 
 CommonOptions = Mapping[str, Mapping[str, str]]
 
@@ -93,3 +95,23 @@ class _AllOptions(argparse._HelpAction):
         assert isinstance(parser, OptionParser)
         print(parser.format_all(), end="")
         parser.exit()
+
+
+def with_config_of_run(args: list[str]) -> list[str]:
+    """Inserts the config of the run in `--run_dir` if none is given and that run is read: evaluated or resumed."""
+    subcommand, options = args[:1], args[1:]
+    if not subcommand or any(arg.startswith("-c") or arg.split("=")[0] == "--config" for arg in options):
+        return args
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--run_dir", nargs="?")
+    finder.add_argument("--ckpt_path", nargs="?")
+    given, _ = finder.parse_known_args(options)
+    training = subcommand == ["fit"]
+    if not given.run_dir or (training and not given.ckpt_path):
+        return args
+    config = Path(given.run_dir) / CONFIG
+    if config.is_file():
+        return [*subcommand, "--config", str(config), *options]
+    if training:
+        return args
+    raise InputError(f"there is no run in {given.run_dir}: {config} does not exist")

@@ -63,7 +63,7 @@ class RunDirectory:
             raise InputError("--overwrite true would delete the checkpoint to resume from; give one of the two options")
         with hold_lock(self.path / LOCK, f"run directory {self.path}"):
             self._tidy()
-            self._check()
+            self.check()
             try:
                 yield
             finally:
@@ -102,7 +102,12 @@ class RunDirectory:
             _move(self._replacing, self.path)
             self._replacing.rmdir()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check that a run may write into the directory.
+
+        Raises:
+            InputError: As `claimed`, but for another run that writes there.
+        """
         if _requeued(self.path) or self._continues():
             return
         files = run_files(self.path) or sorted((self.path / CHECKPOINTS).glob("*"))

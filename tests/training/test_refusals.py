@@ -169,7 +169,8 @@ def test_checkpoints_that_lack_an_entry(
     checkpoint = load(reference_run / "checkpoints" / "last.ckpt")
     for change, message in (({name: None}, "is no "), ({}, "lacks the entry")):
         torch.save({**{k: v for k, v in checkpoint.items() if k != name}, **change}, tmp_path / "forged.ckpt")
-        args = ("fit", "-c", reference_run / "config.yaml", "--ckpt_path", tmp_path / "forged.ckpt")
+        options = ("--run_dir", tmp_path / "run", "--ckpt_path", tmp_path / "forged.ckpt")
+        args = ("fit", "-c", reference_run / "config.yaml", *options)
         assert f"{name!r}" in (line := refused(capfd, *args))
         assert message in line
 
