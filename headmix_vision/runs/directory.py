@@ -19,6 +19,7 @@ REPLACED = ".replaced"  # the earlier run, until the one that takes its place ha
 
 BEST, LAST = f"{CHECKPOINTS}/best.ckpt", f"{CHECKPOINTS}/last.ckpt"
 _WRITTEN = (CONFIG, METRICS, CURVES, PREDICTIONS, BEST, LAST, f"{TENSORBOARD}/events.out.tfevents.*")
+_WRITTEN += ("classes_*.csv", "confusion_*.csv", "confusion_*.png")
 _WRITTEN += (f"{TENSORBOARD}/hparams.yaml", f"{SAMPLES}/step_*_raw.png", f"{SAMPLES}/step_*_ema.png")
 WRITTEN_BY_A_RUN: tuple[str, ...] = _WRITTEN  # patterns of all files of a run
 _CONFIG_KEYS = {"run_dir", "trainer", "model", "data"}

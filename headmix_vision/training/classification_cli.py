@@ -10,6 +10,7 @@ from headmix_vision.data.classification import ClassificationData
 from headmix_vision.runs.directory import BEST, CHECKPOINTS, CURVES, PREDICTIONS
 from headmix_vision.training.base_cli import RunCLI, run_command_line
 from headmix_vision.training.callbacks.best_checkpoint import BestCheckpoint
+from headmix_vision.training.callbacks.class_report import ClassReport, class_rows, format_rows, write_report
 from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.predictions import PredictionsCSV
@@ -29,8 +30,9 @@ class ClassificationCLI(RunCLI):
         return [LearningCurves(run_dir / CURVES, lambda: self.metrics.rows)], [self.best]
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
-        """Makes the table of predictions for `predict`."""
-        return [PredictionsCSV(run_dir / PREDICTIONS)] if self.config.subcommand == "predict" else []
+        """Makes the table of predictions for `predict`, and counts the classes for `validate` and `test`."""
+        self.report = ClassReport()
+        return [PredictionsCSV(run_dir / PREDICTIONS) if self.config.subcommand == "predict" else self.report]
 
     def after_fit(self) -> None:
         """Prints the best accuracy, and where the files are."""
@@ -44,6 +46,23 @@ class ClassificationCLI(RunCLI):
             f"best top-1 {100 * best['val/top1']:.2f} % (epoch {best['epoch'] + 1:.0f}) · run {run_dir}"
             f" · checkpoint {checkpoint} · curves {curves}"
         )
+
+    def after_validate(self) -> None:
+        """Prints the accuracy of the classes, and writes it with the confusion matrix."""
+        self._report("val")
+
+    def after_test(self) -> None:
+        """Prints the accuracy of the classes, and writes it with the confusion matrix."""
+        self._report("test")
+
+    def _report(self, split: str) -> None:
+        matrix = self.report.matrix
+        if not self.trainer.is_global_zero or matrix is None or not matrix.any():
+            return
+        names = self.model.class_names or [str(i) for i in range(len(matrix))]
+        print(format_rows(class_rows(matrix, names)))
+        paths = write_report(Path(self.options.run_dir), split, matrix, names)
+        print(f"wrote {', '.join(map(str, paths))}")
 
     def predict(self, **kwargs: Any) -> None:
         """Predicts without keeping the predictions in memory."""

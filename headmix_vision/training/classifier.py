@@ -119,18 +119,21 @@ class ImageClassifier(BaseModule):
         self.track_loss(loss, len(images))
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Updates the validation metrics with images [B, C, H, W] and targets [B]."""
-        self._evaluate(self.val_metrics, batch)
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        """Updates the validation metrics with images [B, C, H, W] and targets [B]; returns predicted classes [B]."""
+        return self._evaluate(self.val_metrics, batch)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Updates the test metrics with images [B, C, H, W] and targets [B]."""
-        self._evaluate(self.test_metrics, batch)
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        """Updates the test metrics with images [B, C, H, W] and targets [B]; returns predicted classes [B]."""
+        return self._evaluate(self.test_metrics, batch)
 
-    def _evaluate(self, metrics: ClassificationMetrics, batch: Batch) -> None:
+    def _evaluate(self, metrics: ClassificationMetrics, batch: Batch) -> Tensor | None:
         images, targets = batch
-        if len(images):  # none of the batch may have been readable
-            metrics.update(self.net(images).float(), targets)
+        if not len(images):  # none of the batch was readable
+            return None
+        logits = self.net(images).float()
+        metrics.update(logits, targets)
+        return logits.argmax(-1)
 
     def on_validation_epoch_end(self) -> None:
         """Logs loss and accuracy of the validation split."""
