@@ -1,6 +1,7 @@
 """Errors that a user can mend, and how command lines end on them."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,10 @@ class InputError(ValueError):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the process with status 2 and one line, with the rank unless it is 0, for input or a system that refuses."""
+    """End the process with status 2 and one line, with the rank unless it is 0, for input or a system that refuses.
+
+    An interrupt ends it with one line too, and with the status that shells give it.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -34,6 +38,9 @@ def one_line_errors() -> Iterator[None]:
         if not any(words in str(error) for words in _PEER_IS_GONE):
             raise
         _end("another process has ended, see its message")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def _end(message: str) -> NoReturn:
