@@ -216,7 +216,7 @@ def describe(
         + (f" ({there} are there)" if there else "")
         + f"\nby {about.get('name', about['model'])}, {about['weights']} weights, {plan.scheduler}, {plan.steps} steps,"
         f" guidance {plan.guidance.scale:g}{interval}, seed {plan.seed}, {options.dtype}"
-        f"\nin {rounds} batches of {options.batch_size} for each of {processes.world_size} processes on {device}"
+        f"\nin batches of {options.batch_size}, {rounds} for each of the {processes.world_size} processes, on {device}"
     )
 
 
