@@ -30,7 +30,7 @@ from headmix_vision.progress import progress
 from headmix_vision.runs.directory import CHECKPOINTS
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.draw import Processes, SamplingPlan, batches, draw_samples
-from headmix_vision.sampling.folder import MAX_SAMPLES, SampleFolder
+from headmix_vision.sampling.folder import MAX_SAMPLES, NPZ, SampleFolder
 
 DEFAULT_GUIDANCE = 1.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -174,7 +174,8 @@ def sample_images(options: argparse.Namespace) -> None:
                     processes,
                     metadata,
                     lambda count: advance(count * processes.world_size),  # assuming that all are equally fast
-                    options.npz,
+                    # one of fewer samples must not stay beside them
+                    options.npz or (out / NPZ).is_file(),
                 )
     if first:
         kept = f", {options.num - len(missing)} were there" if len(missing) < options.num else ""
