@@ -44,32 +44,31 @@ def build_parser() -> argparse.ArgumentParser:
         help="images of given classes",
         description="Draw images into a folder. Sample i depends on the seed and on i alone; the same command again"
         " continues a half-finished folder.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = images.add_argument
     add("--model", type=Path, required=True, help="run directory, .ckpt file or directory of an exported pipeline")
-    add("--checkpoint", help="of a run directory: last, or a file (default: last)")
+    add("--checkpoint", help="of a run directory: last, or a file (last)")
     add("--raw", action="store_true", help="the weights being trained, not their moving average")
-    add("--num", type=int, default=64, help="number of images")
-    add("--classes", help="labels that take turns, such as 0,3,7, or balanced: all of them (default: balanced)")
-    add("--steps", type=int, default=50, help="sampling steps")
-    add("--scheduler", help=f"{', '.join(SCHEDULER_NAMES)} (default: that of the model)")
+    add("--num", type=int, default=64, help="number of images (%(default)s)")
+    add("--classes", help="labels that take turns, such as 0,3,7, or balanced: all of them (balanced)")
+    add("--steps", type=int, default=50, help="sampling steps (%(default)s)")
+    add("--scheduler", help=f"{', '.join(SCHEDULER_NAMES)} (that of the model)")
+    add("--guidance", type=float, help=f"scale, 1 for none ({DEFAULT_GUIDANCE}, or 1 if the model has no choice)")
     add(
-        "--guidance",
-        type=float,
-        help=f"scale, 1 for none (default: {DEFAULT_GUIDANCE}, or 1 if the model has no choice)",
+        "--guidance-interval",
+        default="0,1",
+        help="noise levels within which guidance acts, 0 is data, 1 noise (%(default)s)",
     )
-    add("--guidance-interval", default="0,1", help="noise levels within which guidance acts, 0 is data, 1 noise")
-    add("--guidance-channels", choices=CHANNELS, default="all", help="channels that are guided")
-    add("--size", help="height,width in pixels, or one number (default: that of training)")
-    add("--seed", type=int, default=0, help="seed of all samples")
-    add("--batch-size", type=int, default=64, help="images at a time and process")
-    add("--out", type=Path, help="folder to write (default: samples/<name of the run>)")
+    add("--guidance-channels", choices=CHANNELS, default="all", help="channels that are guided (%(default)s)")
+    add("--size", help="height,width in pixels, or one number (that of training)")
+    add("--seed", type=int, default=0, help="seed of all samples (%(default)s)")
+    add("--batch-size", type=int, default=64, help="images at a time and process (%(default)s)")
+    add("--out", type=Path, help="folder to write, or to go on with (samples/<name of the run>)")
     add("--npz", action="store_true", help="also write samples.npz, as ADM's evaluation takes it")
     add("--vae", help="another autoencoder than the recorded one: directory or hub id")
     add("--dry-run", action="store_true", help="open and check everything, say what would be drawn, and write nothing")
-    add("--device", help="for example cuda:1 (default: a GPU if there is one)")
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="type of the network's weights")
+    add("--device", help="for example cuda:1 (a GPU if there is one)")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="type of the network's weights (%(default)s)")
     return parser
 
 

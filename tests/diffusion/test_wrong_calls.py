@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from diffusers import AutoencoderKL
+from safetensors.torch import load_file, save_file
 
 from headmix_vision.diffusion import Guidance, HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.diffusion.denoising import NonFiniteSamplesError
@@ -147,3 +148,18 @@ def test_parts_of_a_pipeline(pipeline: HeadMixDiTPipeline) -> None:
     for options in ({"class_names": "abc"}, {"class_names": [1]}, {"objective": {"kind": "x"}}):
         with pytest.raises(InputError):
             HeadMixDiTPipeline(pipeline.transformer, pipeline.scheduler, **options)  # type: ignore[arg-type]
+
+
+def test_missing_weights_are_not_drawn_at_random(pipeline: HeadMixDiTPipeline, tmp_path: Path) -> None:
+    pipeline.save_pretrained(tmp_path)
+    weights = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
+    state = load_file(weights)
+    for problem, changed in (
+        ("lacks weights, first x_embedder.proj.bias", {k: v for k, v in state.items() if k != "x_embedder.proj.bias"}),
+        ("has unknown weights, first bogus", state | {"bogus": torch.zeros(1)}),
+    ):
+        save_file(changed, weights)
+        with pytest.raises(InputError, match=problem):
+            HeadMixDiTPipeline.from_pretrained(tmp_path)
+    save_file(state, weights)
+    HeadMixDiTPipeline.from_pretrained(tmp_path)
