@@ -4,6 +4,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
+
+_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo, gloo, NCCL
 
 
 class InputError(ValueError):
@@ -26,10 +29,18 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(1)
     except (InputError, OSError, MemoryError) as error:
         # A data loader's worker hands its error on with the traceback in front of the message.
-        message = " ".join(_message(error).rpartition(f"{__name__}.InputError: ")[2].split())
-        rank = os.environ.get("RANK", "0")
-        print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr)
-        sys.exit(2)
+        _end(_message(error).rpartition(f"{__name__}.InputError: ")[2])
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _PEER_IS_GONE):
+            raise
+        _end("another process has ended, see its message")
+
+
+def _end(message: str) -> NoReturn:
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")  # Lightning's own launcher sets the latter alone
+    who = "error" if rank == "0" else f"error (rank {rank})"
+    print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _message(error: Exception) -> str:
