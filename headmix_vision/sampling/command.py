@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import platform
 import re
 import signal
@@ -11,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from PIL import Image
 
 import headmix_vision
 from headmix_vision.arguments import OneLineParser
@@ -38,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def build_parser() -> argparse.ArgumentParser:
     """Makes the parser of the options."""
-    parser = OneLineParser(prog="sample.py", description="Draw samples from a trained generator.")
+    parser = OneLineParser(description="Draw samples from a trained generator.")
     images = parser.add_subparsers(dest="command", required=True).add_parser(
         "images",
         help="images of given classes",
@@ -192,7 +193,7 @@ def find_missing(
     existing = folder.existing()
     damaged = folder.damaged(existing, shape)
     missing = sorted(set(range(options.num)) - (existing - damaged))
-    folder.check_space(len(missing), options.num * prod(shape) if options.npz else 0)
+    folder.check_space(len(missing), options.num * math.prod(shape) if options.npz else 0)
     return missing, damaged
 
 
@@ -288,6 +289,8 @@ def make_plan(pipeline: HeadMixDiTPipeline, options: argparse.Namespace) -> Samp
     height, width = (None, None) if options.size is None else _pair(options.size, int, "--size")
     with _named(f"--size {options.size}"):
         size = pipeline.image_size(height, width)
+        if math.prod(size) > (Image.MAX_IMAGE_PIXELS or math.inf):
+            raise InputError(f"Pillow reads images of at most {Image.MAX_IMAGE_PIXELS} pixels")
     return SamplingPlan(options.seed, classes, options.steps, scheduler_name(pipeline.scheduler), guidance, size)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from headmix_vision.sampling.command import main
@@ -69,6 +70,13 @@ def test_options(option: str, values: list[str], tmp_path: Path, capfd: pytest.C
     for value in values:
         line = refused(capfd, tmp_path / "out", "--model", PIPELINE, f"{option}={value}")
         assert option in line or option in ("--scheduler", "--device"), line
+
+
+def test_images_that_pillow_would_not_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert "--size 16: Pillow" in refused(capfd, tmp_path / "out", "--model", PIPELINE, "--size", 16)
 
 
 def test_options_that_do_not_go_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
