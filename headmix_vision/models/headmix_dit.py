@@ -176,7 +176,9 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         """
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
-        for problem, names in (("lacks", info["missing_keys"]), ("has unknown", info["unexpected_keys"])):
+        # buffers of a later version are for their modules to make up
+        missing = set(info["missing_keys"]) & dict(model.named_parameters()).keys()
+        for problem, names in (("lacks", missing), ("has unknown", info["unexpected_keys"])):
             if names:
                 raise InputError(f"{pretrained_model_name_or_path} {problem} weights, first {min(names)}.")
         return (model, info) if wants_info else model
