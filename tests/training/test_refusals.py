@@ -118,6 +118,7 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--model.optimizer.lr", ".inf"), "optimizer.lr must be positive and finite"),
         (("--data.bath_size", "3"), "unrecognized arguments: --data.bath_size 3; did you mean --data.batch_size?"),
         (("--lr", "3"), "did you mean --model.optimizer.lr?"),
+        (("--trainer.val_check_interval", "7"), "trainer.val_check_interval is 7, but an epoch has 6 batches"),
         (("--seed_everything", "-1"), "seed_everything must be in [0, 2**32), got -1"),
     ],
 )
