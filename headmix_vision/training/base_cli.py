@@ -133,7 +133,7 @@ class RunCLI(LightningCLI):
             except UnicodeDecodeError as error:
                 raise InputError(f"a config file is no text: {error}") from error
         options = self.options
-        check_trainer_options(options.trainer)
+        check_trainer_options(options.trainer, self.config.subcommand)
         require(
             0 <= options.seed_everything < 2**32,
             f"seed_everything must be in [0, 2**32), got {options.seed_everything}",
