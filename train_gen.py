@@ -2,8 +2,8 @@
 
 python train_gen.py fit                                                  # handwritten digits, nothing to download
 python train_gen.py fit -c imagenet256 -c models/dit_mhla_s_2
-python train_gen.py fit -c runs/gen/digits/config.yaml --ckpt_path last  # continue an interrupted run
-python train_gen.py validate -c runs/gen/digits/config.yaml --ckpt_path last
+python train_gen.py fit --run_dir runs/gen/digits --ckpt_path last       # continue an interrupted run
+python train_gen.py validate --run_dir runs/gen/digits
 """
 
 from headmix_vision.commands import train_gen

@@ -156,7 +156,7 @@ def _check_name(name: str) -> None:
 
 # A constructor of timm refuses an argument by whatever the first line that cannot use it raises.
 _REFUSALS = (TypeError, ValueError, LookupError, AssertionError, RuntimeError, ArithmeticError)
-_UNEXPECTED = re.compile(r"(?P<owner>\w+)\.__init__\(\) got an unexpected keyword argument '(?P<argument>\w+)'")
+_UNEXPECTED = re.compile(r"(?P<owner>\w+)\.__init__\(\) got an unexpected keyword argument '(?P<argument>[^']+)'")
 
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -184,6 +184,10 @@ def _parameters(owner: type | None) -> set[str]:
 
 
 def _unknown_argument(name: str, argument: str, known: set[str]) -> InputError:
+    if "." in argument:
+        group, _, name_in_group = argument.partition(".")
+        given = f"--model.model_args.{group} '{{{name_in_group}: ...}}'"
+        return InputError(f"unknown argument {argument!r} of model {name}; give arguments of {group} by {given}")
     close = difflib.get_close_matches(argument, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     allowed = f"; allowed: {', '.join(sorted(known))}" if known else ""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -133,7 +133,7 @@ class RunCLI(LightningCLI):
             except UnicodeDecodeError as error:
                 raise InputError(f"a config file is no text: {error}") from error
         options = self.options
-        check_trainer_options(options.trainer)
+        check_trainer_options(options.trainer, self.config.subcommand)
         require(
             0 <= options.seed_everything < 2**32,
             f"seed_everything must be in [0, 2**32), got {options.seed_everything}",
@@ -191,18 +191,12 @@ class RunCLI(LightningCLI):
             self.metrics = MetricsCSV(run_dir / METRICS, None if options.dry_run else resume_step)
             metrics, callbacks = [self.metrics], self._fit_callbacks(run_dir)
         else:
-            callbacks = [GracefulInterrupt(self.request), *self.evaluation_callbacks(run_dir)]
-        shows = trainer_options.enable_progress_bar is not False
-        kwargs["enable_progress_bar"] = shows and on_terminal() and not options.dry_run
-        if kwargs["enable_progress_bar"]:
-            callbacks.append(ImagesPerSecondBar())
-        elif shows and not options.dry_run:
-            callbacks.append(EpochLines(self.speed) if training else EvaluationLines())
-        kwargs["enable_model_summary"] = False  # of a network behind one line of a table, with FLOPs that are 0
-        if trainer_options.enable_model_summary is not False and not options.dry_run:
-            callbacks.append(ModelSize())
+            callbacks = [GracefulInterrupt(self.request), *self.evaluation_callbacks(run_dir), *self._progress()]
+        # ModelSize says more than Lightning's summary: one line for the whole network, with FLOPs that are 0
+        kwargs["enable_model_summary"] = False
         given = trainer_options.callbacks or []
         callbacks = [*(given if isinstance(given, list) else [given]), *callbacks]
+        kwargs["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
         self.save_config_kwargs = {"run": self.run_directory, "not_saved": _NOT_SAVED}
         if options.dry_run:
             metrics, self.save_config_callback = [], None
@@ -218,6 +212,20 @@ class RunCLI(LightningCLI):
         except (MisconfigurationException, ValueError, TypeError) as error:  # as Lightning refuses options
             raise InputError(f"trainer: {error}") from error
 
+    def _progress(self) -> list[Callback]:
+        """Makes what shows the progress: a bar on a terminal, else lines."""
+        trainer, training = self.options.trainer, self.config.subcommand == "fit"
+        shown: list[Callback] = []
+        if self.options.dry_run:
+            return shown
+        if trainer.enable_model_summary is not False:
+            shown.append(ModelSize())
+        if trainer.enable_progress_bar is not False and on_terminal():
+            shown.append(ImagesPerSecondBar())
+        elif trainer.enable_progress_bar is not False:
+            shown.append(EpochLines(self.speed) if training else EvaluationLines())
+        return shown
+
     def _checkpoint_io(self) -> AtomicCheckpointIO:
         return AtomicCheckpointIO(self.run_directory.discard_replaced if self.run_directory is not None else None)
 
@@ -227,12 +235,13 @@ class RunCLI(LightningCLI):
         self.speed = ImagesPerSecond()
         average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
         before, after = self.fit_callbacks(run_dir, average[0] if average else None)
-        # the order matters: average, save, stop
+        # the order matters: average, show, save, stop
         return [
             *average,
             StopOnNonFinite(),
             *before,
             self.speed,
+            *self._progress(),
             self.last,
             GracefulInterrupt(self.request, self.last, resume_command(run_dir)),
             *after,

@@ -64,7 +64,9 @@ class BaseModule(LightningModule):
                 **config.args,
             )
         except (TypeError, ValueError, LookupError, AssertionError, ImportError) as error:  # as optimizers refuse
-            raise InputError(f"optimizer {config.opt} cannot be made with {config}: {error}") from error
+            raise InputError(
+                f"optimizer {config.opt} cannot be made with optimizer.args={config.args}: {error}"
+            ) from error
         self._param_group_options = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]

@@ -227,15 +227,15 @@ _LEAST_OF_TRAINER = {
 }
 
 
-def check_trainer_options(trainer: Any) -> None:
+def check_trainer_options(trainer: Any, subcommand: str) -> None:
     """Raises `InputError` for options of the trainer that would divide by zero, or train nothing."""
     for name, (least, unlimited) in _LEAST_OF_TRAINER.items():
         value = trainer[name]
         if value is not None and value != unlimited and not value >= least:
             other = "" if unlimited is None else f", or {unlimited} for no limit"
             raise InputError(f"trainer.{name} must be at least {least}{other}, got {value}")
-    if trainer.limit_train_batches == 0:
-        raise InputError("trainer.limit_train_batches=0 leaves nothing to train on")
+    limit = f"limit_{ {'fit': 'train', 'validate': 'val'}.get(subcommand, subcommand) }_batches"
+    require(trainer[limit] != 0, f"trainer.{limit}=0 leaves nothing to {subcommand}")
 
 
 DEFAULT_OPTIMIZER = OptimizerConfig()

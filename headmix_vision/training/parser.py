@@ -18,6 +18,25 @@ CommonOptions = Mapping[str, Mapping[str, str]]
 _UNKNOWN = re.compile(r"unrecognized arguments: (?P<argument>-\S+)|does not accept option '(?P<key>[^']+)'")
 
 
+# jsonargparse's report of a value that none of the types of an option takes
+_WRONG_TYPE = re.compile(
+    r'Parser key "(?P<key>[^"]+)":.*?(?:Subtypes: \[(?P<types>[^\n]*)\]\n.*Given value: (?P<value>.*)'
+    r"|Expected an? (?P<type>[^\n]*)\. Got value: (?P<got>[^\n]*))",
+    re.DOTALL,
+)
+
+
+def _shorten(message: str) -> str:
+    """Brings a message of jsonargparse on one line, without names of Python's types."""
+    wrong = _WRONG_TYPE.fullmatch(message.strip())
+    if wrong is None:
+        return " ".join(message.split())
+    types = re.sub(r"<class '([^']*)'>", r"\1", wrong["types"] or wrong["type"])
+    types = re.sub(r"\b(?:[A-Za-z_]\w*\.)+(\w+)", r"\1", types)
+    types = re.sub(r"Literal\[([^\]]*)\]", r"\1", types).replace("NoneType", "null")
+    return f"{wrong['key']} must be {' or '.join(types.rsplit(', ', 1))}, got {wrong['value'] or wrong['got']}"
+
+
 class OptionParser(LightningArgumentParser):
     """Shows the common options on `--help` and all on `--help-all`, and raises wrong options as `InputError`.
 
@@ -67,7 +86,7 @@ class OptionParser(LightningArgumentParser):
         """Raise `InputError` with the message on one line, and the nearest option if one is unknown."""
         if not self.exit_on_error:
             super().error(message, ex)
-        raise InputError(" ".join(message.split()) + self._hint(message)) from ex
+        raise InputError(_shorten(message) + self._hint(message)) from ex
 
     def _hint(self, message: str) -> str:
         if "arguments are required" in message:

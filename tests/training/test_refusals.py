@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.runs.checkpoints import read_checkpoint
 
 from .helpers import load, run, write_config
@@ -103,7 +103,10 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--checkpoint_every_n_steps", "0"), "at least 1"),
         (("--ckpt_path", "last"), "no checkpoint at"),
         (("--trainer.precision", "bf16-true"), "float32 weights"),
-        (("--trainer.precision", "bf17"), "trainer.precision"),
+        (("--trainer.precision", "bf17"), "'64-true', '64', '32', '16', 'bf16' or null, got bf17"),
+        (("--model.loss.kind", "mse"), "model.loss.kind must be 'cross_entropy' or 'bce', got mse"),
+        (("--model.img_size", "[a]"), "model.img_size must be int, list[int] or null, got ['a']"),
+        (("--data.batch_size", "2.5"), "data.batch_size must be int, got 2.5"),
         (("--trainer.accelerator", "cdua"), "invalid accelerator name"),
         (("--trainer.devices", "0"), "devices='0'"),
         (("--trainer.max_epochs", "0"), "trainer.max_epochs must be at least 1, or -1 for no limit, got 0"),
@@ -118,6 +121,7 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--model.optimizer.lr", ".inf"), "optimizer.lr must be positive and finite"),
         (("--data.bath_size", "3"), "unrecognized arguments: --data.bath_size 3; did you mean --data.batch_size?"),
         (("--lr", "3"), "did you mean --model.optimizer.lr?"),
+        (("--trainer.val_check_interval", "7"), "trainer.val_check_interval is 7, but an epoch has 6 batches"),
         (("--seed_everything", "-1"), "seed_everything must be in [0, 2**32), got -1"),
     ],
 )
@@ -198,6 +202,12 @@ def test_wrong_input_found_by_a_data_worker(
     config = write_config(tmp_path / "tiny.yaml", data__num_workers=1)
     monkeypatch.setattr("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch", fetch)  # workers are forked
     assert refused(capfd, "fit", "-c", config, "--run_dir", tmp_path / "run") == "error: a shard is damaged"
+
+
+def test_ctrl_c_during_imports_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        raise KeyboardInterrupt
+    assert (end.value.code, capfd.readouterr().err) == (130, "\ninterrupted\n")
 
 
 def test_defects_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
