@@ -1,7 +1,6 @@
 """Errors that a user can mend, and how command lines end on them."""
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,9 +40,6 @@ def one_line_errors() -> Iterator[None]:
         if not any(words in str(error) for words in _PEER_IS_GONE):
             raise
         _end("another process has ended, see its message")
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
 
 
 def _end(message: str) -> NoReturn:

@@ -99,4 +99,4 @@ def test_a_process_whose_peer_is_gone_ends_with_one_line(capsys):
     assert capsys.readouterr().err == "error: the memory does not suffice for 3 GB\n"
     with pytest.raises(SystemExit, match="130"), one_line_errors():
         raise KeyboardInterrupt
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capsys.readouterr().err == "\ninterrupted\n"
