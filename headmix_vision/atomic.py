@@ -1,9 +1,13 @@
 """Files that are either complete or absent."""
 
+import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_TEMPORARY_NAME = re.compile(r"\..+\.\d+\.tmp")
 
 
 @contextmanager
@@ -24,5 +28,38 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
+    except OSError as error:
+        # a full disk shows when writing, where the system names no file
+        error.filename = error.filename or os.fspath(target)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def is_temporary(name: str) -> bool:
+    """Tells whether a file's name is one of `atomic_path`."""
+    return _TEMPORARY_NAME.fullmatch(name) is not None
+
+
+def remove_temporaries(folder: Path, pattern: str = "*") -> None:
+    """Delete what killed processes were writing to a folder; only for who holds the folder's lock.
+
+    Args:
+        folder: The folder; it need not exist.
+        pattern: The files they were writing to.
+    """
+    for entry in folder.glob(f".{pattern}.*.tmp"):
+        if is_temporary(entry.name):
+            entry.unlink(missing_ok=True)
+
+
+def check_place(path: Path) -> None:
+    """Check, before the work whose result it takes, that a file or folder can be made.
+
+    Raises:
+        OSError: Where its folder would be, there is something else, or it may not be written to.
+    """
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    for number, wrong in ((errno.ENOTDIR, not folder.is_dir()), (errno.EACCES, not os.access(folder, os.W_OK))):
+        if wrong:
+            raise OSError(number, os.strerror(number), str(folder))

@@ -1,5 +1,6 @@
 """The names of the files in a run directory, and how to find a checkpoint there."""
 
+import csv
 import os
 from pathlib import Path
 
@@ -12,6 +13,17 @@ TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 PREDICTIONS = "predictions.csv"
 SAMPLES = "samples"
+REPLACED = ".replaced"  # the earlier run, until the one that takes its place has a checkpoint
+
+BEST, LAST = f"{CHECKPOINTS}/best.ckpt", f"{CHECKPOINTS}/last.ckpt"
+# patterns of all files of a run
+WRITTEN_BY_A_RUN = (
+    *(CONFIG, METRICS, CURVES, PREDICTIONS, BEST, LAST),
+    *("classes_*.csv", "confusion_*.csv", "confusion_*.png"),
+    *(f"{TENSORBOARD}/events.out.tfevents.*", f"{TENSORBOARD}/hparams.yaml"),
+    *(f"{SAMPLES}/step_*_raw.png", f"{SAMPLES}/step_*_ema.png"),
+)
+_CONFIG_KEYS = {"run_dir", "trainer", "model", "data"}
 
 
 def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Path:
@@ -33,5 +45,38 @@ def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Pa
     if run.suffix == ".ckpt":
         path = run
     if not path.is_file():
-        raise InputError(f"no checkpoint at {path} (asked for {which})")
+        earlier = run / REPLACED
+        hint = f"; the run that was to be replaced is a run directory still: {earlier}" if earlier.is_dir() else ""
+        raise InputError(f"no checkpoint at {path} (asked for {which}){hint}")
     return path
+
+
+def run_files(run: Path) -> list[Path]:
+    """Lists the files in a run directory that have names which runs give."""
+    return sorted(path for pattern in WRITTEN_BY_A_RUN for path in run.glob(pattern) if path.is_file())
+
+
+def is_run(run: Path) -> bool:
+    """Tells whether a run of this package wrote to a folder: by its configuration or its metrics."""
+    try:
+        lines = (run / CONFIG).read_text().splitlines()
+    except (FileNotFoundError, UnicodeDecodeError):
+        lines = []
+    options = {line.partition(":")[0] for line in lines}  # those of groups are indented
+    if options >= {"run_dir", "trainer", "model", "data"}:
+        return True
+    return metric_names(run)[:2] == ["epoch", "step"]
+
+
+def has_results(run: Path) -> bool:
+    """Tells whether a run has a checkpoint, or has had one: it has finished an epoch."""
+    return any((run / name).is_file() for name in (BEST, LAST)) or "train/loss" in metric_names(run)
+
+
+def metric_names(run: Path) -> list[str]:
+    """Reads the columns of the metrics of a run; none where there are no metrics."""
+    try:
+        with (run / METRICS).open(newline="") as file:
+            return next(csv.reader(file), [])
+    except (FileNotFoundError, UnicodeDecodeError, csv.Error):
+        return []

@@ -1,6 +1,7 @@
 """Writing checkpoints: complete files only."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +15,30 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Lightning's default writes to the system's temporary folder and moves the file from there, which is a plain copy,
     and may be torn, when that folder is on another file system.
+
+    Args:
+        after_save: Called when a checkpoint is complete.
     """
+
+    def __init__(self, after_save: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.after_save = after_save
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Saves the checkpoint to `path`; `storage_options` is not supported."""
+        """Saves the checkpoint to `path`; `storage_options` is not supported.
+
+        Raises:
+            OSError: If the system refuses it, such as on a full disk; the file that was there stays.
+        """
         if storage_options is not None:
             raise TypeError("storage_options are not supported")
-        with atomic_path(path) as temporary:
-            torch.save(checkpoint, temporary)
+        with atomic_path(path) as temporary, temporary.open("wb") as file:
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:
+                # torch covers what the system said with words about its container
+                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        if self.after_save is not None:
+            self.after_save()

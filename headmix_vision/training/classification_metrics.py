@@ -1,5 +1,7 @@
 """Computes loss and accuracy of a classifier over one evaluation."""
 
+import math
+
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
@@ -20,7 +22,7 @@ class ClassificationMetrics(nn.Module):
             if k == 1 or num_classes > k
         }
         self.accuracy = MetricCollection(accuracy)
-        self.loss = MeanMetric()
+        self.loss = MeanMetric(nan_strategy=math.inf)  # by default it leaves NaN out
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """Adds a batch: logits [B, C], float32, and targets [B], int64."""

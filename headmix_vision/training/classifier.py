@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from headmix_vision.data.seeding import seeded
 from headmix_vision.errors import InputError
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_state
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_finite, check_state
 from headmix_vision.runs.networks import create_network
 from headmix_vision.training.base_module import BaseModule
+from headmix_vision.training.callbacks.non_finite import require_finite
 from headmix_vision.training.classification_metrics import ClassificationMetrics
 from headmix_vision.training.options import (
     DEFAULT_LOSS,
@@ -47,7 +48,8 @@ class ImageClassifier(BaseModule):
         seed: Seed of dropout, drop path and mixup; the command line sets it to `seed_everything`.
 
     Raises:
-        InputError: If the model is unknown, or the start weights do not fit it.
+        InputError: If the model is unknown or refuses an argument, the start weights do not fit it, or there are fewer
+            than 2 classes.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class ImageClassifier(BaseModule):
         seed: int = 0,
     ) -> None:
         super().__init__(optimizer, schedule, seed)
+        if num_classes is not None and num_classes < 2:
+            raise InputError(f"model.num_classes must be at least 2, got {num_classes}")
         self.net = create_network(name, num_classes, img_size, model_args, checkpoint)
         self.num_classes = int(self.net.num_classes)  # type: ignore[arg-type]
         self.description: dict[str, Any] = {
@@ -115,18 +119,21 @@ class ImageClassifier(BaseModule):
         self.track_loss(loss, len(images))
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Updates the validation metrics with images [B, C, H, W] and targets [B]."""
-        self._evaluate(self.val_metrics, batch)
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        """Updates the validation metrics with images [B, C, H, W] and targets [B]; returns predicted classes [B]."""
+        return self._evaluate(self.val_metrics, batch)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Updates the test metrics with images [B, C, H, W] and targets [B]."""
-        self._evaluate(self.test_metrics, batch)
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        """Updates the test metrics with images [B, C, H, W] and targets [B]; returns predicted classes [B]."""
+        return self._evaluate(self.test_metrics, batch)
 
-    def _evaluate(self, metrics: ClassificationMetrics, batch: Batch) -> None:
+    def _evaluate(self, metrics: ClassificationMetrics, batch: Batch) -> Tensor | None:
         images, targets = batch
-        if len(images):  # none of the batch may have been readable
-            metrics.update(self.net(images).float(), targets)
+        if not len(images):  # none of the batch was readable
+            return None
+        logits = self.net(images).float()
+        metrics.update(logits, targets)
+        return logits.argmax(-1)
 
     def on_validation_epoch_end(self) -> None:
         """Logs loss and accuracy of the validation split."""
@@ -139,6 +146,7 @@ class ImageClassifier(BaseModule):
 
     def _log_metrics(self, stage: str, metrics: ClassificationMetrics) -> None:
         for name, value in metrics.compute().items():
+            require_finite(value, f"{stage}/{name}", self.trainer)
             self.log(f"{stage}/{name}", value, prog_bar=name == "top1")
 
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> tuple[list[str], Tensor]:
@@ -158,10 +166,13 @@ class ImageClassifier(BaseModule):
         """Refuses a checkpoint of another model.
 
         Raises:
-            InputError: If the name, the number of classes or any weight's name or shape differs.
+            InputError: If the name, the number of classes or any weight's name or shape differs, or a
+                weight is not finite.
         """
         check_description(checkpoint, self.description["name"], self.num_classes)
         check_state(checkpoint["state_dict"], self.state_dict())
+        for state in ("state_dict", "current_model_state"):
+            check_finite(checkpoint.get(state, {}), "the checkpoint")
         self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
         super().on_load_checkpoint(checkpoint)
 

@@ -7,13 +7,14 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
-from headmix_vision.training import run_directory
+from headmix_vision.runs.directory import CURVES, SAMPLES
 from headmix_vision.training.base_cli import RunCLI, run_command_line
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.sample_fid import SampleFid
 from headmix_vision.training.callbacks.sample_grids import SampleGrids
 from headmix_vision.training.generator import ImageGenerator
+from headmix_vision.training.image_sampler import ImageSampler
 from headmix_vision.training.options import FidConfig, SampleGridConfig
 
 
@@ -22,6 +23,7 @@ class GenerationCLI(RunCLI):
 
     module_class = ImageGenerator
     data_class = GenerationData
+    recipes = "gen"
     runs_folder = "runs/gen"
 
     @staticmethod
@@ -39,11 +41,11 @@ class GenerationCLI(RunCLI):
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
         """Makes sample grids, scores and learning curves, all before `last.ckpt`."""
         options, made = self.options, self.config_init[self.config.subcommand]
-        vae, seed = options.model.vae, options.seed_everything
-        samples = SampleGrids(run_dir / run_directory.SAMPLES, made.samples, average, vae, seed)
-        score = SampleFid(made.fid, average, vae, options.data.root, seed)
+        sampler, seed = ImageSampler(options.model.vae), options.seed_everything
+        samples = SampleGrids(run_dir / SAMPLES, made.samples, sampler, average, seed)
+        score = SampleFid(made.fid, sampler, average, options.data.root, seed)
         curves = LearningCurves(
-            run_dir / run_directory.CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
+            run_dir / CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )
         return [samples, score, curves], []
 
@@ -55,10 +57,10 @@ class GenerationCLI(RunCLI):
         run_dir = Path(self.options.run_dir)
         print(
             f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · run {run_dir}"
-            f" · samples {run_dir / run_directory.SAMPLES} · next: python sample.py images --model {run_dir}"
+            f" · samples {run_dir / SAMPLES} · next: headmix-sample images --model {run_dir}"
         )
 
 
-def main(args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
+def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:
     """Runs the command line of generator training; see `run_command_line`."""
     run_command_line(GenerationCLI, args, default_config)

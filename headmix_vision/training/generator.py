@@ -4,6 +4,7 @@ Shapes: B batch, C channels, *grid the axes of the network's input (H, W of imag
 scaled latents.
 """
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -14,9 +15,10 @@ from torchmetrics import MeanMetric
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig, create_objective
 from headmix_vision.errors import InputError
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_state
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_finite, check_state
 from headmix_vision.runs.networks import create_generator
 from headmix_vision.training.base_module import BaseModule
+from headmix_vision.training.callbacks.non_finite import require_finite
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 
 Batch = tuple[Tensor, Tensor]
@@ -91,7 +93,7 @@ class ImageGenerator(BaseModule):
         self.objective = create_objective(objective)
         self.vae_source = vae
         self.compile_net = compile
-        self.val_loss = MeanMetric()
+        self.val_loss = MeanMetric(nan_strategy=math.inf)  # by default it leaves NaN out
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
         """Returns the network's prediction for x [B, C, *grid] at times t [B] with labels y [B]."""
@@ -153,7 +155,9 @@ class ImageGenerator(BaseModule):
     def on_validation_epoch_end(self) -> None:
         """Logs the loss of the validation split."""
         if self.val_loss.update_called:
-            self.log("val/loss", self.val_loss.compute(), prog_bar=True)
+            loss = self.val_loss.compute()
+            require_finite(loss, "the validation loss", self.trainer)
+            self.log("val/loss", loss, prog_bar=True)
         self.val_loss.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -167,13 +171,16 @@ class ImageGenerator(BaseModule):
         """Refuses a checkpoint of another model.
 
         Raises:
-            InputError: If the name, the number of classes, the objective or any weight's name or shape differs.
+            InputError: If the name, the number of classes, the objective or any weight's name or shape differs, or a
+                weight is not finite.
         """
         check_description(checkpoint, self.description["name"], self.num_classes)
         stored = checkpoint[DESCRIPTION_KEY].get("objective")
         if stored != self.description["objective"]:
             raise InputError(f"the checkpoint was trained with objective {stored} (options model.objective)")
         check_state(checkpoint["state_dict"], self.state_dict())
+        for state in ("state_dict", "current_model_state"):
+            check_finite(checkpoint.get(state, {}), "the checkpoint")
         self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
         super().on_load_checkpoint(checkpoint)
         if "level_loss" in checkpoint:

@@ -1,6 +1,7 @@
 """Keeps `metrics.csv`, one row per logged step, also across resumed runs."""
 
 import csv
+import io
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,25 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.atomic import atomic_path
+from headmix_vision.errors import InputError
 
 _FIRST_COLUMNS = ("epoch", "step")
 
 
 class MetricsCSV(Logger):
-    """Writes all metrics of a step into one row of a CSV file; the file on disk is always whole.
+    """Writes all metrics of a step into one row of a CSV file.
 
-    Lightning's own CSV logger deletes the file of the run that is being resumed, writes a row per call and appends.
+    Rows are appended; the last one is written again when more metrics of its step come, and the whole file when there
+    is a new column. Lightning's own CSV logger deletes the file of the run that is being resumed, and writes a row per
+    call.
 
     Args:
         path: The CSV file.
         resume_step: Number of optimizer steps at which the run continues: earlier rows of an existing file are kept,
             later ones dropped. None starts a new file.
+
+    Raises:
+        InputError: If the file of the run that is continued is damaged.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
@@ -29,9 +36,12 @@ class MetricsCSV(Logger):
         self.path = path
         self._rows: dict[int, dict[str, Any]] = {}
         if resume_step is not None and path.is_file():
-            with path.open(newline="") as file:
-                kept = [row for row in csv.DictReader(file) if int(row["step"]) < resume_step]
-            self._rows = {int(row["step"]): {name: v for name, v in row.items() if v != ""} for row in kept}
+            self._rows = {step: row for step, row in _read(path).items() if step < resume_step}
+        self._names = {name for row in self._rows.values() for name in row} - set(_FIRST_COLUMNS)
+        self._unsaved: set[int] = set()
+        # what the file holds, once it has been written: its columns, the step and the place of the last row, its size
+        self._columns: list[str] = []
+        self._last_step = self._last_row_bytes = self._size_bytes = 0
 
     @property
     def name(self) -> str:
@@ -68,20 +78,69 @@ class MetricsCSV(Logger):
         """Adds metrics to the row of a step."""
         assert step is not None
         self._rows.setdefault(step, {"step": step}).update(metrics)
+        self._names |= metrics.keys() - set(_FIRST_COLUMNS)
+        self._unsaved.add(step)
 
     @rank_zero_only
     def save(self) -> None:
-        """Writes the file."""
-        if not self._rows:
+        """Writes what has been logged since the last time."""
+        if not self._unsaved:
             return
-        rows = [row for _, row in sorted(self._rows.items())]
-        others = sorted({name for row in rows for name in row} - set(_FIRST_COLUMNS))
-        with atomic_path(self.path) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*_FIRST_COLUMNS, *others], restval="")
-            writer.writeheader()
-            writer.writerows(rows)
+        columns = [*_FIRST_COLUMNS, *sorted(self._names)]
+        whole = columns != self._columns or min(self._unsaved) < self._last_step or not self._is_untouched()
+        if whole:
+            steps = sorted(self._rows)
+            head = _line(columns)
+            with atomic_path(self.path) as temporary:
+                place = self._write(temporary, 0, head, columns, steps)
+        else:
+            steps = sorted(self._unsaved | {self._last_step})
+            place = self._write(self.path, self._last_row_bytes, b"", columns, steps)
+        self._columns, self._last_step, self._last_row_bytes = columns, steps[-1], place
+        self._size_bytes = self.path.stat().st_size
+        self._unsaved.clear()
+
+    def _is_untouched(self) -> bool:
+        return self.path.is_file() and self.path.stat().st_size == self._size_bytes
+
+    def _write(self, path: Path, start: int, head: bytes, columns: list[str], steps: list[int]) -> int:
+        """Writes a head and the rows of steps from a byte on, to the end of the file; returns where the last one is."""
+        lines = [_line([self._rows[step].get(name, "") for name in columns]) for step in steps]
+        data = head + b"".join(lines)
+        try:
+            with path.open("rb+" if start else "wb") as file:
+                file.seek(start)
+                file.write(data)
+                file.truncate()
+        except OSError as error:
+            error.filename = error.filename or str(path)  # a full disk is said without a name
+            raise
+        return start + len(data) - len(lines[-1])
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Writes the file."""
+        """Writes what is left."""
         self.save()
+
+
+def _line(cells: list[Any]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text).writerow(cells)
+    return text.getvalue().encode()
+
+
+def _read(path: Path) -> dict[int, dict[str, str]]:
+    """Reads the rows of a file by their steps, without empty cells; not a last one that a power cut has torn."""
+    with path.open(newline="") as file:
+        lines = file.read().splitlines(keepends=True)
+    torn = bool(lines) and not lines[-1].endswith("\n")
+    rows = {}
+    for number, cells in enumerate(csv.DictReader(lines[:-1] if torn else lines), start=2):
+        row = {name: value for name, value in cells.items() if value}
+        try:
+            step = int(row["step"])
+            list(map(float, row.values()))
+        except (KeyError, TypeError, ValueError):
+            raise InputError(f"{path} is damaged in line {number}; correct it, or remove the file") from None
+        rows[step] = row
+    return rows

@@ -1,61 +1,170 @@
-"""The run directory: when a new run may write into it, and how a run is continued."""
+"""The directory of a training run: who may write into it, and how one run takes the place of another.
+
+A run that replaces another one (`--overwrite true`) leaves it alone until its first training batch, when model, data
+and trainer stand. Then the earlier run's files go to `.replaced/`, which is itself a run directory, and when the new
+run has its first checkpoint they are deleted. They are collected in `.replacing/`, which is renamed when it is whole:
+what a killed process has left there belongs back.
+"""
 
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
+from headmix_vision.atomic import remove_temporaries
 from headmix_vision.errors import InputError
+from headmix_vision.locks import hold_lock
 from headmix_vision.runs.directory import (
     CHECKPOINTS,
     CONFIG,
-    CURVES,
-    METRICS,
-    PREDICTIONS,
-    SAMPLES,
-    TENSORBOARD,
+    LAST,
+    REPLACED,
+    WRITTEN_BY_A_RUN,
+    find_checkpoint,
+    has_results,
+    is_run,
+    run_files,
 )
 
+LOCK, _REPLACING = ".lock", ".replacing"
 
-def prepare_run_directory(run_dir: Path, *, resuming: bool, overwrite: bool) -> None:
-    """Check that a training run may start in a directory, and empty it if asked to.
 
-    Only what an earlier run wrote is deleted, nothing else in the directory.
+class RunDirectory:
+    """The directory of one training run; used by the first process only.
 
     Args:
-        run_dir: The run directory; it need not exist.
-        resuming: Whether the run continues from a checkpoint.
-        overwrite: Whether an earlier run may be deleted.
-
-    Raises:
-        InputError: If there is an earlier run and neither is the case, or both are.
+        path: The directory; it need not exist.
+        checkpoint: What the run continues from: `last`, `best` or a file; None for a new run.
+        overwrite: Whether an earlier run may be replaced.
     """
-    if resuming and overwrite:
-        raise InputError("--overwrite true would delete the checkpoint to resume from; give one of the two options")
-    if resuming or not any((run_dir / name).exists() for name in (METRICS, CHECKPOINTS)):
-        return
-    requeued = SLURMEnvironment.detect() and any(run_dir.glob("hpc_ckpt_*.ckpt"))
-    if requeued:
-        return
-    if not overwrite:
+
+    def __init__(self, path: Path, checkpoint: str | None, *, overwrite: bool) -> None:
+        self.path = path
+        self.checkpoint = checkpoint
+        self.overwrite = overwrite
+        self._replaced, self._replacing = path / REPLACED, path / _REPLACING
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Hold the directory against other runs, and check that this run may write into it.
+
+        Puts an earlier run back whose replacement ended before its first checkpoint, and removes the temporary files
+        of killed runs. Nothing else is changed.
+
+        Raises:
+            InputError: If another run writes there, if there is an earlier run that is neither continued nor replaced,
+                or files that no run wrote.
+        """
+        if self.checkpoint is not None and self.overwrite:
+            raise InputError("--overwrite true would delete the checkpoint to resume from; give one of the two options")
+        with hold_lock(self.path / LOCK, f"run directory {self.path}"):
+            self._tidy()
+            self.check()
+            try:
+                yield
+            finally:
+                if self._replaced.is_dir():
+                    print(
+                        f"{self.path} has no checkpoint yet: the earlier run is kept in {self._replaced}"
+                        " until it has one, and put back by the next fit without --overwrite",
+                        file=sys.stderr,
+                    )
+
+    def begin(self) -> None:
+        """Make room for a new run, when nothing stands in the way of its first step."""
+        if self.checkpoint is not None or _requeued(self.path):
+            return
+        if self._replaced.is_dir() or not has_results(self.path):
+            _delete(self.path)
+        else:
+            _move(self.path, self._replacing)
+            self._replacing.rename(self._replaced)
+
+    def discard_replaced(self) -> None:
+        """Delete the run that this one has replaced."""
+        if self._replaced.is_dir():
+            shutil.rmtree(self._replaced)
+
+    def _tidy(self) -> None:
+        for pattern in WRITTEN_BY_A_RUN:
+            remove_temporaries((self.path / pattern).parent, Path(pattern).name)
+        if self._replaced.is_dir() and (self.path / LAST).is_file():
+            self.discard_replaced()  # killed between the checkpoint and the deletion
+        elif self._replaced.is_dir() and not self.overwrite:
+            _delete(self.path)
+            self._replaced.rename(self._replacing)
+            print(f"{self.path}: put back the run whose replacement ended before its first checkpoint", file=sys.stderr)
+        if self._replacing.is_dir():
+            _move(self._replacing, self.path)
+            self._replacing.rmdir()
+
+    def check(self) -> None:
+        """Check that a run may write into the directory.
+
+        Raises:
+            InputError: As `claimed`, but for another run that writes there.
+        """
+        if _requeued(self.path) or self._continues():
+            return
+        files = run_files(self.path) or sorted((self.path / CHECKPOINTS).glob("*"))
+        if files and not is_run(self.path):
+            raise InputError(f"{self.path} holds {files[0]}, which no run wrote; choose another --run_dir")
+        if self.overwrite or not has_results(self.path):
+            return
+        if self.checkpoint is not None:
+            raise InputError(
+                f"{self.path} already holds a run, and {self.checkpoint} is none of its checkpoints:"
+                " choose another --run_dir"
+            )
         raise InputError(
-            f"{run_dir} already holds a run: continue it with --ckpt_path last,"
+            f"{self.path} already holds a run: continue it with --ckpt_path last,"
             " choose another --run_dir, or delete it with --overwrite true"
         )
-    for name in (CONFIG, METRICS, CURVES, TENSORBOARD, CHECKPOINTS, PREDICTIONS, SAMPLES):
-        path = run_dir / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+
+    def _continues(self) -> bool:
+        """Tells whether the run continues from a checkpoint of this directory."""
+        if self.checkpoint is None:
+            return False
+        return find_checkpoint(self.path, self.checkpoint).resolve().is_relative_to(self.path.resolve())
+
+
+def _requeued(run_dir: Path) -> bool:
+    return SLURMEnvironment.detect() and any(run_dir.glob("hpc_ckpt_*.ckpt"))
+
+
+def _move(source: Path, target: Path) -> None:
+    """Moves the files of a run from one folder to another on the same file system."""
+    for path in run_files(source):
+        moved = target / path.relative_to(source)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(moved)
+    _remove_empty_folders(source)
+
+
+def _delete(run_dir: Path) -> None:
+    for path in run_files(run_dir):
+        path.unlink()
+    _remove_empty_folders(run_dir)
+
+
+def _remove_empty_folders(run_dir: Path) -> None:
+    for folder in {(run_dir / pattern).parent for pattern in WRITTEN_BY_A_RUN} - {run_dir}:
+        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def resume_command(run_dir: Path) -> str:
     """The command which continues the run, for the launcher in use."""
     local_size, nodes = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE", "1")
-    launcher = "python"
+    installed = Path(sys.argv[0]).name.startswith("headmix-")
+    command = Path(sys.argv[0]).name if installed else sys.argv[0]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {local_size}"
-    return f"{launcher} {sys.argv[0]} fit -c {run_dir / CONFIG} --ckpt_path last"
+        no_python = "--no-python " if installed else ""
+        command = f"torchrun --nnodes {nodes} --nproc-per-node {local_size} {no_python}{command}"
+    elif not installed:
+        command = f"python {command}"
+    return f"{command} fit -c {run_dir / CONFIG} --ckpt_path last"

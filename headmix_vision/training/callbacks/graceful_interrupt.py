@@ -4,9 +4,11 @@ import signal
 import sys
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint, can_resume_after_batch
+from headmix_vision.training.later import Later, sum_of_processes
 from headmix_vision.training.signals import InterruptRequest
 
 
@@ -15,7 +17,8 @@ class GracefulInterrupt(Callback):
 
     Before the first step the process simply ends; checkpoints of an earlier run stay as they are. During validation it
     ends after the current batch: `last.ckpt` was written when that validation began, and resuming repeats it. All
-    ranks stop at the same step, whichever of them got the signal.
+    ranks stop at the same step, whichever of them got the signal; on several devices they agree on it one step later,
+    as none of them waits for its device to ask the others.
 
     Args:
         request: The signal handler, installed by this callback whenever Lightning has put its own in place.
@@ -28,6 +31,7 @@ class GracefulInterrupt(Callback):
         self.last = last
         self.resume_command = resume_command
         self._last_step = 0
+        self._asked: Later | None = None
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the signals back from Lightning."""
@@ -43,7 +47,7 @@ class GracefulInterrupt(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes signals from here on, to act upon them between two steps."""
-        self._last_step = trainer.global_step
+        self._last_step, self._asked = trainer.global_step, None
         self.request.deferred = True
         self.request.install()
 
@@ -52,7 +56,7 @@ class GracefulInterrupt(Callback):
     ) -> None:
         """Saves and stops, if asked to, after a whole optimizer step."""
         stepped, self._last_step = trainer.global_step != self._last_step, trainer.global_step
-        if stepped and can_resume_after_batch(trainer) and self._requested(trainer):
+        if stepped and self._requested_lately(trainer) and can_resume_after_batch(trainer):
             assert self.last is not None
             self.last.save(trainer)
             self._stop(trainer)
@@ -81,6 +85,15 @@ class GracefulInterrupt(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lets signals end the process at once again, as nothing is left to save."""
         self.request.deferred = False
+
+    def _requested_lately(self, trainer: Trainer) -> bool:
+        """Tells whether any process was asked to stop, as far as it is known without waiting for the device."""
+        if trainer.world_size == 1:
+            return self.request.signum is not None
+        asked = torch.full((), float(self.request.signum is not None), device=trainer.strategy.root_device)
+        earlier, self._asked = self._asked, Later(sum_of_processes(trainer, asked))
+        known = self._asked if self._asked.is_here else earlier
+        return known is not None and known.get().item() > 0
 
     def _requested(self, trainer: Trainer) -> bool:
         return trainer.strategy.reduce_boolean_decision(self.request.signum is not None, all=False)

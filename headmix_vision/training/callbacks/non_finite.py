@@ -1,47 +1,117 @@
-"""Stops a run before a non-finite gradient reaches the weights."""
+"""Stops a run in which a number is not finite, before anything of it is kept."""
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from headmix_vision.training.later import Later, sum_of_processes
+
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient was infinite or not a number."""
+    """A loss, gradient, weight, score or sample was infinite or not a number."""
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The numbers of one optimizer step: how many processes have bad ones, gradient norm, loss of each batch."""
+
+    epoch: int
+    step: int
+    last_batch: int
+    rank: int
+    numbers: Later
+
+    def raise_if_bad(self) -> None:
+        processes, norm, *losses = self.numbers.get().tolist()
+        if not processes:
+            return
+        first = self.last_batch - len(losses) + 1
+        bad = [first + i for i, loss in enumerate(losses) if not abs(loss) < float("inf")]
+        batches = f"batch {', '.join(map(str, bad))}" if bad else f"batch {self.last_batch}"
+        raise NonFiniteError(
+            f"non-finite numbers in epoch {self.epoch}, step {self.step}, {batches}"
+            f" (rank {self.rank}: loss {sum(losses):g}, gradient norm {norm:g}); no checkpoint holds this step"
+        )
 
 
 class StopOnNonFinite(Callback):
-    """Raises `NonFiniteError` on all ranks before the optimizer step if the loss or the gradient norm is not finite.
+    """Raises `NonFiniteError` on all ranks if the loss or the gradient norm of a step is not finite.
 
-    The weights and the checkpoints on disk stay those of the last good step. With float16 and a gradient scaler only
-    the loss is checked: overflowing gradients are how the scaler finds its scale.
+    On a CPU it does so before the optimizer step. A device is not waited for: its numbers are read while it works on
+    the next step, before which the run ends. Whatever would keep the weights in between, a checkpoint, a validation or
+    the end of the epoch, waits for them, and a checkpoint for the weights themselves: those on disk stay the last good
+    ones. The weights in memory are of no use then; to undo a step on the device would take a copy of them all.
+
+    With float16 and a gradient scaler only the loss is checked: overflowing gradients are how the scaler finds its
+    scale.
     """
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
+        self._check: _Check | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets an earlier run."""
+        self._losses, self._check = [], None
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Remembers the loss of each batch that enters the step, without waiting for the device."""
+        """Remembers the loss of each batch that enters the step."""
         self._losses.append(loss.detach())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Checks the losses and the gradient of the step.
+        """Sends for the numbers of this step, and checks those that are here.
 
         Raises:
             NonFiniteError: Naming epoch, step, batch and the offending values.
         """
-        losses, self._losses = torch.stack(self._losses), []
+        self._settle()
+        losses, self._losses = torch.stack(self._losses).float(), []
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        checked = losses if trainer.precision == "16-mixed" else torch.cat([losses, norm.reshape(1)])
-        finite = bool(torch.isfinite(checked).all())
-        if trainer.strategy.reduce_boolean_decision(finite, all=True):
-            return
-        last = trainer.fit_loop.batch_idx
-        bad = [last - len(losses) + 1 + i for i, loss in enumerate(losses.tolist()) if not abs(loss) < float("inf")]
-        batches = f"batch {', '.join(map(str, bad))}" if bad else f"batch {last}"
-        values = f"loss {losses.sum().item():g}, gradient norm {norm.item():g}"
-        raise NonFiniteError(
-            f"non-finite numbers in epoch {trainer.current_epoch}, step {trainer.global_step}, {batches}"
-            f" (rank {trainer.global_rank}: {values}); stopped before the optimizer step"
+        norm = torch.nn.utils.get_total_norm(gradients).float().reshape(1)
+        checked = losses if trainer.precision == "16-mixed" else torch.cat([losses, norm])
+        bad = sum_of_processes(trainer, (~torch.isfinite(checked).all()).float().reshape(1))
+        self._check = _Check(
+            trainer.current_epoch,
+            trainer.global_step,
+            trainer.fit_loop.batch_idx,
+            trainer.global_rank,
+            Later(torch.cat([bad, norm, losses])),
         )
+        if self._check.numbers.is_here:
+            self._settle()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks the last step."""
+        self._settle()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks the last step."""
+        self._settle()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Checks the last step, and the weights that came of it, before a checkpoint is written.
+
+        Raises:
+            NonFiniteError: If one of them is not finite.
+        """
+        self._settle()
+        if not torch.nn.utils.get_total_norm(list(pl_module.parameters())).isfinite():
+            raise NonFiniteError(
+                f"weights are not finite after step {trainer.global_step - 1}; no checkpoint holds this step"
+            )
+
+    def _settle(self) -> None:
+        check, self._check = self._check, None
+        if check is not None:
+            check.raise_if_bad()
+
+
+def require_finite(value: Tensor, what: str, trainer: Trainer) -> None:
+    """Raises `NonFiniteError`, with epoch and step while training, if numbers to be logged or kept are not finite."""
+    if not value.isfinite().all():
+        where = f" in epoch {trainer.current_epoch}, step {trainer.global_step}" if trainer.state.fn == "fit" else ""
+        raise NonFiniteError(f"{what} is not finite{where}")

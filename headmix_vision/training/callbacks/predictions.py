@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from headmix_vision.atomic import atomic_path
+from headmix_vision.training.callbacks.non_finite import NonFiniteError
 
 Row = tuple[str, list[str], list[float]]
 
@@ -38,9 +39,15 @@ class PredictionsCSV(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Keeps the best labels of a batch."""
+        """Keeps the best labels of a batch.
+
+        Raises:
+            NonFiniteError: If a probability is not finite; it names the file.
+        """
         paths, probabilities = prediction
         names = cast("list[str] | None", pl_module.class_names)
+        if not (finite := probabilities.isfinite().all(-1)).all():
+            raise NonFiniteError(f"the prediction of {paths[finite.tolist().index(False)]} is not finite")
         best = probabilities.topk(min(self.top_k, probabilities.shape[-1]))
         for path, values, classes in zip(paths, best.values.tolist(), best.indices.tolist(), strict=True):
             self._rows.append((path, [names[i] if names else str(i) for i in classes], values))

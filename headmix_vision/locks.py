@@ -1,0 +1,92 @@
+"""Locks on folders that one process at a time may write to."""
+
+import errno
+import fcntl
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from headmix_vision.errors import InputError
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+_held: set[int] = set()
+
+
+@contextmanager
+def hold_lock(path: Path, what: str) -> Iterator[None]:
+    """Hold an exclusive lock on a file while the block runs.
+
+    The kernel releases the lock when the process ends, however it ends. Forked processes (data workers) do not keep it.
+    The file, and the folders that had to be made for it, are removed at the end; a killed process leaves them behind,
+    and they do no harm. The lock is `flock`: on NFS and Lustre it holds between machines where the mount supports it
+    (not with `local_lock` or `localflock`). Where the file system has no locks, a warning says so and the block runs
+    without one.
+
+    Args:
+        path: The lock file, usually inside of the folder that is locked.
+        what: What is locked, for the message: `run directory runs/digits`.
+
+    Raises:
+        InputError: At once, if another holder has the lock; it names the other process and its machine.
+        OSError: If the file cannot be made.
+    """
+    made = [folder for folder in path.parents if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = _locked(path, what)
+    _held.add(descriptor)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield
+    finally:
+        # Before the file is unlocked: whoever opened it meanwhile finds that it is gone, and opens a new one.
+        path.unlink(missing_ok=True)
+        _held.discard(descriptor)
+        os.close(descriptor)
+        with suppress(OSError):  # not empty
+            for folder in made:
+                folder.rmdir()
+
+
+def _locked(path: Path, what: str) -> int:
+    """Opens and locks the file that lies at the path."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _lies_at(path, descriptor):
+                return descriptor
+        except BlockingIOError:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise InputError(f"{what} is in use by {holder}; wait until it ends or stop it (lock {path})") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise
+            warnings.warn(
+                f"the file system of {path} has no locks ({error.strerror}): a second process would not be refused",
+                stacklevel=4,
+            )
+            return descriptor
+        os.close(descriptor)
+
+
+def _lies_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _close_in_child() -> None:
+    """Drops a forked process's share of the locks, which would outlive its parent."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,54 @@
+"""Writes the first files of a training run, when nothing stands in the way of its first step."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from headmix_vision.atomic import atomic_path
+from headmix_vision.runs.directory import CONFIG, TENSORBOARD
+from headmix_vision.training.run_directory import RunDirectory
+
+
+class StartRun(SaveConfigCallback):
+    """Takes the run directory over at the first training batch: `config.yaml`, and TensorBoard's file.
+
+    Until then a mistake in the options, the model or the data may still end the run, which leaves the directory as it
+    was. That is also why TensorBoard's logger, which opens its file in the setup, joins the others here.
+
+    Args:
+        *args: As for Lightning's `SaveConfigCallback`.
+        run: The run directory; None in processes other than the first.
+        not_saved: Options that concern this start of the run only.
+        **kwargs: As for Lightning's `SaveConfigCallback`.
+    """
+
+    def __init__(self, *args: Any, run: RunDirectory | None, not_saved: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.run = run
+        self.not_saved = not_saved
+        self._started = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Writes nothing yet."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Writes the first files."""
+        if self._started or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self._started = True
+        run_dir = Path(self.config.run_dir)
+        if self.run is not None:
+            self.run.begin()
+            self._save_config(run_dir / CONFIG)
+        trainer.loggers = [*trainer.loggers, TensorBoardLogger(run_dir, name="", version=TENSORBOARD)]
+
+    def _save_config(self, path: Path) -> None:
+        config = self.config.clone()
+        for name in self.not_saved:
+            config.pop(name, None)
+        with atomic_path(path) as temporary:
+            self.parser.save(config, str(temporary), skip_none=False, skip_validation=True, multifile=False)

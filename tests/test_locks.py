@@ -1,0 +1,76 @@
+"""Locks: held by one process at a time, released by death."""
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from headmix_vision import locks
+from headmix_vision.errors import InputError
+from headmix_vision.locks import hold_lock
+
+
+def test_second_holder_is_refused_and_nothing_stays_behind(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run" / ".lock"
+    with hold_lock(path, "run directory x"):
+        with pytest.raises(InputError, match=rf"run directory x is in use by process {os.getpid()} on "):
+            hold_lock(path, "run directory x").__enter__()
+        assert path.exists()
+    assert list(tmp_path.iterdir()) == []
+    with hold_lock(path, "run"):
+        (path.parent / "metrics.csv").touch()
+    assert [entry.name for entry in path.parent.iterdir()] == ["metrics.csv"]
+
+
+def test_death_releases_the_lock_although_a_forked_process_lives_on(tmp_path: Path) -> None:
+    path, (receiver, sender) = tmp_path / ".lock", os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        with hold_lock(path, "run"):
+            worker = os.fork()  # like a data worker's
+            if worker:
+                os.write(sender, str(worker).encode())
+            time.sleep(60)
+    worker = int(os.read(receiver, 20))
+    try:
+        with pytest.raises(InputError, match=f"process {holder} on"):
+            hold_lock(path, "run").__enter__()
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+        with hold_lock(path, "run"):
+            pass
+        os.kill(worker, 0)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.close(receiver)
+        os.close(sender)
+
+
+def test_a_file_removed_by_its_last_holder_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first holder ends between our opening its file and locking it."""
+    path, original, opened = tmp_path / ".lock", os.open, []
+
+    def open_then_lose(*args: object) -> int:
+        opened.append(original(*args))
+        if len(opened) == 1:
+            path.unlink()
+        return opened[-1]
+
+    monkeypatch.setattr(locks.os, "open", open_then_lose)
+    with hold_lock(path, "run"):
+        assert len(opened) == 2 and path.exists()
+
+
+def test_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with hold_lock(tmp_path / ".lock", "run"):
+            pass
+    assert "has no locks (No locks available)" in str(caught[0].message)

@@ -1,0 +1,208 @@
+"""No run is lost: by a mistake, by another run, or by the death of the run that takes its place."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headmix_vision.errors import InputError
+from headmix_vision.locks import hold_lock
+from headmix_vision.training.classifier import ImageClassifier
+from headmix_vision.training.run_directory import RunDirectory
+
+from .helpers import assert_same_run, load, run, write_config
+
+OVERWRITE = ("--overwrite", "true")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def finished(reference_run: Path, tmp_path: Path) -> Path:
+    """A copy of the finished tiny run."""
+    return shutil.copytree(reference_run, tmp_path / "run")
+
+
+def run_killed(monkeypatch: pytest.MonkeyPatch, batch: int, *args: object) -> None:
+    """Run the command line in a process that is killed in a training batch of the first epoch."""
+
+    def die(self: ImageClassifier, samples: Any, batch_idx: int) -> Any:
+        if batch_idx == batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, samples, batch_idx)
+
+    original = ImageClassifier.training_step
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(ImageClassifier, "training_step", die)
+        run(*args)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("--model.name", "deit_mla_digits"),
+        ("--model.num_classes", 7),
+        ("--trainer.max_epochs", -1),
+    ],
+    ids=["model", "classes", "schedule"],
+)
+def test_a_mistake_leaves_the_run_to_be_replaced_as_it_was(mistake: tuple[object, ...], finished: Path) -> None:
+    before = contents(finished)
+    config = write_config(finished.parent / "tiny.yaml", seed_everything=4)
+    assert run("fit", "-c", config, "--run_dir", finished, *OVERWRITE, *mistake) == 2
+    assert contents(finished) == before
+
+
+def test_a_mistake_in_resuming_leaves_the_run_as_it_was(finished: Path) -> None:
+    before = contents(finished)
+    wrong = ("--data.batch_size", 7, "--trainer.max_epochs", 4)
+    assert run("fit", "-c", finished / "config.yaml", "--run_dir", finished, "--ckpt_path", "last", *wrong) == 2
+    assert contents(finished) == before
+
+
+def test_a_new_run_starts_without_a_trace_of_a_mistake(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "tiny.yaml", data__batch_size=7)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "runs" / "run") == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_replacement_killed_before_its_first_checkpoint(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(finished)
+    config = write_config(finished.parent / "tiny.yaml", seed_everything=4)
+    fit = ("fit", "-c", config, "--run_dir", finished)
+    for _ in range(2):  # the second replacement removes the first one's files, not the run kept aside
+        run_killed(monkeypatch, 3, *fit, *OVERWRITE)
+        assert "seed_everything: 4" in (finished / "config.yaml").read_text()
+        assert contents(finished / ".replaced") == before
+    assert run("validate", "-c", config, "--run_dir", finished, "--ckpt_path", "last") == 2
+    assert f"is a run directory still: {finished / '.replaced'}" in capfd.readouterr().err
+    assert run(*fit) == 2
+    captured = capfd.readouterr().err
+    assert "put back the run" in captured and "already holds a run" in captured
+    assert contents(finished) == before
+
+
+def test_failed_replacement_says_where_the_earlier_run_is(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def crash(*args: object) -> None:
+        raise MemoryError
+
+    config = write_config(finished.parent / "tiny.yaml")
+    with monkeypatch.context() as context:
+        context.setattr(ImageClassifier, "training_step", crash)
+        with pytest.raises(MemoryError):
+            run("fit", "-c", config, "--run_dir", finished, *OVERWRITE)
+    assert f"the earlier run is kept in {finished / '.replaced'}" in capfd.readouterr().err
+    assert run("fit", "-c", config, "--run_dir", finished, "--ckpt_path", "last") == 0
+    assert load(finished / "checkpoints" / "last.ckpt")["global_step"] == 6
+
+
+def test_run_killed_before_its_first_checkpoint_is_repeated_by_the_same_command(
+    reference_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run_dir = write_config(tmp_path / "tiny.yaml"), tmp_path / "run"
+    run_killed(monkeypatch, 4, "fit", "-c", config, "--run_dir", run_dir)
+    assert {path.name for path in run_dir.iterdir()} == {".lock", "config.yaml", "metrics.csv", "tensorboard"}
+    (run_dir / "checkpoints").mkdir()
+    half_written = [run_dir / "checkpoints" / ".last.ckpt.99.tmp", run_dir / ".metrics.csv.99.tmp"]
+    of_others = [run_dir / ".predictions.99.tmp", run_dir / "checkpoints" / ".mine.ckpt.99.tmp"]
+    for path in half_written + of_others:
+        path.touch()
+    assert run("fit", "-c", config, "--run_dir", run_dir) == 0
+    assert [path.exists() for path in half_written + of_others] == [False, False, True, True]
+    assert len(list((run_dir / "tensorboard").glob("events*"))) == 1
+    assert_same_run(run_dir, reference_run)
+
+
+def test_second_training_is_refused_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config, run_dir = write_config(tmp_path / "tiny.yaml"), tmp_path / "run"
+    with hold_lock(run_dir / ".lock", "run"):
+        for more in ((), OVERWRITE):
+            assert run("fit", "-c", config, "--run_dir", run_dir, *more) == 2
+            assert f"run directory {run_dir} is in use by process {os.getpid()} on" in capfd.readouterr().err
+        assert [path.name for path in run_dir.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"checkpoints/epoch=1.ckpt": ""},
+        {"config.yaml": "model: mine\n"},
+        {"metrics.csv": "day,price\n1,2\n"},
+        {"config.yaml": "\0", "checkpoints/last.ckpt": ""},
+        {"samples/step_1_raw.png": ""},
+    ],
+    ids=["checkpoints", "config", "metrics", "binary", "samples"],
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_that_no_run_wrote_are_left_alone(files: dict[str, str], overwrite: bool, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = contents(tmp_path)
+    with pytest.raises(InputError, match="which no run wrote"):
+        RunDirectory(tmp_path, None, overwrite=overwrite).claimed().__enter__()
+    assert contents(tmp_path) == before
+
+
+def test_a_users_own_files_among_those_of_a_run_stay(finished: Path) -> None:
+    mine = ["notes.txt", "checkpoints/kept.ckpt", "samples/drawn/000000.png", "tensorboard/notes"]
+    for name in mine:
+        (finished / name).parent.mkdir(parents=True, exist_ok=True)
+        (finished / name).write_text("mine")
+    directory = RunDirectory(finished, None, overwrite=True)
+    with directory.claimed():
+        directory.begin()
+        assert sorted(path for path in contents(finished) if not path.startswith(".")) == sorted(mine)
+        (finished / "checkpoints" / "last.ckpt").touch()
+        directory.discard_replaced()
+        assert sorted(contents(finished)) == sorted([".lock", "checkpoints/last.ckpt", *mine])
+
+
+def test_a_move_that_was_cut_short_is_undone(finished: Path) -> None:
+    before = contents(finished)
+    (finished / ".replacing" / "checkpoints").mkdir(parents=True)
+    for name in ("config.yaml", "checkpoints/last.ckpt"):
+        (finished / name).rename(finished / ".replacing" / name)
+    with (
+        pytest.raises(InputError, match="already holds a run"),
+        RunDirectory(finished, None, overwrite=False).claimed(),
+    ):
+        pass
+    assert contents(finished) == before
+
+
+def test_what_a_replacement_killed_after_its_first_checkpoint_left_goes(finished: Path) -> None:
+    before = contents(finished)
+    shutil.copytree(finished, finished / ".replaced")
+    with RunDirectory(finished, "last", overwrite=False).claimed():
+        pass
+    assert contents(finished) == before
+
+
+def test_a_run_without_its_checkpoints_is_still_a_run(finished: Path) -> None:
+    shutil.rmtree(finished / "checkpoints")
+    with (
+        pytest.raises(InputError, match="already holds a run"),
+        RunDirectory(finished, None, overwrite=False).claimed(),
+    ):
+        pass
+
+
+def test_checkpoint_of_another_run(finished: Path, reference_run: Path) -> None:
+    elsewhere = str(reference_run / "checkpoints" / "last.ckpt")
+    with pytest.raises(InputError, match="is none of its checkpoints"):
+        RunDirectory(finished, elsewhere, overwrite=False).claimed().__enter__()
+    with RunDirectory(finished.parent / "new", elsewhere, overwrite=False).claimed():
+        pass
