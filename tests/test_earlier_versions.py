@@ -111,7 +111,7 @@ def test_stopped_run_is_exported_alike(kind: str, out: str, weights: str, tmp_pa
     with safe_open(tmp_path / weights, "pt") as now, safe_open(FILES / kind / weights, "pt") as then:
         assert now.metadata() == then.metadata()
     now, then = load_file(tmp_path / weights), load_file(FILES / kind / weights)
-    assert now.keys() == then.keys()
+    assert {name for name in now if not name.endswith(".block_grid")} == then.keys()
     assert all(torch.equal(now[name], then[name]) for name in then)
 
 

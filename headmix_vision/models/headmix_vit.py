@@ -5,6 +5,7 @@ Everything outside the attention layer is timm's VisionTransformer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -133,12 +134,32 @@ class HeadMixVisionTransformer(VisionTransformer):
         """Resample a position embedding stored for another resolution, then load as usual."""
         key, stored = prefix + "pos_embed", state_dict.get(prefix + "pos_embed")
         if stored is not None and self.pos_embed is not None and stored.shape[1] != self.pos_embed.shape[1]:
-            state_dict[key] = resample_abs_pos_embed(
-                stored,
-                new_size=self.patch_embed.grid_size,
-                num_prefix_tokens=0 if self.no_embed_class else self.num_prefix_tokens,
-            )
+            prefix = 0 if self.no_embed_class else self.num_prefix_tokens
+            grid = resample_positions(stored[:, prefix:], self.patch_embed.grid_size)
+            state_dict[key] = torch.cat([stored[:, :prefix], grid], dim=1)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def resample_positions(positions: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Resample the position embeddings of patches, [1, N, C], to another grid: [1, N', C].
+
+    N positions are taken to be of the grid itself if it has as many, else of a square.
+
+    Raises:
+        InputError: if N is no square.
+    """
+    count = positions.shape[1]
+    if count == math.prod(grid):
+        return positions
+    if not is_square(count):
+        raise InputError(f"{count} stored positions are no square grid, and the model's {grid} has {math.prod(grid)}.")
+    side = math.isqrt(count)
+    return resample_abs_pos_embed(positions, list(grid), [side, side], num_prefix_tokens=0)
+
+
+def is_square(count: int) -> bool:
+    """Tell whether a number of patches can be a square grid."""
+    return count > 0 and math.isqrt(count) ** 2 == count
 
 
 def _check_image_fits(img_size: int | tuple[int, int], patch_size: int | tuple[int, int]) -> None:
