@@ -111,10 +111,15 @@ class MixingMatrix(nn.Module):
 
 
 class _ClipKeepInwardGradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
+    def forward(weight: Tensor) -> Tensor:
         return weight.clamp(LOWER, UPPER)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -123,10 +128,24 @@ class _ClipKeepInwardGradient(torch.autograd.Function):
         return grad.masked_fill(outward, 0)
 
 
+class _ClipWithTangents(_ClipKeepInwardGradient):
+    """Adds the derivative in forward mode, which torch.compile cannot trace: that of clipping itself."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return tangents[0].masked_fill((weight < LOWER) | (weight > UPPER), 0)
+
+
 @torch.fx.wrap
 def clip_keep_inward_gradient(weight: Tensor) -> Tensor:
     """Clip weights to (0, 1); pass the gradient, except where its step would leave the interval."""
-    return _ClipKeepInwardGradient.apply(weight)
+    return (_ClipKeepInwardGradient if torch.compiler.is_compiling() else _ClipWithTangents).apply(weight)
 
 
 def locality_weights(blocks: TokenBlocks) -> Tensor:

@@ -77,7 +77,7 @@ def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransform
 
 
 def merge(source: dict[str, Tensor], target: dict[str, Tensor], unused: list[str]) -> Conversion:
-    """Complete converted weights by those of the model, and name the new ones; integers, such as sizes, are no weights."""
+    """Complete converted weights by those of the model, and name the new ones; integers, as sizes, are no weights."""
     new = [name for name, value in target.items() if name not in source and value.is_floating_point()]
     return Conversion({**target, **source}, new, unused)
 

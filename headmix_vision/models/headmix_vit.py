@@ -134,9 +134,9 @@ class HeadMixVisionTransformer(VisionTransformer):
         """Resample a position embedding stored for another resolution, then load as usual."""
         key, stored = prefix + "pos_embed", state_dict.get(prefix + "pos_embed")
         if stored is not None and self.pos_embed is not None and stored.shape[1] != self.pos_embed.shape[1]:
-            prefix = 0 if self.no_embed_class else self.num_prefix_tokens
-            grid = resample_positions(stored[:, prefix:], self.patch_embed.grid_size)
-            state_dict[key] = torch.cat([stored[:, :prefix], grid], dim=1)
+            first = 0 if self.no_embed_class else self.num_prefix_tokens
+            grid = resample_positions(stored[:, first:], self.patch_embed.grid_size)
+            state_dict[key] = torch.cat([stored[:, :first], grid], dim=1)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
