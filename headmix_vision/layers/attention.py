@@ -6,7 +6,7 @@ B batch, N tokens, C width, H heads, D = C / H head dim.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +117,13 @@ class HeadMixAttention(nn.Module):
             InputError: if the core has no blocks, or they do not fit the grid.
         """
         self.core.set_block_grid(tuple(block_grid))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse torch.jit.script, which calls this, before it fails on the first line that it cannot read."""
+        raise InputError(
+            "torch.jit.script cannot read the attention layers of headmix_vision: use torch.jit.trace, torch.export "
+            "or torch.compile."
+        )
 
     def forward(
         self,
