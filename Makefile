@@ -5,7 +5,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := headmix_vision tests benchmarks examples train_cls.py train_gen.py sample.py
 
-.PHONY: install demo test test-gpu lint format clean
+# Processes of the tests, each with one thread.
+JOBS ?= 2
+GPU_JOBS ?= 16
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile
+
+.PHONY: install demo test test-slow test-gpu test-newest test-oldest lint format clean
 
 install: $(INSTALLED)
 
@@ -27,11 +32,25 @@ demo: install
 	$(BIN)/python -m headmix_vision.evaluate accuracy --fake runs/demo_gen/drawn/samples.npz --features runs/demo/model.safetensors
 
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST) -n $(JOBS)
+
+# The long matrices that `make test` leaves out.
+test-slow: install
+	$(PYTEST) -n $(JOBS) -m slow
 
 # On a machine with a CUDA device: the kernels natively, all types and sizes against float64.
 test-gpu: install
-	$(BIN)/python -m pytest tests/ops
+	$(PYTEST) tests/ops -n $(GPU_JOBS) --dist worksteal -m "slow or not slow"
+
+# The tests with the newest and the oldest versions that pyproject.toml allows, each in an environment of its own
+# that is made afresh and then deleted. TESTS chooses a part.
+test-newest test-oldest: test-%:
+	rm -rf $(VENV)-$*
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(VENV)-$*/bin/uv pip install --quiet --python $(VENV)-$* --no-cache --resolution $(if $(filter newest,$*),highest,lowest-direct) '.[all,test]'
+	cd tests && OMP_NUM_THREADS=1 ../$(VENV)-$*/bin/python -m pytest -n $(JOBS) $(TESTS)
+	rm -rf $(VENV)-$*
 
 lint: install
 	$(BIN)/ruff format --check $(CHECKED)

@@ -19,7 +19,6 @@ from headmix_vision.atomic import atomic_path
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, model_state, read_checkpoint
 from headmix_vision.runs.directory import find_checkpoint
-from headmix_vision.runs.pipelines import load_pipeline
 
 # They act while training only, and change no weight's name or shape.
 _TRAINING_ARGUMENTS = ("drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate")
@@ -94,6 +93,8 @@ def export_pipeline(checkpoint_path: Path, out: Path, *, raw: bool = False) -> s
     """
     if out.exists():
         raise InputError(f"--out {out} already exists; a generator is exported to a new directory")
+    from headmix_vision.runs.pipelines import load_pipeline  # not needed for classifiers, unlike diffusers
+
     pipeline, _ = load_pipeline(checkpoint_path, raw=raw)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:

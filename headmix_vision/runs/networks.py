@@ -1,11 +1,13 @@
 """Making networks by their timm names, from start weights if asked for, and reading them back from checkpoints."""
 
+from __future__ import annotations
+
 import difflib
 import inspect
 import os
 import pickle
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import timm
 from safetensors import SafetensorError
@@ -14,9 +16,10 @@ from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.errors import InputError
-from headmix_vision.models import HeadMixDiT
-from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_state, is_generator, model_state, read_checkpoint
+
+if TYPE_CHECKING:
+    from headmix_vision.models import HeadMixDiT
 
 
 def create_network(
@@ -87,6 +90,8 @@ def create_generator(
     _check_name(name)
     if not name.startswith("dit_"):
         raise InputError(f"{name} is a classifier; generators are {', '.join(timm.list_models('dit_*'))}")
+    from headmix_vision.models import HeadMixDiT  # loads diffusers, which classifiers do without
+
     size = tuple(input_size) if isinstance(input_size, list) else input_size
     known = set(inspect.signature(HeadMixDiT.__init__).parameters) - {"self"}
     for argument in sorted(set(model_args or {}) - known):
@@ -94,6 +99,8 @@ def create_generator(
     model = timm.create_model(name, num_classes=num_classes, input_size=size, **(model_args or {}))
     assert isinstance(model, HeadMixDiT)
     if checkpoint is not None:
+        from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
+
         ours = Path(checkpoint).suffix == ".ckpt"
         state = model_state(read_checkpoint(checkpoint)) if ours else read_dit_weights(checkpoint)
         model.load_state_dict(convert_dit_state_dict(state, model).state_dict)
@@ -112,6 +119,8 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
     """
     about = checkpoint[DESCRIPTION_KEY]
     if is_generator(checkpoint):
+        from headmix_vision.models import HeadMixDiT
+
         network: nn.Module = HeadMixDiT(**about["architecture"])
     else:
         network = create_network(about["name"], about["num_classes"], about["img_size"], about["model_args"])

@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def build_parser() -> argparse.ArgumentParser:
     """Makes the parser of the options."""
-    parser = argparse.ArgumentParser(prog="sample.py", description="Draw samples from a trained generator.")
+    parser = argparse.ArgumentParser(description="Draw samples from a trained generator.")
     images = parser.add_subparsers(dest="command", required=True).add_parser(
         "images",
         help="images of given classes",

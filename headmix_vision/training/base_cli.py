@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import check_description, read_checkpoint
 from headmix_vision.runs.directory import find_checkpoint
 from headmix_vision.training import run_directory
@@ -46,7 +47,7 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 class RunCLI(LightningCLI):
-    """Puts a run directory around Lightning's command line; a subclass names module and data.
+    """Puts a run directory around Lightning's command line; a subclass names module, data and recipes.
 
     Args:
         request: Handler of SIGINT and SIGTERM.
@@ -55,6 +56,7 @@ class RunCLI(LightningCLI):
 
     module_class: ClassVar[type[LightningModule]]
     data_class: ClassVar[type[LightningDataModule]]
+    recipes: ClassVar[str]
     runs_folder: ClassVar[str] = "runs"
 
     def __init__(self, request: InterruptRequest, args: Sequence[str]) -> None:
@@ -186,15 +188,7 @@ def _silence_what_does_not_apply() -> None:
     advertised.addFilter(lambda record: "litlogger" not in record.getMessage())
 
 
-def _with_default_config(args: list[str], default_config: Path | None) -> list[str]:
-    """Inserts the default config after `fit` if no config is given."""
-    given = any(arg.split("=")[0] in ("-c", "--config") for arg in args)
-    if given or default_config is None or args[:1] != ["fit"]:
-        return args
-    return ["fit", "--config", str(default_config), *args[1:]]
-
-
-def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
+def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: str | None = None) -> None:
     """Runs a command line.
 
     Wrong input ends the process with one line and exit status 2, non-finite numbers with one line and exit status 1;
@@ -203,14 +197,15 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
     Args:
         cli: The command line.
         args: Its arguments, without the program's name; those of the process when None.
-        default_config: Config of `fit` when there is none among the arguments.
+        default_config: Config of `fit` when there is none among the arguments: a file or a shipped recipe.
     """
     request = InterruptRequest()
     request.install()
     _silence_what_does_not_apply()
     with one_line_errors():
         try:
-            cli(request, _with_default_config(list(sys.argv[1:] if args is None else args), default_config))
+            given = sys.argv[1:] if args is None else args
+            cli(request, with_config_paths(given, cli.recipes, default_config))
         except NonFiniteError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)

@@ -21,6 +21,7 @@ class ClassificationCLI(RunCLI):
 
     module_class = ImageClassifier
     data_class = ClassificationData
+    recipes = "cls"
 
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
         """Makes learning curves before `last.ckpt`, and the best checkpoint after it."""
@@ -49,6 +50,6 @@ class ClassificationCLI(RunCLI):
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
-def main(args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
+def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:
     """Runs the command line of classifier training; see `run_command_line`."""
     run_command_line(ClassificationCLI, args, default_config)

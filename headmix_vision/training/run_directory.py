@@ -55,7 +55,11 @@ def prepare_run_directory(run_dir: Path, *, resuming: bool, overwrite: bool) -> 
 def resume_command(run_dir: Path) -> str:
     """The command which continues the run, for the launcher in use."""
     local_size, nodes = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE", "1")
-    launcher = "python"
+    installed = Path(sys.argv[0]).name.startswith("headmix-")
+    command = Path(sys.argv[0]).name if installed else sys.argv[0]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {local_size}"
-    return f"{launcher} {sys.argv[0]} fit -c {run_dir / CONFIG} --ckpt_path last"
+        no_python = "--no-python " if installed else ""
+        command = f"torchrun --nnodes {nodes} --nproc-per-node {local_size} {no_python}{command}"
+    elif not installed:
+        command = f"python {command}"
+    return f"{command} fit -c {run_dir / CONFIG} --ckpt_path last"
