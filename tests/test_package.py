@@ -39,7 +39,7 @@ def test_a_script_runs_with_the_models_registered(tmp_path: Path):
 
 
 FLOORS = ["ops", "layers", "models", "data", "diffusion", "runs", "evaluation", "sampling", "training"]
-GROUND = ["errors", "registry", "atomic", "hashes", "png"]
+GROUND = ["checks", "errors", "registry", "atomic", "hashes", "png"]
 PACKAGE = Path(__file__).parents[1] / "headmix_vision"
 
 

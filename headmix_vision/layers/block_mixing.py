@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headmix_vision.checks import check_choice
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks
 
@@ -53,8 +54,7 @@ class MixingMatrix(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if init not in MIXING_INITS:
-            raise InputError(f"mixing init must be one of {MIXING_INITS}, got {init!r}.")
+        check_choice("mixing init", init, MIXING_INITS)
         self.blocks, self.init = blocks, init
         heads = () if num_heads is None else (num_heads,)
         weight = torch.empty(*heads, blocks.num_blocks, blocks.num_blocks, device=device, dtype=dtype)

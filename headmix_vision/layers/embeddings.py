@@ -77,10 +77,17 @@ class TimestepEmbedding(nn.Module):
         ``t`` [B], floating or integer -> [B, C].
     """
 
-    def __init__(self, dim: int, num_frequencies: int = 256) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_frequencies: int = 256,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.num_frequencies = num_frequencies
-        self.mlp = nn.Sequential(nn.Linear(num_frequencies, dim), nn.SiLU(), nn.Linear(dim, dim))
+        first = nn.Linear(num_frequencies, dim, device=device, dtype=dtype)
+        self.mlp = nn.Sequential(first, nn.SiLU(), nn.Linear(dim, dim, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
         """Draw normal weights of standard deviation 0.02, as in DiT."""
@@ -110,10 +117,17 @@ class LabelEmbedding(nn.Module):
         InputError: for a label out of range. Labels on an accelerator are not checked: it would have to wait.
     """
 
-    def __init__(self, num_classes: int, dim: int, dropout: float) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        dim: int,
+        dropout: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.num_classes, self.dropout = num_classes, dropout
-        self.embedding_table = nn.Embedding(num_classes + (dropout > 0), dim)
+        self.embedding_table = nn.Embedding(num_classes + (dropout > 0), dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Draw normal weights of standard deviation 0.02, as in DiT."""

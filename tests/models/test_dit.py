@@ -297,8 +297,14 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     ("arguments", "message"),
     [
         ({"input_size": 9}, "latent size 9x9 is no multiple of the patch size 2"),
-        ({"num_classes": -1}, "num_classes must not be negative"),
-        ({"class_dropout": 1.0}, "class_dropout must be in"),
+        ({"num_classes": 2.5}, "num_classes must be a whole number of at least 0, got 2.5"),
+        ({"class_dropout": 1.0}, "class_dropout must be below 1"),
+        ({"class_dropout": float("nan")}, "class_dropout must be a finite number from 0 to 1, got nan"),
+        ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
+        ({"mlp_ratio": 0}, "leaves the MLP no width"),
+        ({"input_size": (8,)}, "input_size must be one whole number or two"),
+        ({"core_args": {"conv_size": 3}}, "core_args of 'mhla' has no 'conv_size'"),
+        ({"coreargs": {}}, "dit_mhla_s_2 has no 'coreargs': did you mean 'core_args'"),
         ({"block_grid": (5, 4)}, "larger than the token grid"),
         ({"core": "none"}, "core must be one of"),
         ({"embed_dim": 34}, "multiple of 4"),
@@ -308,7 +314,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
 )
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        create(**arguments)(*batch())
+        create(**arguments)
 
 
 def test_wrong_inputs_are_refused():
@@ -326,3 +332,26 @@ def test_wrong_inputs_are_refused():
             model(*wrong)
     with pytest.raises(ValueError, match="unconditional"):
         create(num_classes=0)(x, t, y)
+
+
+def test_wrong_calls_name_what_is_allowed():
+    model = create()
+    x, t, y = batch()
+    for arguments, message in (
+        ((x[..., :2, :2], t, y), "larger than the token grid"),
+        ((x, t[:2], y), r"t must be one number or \[B\] with B = 3, got shape \(2,\)"),
+        ((x, t, y[:2]), r"labels y must be \[B\] with B = 3, got shape \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(*arguments)
+
+
+@pytest.mark.parametrize("core", ["mhla", "hih"])
+def test_device_and_type_are_no_part_of_the_configuration(core):
+    model = create(f"dit_{core}_s_2", dtype=torch.bfloat16, device="cpu", cpe=True, output_gate=True)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    x, t, y = batch()
+    assert model(x.bfloat16(), t, y).isfinite().all()
+    assert not {"device", "dtype"} & model.architecture.keys()
+    empty = create(f"dit_{core}_s_2", device="meta", filled=False)
+    assert all(p.is_meta for p in empty.parameters())

@@ -312,7 +312,26 @@ def test_head_in_head_models_normalise_the_output_of_heads():
         ({"core": "none"}, "core must be one of"),
         ({"head_mix": "none"}, "head_mix must be"),
         ({"img_size": 70}, "no multiple of the patch size"),
-        ({"patch_drop_rate": 0.2}, "patch_drop_rate"),
+        ({"img_size": (64, 64, 64)}, "img_size must be one whole number or two"),
+        ({"patch_size": 0}, "patch_size must be a whole number of at least 1, got 0"),
+        ({"patch_drop_rate": 0.2}, "patch_drop_rate must be 0, got 0.2"),
+        ({"embeddim": 192}, "has no 'embeddim': did you mean 'embed_dim'"),
+        ({"attn_layer": "none"}, "has no 'attn_layer'"),
+        ({"core_args": {"eps": float("nan")}}, "eps must be a finite number of at least 0, got nan"),
+        ({"core_args": {"epsilon": 1.0}}, "core_args of 'mhla' has no 'epsilon'.* It takes .*eps, impl"),
+        ({"core_args": "paper"}, "core_args of 'mhla' must be a mapping"),
+        ({"block_grid": 2.5}, "block_grid must be a whole number of at least 1, got 2.5"),
+        ({"block_grid": (4,)}, "block_grid must be one whole number or two"),
+        ({"core": "linear", "block_grid": 0}, "block_grid must be a whole number"),
+        ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
+        ({"num_classes": -1}, "num_classes must be a whole number of at least 0, got -1"),
+        ({"reg_tokens": -1}, "reg_tokens must be a whole number"),
+        ({"drop_path_rate": float("nan")}, "drop_path_rate must be a finite number from 0 to 1, got nan"),
+        ({"mlp_ratio": 0.0}, "leaves the MLP no width"),
+        ({"global_pool": "token"}, "needs class_token=True"),
+        ({"global_pool": "mean"}, "global_pool must be one of"),
+        ({"weight_init": "none"}, "weight_init must be one of"),
+        ({"act_layer": "none"}, "timm has no act_layer 'none'"),
         ({"attn_drop_rate": 0.2}, "needs the 'softmax' core"),
     ],
 )
@@ -321,6 +340,23 @@ def test_wrong_arguments_are_refused(arguments, message):
         create("deit_mhla_tiny", **arguments)
 
 
-def test_wrong_image_size_is_refused():
+def test_wrong_images_are_refused():
+    model = create("deit_mhla_tiny")
     with pytest.raises(ValueError, match=r"images are 32x64 pixels, the model takes 64x64"):
-        create("deit_mhla_tiny")(images(size=(32, 64)))
+        model(images(size=(32, 64)))
+    for wrong in (images(chans=1), images()[0]):
+        with pytest.raises(ValueError, match=r"images must be \[B, 3, H, W\], got shape"):
+            model(wrong)
+    with pytest.raises(ValueError, match=r"attn_mask must be \[N, N\] or .* = \(2, 3, 17\), got shape \(3, 3\)"):
+        create("vit_softmax_tiny").forward_features(images(), attn_mask=torch.ones(3, 3))
+
+
+def test_an_image_below_the_block_grid_is_refused_and_changes_nothing():
+    with pytest.raises(ValueError, match=r"block_grid \(4, 4\) is larger than the token grid \(2, 4\)"):
+        create("deit_mhla_tiny", dynamic_img_size=True)(images(size=(32, 64)))
+    model = create("deit_mhla_tiny").eval()
+    before = model(images())
+    with pytest.raises(ValueError, match="larger than the token grid"):
+        model.set_input_size((32, 64))
+    assert torch.equal(model(images()), before)
+    assert create("deit_hih_tiny", dynamic_img_size=True)(images(size=(16, 32))).shape == (2, 7)
