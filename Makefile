@@ -22,14 +22,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Train a classifier on real digits, draw the test digits with their predictions, export, load the export through timm;
 # train a generator on them, draw samples, and score these with the classifier's features.
 demo: install
-	$(BIN)/python train_cls.py fit --config configs/cls/digits.yaml --run_dir runs/demo --overwrite true
-	$(BIN)/python -m headmix_vision.export runs/demo --out runs/demo/model.safetensors
+	$(BIN)/headmix-train-cls fit --run_dir runs/demo --overwrite true
+	$(BIN)/headmix-export runs/demo --out runs/demo/model.safetensors
 	$(BIN)/python examples/classify_digits.py runs/demo/model.safetensors --out runs/demo/digits.png
-	$(BIN)/python train_gen.py fit --config configs/gen/digits.yaml --run_dir runs/demo_gen --overwrite true
+	$(BIN)/headmix-train-gen fit --run_dir runs/demo_gen --overwrite true
 	rm -rf runs/demo_gen/drawn
-	$(BIN)/python sample.py images --model runs/demo_gen --num 1797 --steps 25 --batch-size 128 --npz --out runs/demo_gen/drawn
-	$(BIN)/python -m headmix_vision.evaluate fid --real digits --fake runs/demo_gen/drawn --features runs/demo/model.safetensors
-	$(BIN)/python -m headmix_vision.evaluate accuracy --fake runs/demo_gen/drawn/samples.npz --features runs/demo/model.safetensors
+	$(BIN)/headmix-sample images --model runs/demo_gen --num 1797 --steps 25 --batch-size 128 --npz --out runs/demo_gen/drawn
+	$(BIN)/headmix-evaluate fid --real digits --fake runs/demo_gen/drawn --features runs/demo/model.safetensors
+	$(BIN)/headmix-evaluate accuracy --fake runs/demo_gen/drawn/samples.npz --features runs/demo/model.safetensors
 
 test: install
 	$(PYTEST) -n $(JOBS)
@@ -43,12 +43,13 @@ test-gpu: install
 	$(PYTEST) tests/ops -n $(GPU_JOBS) --dist worksteal -m "slow or not slow"
 
 # The tests with the newest and the oldest versions that pyproject.toml allows, each in an environment of its own
-# that is made afresh and then deleted. TESTS chooses a part.
+# that is made afresh and deleted when they pass. TESTS chooses a part. The oldest need Python 3.10 to 3.12.
 test-newest test-oldest: test-%:
 	rm -rf $(VENV)-$*
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(VENV)-$*/bin/uv pip install --quiet --python $(VENV)-$* --no-cache --resolution $(if $(filter newest,$*),highest,lowest-direct) '.[all,test]'
+	$(VENV)-$*/bin/uv pip install --quiet --python $(VENV)-$* --no-cache \
+		--resolution $(if $(filter newest,$*),highest,lowest-direct) '.[all,test]'
 	cd tests && OMP_NUM_THREADS=1 ../$(VENV)-$*/bin/python -m pytest -n $(JOBS) $(TESTS)
 	rm -rf $(VENV)-$*
 
@@ -62,4 +63,4 @@ format: install
 	$(BIN)/ruff check --fix $(CHECKED)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

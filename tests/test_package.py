@@ -20,8 +20,11 @@ def python(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True)
 
 
-def test_importing_loads_neither_training_nor_plotting():
-    heavy = "lightning", "matplotlib", "sklearn", "torchmetrics", "tensorboard", "jsonargparse"
+def test_importing_loads_neither_generators_nor_training_nor_plotting():
+    heavy = (
+        *("diffusers", "jsonargparse", "lightning", "matplotlib", "pandas", "rich", "sklearn", "tensorboard"),
+        *("torch_fidelity", "torchmetrics", "transformers"),
+    )
     code = f"import sys, headmix_vision; print([m for m in {heavy} if m in sys.modules])"
     assert python("-c", code).stdout.strip() == "[]"
 
@@ -39,7 +42,7 @@ def test_a_script_runs_with_the_models_registered(tmp_path: Path):
 
 
 FLOORS = ["ops", "layers", "models", "data", "diffusion", "runs", "evaluation", "sampling", "training"]
-GROUND = ["checks", "errors", "registry", "atomic", "hashes", "png"]
+GROUND = ["checks", "errors", "extras", "recipes", "registry", "atomic", "hashes", "png"]
 PACKAGE = Path(__file__).parents[1] / "headmix_vision"
 
 
