@@ -123,13 +123,18 @@ def test_input_channels_pooling_and_prefix_tokens(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_gradient_checkpointing_changes_nothing(name):
+def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(name):
     model = create(name)
+    calls = []
+    for block in model.blocks:
+        block.mlp.register_forward_pre_hook(lambda module, args: calls.append(module))
     gradients = []
     for enable in (False, True):
         model.zero_grad()
         model.set_grad_checkpointing(enable)
+        calls.clear()
         model(images()).square().sum().backward()
+        assert len(calls) == (4 if enable else 2)
         gradients.append([p.grad.clone() for p in model.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, checkpointed)
@@ -191,6 +196,40 @@ def test_loading_resamples_positions_and_mixing_to_another_block_grid():
         torch.testing.assert_close(a.attn.core.mixing(), b.attn.core.mixing())
     with pytest.raises(ValueError, match="LinearCore has no token blocks"):
         create("deit_linear_tiny").set_block_grid((2, 2))
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        {"class_token": True, "reg_tokens": 2},
+        {"class_token": True, "reg_tokens": 2, "no_embed_class": True},
+        {"class_token": False, "reg_tokens": 3, "global_pool": "avg"},
+        {"class_token": False, "global_pool": "avg"},
+    ],
+    ids=["class-registers", "no-embed-class", "registers", "none"],
+)
+def test_positions_of_prefix_tokens_stay_when_the_grid_is_resampled(prefix):
+    source = create("vit_mhla_tiny", **prefix)
+    count = 0 if prefix.get("no_embed_class") else source.num_prefix_tokens
+    assert source.pos_embed.shape[1] == count + 16
+    with torch.no_grad():
+        source.pos_embed[:, :count] = torch.arange(count).view(-1, 1).float()
+        source.pos_embed[:, count:] = 7.0
+    loaded = create("vit_mhla_tiny", img_size=96, **prefix)
+    loaded.load_state_dict(source.state_dict())
+    source.set_input_size((96, 96))
+    for model in (loaded, source):
+        assert model.pos_embed.shape[1] == count + 36
+        assert torch.equal(model.pos_embed[0, :count, 0], torch.arange(count).float())
+        torch.testing.assert_close(model.pos_embed[:, count:], torch.full((1, 36, 192), 7.0))
+
+
+def test_attention_dropout_acts_in_training_only():
+    model = create("deit_softmax_tiny", attn_drop_rate=0.5)
+    plain = create("deit_softmax_tiny")
+    plain.load_state_dict(model.state_dict())
+    assert (model(images()) - plain(images())).abs().max() > 1e-4
+    assert torch.equal(model.eval()(images()), plain.eval()(images()))
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
