@@ -157,6 +157,12 @@ def test_options_reach_the_sampler(whole: Path, model: Path, tmp_path: Path) -> 
     assert run("--model", model, "--num", 2, "--steps", 2, "--dtype", "bfloat16", "--out", tmp_path / "half") == 0
 
 
+def test_another_seed_draws_other_samples(whole: Path, model: Path, tmp_path: Path) -> None:
+    assert run("--model", model, "--num", 2, "--steps", 3, "--seed", 1, "--out", tmp_path / "out") == 0
+    first, other = pixels(whole), pixels(tmp_path / "out")
+    assert all(not np.array_equal(first[name], image) for name, image in other.items())
+
+
 def test_unconditional_model(tmp_path: Path) -> None:
     folder, out = save_pipeline(tmp_path / "model", num_classes=0), tmp_path / "out"
     assert run("--model", folder, "--num", 3, "--steps", 2, "--out", out, "--npz") == 0
