@@ -139,6 +139,7 @@ def test_wrong_calls_are_refused():
             make_layer(core)(torch.randn(1, 30, 24), is_causal=True)
 
 
+@pytest.mark.slow
 def test_compiled_layers_do_not_concatenate_the_gradients_of_their_projection():
     """The kernels write them in place, into one tensor, however the layer cuts q, k and v out of it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,6 +18,8 @@ from headmix_vision.models.names import FAMILIES
 
 SMALL = {"input_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
 CORES = ("softmax", "linear", "mhla", "hih")
+# A model is the same block many times: one is enough to try a name.
+DEPTHS = [pytest.param({"depth": 1}, id="block"), pytest.param({}, id="whole", marks=pytest.mark.slow)]
 
 
 def create(name="dit_mhla_s_2", filled=True, **kwargs):
@@ -37,10 +39,11 @@ def batch(size=(8, 8), count=3):
     return torch.randn(count, 4, *size, generator=generator), torch.tensor([1.0, 500.0, 999.0]), torch.tensor([0, 4, 5])
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", sorted(FAMILIES["dit"]))
-def test_every_registered_name(name):
+def test_every_registered_name(name, depth):
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = timm.create_model(name, **depth)
         x = torch.empty(2, *model.pretrained_cfg["input_size"])
         out = model(x, torch.zeros(2), torch.zeros(2, dtype=torch.long))
     assert out.shape == x.shape
@@ -198,7 +201,7 @@ def test_another_block_grid_is_stored():
 
 @pytest.mark.parametrize("core", ["mhla", "hih"])
 def test_compiles_as_one_graph(core):
-    model = create(f"dit_{core}_s_2", cpe=True, output_gate=True).eval()
+    model = create(f"dit_{core}_s_2", depth=1, cpe=True, output_gate=True).eval()
     x, t, y = batch()
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x, t, y), model(x, t, y))
 

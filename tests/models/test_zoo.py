@@ -27,6 +27,11 @@ SMALL = [
 ]
 
 
+slow = pytest.mark.slow
+# A model is the same block many times: one is enough to try a name.
+DEPTHS = [pytest.param({"depth": 1}, id="block"), pytest.param({}, id="whole", marks=pytest.mark.slow)]
+
+
 def create(name, **kwargs):
     torch.manual_seed(0)
     return timm.create_model(name, **{"img_size": 64, "depth": 2, "num_classes": 7, **kwargs})
@@ -36,11 +41,12 @@ def images(batch=2, size=(64, 64), chans=3):
     return torch.randn(batch, chans, *size, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_registered_name(name):
-    """Built and run at its true size, on the meta device."""
+def test_every_registered_name(name, depth):
+    """Built and run at its true width and resolution, on the meta device."""
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = timm.create_model(name, **depth)
     chans, height, width = model.pretrained_cfg["input_size"]
     out = model(torch.empty(2, chans, height, width, device="meta"))
     assert out.shape == (2, model.num_classes) == (2, model.pretrained_cfg["num_classes"])
@@ -60,6 +66,15 @@ def test_names_of_the_zoo():
     assert FAMILIES["deit"]["deit_mhla_small"] == FAMILIES["deit"]["deit_mhla_small_patch16_224"]
     assert "headmix_vit" in timm.list_modules()
     assert inspect.getmodule(timm.model_entrypoint("deit_mhla_small")) is headmix_vision.models.headmix_vit
+
+
+def test_sizes_are_the_official_ones():
+    """Parameters of DeiT and ViT in millions (arXiv 2012.12877, 2010.11929)."""
+    for size, expected in {"tiny": 6, "small": 22, "base": 87, "large": 304}.items():
+        for family in ("deit", "vit"):
+            with torch.device("meta"):
+                model = timm.create_model(f"{family}_softmax_{size}")
+            assert round(sum(p.numel() for p in model.parameters()) / 1e6) == expected
 
 
 def test_softmax_models_are_timms_own():
@@ -254,20 +269,26 @@ def test_torch_fx(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "core_args"), [*((name, {}) for name in SMALL), ("vit_hih_tiny", {"mask": "token", "scans": "cross"})]
+    ("name", "core_args"),
+    [
+        *((name, {}) for name in SMALL[:4]),
+        *(pytest.param(name, {}, marks=slow) for name in SMALL[4:]),
+        pytest.param("vit_hih_tiny", {"mask": "token", "scans": "cross"}, marks=slow),
+    ],
 )
 def test_torch_export_with_a_dynamic_batch(name, core_args):
-    model = create(name, cpe=True, core_args=core_args).eval()
+    model = create(name, depth=1, cpe=True, core_args=core_args).eval()
     exported = torch.export.export(model, (images(3),), dynamic_shapes=({0: torch.export.Dim("batch")},))
     for batch in (2, 5):
         torch.testing.assert_close(exported.module()(images(batch)), model(images(batch)))
 
 
 @pytest.mark.parametrize(
-    "name", ["deit_softmax_tiny", "deit_linear_tiny", "deit_mhla_tiny", "vit_mhla_tiny", "vit_hih_tiny"]
+    "name",
+    [*(pytest.param(name, marks=slow) for name in SMALL[:3]), "vit_mhla_tiny", "vit_hih_tiny"],
 )
 def test_torch_compile_as_one_graph(name):
-    model = create(name, cpe=True, output_gate=True)
+    model = create(name, depth=1, cpe=True, output_gate=True)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     gradients = []
     for f in (model, compiled):
@@ -279,6 +300,7 @@ def test_torch_compile_as_one_graph(name):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@slow
 def test_inductor_forward_and_backward():
     """The default compiler once: it generates code for what the other test only traces."""
     model = create("deit_mhla_tiny", depth=1)

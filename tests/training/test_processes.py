@@ -60,7 +60,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
     assert 0 < load(run_dir / "checkpoints" / "last.ckpt")["global_step"] < 80
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_killed_run_continues_bit_for_bit(signum: signal.Signals, tmp_path: Path) -> None:
     # long enough to be still running when the signal arrives
     long = {"trainer__max_epochs": 4, "trainer__limit_train_batches": 40, "data__num_workers": 1}
