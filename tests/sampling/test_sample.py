@@ -131,7 +131,7 @@ def test_more_samples_continue_a_folder(whole: Path, model: Path, tmp_path: Path
 
 def test_two_processes_equal_one(whole: Path, model: Path, tmp_path: Path) -> None:
     # "--", since torchrun would take --num for an abbreviation of an option of its own
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29653, "--"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--"]
     arguments = ["images", "--model", model, *FAST, "--out", tmp_path / "out", "--npz"]
     result = subprocess.run(
         [str(part) for part in (*command, ROOT / "sample.py", *arguments)],
