@@ -55,6 +55,37 @@ def test_another_resolution_head_and_new_options():
     assert model(torch.randn(1, 3, 96, 96)).shape == (1, 3)
 
 
+@pytest.mark.parametrize("img_size", [64, 96])
+@pytest.mark.parametrize(
+    ("source", "target", "prefix", "positions"),
+    [
+        ("deit_tiny_distilled_patch16_224", "deit_mhla_tiny", {}, []),
+        ("deit_tiny_distilled_patch16_224", "vit_mhla_tiny", {}, [0.0]),
+        ("deit_tiny_distilled_patch16_224", "vit_mhla_tiny", {"no_embed_class": True}, []),
+        ("vit_tiny_patch16_224", "vit_mhla_tiny", {}, [0.0]),
+        ("vit_tiny_patch16_224", "deit_mhla_tiny", {"no_embed_class": True, "reg_tokens": 2}, []),
+    ],
+)
+def test_every_token_keeps_its_own_position(source, target, prefix, positions, img_size):
+    source, model = create(source), create(target, img_size=img_size, **prefix)
+    count = source.num_prefix_tokens
+    with torch.no_grad():
+        source.pos_embed[:, :count] = torch.arange(count).view(-1, 1).float()
+        source.pos_embed[:, count:] = 7.0
+    converted = convert_state_dict(source.state_dict(), model)
+    model.load_state_dict(converted.state_dict)
+    grid = [7.0] * (img_size // 16) ** 2
+    torch.testing.assert_close(model.pos_embed[0, :, 0], torch.tensor([*positions, *grid]))
+
+
+def test_a_source_whose_class_token_has_no_position():
+    source, model = create("vit_tiny_patch16_224", no_embed_class=True), create("deit_mhla_tiny")
+    model.load_state_dict(convert_state_dict(source.state_dict(), model).state_dict)
+    assert torch.equal(model.pos_embed, source.pos_embed)
+    with pytest.raises(ValueError, match="prefix positions"):
+        convert_state_dict(source.state_dict(), create("vit_mhla_tiny"))
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -55,8 +55,14 @@ def test_recipe_trains_one_batch(paths: list[Path], tmp_path: Path, monkeypatch:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("pixels", [224, 384])
-@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("model", "pixels"),
+    [
+        pytest.param(model, pixels, id=f"{model.stem}-{pixels}", marks=marks)
+        for model in MODELS
+        for pixels, marks in ((224, ()), (384, () if "small" in model.stem else pytest.mark.slow))
+    ],
+)
 def test_family_is_built_at_its_true_size(
     model: Path, pixels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
