@@ -15,8 +15,8 @@ def cached_tables(build: Callable[P, R]) -> Callable[P, R]:
     """Cache the results of a function that builds tables on the CPU and copies them to a device.
 
     It runs in a thread of its own. A table outlives the call that asks for it first, so nothing that holds in the
-    caller's thread may reach it: neither inference mode, a tracer or a default device, nor the memory pool of a CUDA
-    graph that warms up, which is given away once the graph is captured.
+    caller's thread may reach it: neither inference mode, a tracer, a transformation or a default device, nor the memory
+    pool of a CUDA graph that warms up, which is given away once the graph is captured.
     """
 
     @lru_cache(maxsize=256)

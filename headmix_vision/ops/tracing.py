@@ -1,0 +1,19 @@
+"""Tells tensors with values from those of tracers and transformations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_plain(x: Tensor) -> bool:
+    """Tell whether a tensor has values that Python may read, and that may be kept from call to call.
+
+    A tensor of torch.compile, of another tracer or of a fake-tensor mode has none; under a transformation of torch.func
+    it stands for many, or leaks when it is kept.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and not torch._C._are_functorch_transforms_active()
+    )
