@@ -19,9 +19,6 @@ def one_line_errors() -> Iterator[None]:
     """End the process with status 2 and one line, with the rank unless it is 0, for an `InputError` or `OSError`."""
     try:
         yield
-    except KeyboardInterrupt:  # where nothing else takes the signal, as during imports
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:
         # the reader of our output, such as `head`, has gone: there is nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
