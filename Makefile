@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # train a generator on them, draw samples, and score these with the classifier's features.
 demo: install
 	$(BIN)/headmix-train-cls fit --run_dir runs/demo --overwrite true
-	$(BIN)/headmix-export runs/demo --out runs/demo/model.safetensors
+	$(BIN)/headmix-export runs/demo --out runs/demo/model.safetensors --overwrite
 	$(BIN)/python examples/classify_digits.py runs/demo/model.safetensors --out runs/demo/digits.png
 	$(BIN)/headmix-train-gen fit --run_dir runs/demo_gen --overwrite true
 	rm -rf runs/demo_gen/drawn

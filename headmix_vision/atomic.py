@@ -1,5 +1,6 @@
 """Files that are either complete or absent."""
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -27,6 +28,10 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
+    except OSError as error:
+        # a full disk shows when writing, where the system names no file
+        error.filename = error.filename or os.fspath(target)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -46,3 +51,15 @@ def remove_temporaries(folder: Path, pattern: str = "*") -> None:
     for entry in folder.glob(f".{pattern}.*.tmp"):
         if is_temporary(entry.name):
             entry.unlink(missing_ok=True)
+
+
+def check_place(path: Path) -> None:
+    """Check, before the work whose result it takes, that a file or folder can be made.
+
+    Raises:
+        OSError: Where its folder would be, there is something else, or it may not be written to.
+    """
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    for number, wrong in ((errno.ENOTDIR, not folder.is_dir()), (errno.EACCES, not os.access(folder, os.W_OK))):
+        if wrong:
+            raise OSError(number, os.strerror(number), str(folder))

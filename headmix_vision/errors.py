@@ -1,38 +1,57 @@
 """Errors that a user can mend, and how command lines end on them."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
+
+_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo, gloo, NCCL
 
 
 class InputError(ValueError):
     """Input of a user is wrong: an option, a file, a name, the shape of a tensor.
 
     The message is one line that says what was given and what is allowed. A command line prints it and ends, as it does
-    for what the system refuses (`OSError`); every other exception is a defect of the program and keeps its traceback.
+    for what the system refuses (`OSError`, `MemoryError`); every other exception is a defect of the program and keeps
+    its traceback.
     """
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the process with status 2 and one line, with the rank unless it is 0, for an `InputError` or `OSError`."""
+    """End the process with status 2 and one line, with the rank unless it is 0, for input or a system that refuses.
+
+    An interrupt ends it with one line too, and with the status that shells give it.
+    """
     try:
         yield
     except BrokenPipeError:
         # the reader of our output, such as `head`, has gone: there is nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (InputError, OSError) as error:
+    except (InputError, OSError, MemoryError) as error:
         # A data loader's worker hands its error on with the traceback in front of the message.
-        message = " ".join(_message(error).rpartition(f"{__name__}.InputError: ")[2].split())
-        rank = os.environ.get("RANK", "0")
-        print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr)
-        sys.exit(2)
+        _end(_message(error).rpartition(f"{__name__}.InputError: ")[2])
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _PEER_IS_GONE):
+            raise
+        _end("another process has ended, see its message")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _end(message: str) -> NoReturn:
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")  # Lightning's own launcher sets the latter alone
+    who = "error" if rank == "0" else f"error (rank {rank})"
+    print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         path = "" if error.filename is None else f": {error.filename}"
         return f"{error.strerror}{path}"
-    return str(error)
+    return f"the memory does not suffice {error}" if isinstance(error, MemoryError) else str(error)

@@ -3,7 +3,13 @@
 T frames, H and W pixels, C channels (1 or 3); uint8, channels last.
 """
 
+import io
 import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +17,7 @@ from PIL import Image, ImageSequence
 from PIL.PngImagePlugin import PngInfo
 
 from headmix_vision.atomic import atomic_path
+from headmix_vision.errors import InputError
 
 Item = Image.Image | list[Image.Image]
 """An image, or the frames of a clip."""
@@ -38,16 +45,53 @@ def write_png(path: str | os.PathLike[str], pixels: np.ndarray) -> None:
         note.add_text(_FRAMES, str(len(pixels)))
         # Without a duration: nothing here knows the frame rate, and Pillow merges equal frames that have one.
         options = {"save_all": True, "append_images": others, "pnginfo": note}
+    # Encoded in memory: where the disk is full, Pillow says `encoder error -2`.
+    encoded = io.BytesIO()
+    item.save(encoded, format="png", **options)
     with atomic_path(path) as temporary:
-        item.save(temporary, format="png", **options)
+        temporary.write_bytes(encoded.getvalue())
 
 
 def read_png(path: str | os.PathLike[str]) -> np.ndarray:
-    """Reads what `write_png` wrote, bit for bit."""
-    with Image.open(path) as image:
+    """Reads what `write_png` wrote, bit for bit.
+
+    Raises:
+        InputError: If the file is damaged.
+    """
+    with _opened(path) as image:
         item = read_item(image)
         pixels = np.stack([*map(np.asarray, item)]) if isinstance(item, list) else np.asarray(item)
         return pixels[..., None] if image.mode == "L" else pixels
+
+
+def check_png(path: str | os.PathLike[str], shape: tuple[int, int, int]) -> None:
+    """Checks that a file holds a whole image of a size, by its checksums, without decoding it.
+
+    Args:
+        path: The file.
+        shape: Height, width and channels (1 or 3).
+
+    Raises:
+        InputError: If the file is damaged, or holds something else.
+    """
+    height, width, channels = shape
+    with _opened(path) as image:
+        if (image.format, image.size) != ("PNG", (width, height)) or image.mode != ("L" if channels == 1 else "RGB"):
+            raise InputError(f"{path} is {image.format} {image.mode} {image.width}x{image.height}")
+        image.verify()
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
+    with Path(path).open("rb") as file:
+        try:
+            with Image.open(file, formats=["png"]) as image:
+                yield image
+        except InputError:
+            raise
+        # what Pillow raises on damaged files
+        except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:
+            raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from None
 
 
 def read_item(image: Image.Image) -> Item:

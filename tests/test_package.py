@@ -43,6 +43,7 @@ def test_a_script_runs_with_the_models_registered(tmp_path: Path):
 
 FLOORS = ["ops", "layers", "models", "data", "diffusion", "runs", "evaluation", "sampling", "training"]
 GROUND = ["errors", "extras", "recipes", "registry", "atomic", "locks", "hashes", "png", "progress"]
+GROUND += ["fields", "tensor_files", "devices", "arguments"]
 PACKAGE = Path(__file__).parents[1] / "headmix_vision"
 
 
@@ -85,3 +86,17 @@ def test_errors_of_users_end_with_one_line(message, line, rank, who, monkeypatch
     with pytest.raises(SystemExit, match="2"), one_line_errors():
         raise InputError(message)
     assert capsys.readouterr().err == f"{who}: {line}\n"
+
+
+def test_a_process_whose_peer_is_gone_ends_with_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"), one_line_errors():
+        raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:20663")
+    assert capsys.readouterr().err == "error: another process has ended, see its message\n"
+    with pytest.raises(RuntimeError, match="size"), one_line_errors():
+        raise RuntimeError("a size is wrong")
+    with pytest.raises(SystemExit, match="2"), one_line_errors():
+        raise MemoryError("for 3 GB")
+    assert capsys.readouterr().err == "error: the memory does not suffice for 3 GB\n"
+    with pytest.raises(SystemExit, match="130"), one_line_errors():
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "interrupted\n"

@@ -1,5 +1,7 @@
 """Augments, crops and normalises images for classifiers, by timm's transforms."""
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,11 @@ from headmix_vision.errors import InputError
 TENSOR_INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 INTERPOLATIONS = (*TENSOR_INTERPOLATIONS, "box", "hamming", "lanczos")
 ERASE_MODES = ("const", "rand", "pixel")
+_NUMBER = r"\d+(\.\d*)?"
+_POLICY = re.compile(
+    rf"rand(-(mstd|mmax|inc|m|n|p){_NUMBER}|-t\w+)*|augmix(-(mstd|m|w|d|a|b){_NUMBER})*"
+    rf"|(originalr?|v0r?|3a)(-mstd{_NUMBER})?"
+)
 
 
 @dataclass
@@ -55,14 +62,19 @@ class Augmentation:
         for name in ("hflip", "vflip", "reprob", "translate"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
         for name in ("scale", "ratio", "rescale"):
-            low, high = getattr(self, name)
-            _require(0 < low <= high, name, getattr(self, name), "(low, high) with 0 < low <= high")
+            bounds = tuple(getattr(self, name))
+            rising = len(bounds) == 2 and 0 < bounds[0] <= bounds[1] < math.inf
+            _require(rising, name, getattr(self, name), "(low, high) with 0 < low <= high, both finite")
         _require(self.scale[1] <= 1, "scale", self.scale, "at most 1")
         for name in ("recount", "repeats"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("color_jitter", "degrees"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+            _require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "at least 0 and finite")
         _require(self.remode in ERASE_MODES, "remode", self.remode, f"one of {', '.join(ERASE_MODES)}")
+        if self.auto_augment is not None:
+            # timm leaves out what it does not understand
+            allowed = "a policy of timm, for example rand-m9-mstd0.5-inc1, or null"
+            _require(bool(_POLICY.fullmatch(self.auto_augment)), "auto_augment", repr(self.auto_augment), allowed)
         if self.interpolation is not None:
             check_interpolation("augmentation.interpolation", self.interpolation, (*INTERPOLATIONS, "random"))
 

@@ -58,8 +58,7 @@ class ClassificationData(DataModule):
     Raises:
         InputError: An option out of range, a missing package, file or split, an empty class folder, splits with
             different classes, a training split smaller than one global batch, a model that does not take 1 or 3
-            channels.
-        RuntimeError: While reading, more than `max_unreadable` of the images are unreadable.
+            channels; while reading, more than `max_unreadable` of the images are unreadable.
     """
 
     use = "classification"
@@ -141,8 +140,8 @@ class ClassificationData(DataModule):
             return
         self._attach(stage)
         if self.predict_path is None:
-            raise InputError("predict_path is not given, it must be an image file or a folder of images")
-        trainer, files = self._attached_trainer(), find_images(self.predict_path, "predict_path")
+            raise InputError("data.predict_path is not given, it must be an image file or a folder of images")
+        trainer, files = self._attached_trainer(), find_images(self.predict_path, "data.predict_path")
         if len(files) < trainer.world_size:
             raise InputError(f"{len(files)} images cannot be shared by {trainer.world_size} processes")
         self._files = ImageFiles(files[trainer.global_rank :: trainer.world_size], PIL_MODES[self._shape[0]])

@@ -79,6 +79,8 @@ class GenerationData(DataModule):
         )
         if hflip and not self.entry.has_images:
             raise InputError(f"hflip does not apply to {dataset}: cache_latents has flipped the images or not")
+        if canvas_size is not None and not dataset.lower().startswith("canvas"):
+            raise InputError(f"canvas_size is {canvas_size}, it must be null for dataset {dataset!r}")
         self.hflip = hflip
         self.canvas_size = canvas_size
 
@@ -101,7 +103,7 @@ class GenerationData(DataModule):
     def request(self, split: str, role: str) -> SplitRequest:
         """As in the base; a canvas may be drawn at another size than the network takes."""
         request = super().request(split, role)
-        if self.canvas_size and self.dataset.lower().startswith("canvas"):
+        if self.canvas_size is not None:
             request = replace(request, shape=(self._shape[0], self.canvas_size, self.canvas_size))
         return request
 

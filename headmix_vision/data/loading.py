@@ -38,7 +38,7 @@ class UnreadableImages:
         """Warn about a newly found image.
 
         Raises:
-            RuntimeError: More than the tolerated share is unreadable.
+            InputError: More than the tolerated share is unreadable, or all.
         """
         if index in self:
             return
@@ -46,10 +46,12 @@ class UnreadableImages:
         count = len(self)
         reason = f"{type(error).__name__}: {error}"
         if count > self.limit * self.seen:
-            raise RuntimeError(
+            raise InputError(
                 f"{count} of {self.seen} images are unreadable ({count / self.seen:.2%}), more than max_unreadable = "
                 f"{self.limit:.2%}; the latest is {name} ({reason})"
-            ) from error
+            ) from None
+        if count == self.seen:
+            raise InputError(f"none of the {count} images is readable; the latest is {name} ({reason})") from None
         warnings.warn(f"skipped unreadable image {name} ({reason}), {count} of {self.seen} so far", stacklevel=2)
 
 
@@ -84,7 +86,7 @@ class TrainSamples(Dataset[tuple[Tensor, int]]):
                 raise
             except Exception as error:  # decoders raise whatever comes to mind on a damaged file
                 self.unreadable.report(index, self.source.name(index), error)
-        raise RuntimeError(f"none of the {len(self)} images is readable")
+        raise InputError(f"none of the {len(self)} images is readable")
 
 
 class PreparedSamples(Dataset[tuple[Tensor, int]]):

@@ -6,7 +6,8 @@ B samples, C channels, *grid 1 to 3 axes (height and width of images; time, heig
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import numbers
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from headmix_vision.diffusion.schedulers import is_flow, set_steps, takes_varian
 from headmix_vision.errors import InputError
 
 CHANNELS = ("all", "first_three")
+MAX_GUIDANCE = 1000.0  # far beyond any picture; sums of larger ones leave float32
 Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [B, C, *grid], times [B] in [0, 1000] and labels [B] to a prediction [B, C or 2C, *grid], float32."""
 StepEnd = Callable[[int, Any, Tensor], Tensor]
@@ -26,17 +28,39 @@ StepEnd = Callable[[int, Any, Tensor], Tensor]
 Generators = torch.Generator | list[torch.Generator] | None
 
 
+class NonFiniteSamplesError(InputError):
+    """Samples became infinite or not a number, by too strong a guidance, too narrow a type, or broken weights.
+
+    Args:
+        samples: Which ones: their places in the batch, or their numbers.
+        when: Where it happened, such as `in step 3 of 50`.
+    """
+
+    def __init__(self, samples: Sequence[int], when: str) -> None:
+        self.samples = samples
+        self.when = when
+        super().__init__(
+            f"sample {samples[0]} became infinite or not a number {when}: lower the guidance, compute in float32,"
+            " or look for broken weights"
+        )
+
+
+def is_number(value: Any) -> bool:
+    """Tells whether a value is one real number; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Guidance:
     """Classifier-free guidance (arXiv 2207.12598): moves the prediction away from that without a class.
 
     Args:
-        scale: 1 leaves the prediction as it is (and costs nothing), 0 forgets the class.
+        scale: 1 leaves the prediction as it is (and costs nothing), 0 forgets the class; at most 1000.
         interval: Noise levels, from 0 (data) to 1 (noise), within which guidance acts (arXiv 2404.07724).
         channels: Guide `all` channels, or the `first_three`, as DiT and SiT did for their published figures.
 
     Raises:
-        InputError: For a negative scale, an interval outside [0, 1] or unknown channels.
+        InputError: For a scale outside [0, 1000], an interval outside [0, 1] or unknown channels.
     """
 
     scale: float = 1.0
@@ -44,11 +68,13 @@ class Guidance:
     channels: Literal["all", "first_three"] = "all"
 
     def __post_init__(self) -> None:
-        if not self.scale >= 0:
-            raise InputError(f"guidance scale must be at least 0, got {self.scale}")
-        low, high = self.interval
-        if not 0 <= low <= high <= 1:
-            raise InputError(f"guidance interval must be within 0 and 1, low before high, got {low} and {high}")
+        if not is_number(self.scale) or not 0 <= self.scale <= MAX_GUIDANCE:
+            raise InputError(f"guidance scale must be at least 0 and at most {MAX_GUIDANCE:g}, got {self.scale!r}")
+        ends = tuple(self.interval) if isinstance(self.interval, Sequence) else ()
+        if len(ends) != 2 or not all(map(is_number, ends)) or not 0 <= ends[0] <= ends[1] <= 1:
+            given = " and ".join(map(str, ends)) if len(ends) == 2 else repr(self.interval)
+            raise InputError(f"guidance interval must be two numbers within 0 and 1, low before high, got {given}")
+        object.__setattr__(self, "interval", ends)
         if self.channels not in CHANNELS:
             raise InputError(f"guidance channels must be one of {CHANNELS}, got {self.channels!r}")
 
@@ -102,6 +128,7 @@ def denoise(
 
     Raises:
         InputError: Guidance without labels or without a null label.
+        NonFiniteSamplesError: A sample became infinite or not a number.
     """
     channels, guidance = noise.shape[1], guidance or Guidance()
     if guidance.enabled and (labels is None or null_label is None):
@@ -123,12 +150,22 @@ def denoise(
     draws = "generator" in inspect.signature(scheduler.step).parameters
     options = {"generator": generator} if draws else {}
     x = noise * float(getattr(scheduler, "init_noise_sigma", 1.0))
+    count = len(scheduler.timesteps)
+    # The first bad step of each sample stays on the device, since looking at it would wait for every step. Predictions
+    # are looked at too: a scheduler that clips makes finite samples of infinite predictions.
+    first_bad = torch.full((len(x),), count, device=x.device)
     for i, t in enumerate(progress(scheduler.timesteps)):
         scaled = x if is_flow(scheduler) else scheduler.scale_model_input(x, t)
         prediction = predict(scaled, _noise_level(scheduler, i, t))
         x = scheduler.step(prediction, t, x, return_dict=False, **options)[0]
         if step_end is not None:
             x = step_end(i, t, x)
+        finite = prediction.isfinite().flatten(1).all(1) & x.isfinite().flatten(1).all(1)
+        first_bad = torch.where(finite, first_bad, first_bad.clamp(max=i))
+    bad_steps = first_bad.tolist()
+    if min(bad_steps) < count:
+        bad = [position for position, step in enumerate(bad_steps) if step < count]
+        raise NonFiniteSamplesError(bad, f"in step {bad_steps[bad[0]] + 1} of {count}")
     return x
 
 

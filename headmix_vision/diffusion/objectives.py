@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,6 +58,10 @@ class ObjectiveConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise InputError(f"objective.{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        for name in ("logit_mean", "logit_std", "shift", "beta_start", "beta_end"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise InputError(f"objective.{name} must be a finite number, got {value!r}")
         if not self.shift > 0 or not self.logit_std > 0:
             raise InputError(
                 f"objective.shift and logit_std must be positive, got shift={self.shift}, logit_std={self.logit_std}"
@@ -66,6 +70,19 @@ class ObjectiveConfig:
             raise InputError("objective.learned_variance needs objective.kind=ddpm: flow matching has no variance")
         if not 0 < self.beta_start <= self.beta_end < 1:
             raise InputError(f"0 < beta_start <= beta_end < 1 must hold, got {self.beta_start} and {self.beta_end}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ObjectiveConfig:
+        """Makes the options that `dataclasses.asdict` wrote.
+
+        Raises:
+            InputError: If an option is unknown or has a wrong value.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise InputError(f"objective has no option {name!r}; it has {', '.join(known)}")
+        return cls(**values)
 
 
 class Objective(ABC):

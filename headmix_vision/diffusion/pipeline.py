@@ -5,10 +5,13 @@ B images, C latent channels, H x W latent size.
 
 from __future__ import annotations
 
+import numbers
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput, SchedulerMixin
 from diffusers.image_processor import VaeImageProcessor
@@ -16,7 +19,7 @@ from diffusers.utils import is_accelerate_available
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from headmix_vision.diffusion.denoising import Generators, Guidance, denoise
+from headmix_vision.diffusion.denoising import Generators, Guidance, NonFiniteSamplesError, denoise
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.errors import InputError
@@ -37,6 +40,9 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         objective: what the network was trained for, an :class:`~headmix_vision.diffusion.ObjectiveConfig` as a
             dictionary; flow matching when None.
         class_names: one name per class.
+
+    Raises:
+        InputError: if the autoencoder's latents are not the network's, or the objective or the names are malformed.
     """
 
     model_cpu_offload_seq = "transformer->vae"
@@ -52,8 +58,18 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         class_names: list[str] | None = None,
     ) -> None:
         super().__init__()
+        if vae is not None and vae.config.get("latent_channels") != transformer.in_channels:
+            raise InputError(
+                f"the autoencoder's latents have {vae.config.get('latent_channels')} channels,"
+                f" those of the network {transformer.in_channels}"
+            )
+        if class_names is not None and not (
+            isinstance(class_names, list) and all(isinstance(name, str) for name in class_names)
+        ):
+            raise InputError(f"class_names must be a list of texts, got {class_names!r:.100}")
+        objective = asdict(ObjectiveConfig.from_dict(objective or {}))
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
-        self.register_to_config(objective=dict(objective or asdict(ObjectiveConfig())), class_names=class_names)
+        self.register_to_config(objective=objective, class_names=class_names)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> HeadMixDiTPipeline:
@@ -64,7 +80,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
     @property
     def objective(self) -> ObjectiveConfig:
         """What the network was trained for."""
-        return ObjectiveConfig(**self.config.objective)
+        return ObjectiveConfig.from_dict(self.config.objective)
 
     def set_scheduler(self, name: str | None) -> None:
         """Chooses another scheduler by its name in :data:`~headmix_vision.diffusion.SCHEDULER_NAMES`."""
@@ -110,19 +126,22 @@ class HeadMixDiTPipeline(DiffusionPipeline):
             `ImagePipelineOutput` with `images`.
 
         Raises:
-            InputError: if labels are missing, too many, or out of range, guidance is asked of a model without a null
-                class, a size does not fit, or an option is unknown.
+            InputError: if labels are missing, too many, no whole numbers or out of range, guidance is asked of a model
+                without a null class, a size does not fit or needs more memory than there is, or an option is unknown.
+            NonFiniteSamplesError: if an image became infinite or not a number.
         """
-        guidance = Guidance(guidance_scale, tuple(guidance_interval), guidance_channels)  # type: ignore[arg-type]
+        guidance = Guidance(guidance_scale, guidance_interval, guidance_channels)  # type: ignore[arg-type]
         labels = self.check_labels(class_labels, num_images, guidance)
-        count = len(labels) if labels is not None else int(num_images or 1)
+        count = len(labels) if labels is not None else num_images or 1
         self._check_options(num_inference_steps, output_type, callback_on_step_end_tensor_inputs, generator, count)
         shape = (count, self.transformer.config.in_channels, *self._latent_size(height, width))
+        self.check_memory(count, height, width, guidance)
         device = self._execution_device
         if latents is None:
             latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
-        elif tuple(latents.shape) != shape:
-            raise InputError(f"latents must be of shape {list(shape)}, got {list(latents.shape)}.")
+        elif not isinstance(latents, Tensor) or tuple(latents.shape) != shape or not latents.isfinite().all():
+            given = list(latents.shape) if isinstance(latents, Tensor) else type(latents).__name__
+            raise InputError(f"latents must be of shape {list(shape)} and finite, got {given}")
         latents = latents.to(device, torch.float32)
         if labels is not None:
             labels = labels.to(device)
@@ -134,7 +153,11 @@ class HeadMixDiTPipeline(DiffusionPipeline):
             if callback_on_step_end is None:
                 return latents
             tensors = {name: latents for name in callback_on_step_end_tensor_inputs}
-            return (callback_on_step_end(self, i, t, tensors) or {}).get("latents", latents)
+            returned = callback_on_step_end(self, i, t, tensors)
+            changed = returned.get("latents", latents) if isinstance(returned, dict) else latents
+            if not (returned is None or isinstance(returned, dict)) or changed.shape != latents.shape:
+                raise InputError(f"callback_on_step_end must return a dictionary, with latents {list(latents.shape)}")
+            return changed
 
         latents = denoise(
             network,
@@ -162,34 +185,68 @@ class HeadMixDiTPipeline(DiffusionPipeline):
             raise InputError(
                 f"guidance scale {guidance.scale} needs a null class, but the model is {kind}: use guidance scale 1"
             )
+        if guidance.channels == "first_three" and model.in_channels < 3:
+            raise InputError(f"guidance channels 'first_three' given, but the model has {model.in_channels}")
+        if num_images is not None:
+            _check_whole("num_images", num_images, 1)
         if model.num_classes == 0:
             if class_labels is not None:
                 raise InputError("class_labels given, but the model is unconditional: give num_images instead")
             return None
         if class_labels is None:
             raise InputError(f"class_labels are missing: a label from 0 to {model.num_classes - 1} for each image")
-        labels = torch.as_tensor(class_labels, dtype=torch.long).reshape(-1).cpu()
+        labels = _as_list(class_labels)
         if num_images is not None and num_images != len(labels):
             raise InputError(f"{len(labels)} class_labels, but num_images is {num_images}")
         highest = model.num_classes if model.has_null_class else model.num_classes - 1
-        bad = labels[(labels < 0) | (labels > highest)]
-        if len(bad) or not len(labels):
-            what = f"class label {int(bad[0])} is out of range" if len(bad) else "class_labels are empty"
+        bad = [label for label in labels if not 0 <= label <= highest]
+        if bad or not labels:
+            what = f"class label {bad[0]} is out of range" if bad else "class_labels are empty"
             raise InputError(f"{what}: the model takes 0 to {model.num_classes - 1}")
-        return labels
+        return torch.tensor(labels, dtype=torch.long)
+
+    def check_memory(self, count: int, height: int | None, width: int | None, guidance: Guidance) -> None:
+        """Refuses images whose tokens alone, with the hidden layer of an MLP, are more than the memory holds.
+
+        Raises:
+            InputError: If `count` images of this size at a time cannot be made on the pipeline's device.
+        """
+        latent_height, latent_width = self._latent_size(height, width)
+        tokens = latent_height * latent_width // self.transformer.patch_size**2
+        width_of_all = self.transformer.embed_dim * (1 + 2 * self.transformer.config.mlp_ratio)
+        values = count * tokens * width_of_all * (2 if guidance.enabled else 1)
+        needed = values * self.transformer.dtype.itemsize
+        device = self._execution_device
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+        else:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > memory:
+            size = "x".join(map(str, self.image_size(height, width)))
+            raise InputError(
+                f"{count} images of {size} pixels at a time need more than {needed / 1e9:.0f} GB,"
+                f" the memory of {device} is {memory / 1e9:.0f} GB"
+            )
 
     def _check_options(
         self, num_steps: int, output_type: str, tensor_inputs: Sequence[str], generator: Generators, count: int
     ) -> None:
-        if num_steps < 1 or num_steps > NUM_TIMESTEPS:
-            raise InputError(f"num_inference_steps must be from 1 to {NUM_TIMESTEPS}, got {num_steps}")
+        _check_whole("num_inference_steps", num_steps, 1, NUM_TIMESTEPS)
         if output_type not in OUTPUT_TYPES:
             raise InputError(f"output_type must be one of {OUTPUT_TYPES}, got {output_type!r}")
         unknown = set(tensor_inputs) - set(self._callback_tensor_inputs)
         if unknown:
             raise InputError(f"callback_on_step_end_tensor_inputs may hold 'latents' only, got {sorted(unknown)}")
+        for one in generator if isinstance(generator, list) else [generator]:
+            if one is not None and not isinstance(one, torch.Generator):
+                raise InputError(f"generator must be a torch.Generator or a list of them, got {one!r:.100}")
         if isinstance(generator, list) and len(generator) != count:
             raise InputError(f"{len(generator)} generators for {count} images: give one for each, or a single one")
+
+    @property
+    def image_channels(self) -> int:
+        """Channels of the images, 1 or 3 as a rule."""
+        return self.transformer.in_channels if self.vae is None else int(self.vae.config.get("out_channels", 3))
 
     def image_size(self, height: int | None = None, width: int | None = None) -> tuple[int, int]:
         """Returns height and width of the images in pixels, those of training where None is given."""
@@ -203,7 +260,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         sizes = []
         for name, pixels, own in (("height", height, trained[0]), ("width", width, trained[1])):
             unit = factor * self.transformer.patch_size
-            if pixels is not None and (pixels < unit or pixels % unit):
+            if pixels is not None and (not _is_whole(pixels) or pixels < unit or pixels % unit):
                 raise InputError(f"{name} must be a multiple of {unit} pixels, got {pixels}")
             sizes.append(own if pixels is None else pixels // factor)
         return sizes[0], sizes[1]
@@ -215,4 +272,31 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         if self.vae is not None:
             latents = latent_scale(self.vae.config).undo(latents)
             images = self.vae.decode(latents.to(self.vae.dtype)).sample.float()
+            bad = (~images.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
+            if bad:
+                raise NonFiniteSamplesError(bad, "in the autoencoder")
         return VaeImageProcessor().postprocess(images, output_type)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if not _is_whole(value) or value < low or (high is not None and value > high):
+        allowed = f"from {low} to {high}" if high is not None else f"{low} or more"
+        raise InputError(f"{name} must be {allowed}, a whole number, got {value!r}")
+
+
+def _as_list(class_labels: Any) -> list[int]:
+    """Lists labels; torch itself would round 1.5 and take True for 1."""
+    if isinstance(class_labels, Tensor | np.ndarray):
+        class_labels = class_labels.tolist()
+    items = list(class_labels) if isinstance(class_labels, Sequence) and not isinstance(class_labels, str) else None
+    labels = []
+    for item in [class_labels] if items is None else items:
+        label = item.item() if isinstance(item, Tensor) and item.ndim == 0 else item
+        if not _is_whole(label):
+            raise InputError(f"class_labels must be a whole number for each image, got {label!r:.100}")
+        labels.append(int(label))
+    return labels

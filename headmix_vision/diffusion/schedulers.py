@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import diffusers
@@ -79,6 +80,26 @@ def scheduler_name(scheduler: SchedulerMixin) -> str:
         if any(class_name == type(scheduler).__name__ for class_name, _ in entry.values()):
             return name
     return type(scheduler).__name__
+
+
+def check_scheduler_class(class_name: str, objective: ObjectiveConfig) -> None:
+    """Raises `InputError` if a class of diffusers is no scheduler for what the network was trained for."""
+    fitting = {entry[objective.kind][0] for entry in _TABLE.values() if objective.kind in entry}
+    if class_name not in fitting:
+        raise InputError(
+            f"{class_name!r} is no scheduler for objective.kind={objective.kind}; these are:"
+            f" {', '.join(sorted(fitting))}"
+        )
+
+
+def check_scheduler_config(scheduler: SchedulerMixin) -> None:
+    """Raises `InputError` if nothing can be sampled with the configuration of a scheduler, as read from a file."""
+    steps = scheduler.config.get("num_train_timesteps")
+    if steps != NUM_TIMESTEPS:
+        raise InputError(f"num_train_timesteps of the scheduler must be {NUM_TIMESTEPS}, got {steps!r}")
+    for name, value in scheduler.config.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{name} of the scheduler must be finite, got {value}")
 
 
 def takes_variance(scheduler: SchedulerMixin) -> bool:

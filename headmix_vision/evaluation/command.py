@@ -6,6 +6,7 @@ data set NAME[:SPLIT][SLICE]. `stats` keeps the statistics of X, to read its ima
 
 import argparse
 import json
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,41 +15,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress as RichProgress
 from torch import Tensor
 
-from headmix_vision.atomic import atomic_path
+from headmix_vision.arguments import OneLineParser
+from headmix_vision.atomic import atomic_path, check_place
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.npz import npz_arrays, npz_labels
-from headmix_vision.evaluation.sample_sets import ImageSet, open_images
-from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer
-from headmix_vision.evaluation.statistics import Statistics, read_statistics, write_statistics
+from headmix_vision.evaluation.npz import npz_labels
+from headmix_vision.evaluation.sample_sets import ImageSet
+from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer, open_side
+from headmix_vision.evaluation.statistics import Statistics, write_statistics
+from headmix_vision.progress import progress
+
+Side = ImageSet | Statistics
+
+
+class _DryRun(Exception):
+    """Ends a dry run where the first image would be scored."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong input ends the process with one line and exit status 2."""
     options = _parser().parse_args(args)
-    with warnings.catch_warnings(record=True) as caught, one_line_errors():
-        warnings.simplefilter("default")
-        _check_out(options)
-        result = _run(options)
-    notes = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    for note in notes:
-        print(f"warning: {note}", file=sys.stderr)
-    if options.metric == "stats":
-        print(f"{options.out}: {result['count']} images")
-        return
-    result["warnings"] = notes
-    if options.out is not None:
-        with atomic_path(options.out) as temporary:
-            temporary.write_text(json.dumps(result, indent=2) + "\n")
-    print(" · ".join(f"{name} {value:.6g}" for name, value in result["scores"].items()))
+    with one_line_errors():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            _check_out(options)
+            result = _run(options)
+        notes = [str(warning.message) for warning in caught if warning.category is UserWarning]
+        for note in notes:
+            print(f"warning: {note}", file=sys.stderr)
+        if "dry_run" in result:
+            print(result["dry_run"])
+        elif options.metric == "stats":
+            print(f"{options.out}: {result['count']} images")
+        else:
+            # before the file: a disk that is full must not cost the score
+            print(" · ".join(f"{name} {value:.6g}" for name, value in result["scores"].items()), flush=True)
+            if options.out is not None:
+                with atomic_path(options.out) as temporary:
+                    temporary.write_text(json.dumps({**result, "warnings": notes}, indent=2) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m headmix_vision.evaluate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--image-size", type=int, help="scale and centre-crop all images to this size first")
         command.add_argument("--batch-size", type=int, default=64, help="images at a time (64)")
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
+        command.add_argument("--dry-run", action="store_true", help="open and check everything, score nothing")
         for option, (default, about) in METRICS[name].options.items() if name != "stats" else ():
             command.add_argument(f"--{option.replace('_', '-')}", type=int, default=default, help=about)
     return parser
@@ -80,6 +91,8 @@ def _check_out(options: argparse.Namespace) -> None:
         raise InputError(f"--out of stats must end in .safetensors, got {out}")
     if out is not None and out.exists():
         raise InputError(f"{out} already exists; choose another --out or remove it")
+    if out is not None:
+        check_place(out)
     if options.image_size is not None and options.image_size < 1:
         raise InputError(f"--image-size is {options.image_size}, it must be at least 1")
 
@@ -88,22 +101,59 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     extractor = open_extractor(options.features, options.device)
     if not extractor.description.get("official", True):
         warnings.warn("these Inception weights are not the official file, scores compare with nothing", stacklevel=1)
-    scorer = Scorer(extractor, options.batch_size, _progress)
+    scorer = Scorer(extractor, options.batch_size, _stop if options.dry_run else _progress)
+    metric = METRICS.get(options.metric)
+    names = ("real",) if metric is None else ("real", "fake") if metric.compares else ("fake",)
+    sides = {
+        name: open_side(
+            getattr(options, name),
+            extractor,
+            image_size=options.image_size,
+            root=options.root,
+            statistics=metric is not None and metric.takes_statistics,
+        )
+        for name in names
+    }
+    if options.root is not None and not any(side.description["kind"] == "dataset" for side in sides.values()):
+        raise InputError(f"--root is {options.root}, but no side is a data set")
+    try:
+        return _score(options, scorer, sides)
+    except _DryRun:
+        described = " and ".join(f"{name} {_describe(side)}" for name, side in sides.items())
+        target = "" if options.out is None else f", write {options.out}"
+        return {"dry_run": f"would score {described} by {extractor.description['name']} on {options.device}{target}"}
+
+
+def _describe(side: Side) -> str:
+    about = side.description
+    return (
+        f"{about['source']} ({len(side)} images)" if isinstance(side, ImageSet) else f"{about['source']} (statistics)"
+    )
+
+
+def _score(options: argparse.Namespace, scorer: Scorer, sides: dict[str, Side]) -> dict[str, Any]:
+    extractor = scorer.extractor
     if options.metric == "stats":
-        statistics = scorer.statistics(_images(options, options.real, extractor.mode))
+        (images,) = sides.values()
+        assert isinstance(images, ImageSet)
+        statistics = scorer.statistics(images)
         write_statistics(options.out, statistics)
         return statistics.description
     metric = METRICS[options.metric]
-    names = ("real", "fake") if metric.compares else ("fake",)
-    sides = {side: _open(options, getattr(options, side), extractor.mode) for side in names}
     arguments = {name: getattr(options, name) for name in metric.options}
     if metric.takes_labels:
         if Path(options.fake).suffix != ".npz":
             raise InputError(f"{options.metric} needs an .npz file with labels, --fake is {options.fake}")
         arguments["labels"] = npz_labels(Path(options.fake))
+    scores = metric.compute(scorer, *sides.values(), **arguments)
+    for name, value in scores.items():
+        if not math.isfinite(value):
+            raise InputError(f"{name} is {value}: these images have no such score")
+    if options.dry_run:
+        raise _DryRun
     return {
         "metric": options.metric,
-        "scores": metric.compute(scorer, *sides.values(), **arguments),
+        "scores": scores,
         **{side: images.description for side, images in sides.items()},
         "extractor": extractor.description,
         "rng_seed": RNG_SEED,
@@ -114,28 +164,12 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _open(options: argparse.Namespace, source: str, mode: str) -> ImageSet | Statistics:
-    path, takes_statistics = Path(source), METRICS[options.metric].takes_statistics
-    holds_statistics = path.suffix == ".safetensors" and path.is_file()
-    if path.suffix == ".npz" and path.is_file():
-        # ADM's references hold both: statistics of all images, and some of the images for the other scores
-        arrays = npz_arrays(path)
-        holds_statistics = "arr_0" not in arrays or (takes_statistics and {"mu", "sigma"} <= set(arrays))
-    if not holds_statistics:
-        return _images(options, source, mode)
-    if not takes_statistics:
-        raise InputError(f"{source} holds no images, only their statistics, which are enough for fid alone")
-    return read_statistics(path)
-
-
-def _images(options: argparse.Namespace, source: str, mode: str) -> ImageSet:
-    return open_images(source, mode, options.image_size, options.root)
-
-
 def _progress(batches: Iterable[Tensor], count: int) -> Iterator[Tensor]:
-    console = Console(stderr=True)
-    with RichProgress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("images", total=count)
+    with progress("scoring", count, "images") as advance:
         for batch in batches:
             yield batch
-            bar.advance(task, len(batch))
+            advance(len(batch))
+
+
+def _stop(batches: Iterable[Tensor], count: int) -> Iterator[Tensor]:
+    raise _DryRun

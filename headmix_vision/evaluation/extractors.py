@@ -8,21 +8,22 @@ import json
 import pickle
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
+from headmix_vision.devices import open_device
 from headmix_vision.errors import InputError
+from headmix_vision.fields import check_fields
 from headmix_vision.hashes import file_sha256, state_sha256
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, find_checkpoint
-from headmix_vision.runs.networks import load_network
+from headmix_vision.runs.networks import create_network, load_network
+from headmix_vision.tensor_files import header_of, open_tensors
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
@@ -36,11 +37,15 @@ class FeatureExtractor(ABC):
     Attributes:
         grid_axes: Axes of the samples it takes: 2 for images, 3 for clips.
         mode: PIL mode of the samples it takes, `L` or `RGB`.
+        num_features: D, where it is known before any sample is seen.
+        num_classes: K.
         description: Everything about it that changes a score: name, weights and their hash, resizing.
     """
 
     grid_axes = 2
     mode: str
+    num_features: int | None = None
+    num_classes: int
     description: dict[str, Any]
 
     def __call__(self, samples: Tensor) -> dict[str, Tensor]:
@@ -78,6 +83,8 @@ class InceptionExtractor(FeatureExtractor):
     """
 
     mode = "RGB"
+    num_features = 2048
+    num_classes = 1008
 
     def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
         if not path.is_file():
@@ -86,6 +93,7 @@ class InceptionExtractor(FeatureExtractor):
                 " or give its place with --features PATH"
             )
         state = _read_weights(path)
+        check_finite(state, str(path))
         # torch-fidelity reads weights from a path or file by itself, with a loader that would run code in them.
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -145,6 +153,8 @@ class ClassifierExtractor(FeatureExtractor):
             raise InputError(f"{name} takes {channels} channels and has {network.num_classes} classes: no classifier")
         self.mode = "L" if channels == 1 else "RGB"
         self.network: Any = network.to(device).eval().requires_grad_(False)
+        self.num_features = getattr(network, "head_hidden_size", None)
+        self.num_classes = cast("int", network.num_classes)
         self.device = torch.device(device)
         self.size: tuple[int, int] = (size[0], size[1])
         self.mean = torch.tensor(config["mean"], device=device).view(-1, 1, 1)
@@ -158,7 +168,7 @@ class ClassifierExtractor(FeatureExtractor):
             "mode": self.mode,
             "mean": list(config["mean"]),
             "std": list(config["std"]),
-            "num_classes": network.num_classes,
+            "num_classes": self.num_classes,
         }
 
     @torch.inference_mode()
@@ -185,7 +195,7 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
     Raises:
         InputError: Weights that are missing, with where to get them, or that cannot be used.
     """
-    path = Path(features)
+    device, path = open_device(str(device)), Path(features)
     if features == "inception":
         return InceptionExtractor(Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE, device)
     if features == "digits":
@@ -217,32 +227,37 @@ def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtra
     Raises:
         InputError: No such file, or neither of the two.
     """
-    header: dict[str, str] = {}
-    if path.suffix == ".safetensors" and path.is_file():
-        try:
-            with safe_open(path, "pt") as file:
-                header = file.metadata() or {}
-        except SafetensorError as error:
-            raise InputError(f"{path} is truncated or no safetensors file: {error}") from None
+    header = header_of(path) if path.suffix == ".safetensors" and path.is_file() else {}
     if "model_name" not in header:
         return InceptionExtractor(path, device)
-    name, arguments = header["model_name"], json.loads(header["model_args"])
+    name = header["model_name"]
+    try:
+        arguments = check_fields(f"model_args of {path}", json.loads(header.get("model_args", "{}")), {})
+    except json.JSONDecodeError as error:
+        raise InputError(f"model_args of {path} is damaged: {error}") from None
     if not timm.is_model(name):
         raise InputError(f"{path} is of the model {name!r}, which timm does not know here")
-    return ClassifierExtractor(timm.create_model(name, checkpoint_path=str(path), **arguments), name, device)
+    if name.startswith("dit_"):
+        raise InputError(f"{path} is of the generator {name}, features come from a classifier")
+    size = {key: arguments.pop(key, None) for key in ("num_classes", "img_size")}
+    return ClassifierExtractor(create_network(name, **size, model_args=arguments, checkpoint=str(path)), name, device)
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
+            with open_tensors(path) as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(
             f"{path} holds objects other than tensors, or is no weights file; nothing was loaded"
         ) from None
-    except (SafetensorError, RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        raise InputError(f"{path} is truncated or damaged: {str(error).splitlines()[0]}") from None
+    except InputError:
+        raise
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"{path} is truncated or damaged: {reason}") from None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise InputError(f"{path} holds no state dict")
     return state

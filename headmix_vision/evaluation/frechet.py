@@ -5,11 +5,15 @@ Shapes: B images of a batch, N images in all, D features.
 
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+
+# Of the largest value: what a covariance that was stored as float16 may differ from one.
+_ASYMMETRY, _NEGATIVE = 1e-5, 1e-3
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Gaussian:
         count: Number of images behind it; None where a file does not tell.
 
     Raises:
-        InputError: Shapes that do not belong together, or values that are not finite.
+        InputError: Shapes that do not belong together, values that are not finite, or a covariance that is not
+            symmetric.
     """
 
     mean: Tensor
@@ -30,13 +35,30 @@ class Gaussian:
     count: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mean.ndim != 1 or self.covariance.shape != (len(self.mean), len(self.mean)):
+        if self.mean.ndim != 1 or len(self.mean) < 1 or self.covariance.shape != (len(self.mean), len(self.mean)):
             raise InputError(
                 f"mean {list(self.mean.shape)} and covariance {list(self.covariance.shape)} do not belong together:"
                 " they must be [D] and [D, D]"
             )
         if not (self.mean.isfinite().all() and self.covariance.isfinite().all()):
             raise InputError("mean or covariance holds values that are not finite")
+        largest = self.covariance.abs().max().item()
+        if not torch.allclose(self.covariance, self.covariance.T, rtol=0, atol=_ASYMMETRY * largest):
+            raise InputError("the covariance is not symmetric")
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """F, float64 [D, R], with F F^T = covariance of rank R; eigenvalues that are rounding errors are left out.
+
+        Raises:
+            InputError: The covariance has negative eigenvalues.
+        """
+        values, vectors = torch.linalg.eigh((self.covariance + self.covariance.T) / 2)
+        if values[0] < -_NEGATIVE * values.abs().max():
+            raise InputError(f"the covariance is none: its smallest eigenvalue is {values[0].item():.3g}, below 0")
+        tolerance = len(values) * torch.finfo(values.dtype).eps * values.abs().max()
+        keep = values > tolerance
+        return vectors[:, keep] * values[keep].sqrt()
 
 
 class Moments:
@@ -64,17 +86,22 @@ class Moments:
         if len(features) == 0:
             return
         features = features.double()
+        batch = Moments()
         batch_mean = features.mean(0)
         centred = features - batch_mean
-        batch_scatter = (centred.T @ centred).cpu()
-        batch_mean = batch_mean.cpu()
-        if self.count == 0:
-            self.count, self.mean, self.scatter = len(features), batch_mean, batch_scatter
+        batch.count, batch.mean, batch.scatter = len(features), batch_mean.cpu(), (centred.T @ centred).cpu()
+        self.merge(batch)
+
+    def merge(self, other: "Moments") -> None:
+        """Adds the features that other moments are of."""
+        if self.count == 0 or other.count == 0:
+            if other.count:
+                self.count, self.mean, self.scatter = other.count, other.mean, other.scatter
             return
-        total = self.count + len(features)
-        shift = batch_mean - self.mean
-        self.scatter += batch_scatter + torch.outer(shift, shift) * (self.count * len(features) / total)
-        self.mean = self.mean + shift * (len(features) / total)
+        total = self.count + other.count
+        shift = other.mean - self.mean
+        self.scatter = self.scatter + other.scatter + torch.outer(shift, shift) * (self.count * other.count / total)
+        self.mean = self.mean + shift * (other.count / total)
         self.count = total
 
     def gaussian(self) -> Gaussian:
@@ -104,7 +131,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
         The squared distance, at least 0.
 
     Raises:
-        InputError: Different numbers of features.
+        InputError: Different numbers of features, or a covariance with negative eigenvalues.
     """
     if len(a.mean) != len(b.mean):
         raise InputError(f"the two sides have {len(a.mean)} and {len(b.mean)} features")
@@ -115,14 +142,6 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
                 " depends strongly on the number of images",
                 stacklevel=2,
             )
-    root_trace = torch.linalg.svdvals(_factor(a.covariance).T @ _factor(b.covariance)).sum()
+    root_trace = torch.linalg.svdvals(a.factor.T @ b.factor).sum()
     distance = (a.mean - b.mean).square().sum() + a.covariance.trace() + b.covariance.trace() - 2 * root_trace
     return max(0.0, distance.item())
-
-
-def _factor(covariance: Tensor) -> Tensor:
-    """Computes F [D, R] with F F^T = covariance [D, D] of rank R; eigenvalues that are rounding errors are left out."""
-    values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
-    tolerance = len(values) * torch.finfo(values.dtype).eps * values.abs().max()
-    keep = values > tolerance
-    return vectors[:, keep] * values[keep].sqrt()

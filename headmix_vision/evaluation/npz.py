@@ -1,6 +1,7 @@
 """Reading npz files as ADM's evaluation takes them: uint8 images `arr_0`, and their labels."""
 
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.png import Item, to_item
+
+# What zipfile, its decompressors and numpy raise on a file that is damaged or of another kind.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, RuntimeError)
 
 
 class NpzImages:
@@ -29,6 +33,7 @@ class NpzImages:
         self.source = str(path)
         with _open_pixels(self.source) as (_, shape, dtype, fortran_order):
             pixels = len(shape) == 3 or (len(shape) in (4, 5) and shape[-1] in (1, 3))
+            pixels = pixels and min(shape[1:]) > 0 and shape[0] >= 0
             if dtype != np.uint8 or not pixels or fortran_order:
                 raise InputError(
                     f"{path}: arr_0 is {dtype} {list(shape)}, it must be uint8 [N, H, W, C] or [N, T, H, W, C] with"
@@ -43,10 +48,7 @@ class NpzImages:
         length = int(np.prod(self.shape[1:]))
         with _open_pixels(self.source) as (file, *_):
             for index in range(len(self)):
-                try:
-                    data = file.read(length)
-                except (zipfile.BadZipFile, EOFError, OSError) as error:
-                    raise InputError(f"{self.source} is damaged at image {index}: {error}") from None
+                data = file.read(length)
                 if len(data) < length:
                     raise InputError(f"{self.source} is truncated at image {index} of {len(self)}")
                 pixels = np.frombuffer(data, np.uint8).reshape(self.shape[1:])
@@ -56,7 +58,7 @@ class NpzImages:
 @contextmanager
 def _open_pixels(path: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any], bool]]:
     """Opens `arr_0` of an npz file: gives the file behind its header, shape, dtype and if it is in Fortran order."""
-    with zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as member:
+    with _whole(path), zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as member:
         version = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran_order, dtype = read_header(member)
@@ -69,11 +71,32 @@ def npz_arrays(path: Path) -> list[str]:
     Raises:
         InputError: Not an npz file.
     """
+    with _whole(path), zipfile.ZipFile(path) as archive:
+        return [name.removesuffix(".npy") for name in archive.namelist()]
+
+
+def npz_array(path: Path, name: str) -> np.ndarray:
+    """Reads an array of an npz file.
+
+    Raises:
+        InputError: Not an npz file, or a damaged one; no such array; an array of Python objects.
+    """
+    with _whole(path), np.load(path, allow_pickle=False) as file:
+        array = file[name]
+    if not isinstance(array, np.ndarray):  # numpy gives the bytes of what is no array
+        raise InputError(f"{path}: {name} is no array")
+    return array
+
+
+@contextmanager
+def _whole(path: str | Path) -> Iterator[None]:
     try:
-        with zipfile.ZipFile(path) as archive:
-            return [name.removesuffix(".npy") for name in archive.namelist()]
-    except (zipfile.BadZipFile, OSError) as error:
-        raise InputError(f"{path} is truncated or no npz file: {error}") from None
+        yield
+    except InputError:
+        raise
+    except _DAMAGE as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"{path} is truncated, damaged or no npz file: {reason}") from None
 
 
 def npz_labels(path: Path) -> Tensor:
@@ -86,11 +109,7 @@ def npz_labels(path: Path) -> Tensor:
     name = next((name for name in ("labels", "arr_1") if name in arrays), None)
     if name is None:
         raise InputError(f"{path} has no labels or arr_1, it has {', '.join(arrays)}")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            labels = file[name]
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    labels = npz_array(path, name)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise InputError(f"{path}: {name} is {labels.dtype} {list(labels.shape)}, it must be integers [N]")
     return torch.from_numpy(labels.astype(np.int64))

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets import find_dataset, open_source
-from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, to_picture
+from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, check_depth, to_picture
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays
 from headmix_vision.png import Item, read_item, to_item
 
 DECODER_THREADS = 8
 SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
-_EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[-\d:]+)\])?")
 
 
@@ -54,6 +53,8 @@ class ImageSet:
     """
 
     def __init__(self, pictures: Pictures, mode: str, image_size: int | None = None) -> None:
+        if image_size is not None and image_size < 1:
+            raise InputError(f"image size is {image_size}, it must be at least 1")
         if len(pictures) < 2:
             raise InputError(f"{pictures.source} has {len(pictures)} images, at least 2 are needed")
         self.pictures = pictures
@@ -125,7 +126,7 @@ class Folder:
         self.paths = sorted(
             file
             for file in path.rglob("*")
-            if file.suffix.lower() in extensions and file.is_file() and not file.name.startswith(".")
+            if file.suffix.lower() in extensions and not file.is_dir() and not file.name.startswith(".")
         )
 
     def __len__(self) -> int:
@@ -142,10 +143,9 @@ def _decode(path: Path) -> Item:
     try:
         with Image.open(path) as image:
             item = read_item(image)
+            check_depth(image)
     except Exception as error:  # decoders raise whatever comes to mind on a damaged file
         raise InputError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
-    if image.mode not in _EIGHT_BIT_MODES:
-        raise InputError(f"{path} is of mode {image.mode}, scores are of 8-bit images")
     return item
 
 
@@ -211,8 +211,10 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
         root: Place of a data set that needs one.
 
     Raises:
-        InputError: Nothing there, or no images.
+        InputError: Nothing there, no images, or fewer than a slice asks for.
     """
+    if not source:
+        raise InputError("the images are '', they must be a folder, an .npz file or a data set")
     path = Path(source)
     if (path / SAMPLES).is_dir() and (path / SAMPLES_METADATA).is_file():
         path = path / SAMPLES  # without the grid beside it
@@ -236,9 +238,22 @@ def _open_dataset(source: str, mode: str, image_size: int | None, root: str | No
         entry = find_dataset(name, "scoring")
     except InputError as error:
         raise InputError(f"{source} is neither a file, nor a folder, nor a data set to score: {error}") from None
-    bounds = [int(part) if part else None for part in (match["slice"] or ":").split(":")]
-    if not 2 <= len(bounds) <= 3 or bounds[2:] == [0]:
+    bounds = _bounds(match["slice"] or ":")
+    if bounds is None:
         raise InputError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
     grid = (image_size, image_size) if image_size else ()
     request = SplitRequest(name, split or entry.scored_split, (CHANNELS[mode], *grid), "scoring", root=root)
-    return DatasetImages(source, open_source(request), slice(*bounds))
+    images = open_source(request)
+    for bound in bounds[:2]:
+        if bound is not None and abs(bound) > len(images):
+            raise InputError(f"{source}: there are {len(images)} images, the slice goes beyond them")
+    return DatasetImages(source, images, slice(*bounds))
+
+
+def _bounds(text: str) -> list[int | None] | None:
+    """Reads START:STOP:STEP, of which each may be missing; None if it is no slice."""
+    try:
+        bounds = [int(part) if part else None for part in text.split(":")]
+    except ValueError:
+        return None
+    return bounds if 2 <= len(bounds) <= 3 and bounds[2:] != [0] else None

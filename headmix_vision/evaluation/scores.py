@@ -5,6 +5,7 @@ KID, inception score, precision and recall are torch-fidelity's, on features in 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
-from headmix_vision.evaluation.sample_sets import ImageSet, describe_size
-from headmix_vision.evaluation.statistics import Statistics
+from headmix_vision.evaluation.sample_sets import ImageSet, describe_size, open_images
+from headmix_vision.evaluation.statistics import Statistics, holds_statistics, read_statistics
 
 Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
 """Wraps the batches of so many images, to show how far they are."""
@@ -36,7 +37,7 @@ class Scorer:
 
     def __init__(self, extractor: FeatureExtractor, batch_size: int = 64, progress: Progress | None = None) -> None:
         if batch_size < 1:
-            raise InputError(f"batch_size is {batch_size}, it must be at least 1")
+            raise InputError(f"batch size is {batch_size}, it must be at least 1")
         self.extractor = extractor
         self.batch_size = batch_size
         self.progress: Progress = progress or (lambda batches, _: batches)
@@ -55,8 +56,49 @@ class Scorer:
         return torch.cat([outputs[name].cpu() for outputs in self._outputs(images)]).double()
 
     def _outputs(self, images: ImageSet) -> Iterator[dict[str, Tensor]]:
+        done = 0
         for batch in self.progress(images.batches(self.batch_size), len(images)):
-            yield self.extractor(batch)
+            outputs = self.extractor(batch)
+            for name, values in outputs.items():
+                if not values.isfinite().all():
+                    raise InputError(
+                        f"{name} of {self.extractor.description['name']} are not finite within images {done} to"
+                        f" {done + len(batch) - 1} of {images.description['source']}"
+                    )
+            done += len(batch)
+            yield outputs
+
+
+def open_side(
+    source: str,
+    extractor: FeatureExtractor,
+    *,
+    image_size: int | None = None,
+    root: str | None = None,
+    statistics: bool = True,
+) -> ImageSet | Statistics:
+    """Opens one side of a comparison as a user names it: images, or the statistics of images.
+
+    Where an npz file holds both, statistics are taken if they will do.
+
+    Args:
+        source: Images as `open_images` takes them, or a file of statistics as `read_statistics` does.
+        extractor: What the features will be made with.
+        image_size: As in `open_images`; it does not concern statistics.
+        root: Place of a data set that needs one.
+        statistics: Whether statistics will do, as for the Fréchet distance.
+
+    Raises:
+        InputError: Nothing there, nothing that can be read, statistics where images are needed or of another extractor.
+    """
+    path = Path(source)
+    if not statistics or not holds_statistics(path):
+        if path.suffix == ".safetensors" and path.is_file():
+            raise InputError(f"{source} holds no images; statistics are enough for fid alone")
+        return open_images(source, extractor.mode, image_size, root)
+    read = read_statistics(path)
+    _check_extractor(read, extractor)
+    return read
 
 
 def fid(scorer: Scorer, real: ImageSet | Statistics, fake: ImageSet | Statistics) -> dict[str, float]:
@@ -155,10 +197,11 @@ def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]
     """
     if len(labels) != len(fake):
         raise InputError(f"there are {len(labels)} labels for {len(fake)} images")
-    logits = scorer.collect(fake, "logits")
     low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= logits.shape[1]:
-        raise InputError(f"labels are {low} to {high}, the classifier knows 0 to {logits.shape[1] - 1}")
+    classes = scorer.extractor.num_classes
+    if low < 0 or high >= classes:
+        raise InputError(f"labels are {low} to {high}, the classifier knows 0 to {classes - 1}")
+    logits = scorer.collect(fake, "logits")
     return {"top1": (logits.argmax(1) == labels).double().mean().item()}
 
 
@@ -222,4 +265,10 @@ def _check_extractor(statistics: Statistics, extractor: FeatureExtractor) -> Non
             f"{statistics.description['source']} was made with {statistics.extractor['name']}"
             f" {statistics.extractor['sha256'][:8]}, the features asked for are {extractor.description['name']}"
             f" {extractor.description['sha256'][:8]}"
+        )
+    width = len(statistics.gaussians["features"].mean)
+    if extractor.num_features is not None and width != extractor.num_features:
+        raise InputError(
+            f"{statistics.description['source']} is of {width} features, {extractor.description['name']} makes"
+            f" {extractor.num_features}"
         )

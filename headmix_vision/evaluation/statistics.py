@@ -5,22 +5,23 @@ The safetensors file holds `mu` and `sigma` and, for Inception features, `mu_s` 
 """
 
 import json
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from headmix_vision.atomic import atomic_path
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.frechet import Gaussian
+from headmix_vision.evaluation.npz import npz_array, npz_arrays
+from headmix_vision.fields import check_fields
+from headmix_vision.tensor_files import open_tensors, write_tensors
 
 _FEATURE_SETS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 _HEADER = "headmix_vision_statistics"
+_IMAGES = {"count": int, "size": list | None}
+_EXTRACTOR = {"name": str, "sha256": str}
 
 
 @dataclass(frozen=True)
@@ -45,41 +46,55 @@ def write_statistics(path: Path, statistics: Statistics) -> None:
         mean, covariance = _FEATURE_SETS[name]
         tensors |= {mean: gaussian.mean.contiguous(), covariance: gaussian.covariance.contiguous()}
     header = {"images": statistics.description, "extractor": statistics.extractor}
-    with atomic_path(path) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt", _HEADER: json.dumps(header)})
+    write_tensors(path, tensors, {"format": "pt", _HEADER: json.dumps(header)})
+
+
+def holds_statistics(path: Path) -> bool:
+    """Tells whether a file holds statistics, of whatever extractor, not only images.
+
+    ADM's references hold both: the statistics of all images, and some of the images for the other scores.
+
+    Raises:
+        InputError: An npz file that cannot be read.
+    """
+    if path.suffix == ".npz" and path.is_file():
+        arrays = npz_arrays(path)
+        return "arr_0" not in arrays or {"mu", "sigma"} <= set(arrays)
+    return path.suffix == ".safetensors" and path.is_file()
 
 
 def read_statistics(path: Path) -> Statistics:
     """Reads a statistics file: safetensors of `write_statistics`, or an `.npz` with mu and sigma as ADM publishes.
 
     Raises:
-        InputError: Truncated, without mu and sigma, or with values that are no moments.
+        InputError: Damaged, without mu and sigma, or with values that are no moments: not finite, a covariance that is
+            not symmetric or has negative eigenvalues.
     """
     return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
 
 
 def _read_safetensors(path: Path) -> Statistics:
-    try:
-        with safe_open(path, "pt") as file:
-            header = (file.metadata() or {}).get(_HEADER)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} is truncated or no safetensors file: {error}") from None
+    with open_tensors(path) as file:
+        header = (file.metadata() or {}).get(_HEADER)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     if header is None:
         raise InputError(f"{path} is no statistics file: make one with python -m headmix_vision.evaluate stats")
-    described = json.loads(header)
-    count = described["images"]["count"]
-    description = {**described["images"], "source": str(path), "kind": "statistics"}
-    return Statistics(_gaussians(path, tensors, count), description, described["extractor"])
+    try:
+        described = json.loads(header)
+    except json.JSONDecodeError as error:
+        raise InputError(f"the header of {path} is damaged: {error}") from None
+    described = check_fields(f"the header of {path}", described, {"images": dict, "extractor": dict | None})
+    images = check_fields(f"the header of {path}, images", described["images"], _IMAGES)
+    extractor = described["extractor"]
+    if extractor is not None:
+        check_fields(f"the header of {path}, extractor", extractor, _EXTRACTOR)
+    description = {**images, "source": str(path), "kind": "statistics"}
+    return Statistics(_gaussians(path, tensors, images["count"]), description, extractor)
 
 
 def _read_npz(path: Path) -> Statistics:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            names = [name for pair in _FEATURE_SETS.values() for name in pair if name in file]
-            arrays = {name: file[name] for name in names}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    present = npz_arrays(path)
+    arrays = {name: npz_array(path, name) for pair in _FEATURE_SETS.values() for name in pair if name in present}
     for name, array in arrays.items():
         if array.dtype.kind != "f":
             raise InputError(f"{path}: {name} is {array.dtype}, it must be float32 or float64")
@@ -92,10 +107,13 @@ def _gaussians(path: Path, tensors: dict[str, torch.Tensor], count: int | None) 
     gaussians = {}
     for name, (mean, covariance) in _FEATURE_SETS.items():
         if mean in tensors and covariance in tensors:
+            if not (tensors[mean].is_floating_point() and tensors[covariance].is_floating_point()):
+                raise InputError(f"{path}: {mean} and {covariance} must be floating-point numbers")
             try:
                 gaussians[name] = Gaussian(tensors[mean].double(), tensors[covariance].double(), count)
-            except ValueError as error:
+                _ = gaussians[name].factor  # now, not after the features of the other side
+            except InputError as error:
                 raise InputError(f"{path}: {error}") from None
     if "features" not in gaussians:
-        raise InputError(f"{path} has no mu and sigma, it has {', '.join(tensors) or 'no arrays of that name'}")
+        raise InputError(f"{path} has no mu and sigma, it has {', '.join(tensors) or 'none of them'}")
     return gaussians

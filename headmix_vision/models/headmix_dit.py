@@ -162,6 +162,22 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         self.gradient_checkpointing = False
         self.init_weights()
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """Load what `save_pretrained` wrote; arguments as in diffusers, which would draw missing weights at random.
+
+        Raises:
+            InputError: if weights are missing or unknown.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
+        # buffers of a later version are for their modules to make up
+        missing = set(info["missing_keys"]) & dict(model.named_parameters()).keys()
+        for problem, names in (("lacks", missing), ("has unknown", info["unexpected_keys"])):
+            if names:
+                raise InputError(f"{pretrained_model_name_or_path} {problem} weights, first {min(names)}.")
+        return (model, info) if wants_info else model
+
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draw new weights as DiT does; every block starts as the identity and the output as zero."""

@@ -10,9 +10,25 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.fields import check_fields
 
 DESCRIPTION_KEY = "headmix_vision"
 MODEL_PREFIX = "net."
+_CLASSIFIER = {
+    "name": str,
+    "num_classes": int,
+    "img_size": int | list | None,
+    "model_args": dict,
+    "class_names": list | None,
+    "top1": float | None,
+}
+_GENERATOR = {
+    "name": str,
+    "architecture": dict,
+    "objective": dict,
+    "vae": str | None,
+    "class_names": list | None,
+}
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -25,7 +41,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         Lightning's checkpoint dictionary; entry `headmix_vision` describes the model.
 
     Raises:
-        InputError: If the file is absent, truncated, holds other objects, or was not written by this package.
+        InputError: If the file is absent, truncated, holds other objects, was not written by this package, or lacks
+            what tells the model.
     """
     path = Path(path)
     if not path.is_file():
@@ -37,10 +54,20 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     except pickle.UnpicklingError:
         raise InputError(f"{path} holds objects other than tensors and plain values; nothing was loaded") from None
     except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        raise InputError(f"{path} is truncated or damaged: {str(error).splitlines()[0]}") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"{path} is truncated or damaged: {reason}") from None
     if not isinstance(checkpoint, dict) or DESCRIPTION_KEY not in checkpoint or "state_dict" not in checkpoint:
         raise InputError(f"{path} was not written by this package (no entry {DESCRIPTION_KEY!r})")
-    return checkpoint
+    for key in ("state_dict", "current_model_state"):
+        state = checkpoint.get(key, {})
+        if not isinstance(state, dict) or not all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+        ):
+            raise InputError(f"{path}: entry {key!r} is no table of weights by name")
+    about = check_fields(f"the description of the model in {path}", checkpoint[DESCRIPTION_KEY], {"name": str})
+    wanted = _GENERATOR if about.get("kind") == "generator" else _CLASSIFIER
+    about = check_fields(f"the description of {about['name']} in {path}", about, wanted)
+    return {**checkpoint, DESCRIPTION_KEY: about}
 
 
 def is_generator(checkpoint: dict[str, Any]) -> bool:

@@ -4,8 +4,6 @@ import csv
 import os
 from pathlib import Path
 
-import yaml
-
 from headmix_vision.errors import InputError
 
 CONFIG = "config.yaml"
@@ -18,10 +16,13 @@ SAMPLES = "samples"
 REPLACED = ".replaced"  # the earlier run, until the one that takes its place has a checkpoint
 
 BEST, LAST = f"{CHECKPOINTS}/best.ckpt", f"{CHECKPOINTS}/last.ckpt"
-_WRITTEN = (CONFIG, METRICS, CURVES, PREDICTIONS, BEST, LAST, f"{TENSORBOARD}/events.out.tfevents.*")
-_WRITTEN += ("classes_*.csv", "confusion_*.csv", "confusion_*.png")
-_WRITTEN += (f"{TENSORBOARD}/hparams.yaml", f"{SAMPLES}/step_*_raw.png", f"{SAMPLES}/step_*_ema.png")
-WRITTEN_BY_A_RUN: tuple[str, ...] = _WRITTEN  # patterns of all files of a run
+# patterns of all files of a run
+WRITTEN_BY_A_RUN = (
+    *(CONFIG, METRICS, CURVES, PREDICTIONS, BEST, LAST),
+    *("classes_*.csv", "confusion_*.csv", "confusion_*.png"),
+    *(f"{TENSORBOARD}/events.out.tfevents.*", f"{TENSORBOARD}/hparams.yaml"),
+    *(f"{SAMPLES}/step_*_raw.png", f"{SAMPLES}/step_*_ema.png"),
+)
 _CONFIG_KEYS = {"run_dir", "trainer", "model", "data"}
 
 
@@ -58,11 +59,12 @@ def run_files(run: Path) -> list[Path]:
 def is_run(run: Path) -> bool:
     """Tells whether a run of this package wrote to a folder: by its configuration or its metrics."""
     try:
-        config = yaml.safe_load((run / CONFIG).read_text())
-        if isinstance(config, dict) and config.keys() >= _CONFIG_KEYS:
-            return True
-    except (FileNotFoundError, UnicodeDecodeError, yaml.YAMLError):
-        pass
+        lines = (run / CONFIG).read_text().splitlines()
+    except (FileNotFoundError, UnicodeDecodeError):
+        lines = []
+    options = {line.partition(":")[0] for line in lines}  # those of groups are indented
+    if options >= {"run_dir", "trainer", "model", "data"}:
+        return True
     return metric_names(run)[:2] == ["epoch", "step"]
 
 

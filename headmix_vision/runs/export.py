@@ -4,21 +4,25 @@ A classifier becomes a weights file for timm (`--out model.safetensors`), a gene
 (`--out DIRECTORY`).
 """
 
-import argparse
 import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from timm.models import get_pretrained_cfg_value, is_model
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.atomic import atomic_path
+from headmix_vision.arguments import OneLineParser
+from headmix_vision.atomic import check_place
 from headmix_vision.errors import InputError, one_line_errors
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, model_state, read_checkpoint
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import find_checkpoint
+from headmix_vision.runs.networks import load_network
+from headmix_vision.tensor_files import write_tensors
+
+_PIPELINE = "model_index.json"
 
 # They act while training only, and change no weight's name or shape.
 _TRAINING_ARGUMENTS = ("drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate")
@@ -43,25 +47,36 @@ def create_model_arguments(description: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def export(checkpoint_path: Path, out: Path, *, raw: bool = False) -> str:
+def export(
+    checkpoint_path: Path, out: Path, *, raw: bool = False, overwrite: bool = False, dry_run: bool = False
+) -> str:
     """Writes the network of a checkpoint to a safetensors file, under timm's names.
 
     Args:
         checkpoint_path: A `.ckpt` file.
         out: The file to write. Its header tells the model, the arguments, the class names and the top-1 accuracy.
         raw: Export the weights being trained instead of their moving average.
+        overwrite: Replace a file that exists.
+        dry_run: Check everything, write nothing.
 
     Returns:
         The Python expression which loads the file.
 
     Raises:
-        InputError: If the checkpoint is not one of this package, or `out` does not end in `.safetensors`.
+        InputError: If the checkpoint is not one of this package, holds weights that are not finite or of another model
+            than it says, or `out` does not end in `.safetensors` or exists.
     """
     if out.suffix != ".safetensors":
         raise InputError(f"--out must end in .safetensors, got {out}")
+    if out.is_dir():
+        raise InputError(f"--out {out} is a directory, a classifier is exported to a file")
+    if out.exists() and not overwrite:
+        raise InputError(f"--out {out} already exists; choose another one, or replace it with --overwrite")
+    check_place(out)
     checkpoint = read_checkpoint(checkpoint_path)
     description = checkpoint[DESCRIPTION_KEY]
     arguments = create_model_arguments(description)
+    network = load_network(checkpoint, raw=raw)
     top1 = None if raw else description["top1"]
     header = {
         "format": "pt",
@@ -70,43 +85,72 @@ def export(checkpoint_path: Path, out: Path, *, raw: bool = False) -> str:
         "class_names": json.dumps(description["class_names"]),
         "top1": json.dumps(top1),
     }
-    tensors = {name: value.contiguous() for name, value in model_state(checkpoint, raw=raw).items()}
-    with atomic_path(out) as temporary:
-        save_file(tensors, temporary, metadata=header)
+    if not dry_run:
+        tensors = {name: value.contiguous() for name, value in network.state_dict().items()}
+        write_tensors(out, tensors, header)
     given = "".join(f"{name}={value!r}, " for name, value in arguments.items())
     return f"timm.create_model({description['name']!r}, {given}checkpoint_path={str(out)!r})"
 
 
-def export_pipeline(checkpoint_path: Path, out: Path, *, raw: bool = False) -> str:
+def export_pipeline(
+    checkpoint_path: Path, out: Path, *, raw: bool = False, overwrite: bool = False, dry_run: bool = False
+) -> str:
     """Writes the generator of a checkpoint as a directory of diffusers, with its autoencoder if it has one.
 
     Args:
         checkpoint_path: A `.ckpt` file.
-        out: The directory to write; it must not exist.
+        out: The directory to write.
         raw: Export the weights being trained instead of their moving average.
+        overwrite: Replace a directory that exists, if it holds a pipeline.
+        dry_run: Check everything, write nothing.
 
     Returns:
         The Python expression which loads the directory.
 
     Raises:
-        InputError: If the checkpoint is not one of this package, or `out` exists.
+        InputError: If the checkpoint is not one of this package, holds weights that are not finite or of another model
+            than it says, or `out` ends in `.safetensors` or exists.
+        OSError: If the directory cannot be written.
     """
-    if out.exists():
-        raise InputError(f"--out {out} already exists; a generator is exported to a new directory")
-    from headmix_vision.runs.pipelines import load_pipeline  # not needed for classifiers, unlike diffusers
+    from headmix_vision.runs.pipelines import load_pipeline  # loads diffusers, which classifiers do without
 
+    if out.suffix == ".safetensors":
+        raise InputError(f"--out is {out}, but a generator is exported to a directory")
+    replaceable = (out / _PIPELINE).is_file()
+    if out.exists() and not (overwrite and replaceable):
+        hint = ", or replace it with --overwrite" if replaceable else ", it holds no pipeline that could be replaced"
+        raise InputError(f"--out {out} already exists; choose another one{hint}")
+    check_place(out)
     pipeline, _ = load_pipeline(checkpoint_path, raw=raw)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-        complete = Path(temporary) / out.name
-        pipeline.save_pretrained(complete)
-        complete.rename(out)
+    if not dry_run:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+            complete = Path(temporary) / out.name
+            try:
+                pipeline.save_pretrained(complete)
+            except SafetensorError as error:  # what the system refused, in the words of the library
+                raise OSError(str(error)) from None
+            _open_to_umask(complete)
+            if out.exists():
+                out.rename(Path(temporary) / "replaced")
+            complete.rename(out)
     return f"HeadMixDiTPipeline.from_pretrained({str(out)!r})"
+
+
+def _open_to_umask(folder: Path) -> None:
+    """Gives all files of a folder the mode that a new file has; safetensors makes them for their owner alone."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong input ends the process with one line and exit status 2."""
-    parser = argparse.ArgumentParser(prog="python -m headmix_vision.export", description="Export a run's weights.")
+    parser = OneLineParser(prog="python -m headmix_vision.export", description="Export a run's weights.")
     parser.add_argument("run", type=Path, help="run directory, or a .ckpt file")
     parser.add_argument(
         "--out", type=Path, required=True, help="file ending in .safetensors; for a generator a directory"
@@ -115,12 +159,19 @@ def main(args: Sequence[str] | None = None) -> None:
         "--checkpoint", help="best, last or a file; of a run directory (default: best, of a generator last)"
     )
     parser.add_argument("--raw", action="store_true", help="the weights being trained, not their moving average")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
     options = parser.parse_args(args)
     with one_line_errors():
+        if options.run.suffix == ".ckpt" and options.checkpoint is not None:
+            raise InputError(f"--checkpoint is for a run directory, {options.run} is a checkpoint already")
         path = find_checkpoint(options.run, options.checkpoint)
         generator = is_generator(read_checkpoint(path))
-        expression = (export_pipeline if generator else export)(path, options.out, raw=options.raw)
-    if generator:
-        print(f"from headmix_vision.diffusion import HeadMixDiTPipeline; pipe = {expression}")
-    else:
-        print(f"import timm, headmix_vision; model = {expression}")
+        flags = {name: getattr(options, name) for name in ("raw", "overwrite", "dry_run")}
+        expression = (export_pipeline if generator else export)(path, options.out, **flags)
+        if options.dry_run:
+            print(f"would write {options.out} from {path}")
+        elif generator:
+            print(f"from headmix_vision.diffusion import HeadMixDiTPipeline; pipe = {expression}")
+        else:
+            print(f"import timm, headmix_vision; model = {expression}")

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.errors import InputError
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_state, is_generator, model_state, read_checkpoint
+from headmix_vision.runs.checkpoints import (
+    DESCRIPTION_KEY,
+    check_finite,
+    check_state,
+    is_generator,
+    model_state,
+    read_checkpoint,
+)
 
 if TYPE_CHECKING:
     from headmix_vision.models import HeadMixDiT
@@ -54,6 +61,7 @@ def create_network(
         return _create(name, arguments)
 
     state = _start_weights(checkpoint)
+    check_finite(state, checkpoint)
     classes = num_classes if num_classes is not None else get_pretrained_cfg_value(name, "num_classes")
     classifier = get_pretrained_cfg_value(name, "classifier")
     head = state.get(f"{classifier}.weight")
@@ -62,7 +70,7 @@ def create_network(
     overlay = {"state_dict": state, "num_classes": classes}
     try:
         network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
     cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
@@ -106,6 +114,7 @@ def create_generator(
 
         ours = Path(checkpoint).suffix == ".ckpt"
         state = model_state(read_checkpoint(checkpoint)) if ours else read_dit_weights(checkpoint)
+        check_finite(state, checkpoint)
         model.load_state_dict(convert_dit_state_dict(state, model).state_dict)
     return model
 
@@ -118,17 +127,22 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
         raw: Load the weights being trained instead of their moving average.
 
     Raises:
-        InputError: If the weights do not fit the network that the checkpoint describes.
+        InputError: If there is no network as the checkpoint describes it, or the weights do not fit it or are not
+            finite.
     """
     about = checkpoint[DESCRIPTION_KEY]
     if is_generator(checkpoint):
         from headmix_vision.models import HeadMixDiT
 
-        network: nn.Module = HeadMixDiT(**about["architecture"])
+        try:
+            network: nn.Module = HeadMixDiT(**about["architecture"])
+        except _REFUSALS as error:
+            raise InputError(f"the checkpoint's description makes no {about['name']}: {error}") from None
     else:
         network = create_network(about["name"], about["num_classes"], about["img_size"], about["model_args"])
     state = model_state(checkpoint, raw=raw)
     check_state(state, network.state_dict())
+    check_finite(state, "the checkpoint")
     network.load_state_dict(state)
     return network
 
@@ -186,8 +200,12 @@ def _start_weights(checkpoint: str) -> dict[str, Tensor]:
     if not os.path.isfile(checkpoint):
         raise InputError(f"no checkpoint at {checkpoint} (option model.checkpoint)")
     try:
-        return load_state_dict(checkpoint, weights_only=True)
-    except (RuntimeError, EOFError, OSError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        raise InputError(f"{checkpoint} holds no readable weights: {str(error).splitlines()[0]}") from None
+        state = load_state_dict(checkpoint, weights_only=True)
+    except (RuntimeError, EOFError, AttributeError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"{checkpoint} holds no readable weights: {reason}") from None
     except SafetensorError as error:
         raise InputError(f"{checkpoint} is truncated or no safetensors file: {error}") from None
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise InputError(f"{checkpoint} holds no weights by name")
+    return state

@@ -1,65 +1,71 @@
 """The command line of `sample.py`."""
 
 import argparse
-import os
+import json
+import math
 import platform
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import headmix_vision
-from headmix_vision.diffusion.denoising import CHANNELS, Guidance
+from headmix_vision.arguments import OneLineParser
+from headmix_vision.devices import open_device
+from headmix_vision.diffusion.denoising import CHANNELS
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
-from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, scheduler_name
+from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.progress import progress
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling.draw import Processes, SamplingPlan, draw_samples
-from headmix_vision.sampling.folder import SampleFolder
+from headmix_vision.sampling.draw import Processes, SamplingPlan, batches, draw_samples
+from headmix_vision.sampling.folder import GRID, IMAGES, MAX_SAMPLES, NPZ, SampleFolder
+from headmix_vision.sampling.options import DEFAULT_GUIDANCE, make_plan, named, run_name
 
-DEFAULT_GUIDANCE = 1.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Makes the parser of the options."""
-    parser = argparse.ArgumentParser(description="Draw samples from a trained generator.")
+    parser = OneLineParser(description="Draw samples from a trained generator.")
     images = parser.add_subparsers(dest="command", required=True).add_parser(
         "images",
         help="images of given classes",
         description="Draw images into a folder. Sample i depends on the seed and on i alone; the same command again"
         " continues a half-finished folder.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = images.add_argument
     add("--model", type=Path, required=True, help="run directory, .ckpt file or directory of an exported pipeline")
-    add("--checkpoint", default="last", help="of a run directory: last, or a file")
+    add("--checkpoint", help="of a run directory: last, or a file (last)")
     add("--raw", action="store_true", help="the weights being trained, not their moving average")
-    add("--num", type=int, default=64, help="number of images")
-    add("--classes", help="labels that take turns, such as 0,3,7, or balanced: all of them (default: balanced)")
-    add("--steps", type=int, default=50, help="sampling steps")
-    add("--scheduler", help=f"{', '.join(SCHEDULER_NAMES)} (default: that of the model)")
+    add("--num", type=int, default=64, help="number of images (%(default)s)")
+    add("--classes", help="labels that take turns, such as 0,3,7, or balanced: all of them (balanced)")
+    add("--steps", type=int, default=50, help="sampling steps (%(default)s)")
+    add("--scheduler", help=f"{', '.join(SCHEDULER_NAMES)} (that of the model)")
+    add("--guidance", type=float, help=f"scale, 1 for none ({DEFAULT_GUIDANCE}, or 1 if the model has no choice)")
     add(
-        "--guidance",
-        type=float,
-        help=f"scale, 1 for none (default: {DEFAULT_GUIDANCE}, or 1 if the model has no choice)",
+        "--guidance-interval",
+        default="0,1",
+        help="noise levels within which guidance acts, 0 is data, 1 noise (%(default)s)",
     )
-    add("--guidance-interval", default="0,1", help="noise levels within which guidance acts, 0 is data, 1 noise")
-    add("--guidance-channels", choices=CHANNELS, default="all", help="channels that are guided")
-    add("--size", help="height,width in pixels, or one number (default: that of training)")
-    add("--seed", type=int, default=0, help="seed of all samples")
-    add("--batch-size", type=int, default=64, help="images at a time and process")
-    add("--out", type=Path, help="folder to write (default: samples/<name of the model>)")
+    add("--guidance-channels", choices=CHANNELS, default="all", help="channels that are guided (%(default)s)")
+    add("--size", help="height,width in pixels, or one number (that of training)")
+    add("--seed", type=int, default=0, help="seed of all samples (%(default)s)")
+    add("--batch-size", type=int, default=64, help="images at a time and process (%(default)s)")
+    add("--out", type=Path, help="folder to write, or to go on with (samples/<name of the run>)")
     add("--npz", action="store_true", help="also write samples.npz, as ADM's evaluation takes it")
     add("--vae", help="another autoencoder than the recorded one: directory or hub id")
-    add("--device", help="for example cuda:1 (default: a GPU if there is one)")
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="type of the network's weights")
+    add("--dry-run", action="store_true", help="open and check everything, say what would be drawn, and write nothing")
+    add("--device", help="for example cuda:1 (a GPU if there is one)")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="type of the network's weights (%(default)s)")
     return parser
 
 
@@ -67,11 +73,30 @@ def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong input ends the process with one line and exit status 2."""
     options = build_parser().parse_args(args)
     try:
-        with one_line_errors():
+        with one_line_errors(), _termination_as_exception():
             sample_images(options)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as end:
         print("\ninterrupted; the same command continues", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + (signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM))
+
+
+class Terminated(BaseException):
+    """Ends the process on SIGTERM as Ctrl-C does, so that temporary files and the lock go."""
+
+
+@contextmanager
+def _termination_as_exception() -> Iterator[None]:
+    def stop(signum: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def sample_images(options: argparse.Namespace) -> None:
@@ -80,124 +105,154 @@ def sample_images(options: argparse.Namespace) -> None:
     Raises:
         InputError: For wrong input, before anything is written.
     """
-    for name in ("num", "steps", "batch_size"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if options.steps > NUM_TIMESTEPS:
-        raise InputError(f"--steps must be at most {NUM_TIMESTEPS}, got {options.steps}")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    for name, high in (("num", MAX_SAMPLES), ("steps", NUM_TIMESTEPS), ("batch_size", MAX_SAMPLES)):
+        value = getattr(options, name)
+        if not 1 <= value <= high:
+            bound = f"at least 1, got {value}" if value < 1 else f"at most {high}, got {value}"
+            raise InputError(f"--{name.replace('_', '-')} must be {bound}")
+    processes = Processes()
+    leads = processes.rank == 0
+    device = device_of(processes.local_rank, options.device)
     pipeline, about = load_pipeline(options.model, checkpoint=options.checkpoint, raw=options.raw, vae=options.vae)
-    plan = make_plan(pipeline, options)
-    out = options.out or Path("samples") / (
-        options.model.parent.name if options.model.suffix == ".ckpt" else options.model.name
-    )
-    folder = SampleFolder(out)
-    settings = {"weights_sha256": about["weights_sha256"], "vae": about.get("vae"), "dtype": options.dtype}
-    folder.check({**plan.settings(), **settings}, options.num)
-
-    device = device_of(int(os.environ.get("LOCAL_RANK", rank)), options.device)
-    pipeline.to(device)
     if options.dtype != "float32":
         # Not `pipeline.to(dtype)`, which casts the autoencoder too; the model's own `to` warns without need.
         torch.nn.Module.to(pipeline.transformer, DTYPES[options.dtype])
+    plan = make_plan(pipeline, options)
+    settings = plan.settings() | _identity(pipeline, about, options.dtype)
+    folder = SampleFolder(options.out or Path("samples") / run_name(options.model))
+    if leads:
+        folder.check(settings, options.num)
+    pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
-    processes = Processes(rank, world_size)
+    height, width = pipeline.image_size(*plan.size or (None, None))
+    with named(f"--batch-size {options.batch_size}" + (f", --size {options.size}" if options.size else "")):
+        pipeline.check_memory(options.batch_size, height, width, plan.guidance)
+    shape = (height, width, pipeline.image_channels)
+    if options.dry_run:
+        if leads:
+            describe(options, plan, about, folder, find_missing(folder, options, shape)[0], device, processes)
+        return
+
     metadata = {
-        **about,
+        **{name: value for name, value in about.items() if name not in settings},
+        "autoencoder": about["vae"] and about["vae"]["source"],
         "settings": settings,
         "batch_size": options.batch_size,
-        "processes": world_size,
+        "processes": processes.world_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": versions(),
     }
-    done = len(folder.existing())
-    with progress_bar(options.num, done, rank, world_size) as progress:
-        drawn = draw_samples(
-            pipeline, plan, folder, options.num, options.batch_size, processes, metadata, progress, options.npz
+    processes.connect()
+    with folder.lock() if leads else nullcontext():
+        missing, complete = processes.same(_take_over(folder, settings, options, shape) if leads else None)
+        if not complete:
+            _draw(pipeline, plan, folder, missing, processes, metadata, options)
+    if leads:
+        kept = f", {options.num - len(missing)} were there" if len(missing) < options.num else ""
+        print(f"drew {len(missing)} images{kept} · {folder.path / IMAGES} · grid {folder.path / GRID}")
+
+
+def _take_over(
+    folder: SampleFolder, settings: dict[str, Any], options: argparse.Namespace, shape: tuple[int, int, int]
+) -> tuple[list[int], bool]:
+    """Looks into the folder when nobody else writes there: which samples are missing, and is nothing to be done?"""
+    folder.check(settings, options.num)
+    missing, damaged = find_missing(folder, options, shape)
+    for index in sorted(damaged):
+        print(f"{folder.sample_path(index)} is damaged and is drawn again", file=sys.stderr)
+    return missing, not missing and folder.is_complete(options.num, options.npz)
+
+
+def _draw(
+    pipeline: HeadMixDiTPipeline,
+    plan: SamplingPlan,
+    folder: SampleFolder,
+    missing: list[int],
+    processes: Processes,
+    metadata: dict[str, Any],
+    options: argparse.Namespace,
+) -> None:
+    done = options.num - len(missing)
+    # one of fewer samples must not stay beside them
+    npz = options.npz or (folder.path / NPZ).is_file()
+    with (
+        progress("sampling", options.num, "images", done=done, enabled=processes.rank == 0) as advance,
+        _memory_errors(options),
+    ):
+        draw_samples(
+            pipeline,
+            plan,
+            folder,
+            options.num,
+            missing,
+            options.batch_size,
+            processes,
+            metadata,
+            lambda count: advance(count * processes.world_size),  # assuming that all are equally fast
+            npz,
         )
-    if rank == 0:
-        kept = f", {options.num - drawn} were there" if drawn < options.num else ""
-        print(f"drew {drawn} images{kept} · {out / 'images'} · grid {out / 'grid.png'}")
 
 
-def make_plan(pipeline: HeadMixDiTPipeline, options: argparse.Namespace) -> SamplingPlan:
-    """Makes the plan that the options describe; sets the pipeline's scheduler.
+def find_missing(
+    folder: SampleFolder, options: argparse.Namespace, shape: tuple[int, int, int]
+) -> tuple[list[int], set[int]]:
+    """Lists the samples to draw, and which of them are there but damaged.
 
     Raises:
-        InputError: If an option does not fit the model.
+        InputError: If the disk cannot take them.
     """
-    model = pipeline.transformer
-    if pipeline.vae is None and model.in_channels not in (1, 3):
-        raise InputError(
-            f"{options.model} makes latents of {model.in_channels} channels: give their autoencoder by --vae"
-        )
-    classes = parse_classes(options.classes, model.num_classes)
-    scale = options.guidance
-    if scale is None:
-        scale = DEFAULT_GUIDANCE if model.has_null_class else 1.0
-    guidance = Guidance(
-        scale, _pair(options.guidance_interval, float, "--guidance-interval"), options.guidance_channels
+    existing = folder.existing()
+    damaged = folder.damaged(existing, shape)
+    missing = sorted(set(range(options.num)) - (existing - damaged))
+    folder.check_space(len(missing), options.num * math.prod(shape) if options.npz else 0)
+    return missing, damaged
+
+
+def describe(
+    options: argparse.Namespace,
+    plan: SamplingPlan,
+    about: dict[str, Any],
+    folder: SampleFolder,
+    missing: list[int],
+    device: torch.device,
+    processes: Processes,
+) -> None:
+    """Says what would be drawn."""
+    there = options.num - len(missing)
+    rounds = len(batches(missing, options.batch_size, 0, processes.world_size))
+    interval = "" if plan.guidance.interval == (0.0, 1.0) else f" within {plan.guidance.interval}"
+    classes = "no classes" if plan.classes is None else f"{len(set(plan.classes))} classes"
+    size = "x".join(map(str, plan.size or ()))
+    print(
+        f"would draw {len(missing)} images of {size} pixels, {classes}, into {folder.path}"
+        + (f" ({there} are there)" if there else "")
+        + f"\nby {about.get('name', about['model'])}, {about['weights']} weights, {plan.scheduler}, {plan.steps} steps,"
+        f" guidance {plan.guidance.scale:g}{interval}, seed {plan.seed}, {options.dtype}"
+        f"\nin batches of {options.batch_size}, {rounds} for each of the {processes.world_size} processes, on {device}"
     )
-    if options.scheduler is not None:
-        pipeline.set_scheduler(options.scheduler)
-    height, width = (None, None) if options.size is None else _pair(options.size, int, "--size")
-    size = pipeline.image_size(height, width)
-    pipeline.check_labels(None if classes is None else list(classes), 1 if classes is None else None, guidance)
-    return SamplingPlan(options.seed, classes, options.steps, scheduler_name(pipeline.scheduler), guidance, size)
 
 
-def parse_classes(text: str | None, num_classes: int) -> tuple[int, ...] | None:
-    """Reads the labels of the option `--classes`: `balanced` (all take turns) or numbers with commas.
-
-    Raises:
-        InputError: For anything else, a label out of range, or classes of an unconditional model.
-    """
-    if num_classes == 0:
-        if text is not None:
-            raise InputError(f"--classes {text} given, but the model is unconditional")
-        return None
-    if text is None or text == "balanced":
-        return tuple(range(num_classes))
-    try:
-        labels = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"--classes must be 'balanced' or numbers such as 0,3,7, got {text!r}") from None
-    bad = [label for label in labels if not 0 <= label < num_classes]
-    if bad:
-        raise InputError(f"class label {bad[0]} is out of range: the model takes 0 to {num_classes - 1}")
-    return labels
-
-
-def _pair(text: str, kind: type, option: str) -> tuple[Any, Any]:
-    parts = text.split(",")
-    try:
-        values = [kind(part) for part in parts]
-    except ValueError:
-        values = []
-    if option == "--size" and len(values) == 1:
-        values *= 2
-    if len(values) != 2:
-        raise InputError(f"{option} must be two numbers with a comma, got {text!r}")
-    return values[0], values[1]
+def _identity(pipeline: HeadMixDiTPipeline, about: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Collects what pixels depend on besides the plan; a folder holds samples of one such set."""
+    scheduler = json.loads(pipeline.scheduler.to_json_string())
+    autoencoder = about["vae"] and {name: value for name, value in about["vae"].items() if name != "source"}
+    return {
+        **{name: about[name] for name in ("weights_sha256", "architecture", "objective")},
+        "vae": autoencoder,
+        "scheduler_config": {name: value for name, value in scheduler.items() if not name.startswith("_")},
+        "dtype": dtype,
+    }
 
 
 @contextmanager
-def progress_bar(num: int, done: int, rank: int, world_size: int) -> Iterator[Callable[[float], None]]:
-    """Shows a bar with the time left, on the first process; it counts for all, assuming that they are equally fast."""
-    if rank:
-        yield lambda samples: None
-        return
-    columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"))
-    with Progress(*columns, TimeRemainingColumn()) as bar:
-        task = bar.add_task("sampling", total=num, completed=done)
-        total = float(done)
-
-        def advance(samples: float) -> None:
-            nonlocal total
-            total = min(total + samples * world_size, num)
-            bar.update(task, completed=round(total, 6) if total < num else num)
-
-        yield advance
+def _memory_errors(options: argparse.Namespace) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        # torch has a class for it on GPUs alone
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise InputError(f"the memory does not suffice for --batch-size {options.batch_size}: lower it") from None
 
 
 def versions() -> dict[str, str]:
@@ -206,8 +261,14 @@ def versions() -> dict[str, str]:
     return {"headmix_vision": headmix_vision.__version__, "python": platform.python_version(), **packages}
 
 
-def device_of(rank: int, name: str | None) -> torch.device:
-    """Chooses the device of a process: the one asked for, else its GPU, else the CPU."""
-    if name is not None:
-        return torch.device(name)
-    return torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+def device_of(local_rank: int, name: str | None) -> torch.device:
+    """Chooses the device of a process: the one asked for, else its GPU, else the CPU.
+
+    Raises:
+        InputError: If the device is not there.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.is_available():
+        name = f"cuda:{local_rank % torch.cuda.device_count()}"
+    return open_device(name)

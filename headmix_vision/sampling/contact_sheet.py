@@ -63,6 +63,7 @@ def draw_grid(
 
 
 def _shortened(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    text = " ".join(text.split())
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(text + "…") > width:

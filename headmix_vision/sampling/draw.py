@@ -1,8 +1,10 @@
 """Drawing the samples of a plan: one batch, or all into a folder on any number of processes, resumable."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from headmix_vision.data.seeding import derive_seed
-from headmix_vision.diffusion.denoising import Guidance
+from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
+from headmix_vision.errors import InputError
 from headmix_vision.sampling.contact_sheet import draw_grid
 from headmix_vision.sampling.folder import SampleFolder
 
-GRID_IMAGES = 100
+GRID_IMAGES, GRID_PIXELS = 100, 2**26  # at most, in the picture of many samples
+_ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 _LONG = timedelta(days=7)  # a process may have much less to do than another
 
 
@@ -55,11 +59,26 @@ class SamplingPlan:
 
 
 class Processes:
-    """The processes of torchrun, or the only one."""
+    """The processes of torchrun, or the only one.
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        if world_size > 1 and not dist.is_initialized():
+    Raises:
+        InputError: If their number or the rank in the environment cannot be, or torchrun did not start them.
+    """
+
+    def __init__(self) -> None:
+        numbers = {name: os.environ.get(name, default) for name, default in _ENVIRONMENT.items()}
+        for name, text in numbers.items():
+            if not text.isdecimal():
+                raise InputError(f"{name} in the environment must be a number, got {text!r}")
+        self.rank, self.world_size, self.local_rank = map(int, numbers.values())
+        if self.rank >= self.world_size:
+            raise InputError(f"RANK in the environment is {self.rank}, but WORLD_SIZE is {self.world_size}")
+        if self.world_size > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise InputError(f"WORLD_SIZE in the environment is {self.world_size}: start the processes by torchrun")
+
+    def connect(self) -> None:
+        """Waits until all of them are there."""
+        if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=_LONG)
 
     def wait(self) -> None:
@@ -78,23 +97,30 @@ class Processes:
 def sample_batch(
     pipeline: HeadMixDiTPipeline, plan: SamplingPlan, indices: Sequence[int], **options: Any
 ) -> np.ndarray:
-    """Draws samples by their indices: uint8 [N, H, W, channels]. Options are those of the pipeline's call."""
+    """Draws samples by their indices: uint8 [N, H, W, channels]. Options are those of the pipeline's call.
+
+    Raises:
+        NonFiniteSamplesError: If a sample became infinite or not a number; it names the sample and the step.
+    """
     guidance = plan.guidance
     height, width = plan.size or (None, None)
-    (images,) = pipeline(
-        plan.labels(indices),
-        len(indices),
-        guidance_scale=guidance.scale,
-        guidance_interval=guidance.interval,
-        guidance_channels=guidance.channels,
-        num_inference_steps=plan.steps,
-        height=height,
-        width=width,
-        generator=[plan.generator(index) for index in indices],
-        output_type="np",
-        return_dict=False,
-        **options,
-    )
+    try:
+        (images,) = pipeline(
+            plan.labels(indices),
+            len(indices),
+            guidance_scale=guidance.scale,
+            guidance_interval=guidance.interval,
+            guidance_channels=guidance.channels,
+            num_inference_steps=plan.steps,
+            height=height,
+            width=width,
+            generator=[plan.generator(index) for index in indices],
+            output_type="np",
+            return_dict=False,
+            **options,
+        )
+    except NonFiniteSamplesError as error:
+        raise NonFiniteSamplesError([indices[place] for place in error.samples], error.when) from None
     return np.rint(images * 255).astype(np.uint8)
 
 
@@ -103,53 +129,60 @@ def draw_samples(
     plan: SamplingPlan,
     folder: SampleFolder,
     num: int,
+    missing: Sequence[int],
     batch_size: int,
     processes: Processes,
     metadata: dict[str, Any],
     progress: Callable[[float], None],
     npz: bool = False,
-) -> int:
-    """Draws the samples 0 to `num` - 1 that are not there yet, then grid, metadata and npz.
+) -> None:
+    """Draws the missing ones of the samples 0 to `num` - 1, then grid, metadata and npz.
 
     Every batch the network sees has `batch_size` samples, the last one filled up: with the same batch size a sample is
     equal bit for bit however many are missing and however many processes share them. With another batch size float32
     sums may run in another order, which moves values by some 1e-6 before they are rounded to 256 levels.
 
+    Nothing is written before every process has drawn its first batch: settings that fail leave no folder behind.
+
     Args:
         pipeline: The generator, with its scheduler set.
         plan: What to draw.
-        folder: Where to, already checked.
+        folder: Where to, already checked, and locked by the first process.
         num: Number of samples.
+        missing: Samples to draw, on all processes the same.
         batch_size: Samples at a time and process.
         processes: Who shares the work.
-        metadata: What `metadata.json` says beside the settings of the plan.
+        metadata: What `metadata.json` says, settings included.
         progress: Told the number of samples done since the last call, fractions included.
         npz: Also write `samples.npz`.
 
-    Returns:
-        Number of samples drawn by all processes.
+    Raises:
+        NonFiniteSamplesError: If a sample became infinite or not a number; those before it are kept.
     """
-    missing = processes.same(sorted(set(range(num)) - folder.existing()))
-    metadata = {**metadata, "num": num, "settings": plan.settings() | metadata["settings"]}
+    metadata = {**metadata, "num": num}
+
+    def draw(indices: list[int]) -> tuple[list[int], np.ndarray]:
+        def count_step(pipe: Any, step: int, t: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            progress(len(indices) / len(pipe.scheduler.timesteps))
+            return tensors
+
+        filled = indices + [indices[-1]] * (batch_size - len(indices))
+        return indices, sample_batch(pipeline, plan, filled, callback_on_step_end=count_step)[: len(indices)]
+
+    drawn = map(draw, batches(missing, batch_size, processes.rank, processes.world_size))
+    first = list(islice(drawn, 1))
+    processes.wait()
     if processes.rank == 0:
         folder.remove_leftovers()
         folder.write_metadata({**metadata, "complete": False})
     processes.wait()
-
-    def count_step(pipe: Any, step: int, t: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        progress(len(indices) / len(pipe.scheduler.timesteps))
-        return tensors
-
-    for indices in batches(missing, batch_size, processes.rank, processes.world_size):
-        filled = indices + [indices[-1]] * (batch_size - len(indices))
-        images = sample_batch(pipeline, plan, filled, callback_on_step_end=count_step)
-        for index, pixels in zip(indices, images[: len(indices)], strict=True):
+    for indices, images in chain(first, drawn):
+        for index, pixels in zip(indices, images, strict=True):
             folder.write_sample(index, pixels)
     processes.wait()
     if processes.rank == 0:
         finish(pipeline, plan, folder, num, metadata, npz)
     processes.wait()
-    return len(missing)
 
 
 def finish(
@@ -162,9 +195,10 @@ def finish(
 ) -> None:
     """Writes the grid, the npz file if asked for, and at last the metadata of a complete folder."""
     labels = plan.labels(range(num))
-    count = min(num, GRID_IMAGES)
+    height, width = folder.read_sample(0).shape[-3:-1]
+    count = min(num, GRID_IMAGES, max(1, GRID_PIXELS // (height * width)))
     names = pipeline.config.class_names
-    captions = None if labels is None else [names[label] if names else str(label) for label in labels[:count]]
+    captions = None if labels is None else [_caption(names, label) for label in labels[:count]]
     columns = len(plan.classes) if plan.classes is not None and 4 <= len(plan.classes) <= 10 else None
     interval = "" if plan.guidance.interval == (0.0, 1.0) else f" within {plan.guidance.interval}"
     title = (
@@ -175,6 +209,10 @@ def finish(
     if npz:
         folder.write_npz(num, labels)
     folder.write_metadata({**metadata, "complete": True})
+
+
+def _caption(names: list[str] | None, label: int) -> str:
+    return names[label] if names and label < len(names) else str(label)
 
 
 def batches(indices: Sequence[int], batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:

@@ -1,23 +1,28 @@
 """The folder of samples: what is in it, when it may be written to, and what is still to be done.
 
 It holds `images/000000.png` and so on, lossless: an image is a PNG, a clip an animated PNG; `metadata.json`, whose
-settings a later call must repeat; at the end also `grid.png` and, if asked for, `samples.npz`.
+settings a later call must repeat; at the end also `grid.png` and, if asked for, `samples.npz`. While it is written to,
+it is locked.
 """
 
 import json
+import os
 import re
+import zipfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headmix_vision.atomic import atomic_path
+from headmix_vision.atomic import atomic_path, is_temporary, remove_temporaries
 from headmix_vision.errors import InputError
-from headmix_vision.png import read_png, write_png
+from headmix_vision.locks import hold_lock
+from headmix_vision.png import check_png, read_png, write_png
 
-IMAGES, METADATA, GRID, NPZ = "images", "metadata.json", "grid.png", "samples.npz"
+IMAGES, METADATA, GRID, NPZ, LOCK = "images", "metadata.json", "grid.png", "samples.npz", ".lock"
+MAX_SAMPLES = 1_000_000  # their names have six digits; longer ones would sort before shorter ones
 _IMAGE_NAME = re.compile(r"\d{6,}\.png")
-_TEMPORARY_NAME = re.compile(r"\..+\.\d+\.tmp")
 
 
 class SampleFolder:
@@ -44,27 +49,28 @@ class SampleFolder:
             raise InputError(f"--out {self.path} is a file, it must be a directory")
         if not self.path.is_dir():
             return
-        inside = {entry.name for entry in self.path.iterdir()}
-        foreign = sorted(name for name in inside - {IMAGES, METADATA, GRID, NPZ} if not _TEMPORARY_NAME.fullmatch(name))
+        inside = {entry.name for entry in self.path.iterdir() if entry.name != LOCK and not is_temporary(entry.name)}
+        foreign = sorted(inside - {IMAGES, METADATA, GRID, NPZ})
+        folders = [name for name in (METADATA, GRID, NPZ) if (self.path / name).is_dir()]
         if (self.path / IMAGES).is_dir():
             names = (entry.name for entry in (self.path / IMAGES).iterdir())
             foreign += sorted(
-                f"{IMAGES}/{name}"
-                for name in names
-                if not (_IMAGE_NAME.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name))
+                f"{IMAGES}/{name}" for name in names if not (_IMAGE_NAME.fullmatch(name) or is_temporary(name))
             )
+        elif IMAGES in inside:
+            foreign.append(IMAGES)
+        foreign += folders
         if foreign:
             raise InputError(f"{self.path} holds {foreign[0]}, which is no sample; choose another --out")
         if METADATA not in inside:
             if inside:
                 raise InputError(f"{self.path} holds samples without {METADATA}; choose another --out")
             return
-        stored = self.read_metadata().get("settings", {})
-        different = [name for name in settings if stored.get(name) != settings[name]]
-        if different:
-            name = different[0]
+        different = _difference(self.read_metadata()["settings"], settings)
+        if different is not None:
+            name, stored, asked = different
             raise InputError(
-                f"{self.path} holds samples with {name} {stored.get(name)!r}, asked for {settings[name]!r};"
+                f"{self.path} holds samples with {name} {_short(stored)}, asked for {_short(asked)};"
                 " choose another --out"
             )
         existing = self.existing()
@@ -78,12 +84,48 @@ class SampleFolder:
         names = (entry.name for entry in (self.path / IMAGES).iterdir())
         return {int(name.removesuffix(".png")) for name in names if _IMAGE_NAME.fullmatch(name)}
 
+    def damaged(self, indices: set[int], shape: tuple[int, int, int]) -> set[int]:
+        """Lists those of the samples whose files are damaged, or are no images of a height, width and channels."""
+        bad = set()
+        for index in indices:
+            try:
+                check_png(self.sample_path(index), shape)
+            except InputError:
+                bad.add(index)
+        return bad
+
+    def check_space(self, count: int, npz_bytes: int) -> None:
+        """Checks that the disk can take samples, each of which needs a block and a file at the least.
+
+        Args:
+            count: Number of samples to write.
+            npz_bytes: Pixels of the npz file to write.
+
+        Raises:
+            InputError: If it cannot.
+        """
+        disk = os.statvfs(next(place for place in (self.path, *self.path.absolute().parents) if place.exists()))
+        needed, free = count * disk.f_frsize + npz_bytes, disk.f_bavail * disk.f_frsize
+        if needed > free:
+            raise InputError(
+                f"{count} samples need at least {needed / 1e9:.1f} GB,"
+                f" the disk of {self.path} has {free / 1e9:.1f} GB left"
+            )
+        if disk.f_files and count > disk.f_favail:  # some file systems do not count them
+            raise InputError(f"the disk of {self.path} has room for {disk.f_favail} files, not for {count} samples")
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Keeps other commands from writing here while the block runs; makes the folder where it is absent.
+
+        Raises:
+            InputError: If another command is at it.
+        """
+        return hold_lock(self.path / LOCK, f"--out {self.path}")
+
     def remove_leftovers(self) -> None:
-        """Deletes half-written files of an interrupted call."""
+        """Deletes half-written files of a killed call; only for who holds the lock."""
         for folder in (self.path, self.path / IMAGES):
-            for entry in folder.iterdir() if folder.is_dir() else ():
-                if _TEMPORARY_NAME.fullmatch(entry.name):
-                    entry.unlink(missing_ok=True)
+            remove_temporaries(folder)
 
     def read_metadata(self) -> dict[str, Any]:
         """Reads the metadata.
@@ -92,9 +134,20 @@ class SampleFolder:
             InputError: If the file is damaged.
         """
         try:
-            return json.loads((self.path / METADATA).read_text())
-        except (OSError, ValueError) as error:
-            raise InputError(f"{self.path / METADATA} cannot be read: {error}") from None
+            metadata = json.loads((self.path / METADATA).read_text())
+        except ValueError as error:
+            raise InputError(f"{self.path / METADATA} is damaged: {error}; choose another --out") from None
+        if not isinstance(metadata, dict) or not isinstance(metadata.get("settings"), dict):
+            raise InputError(f"{self.path / METADATA} holds no settings of samples; choose another --out")
+        return metadata
+
+    def is_complete(self, num: int, npz: bool) -> bool:
+        """Tells whether everything has been written that a call for `num` samples would write."""
+        files = [METADATA, GRID, *([NPZ] if npz else [])]
+        if not all((self.path / name).is_file() for name in files):
+            return False
+        metadata = self.read_metadata()
+        return metadata.get("complete") is True and metadata.get("num") == num
 
     def write_metadata(self, metadata: dict[str, Any]) -> None:
         """Writes the metadata."""
@@ -115,12 +168,30 @@ class SampleFolder:
 
     def write_npz(self, num: int, labels: list[int] | None) -> None:
         """Writes samples 0 to `num` - 1 as ADM does: `arr_0`, uint8 [N, *grid, channels], and `labels`, int64 [N]."""
-        first = self.read_sample(0)
-        images = np.empty((num, *first.shape), np.uint8)
-        for index in range(num):
-            images[index] = self.read_sample(index)
-        arrays: dict[str, Any] = {"arr_0": images}
-        if labels is not None:
-            arrays["labels"] = np.asarray(labels, np.int64)
-        with atomic_path(self.path / NPZ) as temporary, temporary.open("wb") as file:
-            np.savez(file, **arrays)
+        # Sample by sample, for all of them together can be more than the memory.
+        with atomic_path(self.path / NPZ) as temporary, zipfile.ZipFile(temporary, "w") as archive:
+            shape = (num, *self.read_sample(0).shape)
+            with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+                header = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.uint8)), "fortran_order": False}
+                np.lib.format.write_array_header_1_0(file, {**header, "shape": shape})
+                for index in range(num):
+                    file.write(self.read_sample(index).tobytes())
+            if labels is not None:
+                with archive.open("labels.npy", "w") as file:
+                    np.lib.format.write_array(file, np.asarray(labels, np.int64))
+
+
+def _difference(stored: Any, asked: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """Finds the first setting that differs: its name with dots, what is stored, what is asked for."""
+    if not (isinstance(stored, dict) and isinstance(asked, dict)):
+        return None if stored == asked else (name, stored, asked)
+    for key in [*asked, *stored]:
+        inner = _difference(stored.get(key), asked.get(key), f"{name}.{key}" if name else key)
+        if inner is not None:
+            return inner
+    return None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

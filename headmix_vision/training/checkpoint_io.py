@@ -27,10 +27,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Saves the checkpoint to `path`; `storage_options` is not supported."""
+        """Saves the checkpoint to `path`; `storage_options` is not supported.
+
+        Raises:
+            OSError: If the system refuses it, such as on a full disk; the file that was there stays.
+        """
         if storage_options is not None:
             raise TypeError("storage_options are not supported")
-        with atomic_path(path) as temporary:
-            torch.save(checkpoint, temporary)
+        with atomic_path(path) as temporary, temporary.open("wb") as file:
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:
+                # torch covers what the system said with words about its container
+                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         if self.after_save is not None:
             self.after_save()

@@ -14,6 +14,7 @@ from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.sample_fid import SampleFid
 from headmix_vision.training.callbacks.sample_grids import SampleGrids
 from headmix_vision.training.generator import ImageGenerator
+from headmix_vision.training.image_sampler import ImageSampler
 from headmix_vision.training.options import FidConfig, SampleGridConfig
 
 
@@ -40,9 +41,9 @@ class GenerationCLI(RunCLI):
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
         """Makes sample grids, scores and learning curves, all before `last.ckpt`."""
         options, made = self.options, self.config_init[self.config.subcommand]
-        vae, seed = options.model.vae, options.seed_everything
-        samples = SampleGrids(run_dir / SAMPLES, made.samples, average, vae, seed)
-        score = SampleFid(made.fid, average, vae, options.data.root, seed)
+        sampler, seed = ImageSampler(options.model.vae), options.seed_everything
+        samples = SampleGrids(run_dir / SAMPLES, made.samples, sampler, average, seed)
+        score = SampleFid(made.fid, sampler, average, options.data.root, seed)
         curves = LearningCurves(
             run_dir / CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )

@@ -107,10 +107,14 @@ class MetricsCSV(Logger):
         """Writes a head and the rows of steps from a byte on, to the end of the file; returns where the last one is."""
         lines = [_line([self._rows[step].get(name, "") for name in columns]) for step in steps]
         data = head + b"".join(lines)
-        with path.open("rb+" if start else "wb") as file:
-            file.seek(start)
-            file.write(data)
-            file.truncate()
+        try:
+            with path.open("rb+" if start else "wb") as file:
+                file.seek(start)
+                file.write(data)
+                file.truncate()
+        except OSError as error:
+            error.filename = error.filename or str(path)  # a full disk is said without a name
+            raise
         return start + len(data) - len(lines[-1])
 
     @rank_zero_only

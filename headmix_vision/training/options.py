@@ -189,14 +189,14 @@ class FidConfig:
 
     Args:
         every_n_epochs: Score after every so many epochs; never when null.
-        real: Real images or their statistics, as for `headmix_vision.evaluate`: a folder, a data set such as `digits`,
-            or a statistics file.
+        real: Real images or their statistics, as for `headmix_vision.evaluate`: a folder, an npz file, a data set such
+            as `digits`, or a statistics file. Images are brought to the (square) size of those that the model makes.
         features: `inception`, `digits` or a path, as there.
         num: Number of samples, all classes in turn.
         steps: Sampling steps.
         scheduler: Sampler; the objective's own when null.
         guidance: Scale of classifier-free guidance, 1 for none.
-        batch_size: Samples at a time.
+        batch_size: Samples at a time in each process, at least 2.
     """
 
     every_n_epochs: int | None = None
@@ -209,7 +209,7 @@ class FidConfig:
     batch_size: int = 100
 
     def __post_init__(self) -> None:
-        for name, least in (("every_n_epochs", 1), ("num", 2), ("steps", 1), ("batch_size", 1)):
+        for name, least in (("every_n_epochs", 1), ("num", 2), ("steps", 1), ("batch_size", 2)):
             value = getattr(self, name)
             require(value is None or value >= least, f"fid.{name} must be at least {least}, got {value}")
         require_not_negative("fid.guidance", self.guidance)

@@ -153,7 +153,7 @@ def _delete(run_dir: Path) -> None:
 
 def _remove_empty_folders(run_dir: Path) -> None:
     for folder in {(run_dir / pattern).parent for pattern in WRITTEN_BY_A_RUN} - {run_dir}:
-        if folder.is_dir() and not any(folder.iterdir()):
+        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
             folder.rmdir()
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from headmix_vision.data import Augmentation, ClassificationData
+from headmix_vision.data.datasets.image_files import ImageFiles
 
 from .helpers import Recorder, attach, make_trainer, write_image
 
@@ -73,6 +74,19 @@ def test_tar_reads_like_the_folder(image_root: Path, tmp_path: Path, layout: str
     images, targets = validation_images(from_tar)
     expected_images, expected_targets = validation_images(from_folder)
     assert torch.equal(images, expected_images) and torch.equal(targets, expected_targets)
+
+
+def test_files_are_named_relative_to_their_place(image_root: Path, tmp_path: Path) -> None:
+    tar = make_tar(image_root, tmp_path / "all.tar", "pets")
+    sources = []
+    for root in (image_root, tar):
+        attach(data := folder_data(root), **MODEL)
+        sources.append(data._splits["train"].files())
+    paths = sorted((image_root / "train").rglob("*.png"))
+    assert sources[0] == [(str(path.relative_to(image_root / "train")), path.stat().st_size) for path in paths]
+    assert sources[1] == [(f"pets/train/{name}", size) for name, size in sources[0]]
+    flat = ImageFiles(paths, "RGB").files()
+    assert flat == sources[0]
 
 
 def test_tar_without_the_split(image_root: Path, tmp_path: Path) -> None:
@@ -177,9 +191,7 @@ def test_too_many_unreadable_images_stop_the_run(image_root: Path, workers: int)
         damage(image_root / "train" / "cat" / f"cat{i}.png", "empty")
     data = folder_data(image_root, max_unreadable=0.2, num_workers=workers, batch_size=12)
     with (
-        pytest.raises(
-            RuntimeError, match=r"3 of 12 images are unreadable \(25.00%\), more than max_unreadable = 20.00%"
-        ),
+        pytest.raises(ValueError, match=r"3 of 12 images are unreadable \(25.00%\), more than max_unreadable = 20.00%"),
         pytest.warns(UserWarning) if workers == 0 else torch.no_grad(),
     ):
         make_trainer(max_epochs=1).fit(Recorder(**MODEL), datamodule=data)

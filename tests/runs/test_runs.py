@@ -47,7 +47,7 @@ def test_checkpoints_become_networks(tmp_path: Path) -> None:
     architecture = {name: value for name, value in generator.config.items() if not name.startswith("_")}
     for network, description in (
         (classifier, about),
-        (generator, {"name": "dit_linear_digits", "kind": "generator", "architecture": architecture}),
+        (generator, {"name": "dit_linear_digits", "kind": "generator", "architecture": architecture, "objective": {}}),
     ):
         checkpoint = read_checkpoint(save_checkpoint(tmp_path / "one.ckpt", network, **description))
         for raw in (False, True):

@@ -17,8 +17,9 @@ from PIL import Image
 from headmix_vision.diffusion import HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.runs import export
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling.command import main, parse_classes
+from headmix_vision.sampling.command import main
 from headmix_vision.sampling.draw import batches
+from headmix_vision.sampling.options import parse_classes
 
 ROOT = Path(__file__).parents[2]
 FAST = ("--num", 12, "--steps", 3, "--batch-size", 4)
@@ -188,7 +189,7 @@ def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
         (("--batch-size", "0"), "--batch-size must be at least 1"),
         (("--steps", "2000"), "--steps must be at most 1000, got 2000"),
         (("--raw",), "leave out --raw"),
-        (("--vae", "/nowhere"), "is no directory, no hub id"),
+        (("--vae", "/nowhere"), "was trained on pixels"),
     ],
 )
 def test_wrong_options(
@@ -237,8 +238,7 @@ def test_what_is_no_generator(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "neither a run directory" in refused(capfd, "--model", tmp_path / "absent")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert "no checkpoint at" in refused(capfd, "--model", tmp_path / "run")
-    classifier = tmp_path / "classifier.ckpt"
-    torch.save({"headmix_vision": {"name": "deit_mhla_digits"}, "state_dict": {}}, classifier)
+    classifier = ROOT / "tests" / "fixtures" / "v0_1_0" / "classifier"
     assert "is of the classifier deit_mhla_digits" in refused(capfd, "--model", classifier)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "model_index.json").write_text("{}")

@@ -204,9 +204,10 @@ def test_scores_while_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     """With the features of an untrained classifier, which is an extractor like any other."""
     features, config = tmp_path / "features.safetensors", write_config(tmp_path / "tiny.yaml", trainer__max_epochs=2)
     torch.manual_seed(0)
-    header = {"model_name": "deit_linear_digits", "model_args": "{}"}
-    save_file(timm.create_model("deit_linear_digits").state_dict(), features, metadata=header)
+    header = {"model_name": "deit_linear_digits", "model_args": '{"depth": 1}'}
+    save_file(timm.create_model("deit_linear_digits", depth=1).state_dict(), features, metadata=header)
     options = ("--fid.every_n_epochs", 2, "--fid.features", features, "--fid.num", 60, "--fid.steps", 2)
+    options += ("--fid.real", "digits[:100]")
     for name in ("one", "two"):
         assert run("fit", "-c", config, "--run_dir", tmp_path / name, *options) == 0
     rows = [read_csv(tmp_path / name / "metrics.csv") for name in ("one", "two")]

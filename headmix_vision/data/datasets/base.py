@@ -3,8 +3,10 @@
 C channels, * the axes of a sample's grid: height and width of an image.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,6 +28,8 @@ Use = Literal["classification", "generation", "scoring", "caching"]
 
 PIL_MODES = {1: "L", 3: "RGB"}
 CHANNELS = {mode: channels for channels, mode in PIL_MODES.items()}
+_EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+_STAT_THREADS = 16
 EVAL_SYNONYMS = ("validation", "val", "valid", "eval", "evaluation")
 TRAIN_SYNONYMS = ("train", "training")
 
@@ -153,6 +157,13 @@ class Source(ABC):
         """What to call a sample in a message: its file, where there is one."""
         return f"{type(self).__name__}[{index}]"
 
+    def files(self) -> list[tuple[str, int]] | None:
+        """Name, relative to the place of the data, and size in bytes of each sample's file; None without files.
+
+        They tell whether the samples are still the same, wherever they lie.
+        """
+        return None
+
 
 class Pictures(Source):
     """Pictures behind a data set or reader of a library, decoded when they are read.
@@ -196,6 +207,18 @@ class PreparedSource(Source):
         """Sample float32 [C, *grid] and label; another `draw` (epoch) may be another sample."""
 
 
+def check_depth(image: Image.Image) -> None:
+    """Raises ValueError for a picture of more than 8 bits, which Pillow would clip to white."""
+    if image.mode not in _EIGHT_BIT_MODES:
+        raise ValueError(f"it is of mode {image.mode}, images have 8 bits")
+
+
+def to_mode(image: Image.Image, mode: str) -> Image.Image:
+    """Converts a decoded picture to `L` or `RGB`; ValueError if it has more than 8 bits."""
+    check_depth(image)
+    return image.convert(mode)
+
+
 def canonical_split(split: str) -> str:
     """The name `train` or `validation` of a built-in data set's split, from any of timm's synonyms."""
     if split in TRAIN_SYNONYMS:
@@ -203,6 +226,13 @@ def canonical_split(split: str) -> str:
     if split in EVAL_SYNONYMS:
         return "validation"
     raise InputError(f"split {split!r} does not exist, the data set has train and validation")
+
+
+def relative_sizes(paths: Sequence[str | os.PathLike[str]], folder: str) -> list[tuple[str, int]]:
+    """Names of files relative to a folder, and their sizes in bytes; many at a time, for the sake of network disks."""
+    with ThreadPoolExecutor(_STAT_THREADS) as pool:
+        sizes = list(pool.map(os.path.getsize, paths))
+    return [(os.path.relpath(path, folder), size) for path, size in zip(paths, sizes, strict=True)]
 
 
 def number_names(targets: Iterable[int]) -> list[str]:

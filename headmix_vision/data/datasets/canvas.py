@@ -64,7 +64,7 @@ class CanvasDigits(BatchSource):
 
     Raises:
         InputError: An unknown split or rule, no room for regions of 2 x 2 cells, another number of channels, no
-            canvases.
+            canvases, or more than the memory holds.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CanvasDigits(BatchSource):
         if rule not in RULES:
             raise InputError(f"rule is {rule!r}, it must be one of {', '.join(RULES)}")
         self.region_cells = size // (CELL * REGIONS)
-        if self.region_cells < 2:
+        if not isinstance(size, int) or self.region_cells < 2:
             raise InputError(f"size is {size}, a canvas needs at least {2 * CELL * REGIONS} pixels")
         if channels not in (1, 3):
             raise InputError(f"channels is {channels}, it must be 1 or 3")
@@ -104,7 +104,10 @@ class CanvasDigits(BatchSource):
         self._first = np.cumsum(self._counts) - self._counts
         cells = REGIONS * self.region_cells
         self._start = (size - cells * CELL) // 2
-        self._chosen = np.zeros((self.length, cells, cells), np.int16)
+        try:
+            self._chosen = np.zeros((self.length, cells, cells), np.int16)
+        except (MemoryError, ValueError):
+            raise InputError(f"{self.length} canvases of {size} pixels do not fit into the memory") from None
         self._labels = np.full(self.length, NOT_DRAWN, np.int8)
 
     def __len__(self) -> int:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.data.datasets.base import Source, SplitRequest, canonical_split
+from headmix_vision.errors import InputError
 
 SPLIT_SEED = 0
 
@@ -21,10 +22,10 @@ class Digits(Source):
 
     Args:
         split: `train`, `validation` or a synonym, or `all`: training digits, then those of validation.
-        channels: Number of equal channels.
+        channels: 1, or 3 equal ones.
 
     Raises:
-        InputError: Another split.
+        InputError: Another split or number of channels.
     """
 
     in_memory = True
@@ -33,6 +34,8 @@ class Digits(Source):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
+        if channels not in (1, 3):
+            raise InputError(f"digits are images of 1 or 3 channels, asked for {channels}")
         images, targets = load_digits(return_X_y=True)
         train, validation = train_test_split(
             np.arange(len(targets)), test_size=0.2, stratify=targets, random_state=SPLIT_SEED

@@ -20,6 +20,8 @@ def open_folder(request: SplitRequest) -> Source:
         InputError: Nothing there, an empty class folder, or images outside of a class folder.
     """
     root, mode = request.existing_root(), request.mode
+    if request.split in ("", ".", ".."):
+        raise InputError(f"split is {request.split!r}, it must be the name of a folder or tar file in {str(root)!r}")
     names = split_candidates(request.split)
     if root.is_file():
         if root.suffix != ".tar":

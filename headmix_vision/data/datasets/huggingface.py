@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names
+from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names, to_mode
 from headmix_vision.data.datasets.timm_readers import TimmReader, create_timm_dataset, reader_class_names
 from headmix_vision.errors import InputError
 
@@ -54,7 +54,7 @@ class SavedImages(Pictures):
         item = self.data[index]
         stored = item["image"]
         with Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"]) as image:
-            return image.convert(self.mode), int(item["label"])
+            return to_mode(image, self.mode), int(item["label"])
 
     def name(self, index: int) -> str:
         return str(self.data[index]["image"]["path"] or f"image {index}")

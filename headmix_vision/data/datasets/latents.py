@@ -11,16 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from headmix_vision.data.datasets.base import PreparedSource, SplitRequest
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
+from headmix_vision.fields import check_fields
 from headmix_vision.models.autoencoders import LatentScale
+from headmix_vision.tensor_files import open_tensors, refuse_damage
 
 MANIFEST = "latents.json"
 FORMAT = 1
+STORES = ("moments", "means")
+_ENTRIES = {
+    "format": int,
+    "count": int,
+    "shape": list,
+    "shard_size": int,
+    "store": str,
+    "dtype": str,
+    "flip": bool,
+    "class_names": list,
+    "autoencoder": dict,
+    "source": list | None,
+}
+_AUTOENCODER = {"scale": int | float | list, "shift": int | float | list}
 
 
 def shard_name(number: int) -> str:
@@ -43,12 +59,53 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{path} has no {MANIFEST}: make a cache with python -m headmix_vision.data.cache_latents")
     try:
-        manifest: dict[str, Any] = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        manifest = json.loads(file.read_text())
+    except ValueError as error:
         raise InputError(f"{file} is damaged: {error}") from None
-    if manifest.get("format") != FORMAT:
-        raise InputError(f"{file} is of format {manifest.get('format')!r}, this version reads {FORMAT}")
+    manifest = check_fields(str(file), manifest, {"format": int})
+    if manifest["format"] != FORMAT:
+        raise InputError(f"{file} is of format {manifest['format']!r}, this version reads {FORMAT}")
+    manifest = check_fields(str(file), manifest, _ENTRIES)
+    check_fields(f"the autoencoder in {file}", manifest["autoencoder"], _AUTOENCODER)
+    if manifest["store"] not in STORES:
+        raise InputError(f"{file}: entry 'store' is {manifest['store']!r}, it must be one of {', '.join(STORES)}")
+    for name in ("count", "shard_size"):
+        if manifest[name] < 1:
+            raise InputError(f"{file}: entry {name!r} is {manifest[name]}, it must be at least 1")
     return manifest
+
+
+def shard_length(number: int, manifest: dict[str, Any]) -> int:
+    """Number of images in a shard."""
+    return int(min(manifest["shard_size"], manifest["count"] - number * manifest["shard_size"]))
+
+
+def check_shard(path: Path, number: int, manifest: dict[str, Any]) -> None:
+    """Check that a shard is whole and holds what the manifest says.
+
+    Raises:
+        InputError: Damaged, tensors that are missing or of another shape, or labels beyond the classes.
+    """
+    length = shard_length(number, manifest)
+    with open_tensors(path / shard_name(number)) as file:
+        for name in tensor_names(manifest):
+            shape = file.get_slice(name).get_shape()
+            expected = [length] if name == "labels" else [length, *manifest["shape"]]
+            if shape != expected:
+                raise InputError(f"{path / shard_name(number)}: {name} is {shape}, it must be {expected}")
+        labels, classes = file.get_tensor("labels"), max(len(manifest["class_names"]), 1)
+    if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise InputError(
+            f"{path / shard_name(number)}: labels are {int(labels.min())} to {int(labels.max())}, there are"
+            f" {classes} classes"
+        )
+
+
+def tensor_names(manifest: dict[str, Any]) -> list[str]:
+    """Names of the tensors in each shard."""
+    kinds = ("mean", "std") if manifest["store"] == "moments" else ("mean",)
+    suffixes = ("", "_flipped") if manifest["flip"] else ("",)
+    return ["labels", *(f"{kind}{suffix}" for kind in kinds for suffix in suffixes)]
 
 
 def open_latents(request: SplitRequest) -> "LatentShards":
@@ -84,7 +141,7 @@ class LatentShards(PreparedSource):
         flip: Probability of taking the mirrored image; half where the cache holds mirrored images, when None.
 
     Raises:
-        InputError: No cache there, an unfinished one, or `flip` without mirrored images.
+        InputError: No cache there, an unfinished or damaged one, or `flip` without mirrored images.
     """
 
     def __init__(self, path: str | Path, seed: int = 0, flip: float | None = None) -> None:
@@ -106,6 +163,8 @@ class LatentShards(PreparedSource):
                 f"{self.path} lacks {len(missing)} of {count_shards(self.manifest)} shards, first"
                 f" {shard_name(missing[0])}; run python -m headmix_vision.data.cache_latents again to finish it"
             )
+        for number in range(count_shards(self.manifest)):
+            check_shard(self.path, number, self.manifest)
         self._files: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -144,10 +203,8 @@ class LatentShards(PreparedSource):
     def _open(self, number: int) -> Any:
         if number not in self._files:
             path = self.path / shard_name(number)
-            try:
+            with refuse_damage(path):
                 self._files[number] = safe_open(path, "pt")
-            except (SafetensorError, OSError) as error:
-                raise InputError(f"{path} is truncated or no safetensors file: {error}") from None
         return self._files[number]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """timm's readers, shared by folders, tar files, Hugging Face sets and streams, with the checks that timm leaves out."""
 
+from tarfile import TarInfo
 from typing import Any
 
 from PIL import Image
 
-from headmix_vision.data.datasets.base import Pictures, RawImage
+from headmix_vision.data.datasets.base import Pictures, RawImage, relative_sizes, to_mode
 from headmix_vision.errors import InputError
 
 
@@ -33,7 +34,16 @@ class TimmReader(Pictures):
     def read(self, index: int) -> tuple[RawImage, int]:
         stream, target = self.data[index]
         with stream, Image.open(stream) as image:
-            return image.convert(self.mode), int(target)
+            return to_mode(image, self.mode), int(target)
+
+    def files(self) -> list[tuple[str, int]] | None:
+        """Names and sizes of files in a folder or of members of a tar file."""
+        entries = [sample[0] for sample in getattr(self.data, "samples", ())]
+        if not entries:
+            return None
+        if isinstance(entries[0], TarInfo):
+            return [(entry.name, entry.size) for entry in entries]
+        return relative_sizes(entries, self.data.root)
 
     def name(self, index: int) -> str:
         return str(self.data.filename(index, absolute=True) or f"image {index}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names
+from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names, to_mode
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset
 
 
@@ -23,7 +23,7 @@ class TorchvisionImages(Pictures):
 
     def read(self, index: int) -> tuple[RawImage, int]:
         image, target = self.data[index]
-        return image.convert(self.mode), int(target)
+        return to_mode(image, self.mode), int(target)
 
     def name(self, index: int) -> str:
         samples = getattr(self.data, "samples", None)

@@ -68,13 +68,15 @@ class LearningCurves(Callback):
 
 
 def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> None:
-    """Draws the learning curves of logged rows into a PNG file."""
+    """Draws the learning curves of logged rows into a PNG file; a panel without any of its metrics is left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    logged = {name for row in rows for name in row}
+    panels = {title: names for title, names in panels.items() if logged.intersection(names)}
     figure = Figure(figsize=(4 * len(panels), 3.5), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (title, names) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+    for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for name in names:
             points = [(row["step"], row[name]) for row in rows if name in row]
             if points:
@@ -82,8 +84,7 @@ def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> N
                 axes.plot(_epochs(steps, rows), values, label=name, marker="." if len(points) < 40 else None)
         axes.set(title=title, xlabel="epoch")
         axes.grid(alpha=0.3)
-        if axes.lines:  # a short run may have logged no learning rate
-            axes.legend()
+        axes.legend()
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
 

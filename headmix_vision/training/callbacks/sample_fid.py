@@ -1,91 +1,133 @@
 """Scores the generator with the Fréchet distance while it trains."""
 
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from headmix_vision.diffusion.denoising import Guidance
-from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
-from headmix_vision.evaluation.scores import Scorer, fid
-from headmix_vision.evaluation.statistics import Statistics, read_statistics
-from headmix_vision.models.autoencoders import load_autoencoder
-from headmix_vision.sampling.draw import SamplingPlan
+from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
+from headmix_vision.evaluation.frechet import Gaussian, Moments, frechet_distance
+from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, describe_size
+from headmix_vision.evaluation.scores import open_side
+from headmix_vision.evaluation.statistics import Statistics
+from headmix_vision.sampling.draw import SamplingPlan, batches
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.callbacks.sample_grids import draw_images
+from headmix_vision.training.image_sampler import ImageSampler
 from headmix_vision.training.options import FidConfig
 
 
 class SampleFid(Callback):
-    """Scores samples from fixed noise every few epochs and logs `val/fid`, on the first process.
+    """Scores samples from fixed noise every few epochs and logs `val/fid`.
 
-    Extractor and autoencoder live here, outside of the module.
+    All processes draw: they share the batches of samples, and of real images, so that the score is that of one process
+    up to the rounding of sums in float64. The extractor lives here, outside of the module.
 
     Args:
         config: What to score, and when.
+        sampler: Draws the samples.
         average: The callback with the moving average, if there is one.
-        vae: Autoencoder of the latents, a local directory or a hub id; None for pixels.
         root: Place of the real images' data set, if it needs one.
         seed: Seed of the noise.
     """
 
     def __init__(
-        self, config: FidConfig, average: EmaWithWarmup | None, vae: str | None, root: str | None, seed: int
+        self, config: FidConfig, sampler: ImageSampler, average: EmaWithWarmup | None, root: str | None, seed: int
     ) -> None:
         self.config = config
+        self.sampler = sampler
         self.average = average
-        self.vae_source = vae
         self.root = root
         self.seed = seed
-        self._vae: Any = None
-        self._scorer: Scorer | None = None
-        self._real: Statistics | None = None
+        self._extractor: FeatureExtractor | None = None
+        self._real: Gaussian | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Opens extractor and real images before any training.
+        """Opens extractor, autoencoder and real images before any training, and reads the real images' features.
 
         Raises:
-            InputError: If one of them is missing, or options do not fit the model.
+            InputError: If one of them is missing, or does not fit the images that the model makes.
         """
-        if self.config.every_n_epochs is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+        if self.config.every_n_epochs is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        net: Any = pl_module.net
-        create_scheduler(self.config.scheduler, pl_module.objective_config)  # type: ignore[arg-type]
-        if Guidance(self.config.guidance).enabled and not net.has_null_class:
-            raise InputError(f"fid.guidance={self.config.guidance} needs a model with a null class: set it to 1")
-        if self.vae_source is None and net.in_channels not in (1, 3):
-            raise InputError(f"the model makes latents of {net.in_channels} channels: fid needs model.vae")
-        self._scorer = Scorer(open_extractor(self.config.features, pl_module.device))
-        self._real = self._real_statistics(self._scorer)
-        if self.vae_source is not None:
-            self._vae = load_autoencoder(self.vae_source).module
-
-    def _real_statistics(self, scorer: Scorer) -> Statistics:
-        path = Path(self.config.real)
-        if path.suffix == ".safetensors" and path.is_file():
-            return read_statistics(path)
-        return scorer.statistics(open_images(self.config.real, scorer.extractor.mode, root=self.root))
+        self.sampler.check(pl_module, self._plan(pl_module), "fid")
+        if not self.sampler.makes_images(pl_module):
+            channels = pl_module.net.in_channels  # type: ignore[union-attr]
+            raise InputError(f"the model makes latents of {channels} channels: fid needs model.vae")
+        self._extractor = open_extractor(self.config.features, pl_module.device)
+        self.sampler.open()
+        channels, height, width = self.sampler.image_shape(pl_module)
+        real = open_side(
+            self.config.real, self._extractor, image_size=height if height == width else None, root=self.root
+        )
+        black = ImageSet(TensorImages(torch.zeros(2, channels, height, width, dtype=torch.uint8)), self._extractor.mode)
+        size = real.description.get("size", black.size)
+        if list(size) != list(black.size):
+            raise InputError(
+                f"fid.real={self.config.real} is of {describe_size(size)}, the model makes {describe_size(black.size)}"
+            )
+        self._real = self._real_gaussian(trainer, real)
+        num_features = self._extractor(next(black.batches(2)))["features"].shape[1]
+        if len(self._real.mean) != num_features:
+            raise InputError(
+                f"fid.real={self.config.real} is of {len(self._real.mean)} features,"
+                f" fid.features={self.config.features} makes {num_features}"
+            )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Scores after every `every_n_epochs` epochs."""
         every = self.config.every_n_epochs
-        if self._scorer is None or every is None or (trainer.current_epoch + 1) % every:
+        if self._real is None or every is None or (trainer.current_epoch + 1) % every:
             return
         average = self.average.average if self.average is not None else None
-        pixels = self._draw(trainer, average or pl_module)
-        fake = ImageSet(TensorImages(torch.from_numpy(pixels).permute(0, 3, 1, 2)), self._scorer.extractor.mode)
-        assert self._real is not None
-        value = fid(self._scorer, self._real, fake)["fid"]
-        pl_module.log_now({"val/fid": value}, trainer.global_step - 1)  # type: ignore[operator]
+        fake = self._gaussian(trainer, self._draw(trainer, average or pl_module))
+        if trainer.is_global_zero:
+            value = frechet_distance(self._real, fake)
+            pl_module.log_now({"val/fid": value}, trainer.global_step - 1)  # type: ignore[operator]
 
-    def _draw(self, trainer: Trainer, module: LightningModule) -> np.ndarray:
+    def _real_gaussian(self, trainer: Trainer, real: ImageSet | Statistics) -> Gaussian:
+        if isinstance(real, Statistics):
+            return real.gaussians["features"]
+        share = (
+            batch
+            for i, batch in enumerate(real.batches(self.config.batch_size))
+            if i % trainer.world_size == trainer.global_rank
+        )
+        return self._gaussian(trainer, share)
+
+    def _draw(self, trainer: Trainer, module: LightningModule) -> Iterable[Tensor]:
+        """Draws this process's share of the samples: batches uint8 [B, C, H, W].
+
+        Every batch the network sees is of one size, the last one filled up, so that a sample does not depend on the
+        number of processes.
+        """
+        assert self._extractor is not None
+        plan, size = self._plan(module), min(self.config.batch_size, self.config.num)
+        for indices in batches(range(self.config.num), size, trainer.global_rank, trainer.world_size):
+            filled = indices + [indices[-1]] * (size - len(indices))
+            pixels = torch.from_numpy(self.sampler.draw(trainer, module, plan, filled)).permute(0, 3, 1, 2)
+            images = ImageSet(TensorImages(pixels), self._extractor.mode)
+            yield next(images.batches(size))[: len(indices)]
+
+    def _gaussian(self, trainer: Trainer, share: Iterable[Tensor]) -> Gaussian:
+        """Computes the Gaussian of the features of all processes' shares of images."""
+        assert self._extractor is not None
+        moments = Moments()
+        for batch in share:
+            moments.update(self._extractor(batch)["features"])
+        if trainer.world_size > 1:
+            parts: list[Any] = [None] * trainer.world_size
+            dist.all_gather_object(parts, moments)
+            moments = Moments()
+            for part in parts:
+                moments.merge(part)
+        return moments.gaussian()
+
+    def _plan(self, module: LightningModule) -> SamplingPlan:
         config, num_classes = self.config, int(module.net.num_classes)  # type: ignore[arg-type, union-attr]
         classes = tuple(range(num_classes)) if num_classes else None
-        plan = SamplingPlan(self.seed, classes, config.steps, config.scheduler, Guidance(config.guidance), None)
-        batches = (range(i, min(i + config.batch_size, config.num)) for i in range(0, config.num, config.batch_size))
-        return np.concatenate([draw_images(trainer, module, self._vae, plan, indices) for indices in batches])
+        return SamplingPlan(self.seed, classes, config.steps, config.scheduler, Guidance(config.guidance), None)

@@ -1,0 +1,29 @@
+"""Command lines of argparse whose errors are one line."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+_UNKNOWN = "unrecognized arguments: "
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line, with the nearest option where one is misspelt."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the line and ends the process with status 2."""
+        if message.startswith(_UNKNOWN):
+            given = message.removeprefix(_UNKNOWN).split()[0].partition("=")[0]
+            near = difflib.get_close_matches(given, sorted(set(self._option_strings())), n=1)
+            message = f"unknown option {given}" + (f"; did you mean {near[0]}?" if near else "")
+        print(f"error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+    def _option_strings(self) -> Iterator[str]:
+        for action in self._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield from command._option_strings()

@@ -1,0 +1,99 @@
+"""Drawing samples of a generator while it is trained."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import LightningModule, Trainer
+
+from headmix_vision.diffusion.denoising import NonFiniteSamplesError
+from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
+from headmix_vision.diffusion.schedulers import create_scheduler
+from headmix_vision.errors import InputError
+from headmix_vision.models.autoencoders import downsampling, load_autoencoder
+from headmix_vision.sampling.draw import SamplingPlan, sample_batch
+from headmix_vision.training.callbacks.non_finite import NonFiniteError
+
+
+class ImageSampler:
+    """Draws samples of a module that is being trained, or of its average, for all callbacks with one autoencoder.
+
+    The autoencoder lives here, outside of the module, so that neither the average nor a checkpoint copies it.
+
+    Args:
+        vae: Autoencoder of the latents, a local directory or a hub id; None for pixels.
+    """
+
+    def __init__(self, vae: str | None) -> None:
+        self.vae_source = vae
+        self._vae: Any = None
+
+    def check(self, module: LightningModule, plan: SamplingPlan, option: str) -> None:
+        """Checks that a plan can be drawn with a module, before any training.
+
+        Raises:
+            InputError: If scheduler, steps or guidance do not fit the model; it names the group of options.
+        """
+        net: Any = module.net
+        create_scheduler(plan.scheduler, module.objective_config)  # type: ignore[arg-type]
+        if plan.steps > NUM_TIMESTEPS:
+            raise InputError(f"{option}.steps must be at most {NUM_TIMESTEPS}, got {plan.steps}")
+        if plan.guidance.enabled and not net.has_null_class:
+            raise InputError(f"{option}.guidance={plan.guidance.scale} needs a model with a null class: set it to 1")
+
+    def makes_images(self, module: LightningModule) -> bool:
+        """Tells whether the model makes pixels, or latents that can be decoded."""
+        net: Any = module.net
+        return self.vae_source is not None or net.in_channels in (1, 3)
+
+    def open(self) -> None:
+        """Loads the autoencoder, unless it is here already.
+
+        Raises:
+            InputError: If there is none.
+        """
+        if self.vae_source is not None and self._vae is None:
+            self._vae = load_autoencoder(self.vae_source).module
+
+    def image_shape(self, module: LightningModule) -> tuple[int, int, int]:
+        """Returns channels, height and width of the images, in pixels; after `open`."""
+        net: Any = module.net
+        if self._vae is None:
+            return net.in_channels, *net.input_size
+        factor = downsampling(self._vae)
+        height, width = net.input_size
+        return int(self._vae.config.get("out_channels", 3)), height * factor, width * factor
+
+    def draw(self, trainer: Trainer, module: LightningModule, plan: SamplingPlan, indices: Sequence[int]) -> np.ndarray:
+        """Draws samples in the trainer's precision.
+
+        Args:
+            trainer: The module's trainer.
+            module: The module, or its average.
+            plan: What to draw.
+            indices: Which samples of the plan.
+
+        Returns:
+            uint8 [N, H, W, channels].
+
+        Raises:
+            NonFiniteError: If a sample became infinite or not a number.
+        """
+        net: Any = module.net
+        objective: Any = module.objective_config
+        was_training = net.training
+        net.eval()
+        try:
+            pipeline = HeadMixDiTPipeline(
+                net,
+                create_scheduler(plan.scheduler, objective, clip=self._vae is None),
+                vae=self._vae.to(module.device) if self._vae is not None else None,
+            )
+            pipeline.set_progress_bar_config(disable=True)
+            with trainer.precision_plugin.forward_context():
+                return sample_batch(pipeline, plan, indices)
+        except NonFiniteSamplesError as error:
+            raise NonFiniteError(f"{error} (drawn after step {trainer.global_step} of training)") from None
+        finally:
+            net.train(was_training)

@@ -1,0 +1,97 @@
+"""The files on the ground: what a file says, safetensors files, devices, arguments of commands."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from headmix_vision.arguments import OneLineParser
+from headmix_vision.atomic import check_place
+from headmix_vision.devices import open_device
+from headmix_vision.errors import InputError
+from headmix_vision.fields import check_fields
+from headmix_vision.tensor_files import header_of, open_tensors, write_tensors
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([1], r"x.json is \[1\], it must be a table"),
+        (None, "x.json is None"),
+        ({}, "entry 'count' is missing, it must be of type int"),
+        ({"count": "3"}, "entry 'count' is '3', it must be of type int"),
+        ({"count": 3, "size": 8}, "entry 'size' is 8"),
+        ({"count": "3" * 99}, r"is '3{59}\.\.\.,"),
+    ],
+)
+def test_entries_are_checked(found: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_fields("x.json", found, {"count": int, "size": list | None})
+
+
+def test_an_entry_that_may_be_none_may_be_absent() -> None:
+    wanted = {"count": int, "size": list | None}
+    assert check_fields("x", {"count": 1, "more": 2}, wanted) == {"count": 1, "size": None, "more": 2}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_tensor_files_have_the_mode_of_any_file(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path / "a.safetensors", {"x": torch.ones(2)}, {"text": "y"})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.safetensors").stat().st_mode) == 0o666 & ~umask
+    assert header_of(tmp_path / "a.safetensors")["text"] == "y"
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_damaged_tensor_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"x": torch.ones(200)}, {})
+    with (
+        pytest.raises(InputError, match=r"a\.safetensors is truncated or no safetensors file"),
+        open_tensors(path) as file,
+    ):
+        file.get_tensor("y")
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(InputError, match=r"a\.safetensors is truncated or no safetensors file"):
+        header_of(path)
+
+
+def test_a_place_that_cannot_be_written_is_found_before_the_work(tmp_path: Path) -> None:
+    check_place(tmp_path / "new" / "deeper" / "x")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file"):
+        check_place(tmp_path / "file" / "x")
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "meta", "cuda:99", "cpu:x"])
+def test_a_device_that_is_not_there(name: str) -> None:
+    with pytest.raises(InputError, match=f"device '{name}' cannot be used here: .") as error:
+        open_device(name)
+    assert "\n" not in str(error.value)
+    assert open_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["run", "--sise", "3"], "unknown option --sise; did you mean --size?"),
+        (["run", "--sise=3"], "unknown option --sise; did you mean --size?"),
+        (["run", "more"], "unknown option more"),
+        (["run", "--size", "x"], "argument --size: invalid int value: 'x'"),
+        ([], "the following arguments are required: what"),
+        (["walk"], "argument what: invalid choice: 'walk' (choose from "),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = OneLineParser(prog="tool")
+    command = parser.add_subparsers(dest="what", required=True).add_parser("run")
+    command.add_argument("--size", type=int)
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(arguments)
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {line}") and " --help)" in error

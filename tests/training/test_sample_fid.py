@@ -1,0 +1,188 @@
+"""The Fréchet distance while training: what it is compared with, who draws, and what is refused before training."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from headmix_vision.errors import InputError
+from headmix_vision.evaluation.extractors import open_extractor
+from headmix_vision.evaluation.frechet import Moments, frechet_distance
+from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
+from headmix_vision.evaluation.scores import Scorer, fid
+from headmix_vision.evaluation.statistics import write_statistics
+from headmix_vision.training.callbacks import sample_fid
+from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, draw_curves
+from headmix_vision.training.callbacks.non_finite import NonFiniteError
+from headmix_vision.training.callbacks.sample_fid import SampleFid
+from headmix_vision.training.generator import ImageGenerator
+from headmix_vision.training.image_sampler import ImageSampler
+from headmix_vision.training.options import FidConfig
+
+REAL = "digits[:40]"
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An untrained classifier, which is an extractor like any other."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("features") / "classifier.safetensors"
+    network = timm.create_model("deit_linear_digits", depth=1)
+    header = {"model_name": "deit_linear_digits", "model_args": '{"depth": 1}'}
+    save_file(network.state_dict(), path, metadata=header)
+    return str(path)
+
+
+def generator(**arguments: Any) -> ImageGenerator:
+    torch.manual_seed(1)
+    small = {"depth": 1, "embed_dim": 16, "num_heads": 2, **arguments}
+    module = ImageGenerator("dit_linear_digits", input_size=small.pop("input_size", None), model_args=small)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # the output layer is zero at first
+    return module
+
+
+def process(rank: int = 0, world_size: int = 1) -> Any:
+    """A trainer, as far as the callback looks at it."""
+    return SimpleNamespace(
+        world_size=world_size,
+        global_rank=rank,
+        is_global_zero=rank == 0,
+        fast_dev_run=False,
+        current_epoch=0,
+        global_step=1,
+        precision_plugin=SimpleNamespace(forward_context=nullcontext),
+    )
+
+
+def callback(features: str, **options: Any) -> SampleFid:
+    settings = {"every_n_epochs": 1, "real": REAL, "features": features, "num": 25, "steps": 1, "batch_size": 10}
+    config = FidConfig(**{**settings, **options})
+    return SampleFid(config, ImageSampler(None), None, None, seed=0)
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    values: list[float] = []
+    monkeypatch.setattr(ImageGenerator, "log_now", lambda self, metrics, step: values.append(metrics["val/fid"]))
+    return values
+
+
+def test_processes_share_the_work(features: str, logged: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, alone = generator(), callback(features)
+    alone.on_fit_start(process(), module)
+    alone.on_train_epoch_end(process(), module)
+
+    sent: list[Moments] = []
+
+    def gather(parts: list[Any], moments: Moments) -> None:
+        parts[:] = [moments, *sent]
+        sent.append(moments)
+
+    monkeypatch.setattr(sample_fid.dist, "all_gather_object", gather)
+    ranks = {rank: callback(features) for rank in (1, 0)}  # the first process comes last, and gathers from both
+    for hook, counts in (("on_fit_start", [20, 20]), ("on_train_epoch_end", [10, 15])):
+        sent.clear()
+        for rank, score in ranks.items():
+            getattr(score, hook)(process(rank, 2), module)
+        assert [moments.count for moments in sent] == counts
+    assert ranks[0]._real is not None and alone._real is not None
+    torch.testing.assert_close(ranks[0]._real.covariance, alone._real.covariance, rtol=1e-12, atol=1e-14)
+    assert len(logged) == 2 and logged[1] == pytest.approx(logged[0], rel=1e-10)
+    assert logged[0] > 0
+
+
+def test_score_is_that_of_the_samples(features: str, logged: list[float]) -> None:
+    module, score = generator(), callback(features, num=30)
+    score.on_fit_start(process(), module)
+    score.on_train_epoch_end(process(), module)
+    pixels = [
+        score.sampler.draw(process(), module, score._plan(module), range(start, start + 10)) for start in (0, 10, 20)
+    ]
+    fake = ImageSet(TensorImages(torch.from_numpy(np.concatenate(pixels)).permute(0, 3, 1, 2)), "L")
+    scorer = Scorer(open_extractor(features), 10)
+    assert logged[0] == pytest.approx(fid(scorer, open_images(REAL, "L"), fake)["fid"], rel=1e-9)
+
+
+def test_real_side_is_whatever_evaluate_reads(features: str, tmp_path: Path) -> None:
+    scorer = Scorer(open_extractor(features))
+    images = open_images(REAL, "L")
+    statistics = scorer.statistics(images)
+    gaussian = statistics.gaussians["features"]
+    pixels = np.concatenate([batch.numpy() for batch in images.batches(40)])[:, 0]
+    moments = {"mu": gaussian.mean.numpy(), "sigma": gaussian.covariance.numpy()}
+    np.savez(tmp_path / "images.npz", arr_0=pixels)
+    np.savez(tmp_path / "moments.npz", **moments)
+    np.savez(tmp_path / "both.npz", arr_0=pixels[:3], **moments)
+    write_statistics(tmp_path / "statistics.safetensors", statistics)
+    (tmp_path / "folder").mkdir()
+    for index, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / "folder" / f"{index:02d}.png")
+    for name in ("images.npz", "moments.npz", "both.npz", "statistics.safetensors", "folder"):
+        score = callback(features, real=str(tmp_path / name))
+        score.on_fit_start(process(), generator())
+        assert score._real is not None
+        assert frechet_distance(score._real, gaussian) < 1e-12, name
+
+
+def test_real_images_take_the_size_of_the_run(features: str) -> None:
+    score = callback(features, real="canvas[:4]")
+    score.on_fit_start(process(), generator(input_size=96))
+    expected = Scorer(open_extractor(features)).statistics(open_images("canvas[:4]", "L", 96)).gaussians["features"]
+    assert score._real is not None
+    torch.testing.assert_close(score._real.mean, expected.mean)
+
+
+def test_what_does_not_fit_is_refused_before_training(features: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "narrow.npz", mu=np.zeros(7), sigma=np.eye(7))
+    statistics = Scorer(open_extractor(features)).statistics(open_images(REAL, "L"))
+    write_statistics(tmp_path / "small.safetensors", statistics)
+    for options, arguments, message in (
+        ({"real": "/nowhere"}, {}, "is neither a file, nor a folder"),
+        ({"real": str(tmp_path / "narrow.npz")}, {}, "is of 7 features"),
+        ({"real": str(tmp_path / "small.safetensors")}, {"input_size": 16}, "is of 8x8 pixels, the model makes 16x16"),
+        ({}, {"input_size": [8, 16]}, "is of 8x8 pixels, the model makes 16x8"),
+        ({"steps": 1001}, {}, "fid.steps must be at most 1000"),
+        ({"scheduler": "ddim"}, {}, "does not fit"),
+        ({"guidance": 2.0}, {"class_dropout": 0.0}, "needs a model with a null class"),
+        ({}, {"in_channels": 4}, "fid needs model.vae"),
+        ({"features": "nothing"}, {}, "must be inception, digits, or the path"),
+    ):
+        with pytest.raises(InputError, match=message):
+            callback(**{"features": features, **options}).on_fit_start(process(), generator(**arguments))
+
+
+def test_one_autoencoder_serves_all_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+    autoencoder = SimpleNamespace(module=SimpleNamespace(config={}, spatial_compression_ratio=8))
+    monkeypatch.setattr(
+        "headmix_vision.training.image_sampler.load_autoencoder", lambda source: (loaded.append(source), autoencoder)[1]
+    )
+    sampler = ImageSampler("vae")
+    for _ in range(2):
+        sampler.open()
+    assert loaded == ["vae"]
+    assert sampler.image_shape(generator(input_size=4)) == (3, 32, 32)
+
+
+def test_samples_that_are_not_finite_stop_the_run() -> None:
+    module = generator()
+    module.net.x_embedder.proj.weight.data.fill_(float("nan"))
+    plan = callback("")._plan(module)
+    with pytest.raises(NonFiniteError, match=r"sample 4 became infinite .* \(drawn after step 1 of training\)"):
+        ImageSampler(None).draw(process(), module, plan, [4, 5])
+
+
+def test_curves_show_what_was_logged(tmp_path: Path) -> None:
+    rows = [{"step": 1.0, "epoch": 0.0, "train/loss": 1.0, "val/loss": 2.0, "lr": 0.1}]
+    draw_curves(tmp_path / "without.png", rows, GENERATOR_PANELS)
+    draw_curves(tmp_path / "with.png", [{**rows[0], "val/fid": 3.0}], GENERATOR_PANELS)
+    widths = [Image.open(tmp_path / f"{name}.png").width for name in ("without", "with")]
+    assert widths == [2 * 480, 3 * 480]
