@@ -10,6 +10,7 @@ import torch
 
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import read_checkpoint
+from headmix_vision.runs.networks import create_network
 
 from .helpers import load, run, write_config
 
@@ -150,6 +151,12 @@ def test_wrong_config_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "neither a file nor" in refused(capfd, "fit", "-c", tmp_path / "absent.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
     assert "is no text" in refused(capfd, "fit", "-c", tmp_path / "binary.yaml")
+
+
+def test_start_weights_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "text.pth").write_text("abc")
+    with pytest.raises(InputError, match="holds no readable weights"):
+        create_network("deit_mhla_digits", checkpoint=str(tmp_path / "text.pth"))
 
 
 def test_batch_too_large_for_the_device(
