@@ -5,7 +5,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := headmix_vision tests benchmarks examples train_cls.py train_gen.py sample.py
 
-.PHONY: install demo test test-gpu lint format clean
+# Processes of the tests, each with one thread.
+JOBS ?= 2
+GPU_JOBS ?= 16
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile
+
+.PHONY: install demo test test-slow test-gpu test-newest test-oldest lint format clean
 
 install: $(INSTALLED)
 
@@ -17,21 +22,36 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Train a classifier on real digits, draw the test digits with their predictions, export, load the export through timm;
 # train a generator on them, draw samples, and score these with the classifier's features.
 demo: install
-	$(BIN)/python train_cls.py fit --config configs/cls/digits.yaml --run_dir runs/demo --overwrite true
-	$(BIN)/python -m headmix_vision.export runs/demo --out runs/demo/model.safetensors --overwrite
+	$(BIN)/headmix-train-cls fit --run_dir runs/demo --overwrite true
+	$(BIN)/headmix-export runs/demo --out runs/demo/model.safetensors --overwrite
 	$(BIN)/python examples/classify_digits.py runs/demo/model.safetensors --out runs/demo/digits.png
-	$(BIN)/python train_gen.py fit --config configs/gen/digits.yaml --run_dir runs/demo_gen --overwrite true
+	$(BIN)/headmix-train-gen fit --run_dir runs/demo_gen --overwrite true
 	rm -rf runs/demo_gen/drawn
-	$(BIN)/python sample.py images --model runs/demo_gen --num 1797 --steps 25 --batch-size 128 --npz --out runs/demo_gen/drawn
-	$(BIN)/python -m headmix_vision.evaluate fid --real digits --fake runs/demo_gen/drawn --features runs/demo/model.safetensors
-	$(BIN)/python -m headmix_vision.evaluate accuracy --fake runs/demo_gen/drawn/samples.npz --features runs/demo/model.safetensors
+	$(BIN)/headmix-sample images --model runs/demo_gen --num 1797 --steps 25 --batch-size 128 --npz --out runs/demo_gen/drawn
+	$(BIN)/headmix-evaluate fid --real digits --fake runs/demo_gen/drawn --features runs/demo/model.safetensors
+	$(BIN)/headmix-evaluate accuracy --fake runs/demo_gen/drawn/samples.npz --features runs/demo/model.safetensors
 
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST) -n $(JOBS)
+
+# The long matrices that `make test` leaves out.
+test-slow: install
+	$(PYTEST) -n $(JOBS) -m slow
 
 # On a machine with a CUDA device: the kernels natively, all types and sizes against float64.
 test-gpu: install
-	$(BIN)/python -m pytest tests/ops
+	$(PYTEST) tests/ops -n $(GPU_JOBS) --dist worksteal -m "slow or not slow"
+
+# The tests with the newest and the oldest versions that pyproject.toml allows, each in an environment of its own
+# that is made afresh and deleted when they pass. TESTS chooses a part. The oldest need Python 3.10 to 3.12.
+test-newest test-oldest: test-%:
+	rm -rf $(VENV)-$*
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(VENV)-$*/bin/uv pip install --quiet --python $(VENV)-$* --no-cache \
+		--resolution $(if $(filter newest,$*),highest,lowest-direct) '.[all,test]'
+	cd tests && OMP_NUM_THREADS=1 ../$(VENV)-$*/bin/python -m pytest -n $(JOBS) $(TESTS)
+	rm -rf $(VENV)-$*
 
 lint: install
 	$(BIN)/ruff format --check $(CHECKED)
@@ -43,4 +63,4 @@ format: install
 	$(BIN)/ruff check --fix $(CHECKED)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -7,7 +7,7 @@ torchrun --nproc-per-node 8 -- sample.py images --model runs/gen/imagenet256-dit
 The `--` keeps torchrun from taking `--num` for an abbreviation of an option of its own.
 """
 
-from headmix_vision.sampling.command import main
+from headmix_vision.commands import sample
 
 if __name__ == "__main__":
-    main()
+    sample()

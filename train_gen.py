@@ -1,14 +1,12 @@
 """Train image generators.
 
 python train_gen.py fit                                                  # handwritten digits, nothing to download
-python train_gen.py fit -c configs/gen/imagenet256.yaml -c configs/gen/models/dit_mhla_s_2.yaml
-python train_gen.py fit -c runs/gen/digits/config.yaml --ckpt_path last  # continue an interrupted run
-python train_gen.py validate -c runs/gen/digits/config.yaml --ckpt_path last
+python train_gen.py fit -c imagenet256 -c models/dit_mhla_s_2
+python train_gen.py fit --run_dir runs/gen/digits --ckpt_path last       # continue an interrupted run
+python train_gen.py validate --run_dir runs/gen/digits
 """
 
-from pathlib import Path
-
-from headmix_vision.training.generation_cli import main
+from headmix_vision.commands import train_gen
 
 if __name__ == "__main__":
-    main(default_config=Path(__file__).parent / "configs" / "gen" / "digits.yaml")
+    train_gen()

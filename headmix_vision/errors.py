@@ -1,6 +1,7 @@
 """Errors that a user can mend, and how command lines end on them."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +21,15 @@ class InputError(ValueError):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the process with status 2 and one line, with the rank unless it is 0, for input or a system that refuses."""
+    """End the process with status 2 and one line, with the rank unless it is 0, for input or a system that refuses.
+
+    An interrupt ends it with one line too, and with the status that shells give it.
+    """
     try:
         yield
+    except KeyboardInterrupt:  # where nothing else takes the signal, as during imports
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:
         # the reader of our output, such as `head`, has gone: there is nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -34,6 +41,9 @@ def one_line_errors() -> Iterator[None]:
         if not any(words in str(error) for words in _PEER_IS_GONE):
             raise
         _end("another process has ended, see its message")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def _end(message: str) -> NoReturn:

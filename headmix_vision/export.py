@@ -1,6 +1,6 @@
 """`python -m headmix_vision.export RUN --out TARGET`: see `headmix_vision.runs.export`."""
 
-from headmix_vision.runs.export import main
+from headmix_vision.commands import export as main
 
 if __name__ == "__main__":
     main()

@@ -20,8 +20,11 @@ def python(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True)
 
 
-def test_importing_loads_neither_training_nor_plotting():
-    heavy = "lightning", "matplotlib", "sklearn", "torchmetrics", "tensorboard", "jsonargparse"
+def test_importing_loads_neither_generators_nor_training_nor_plotting():
+    heavy = (
+        *("diffusers", "jsonargparse", "lightning", "matplotlib", "pandas", "rich", "sklearn", "tensorboard"),
+        *("torch_fidelity", "torchmetrics", "transformers"),
+    )
     code = f"import sys, headmix_vision; print([m for m in {heavy} if m in sys.modules])"
     assert python("-c", code).stdout.strip() == "[]"
 
@@ -39,7 +42,7 @@ def test_a_script_runs_with_the_models_registered(tmp_path: Path):
 
 
 FLOORS = ["ops", "layers", "models", "data", "diffusion", "runs", "evaluation", "sampling", "training"]
-GROUND = ["errors", "registry", "atomic", "locks", "hashes", "png", "progress"]
+GROUND = ["errors", "extras", "recipes", "registry", "atomic", "locks", "hashes", "png", "progress"]
 GROUND += ["fields", "tensor_files", "devices", "arguments"]
 PACKAGE = Path(__file__).parents[1] / "headmix_vision"
 
@@ -94,3 +97,6 @@ def test_a_process_whose_peer_is_gone_ends_with_one_line(capsys):
     with pytest.raises(SystemExit, match="2"), one_line_errors():
         raise MemoryError("for 3 GB")
     assert capsys.readouterr().err == "error: the memory does not suffice for 3 GB\n"
+    with pytest.raises(SystemExit, match="130"), one_line_errors():
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "interrupted\n"

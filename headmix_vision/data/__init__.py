@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from headmix_vision.data.seeding import derive_seed, seeded
+from headmix_vision.extras import require_extra
 
 if TYPE_CHECKING:
     from headmix_vision.data.augmentation import Augmentation
@@ -19,4 +20,5 @@ _HOMES = {"Augmentation": "augmentation", "ClassificationData": "classification"
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_extra("train", name)
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -74,7 +74,7 @@ class Augmentation:
         if self.auto_augment is not None:
             # timm leaves out what it does not understand
             allowed = "a policy of timm, for example rand-m9-mstd0.5-inc1, or null"
-            _require(bool(_POLICY.fullmatch(self.auto_augment)), "auto_augment", self.auto_augment, allowed)
+            _require(bool(_POLICY.fullmatch(self.auto_augment)), "auto_augment", repr(self.auto_augment), allowed)
         if self.interpolation is not None:
             check_interpolation("augmentation.interpolation", self.interpolation, (*INTERPOLATIONS, "random"))
 

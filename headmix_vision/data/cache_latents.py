@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -179,7 +180,7 @@ def _write_shards(
     show: bool,
 ) -> None:
     batches = [batch for number in todo for batch in _batches(number, manifest, batch_size)]
-    loader: Any = DataLoader(images, batch_sampler=batches, num_workers=workers)
+    loader: Any = DataLoader(images, batch_sampler=batches, num_workers=workers, worker_init_fn=_ignore_interrupts)
     described = {name: value for name, value in manifest.items() if name != "source"}
     with progress("caching", sum(map(len, batches)), "images", enabled=show) as advance:
         stream = iter(loader)
@@ -199,6 +200,10 @@ def _write_shards(
                 advance(len(labels))
             tensors = {key: torch.cat(values).contiguous() for key, values in parts.items()}
             write_tensors(out / shard_name(number), tensors, {"latents": json.dumps(described)})
+
+
+def _ignore_interrupts(worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started the workers ends them
 
 
 def _source_hashes(source: Source, manifest: dict[str, Any]) -> list[str]:

@@ -137,7 +137,7 @@ class DataModule(lightning.LightningDataModule):
         for role in others:
             self._check_class_names(self._splits[role].class_names, f"the {opened[role]} split")
         if stage == "fit":
-            self.train_dataloader()  # refuses a split that is smaller than a batch
+            self._check_interval(self.train_dataloader())  # which refuses a split that is smaller than a batch
 
     def request(self, split: str, role: str) -> SplitRequest:
         """Say what is asked of the data set for a split whose role is train, val or test."""
@@ -208,6 +208,15 @@ class DataModule(lightning.LightningDataModule):
         self._stage = stage
         self._model_classes = int(net.num_classes)
         self._shape = self.sample_shape(net)
+
+    def _check_interval(self, loader: DataLoader[Any]) -> None:
+        trainer: Any = self._attached_trainer()
+        interval, limit = trainer.val_check_interval, trainer.limit_train_batches
+        if not isinstance(interval, int) or trainer.check_val_every_n_epoch is None or isinstance(loader, StreamLoader):
+            return
+        batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
+        if interval > batches:
+            raise InputError(f"trainer.val_check_interval is {interval}, but an epoch has {batches} batches")
 
     def _check_class_names(self, names: list[str], where: str) -> None:
         if names == self.class_names:

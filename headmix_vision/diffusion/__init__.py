@@ -1,5 +1,9 @@
 """Diffusion: training objectives, guidance, schedulers by name, the denoising loop, the class-to-image pipeline."""
 
+from headmix_vision.extras import require_extra
+
+require_extra("diffusion", __name__)
+
 from headmix_vision.diffusion.denoising import Guidance, denoise
 from headmix_vision.diffusion.objectives import Objective, ObjectiveConfig, create_objective
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline

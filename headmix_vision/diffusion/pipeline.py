@@ -153,12 +153,11 @@ class HeadMixDiTPipeline(DiffusionPipeline):
             if callback_on_step_end is None:
                 return latents
             tensors = {name: latents for name in callback_on_step_end_tensor_inputs}
-            returned = (callback_on_step_end(self, i, t, tensors) or {}).get("latents", latents)
-            if returned.shape != latents.shape:
-                raise InputError(
-                    f"callback_on_step_end returned latents {list(returned.shape)}, they are {list(latents.shape)}"
-                )
-            return returned
+            returned = callback_on_step_end(self, i, t, tensors)
+            changed = returned.get("latents", latents) if isinstance(returned, dict) else latents
+            if not (returned is None or isinstance(returned, dict)) or changed.shape != latents.shape:
+                raise InputError(f"callback_on_step_end must return a dictionary, with latents {list(latents.shape)}")
+            return changed
 
         latents = denoise(
             network,
@@ -207,14 +206,15 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         return torch.tensor(labels, dtype=torch.long)
 
     def check_memory(self, count: int, height: int | None, width: int | None, guidance: Guidance) -> None:
-        """Refuses images whose tokens alone, with their queries, keys and values, are more than the memory holds.
+        """Refuses images whose tokens alone, with the hidden layer of an MLP, are more than the memory holds.
 
         Raises:
             InputError: If `count` images of this size at a time cannot be made on the pipeline's device.
         """
         latent_height, latent_width = self._latent_size(height, width)
         tokens = latent_height * latent_width // self.transformer.patch_size**2
-        values = 4 * tokens * self.transformer.embed_dim * count * (2 if guidance.enabled else 1)
+        width_of_all = self.transformer.embed_dim * (1 + 2 * self.transformer.config.mlp_ratio)
+        values = count * tokens * width_of_all * (2 if guidance.enabled else 1)
         needed = values * self.transformer.dtype.itemsize
         device = self._execution_device
         if device.type == "cuda":

@@ -6,3 +6,7 @@ The command line is `python -m headmix_vision.evaluate`. From Python:
     from headmix_vision.evaluation.sample_sets import open_images
     from headmix_vision.evaluation.scores import fid
 """
+
+from headmix_vision.extras import require_extra
+
+require_extra("eval", __name__)

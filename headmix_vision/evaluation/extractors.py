@@ -188,7 +188,7 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
 
     Args:
         features: `inception` (torch-fidelity's weights in torch's download folder), `digits` (the best checkpoint of
-            the run that `python train_cls.py fit` or `make demo` leaves), or a path: a run directory, a `.ckpt`, an
+            the run that `headmix-train-cls fit` or `make demo` leaves), or a path: a run directory, a `.ckpt`, an
             export, or Inception's weights.
         device: Where to run.
 
@@ -202,7 +202,7 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
         run = next((run for run in DIGITS_RUNS if (Path(run) / CHECKPOINTS / "best.ckpt").is_file()), None)
         if run is None:
             raise InputError(
-                f"no digits classifier in {' or '.join(DIGITS_RUNS)}: train one with python train_cls.py fit,"
+                f"no digits classifier in {' or '.join(DIGITS_RUNS)}: train one with headmix-train-cls fit,"
                 " or give its run directory or export with --features PATH"
             )
         path = Path(run)

@@ -1,6 +1,24 @@
 """Registers the models with timm."""
 
-from headmix_vision.models.headmix_dit import HeadMixDiT
+from typing import TYPE_CHECKING, Any
+
+from headmix_vision.extras import require_extra
+
+require_extra("models", __name__)
+
+import headmix_vision.models.headmix_dit_names  # noqa: F401  (registers them)
 from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
 
+if TYPE_CHECKING:
+    from headmix_vision.models.headmix_dit import HeadMixDiT
+
 __all__ = ["HeadMixDiT", "HeadMixVisionTransformer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HeadMixDiT":  # loads diffusers
+        require_extra("diffusion", name)
+        from headmix_vision.models.headmix_dit import HeadMixDiT
+
+        return HeadMixDiT
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,10 @@
-"""Diffusion transformers (DiT, arXiv 2212.09748) with mixed heads: registered with timm, and models of diffusers.
+"""The diffusion transformer (DiT, arXiv 2212.09748) with mixed heads, a model of diffusers.
 
 B batch, C latent channels, H x W latent size, p patch size, N = HW / p² tokens, D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -14,15 +13,11 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from timm.layers import Mlp, to_2tuple
-from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
-from headmix_vision.models.names import Variant, register_family
-
-__all__ = ["HeadMixDiT"]  # timm appends the registered names
 
 
 class PatchEmbedding(nn.Module):
@@ -167,6 +162,22 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         self.gradient_checkpointing = False
         self.init_weights()
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """Load what `save_pretrained` wrote; arguments as in diffusers, which would draw missing weights at random.
+
+        Raises:
+            InputError: if weights are missing or unknown.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
+        # buffers of a later version are for their modules to make up
+        missing = set(info["missing_keys"]) & dict(model.named_parameters()).keys()
+        for problem, names in (("lacks", missing), ("has unknown", info["unexpected_keys"])):
+            if names:
+                raise InputError(f"{pretrained_model_name_or_path} {problem} weights, first {min(names)}.")
+        return (model, info) if wants_info else model
+
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draw new weights as DiT does; every block starts as the identity and the output as zero."""
@@ -250,51 +261,3 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         for block in self.blocks:
             cast(HeadMixAttention, block.attn).set_block_grid(to_2tuple(block_grid))
         self.register_to_config(block_grid=to_2tuple(block_grid))
-
-
-SIZES = {
-    "s": {"embed_dim": 384, "depth": 12, "num_heads": 6},
-    "b": {"embed_dim": 768, "depth": 12, "num_heads": 12},
-    "l": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
-    "xl": {"embed_dim": 1152, "depth": 28, "num_heads": 16},
-}
-PATCH_SIZES = (2, 4, 8)
-LATENTS = {"input_size": 32, "in_channels": 4, "num_classes": 1000}
-# A DiT for the embedded 8x8 digits: 4 blocks of 2x2 tokens.
-DIGITS = {"input_size": 8, "patch_size": 2, "in_channels": 1, "num_classes": 10}
-DIGITS_DIMS = {"embed_dim": 128, "depth": 6, "num_heads": 4, "block_grid": (2, 2), "cpe": True}
-
-
-def _cfg(args: dict[str, Any]) -> dict[str, Any]:
-    size = args["input_size"]
-    return {
-        "num_classes": args["num_classes"],
-        "input_size": (args["in_channels"], size, size),
-        "first_conv": "x_embedder.proj",
-        "classifier": None,
-        "license": "apache-2.0",
-    }
-
-
-def _members(core: str) -> Iterator[tuple[str, Variant]]:
-    """Yield each size with each patch size, for the usual latents of 256 px, and the model of the embedded digits."""
-    for size, dims in SIZES.items():
-        for patch_size in PATCH_SIZES:
-            arguments = {**LATENTS, "patch_size": patch_size, **dims}
-            yield f"{size}_{patch_size}", Variant(arguments, _cfg(arguments))
-    yield "digits", Variant({**DIGITS, **DIGITS_DIMS}, _cfg(DIGITS))
-
-
-_OUR_NAMES = {"img_size": "input_size", "in_chans": "in_channels"}
-
-
-def _create_headmix_dit(variant: str, pretrained: bool = False, **kwargs: Any) -> HeadMixDiT:
-    for theirs, ours in _OUR_NAMES.items():
-        if theirs in kwargs:
-            raise InputError(f"{variant} takes {ours}, not {theirs}.")
-    if kwargs.pop("features_only", False):
-        raise InputError(f"{variant} is a generator: features_only does not apply.")
-    return build_model_with_cfg(HeadMixDiT, variant, pretrained, kwargs_filter=cast(Any, tuple(_OUR_NAMES)), **kwargs)
-
-
-register_family("dit", _members, _create_headmix_dit, __name__)

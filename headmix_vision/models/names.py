@@ -15,6 +15,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from headmix_vision.layers import CORES, HEAD_MIXES
+from headmix_vision.models.pretrained import CORRECT, TAG, check_pretrained, weights_cfg
 
 
 class Variant(NamedTuple):
@@ -57,7 +58,12 @@ def register_family(
         for member, variant in members(arguments["core"])
     }
     home = vars(sys.modules[module])
-    configurations = generate_default_cfgs({name: variant.cfg for name, variant in variants.items()})
+    configurations = generate_default_cfgs(
+        {
+            f"{name}.{TAG}" if name in CORRECT else name: {**variant.cfg, **weights_cfg(name)}
+            for name, variant in variants.items()
+        }
+    )
     home["default_cfgs"] = {**home.get("default_cfgs", {}), **configurations}  # timm reads it when registering
     for name, variant in variants.items():
         home[name] = register_model(_entrypoint(name, variant.arguments, create, module))
@@ -67,6 +73,8 @@ def _entrypoint(
     name: str, arguments: dict[str, Any], create: Callable[..., nn.Module], module: str
 ) -> Callable[..., nn.Module]:
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        if pretrained:
+            check_pretrained(name, kwargs)
         return create(name, pretrained, **{**arguments, **kwargs})
 
     entrypoint.__name__ = entrypoint.__qualname__ = name

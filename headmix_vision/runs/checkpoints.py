@@ -136,3 +136,35 @@ def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
             f"{len(shapes)} weights of the checkpoint have another shape, first {first}:"
             f" {list(state[first].shape)}, expected {list(target[first].shape)}"
         )
+
+
+_ENTRIES = {
+    "global_step": int,
+    "pytorch-lightning_version": str,
+    "state_dict": dict,
+    "epoch": int,
+    "loops": dict,
+    "callbacks": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "train_loss": Tensor,
+}
+_ALWAYS = ("global_step", "pytorch-lightning_version", "state_dict")
+
+
+def check_entries(checkpoint: dict[str, Any], path: str | os.PathLike[str], *, resuming: bool) -> None:
+    """Raises `InputError` if a checkpoint lacks what Lightning reads, or holds something else under its name.
+
+    Args:
+        checkpoint: As returned by `read_checkpoint`.
+        path: Its file, to be named.
+        resuming: Whether training is to go on from it; else it is evaluated.
+    """
+    for name, kind in _ENTRIES.items():
+        if name not in checkpoint and not resuming and name not in _ALWAYS:
+            continue
+        if not isinstance(checkpoint.get(name), kind):
+            what = f"its entry {name!r} is no {kind.__name__}" if name in checkpoint else f"it lacks the entry {name!r}"
+            raise InputError(f"{path} is damaged or not of this package: {what}")
+    if resuming and not checkpoint["optimizer_states"]:
+        raise InputError(f"training cannot go on from {path}: it lacks the state of the optimizer")

@@ -19,9 +19,11 @@ BEST, LAST = f"{CHECKPOINTS}/best.ckpt", f"{CHECKPOINTS}/last.ckpt"
 # patterns of all files of a run
 WRITTEN_BY_A_RUN = (
     *(CONFIG, METRICS, CURVES, PREDICTIONS, BEST, LAST),
+    *("classes_*.csv", "confusion_*.csv", "confusion_*.png"),
     *(f"{TENSORBOARD}/events.out.tfevents.*", f"{TENSORBOARD}/hparams.yaml"),
     *(f"{SAMPLES}/step_*_raw.png", f"{SAMPLES}/step_*_ema.png"),
 )
+_CONFIG_KEYS = {"run_dir", "trainer", "model", "data"}
 
 
 def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Path:

@@ -1,21 +1,23 @@
 """Making networks by their timm names, from start weights if asked for, and reading them back from checkpoints."""
 
+from __future__ import annotations
+
 import difflib
 import inspect
 import os
 import pickle
+import re
+import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import timm
 from safetensors import SafetensorError
-from timm.models import get_pretrained_cfg_value, load_state_dict
+from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypoint
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.errors import InputError
-from headmix_vision.models import HeadMixDiT
-from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,
@@ -24,6 +26,9 @@ from headmix_vision.runs.checkpoints import (
     model_state,
     read_checkpoint,
 )
+
+if TYPE_CHECKING:
+    from headmix_vision.models import HeadMixDiT
 
 
 def create_network(
@@ -47,13 +52,13 @@ def create_network(
         The model.
 
     Raises:
-        InputError: If the name is unknown, or the start weights are unreadable, of another number of classes, or do
-            not fit the model.
+        InputError: If the name is unknown, the model refuses an argument, or the start weights are unreadable, of
+            another number of classes, or do not fit the model.
     """
     _check_name(name)
     arguments = {"num_classes": num_classes, "img_size": img_size, **(model_args or {})}
     if checkpoint is None:
-        return timm.create_model(name, **arguments)
+        return _create(name, arguments)
 
     state = _start_weights(checkpoint)
     check_finite(state, checkpoint)
@@ -90,18 +95,23 @@ def create_generator(
             lack keeps its initial values.
 
     Raises:
-        InputError: If the name is unknown or that of a classifier, or the start weights do not fit.
+        InputError: If the name is unknown or that of a classifier, the model refuses an argument, or the start weights
+            do not fit.
     """
     _check_name(name)
     if not name.startswith("dit_"):
         raise InputError(f"{name} is a classifier; generators are {', '.join(timm.list_models('dit_*'))}")
+    from headmix_vision.models import HeadMixDiT  # loads diffusers, which classifiers do without
+
     size = tuple(input_size) if isinstance(input_size, list) else input_size
     known = set(inspect.signature(HeadMixDiT.__init__).parameters) - {"self"}
     for argument in sorted(set(model_args or {}) - known):
-        raise InputError(f"model {name} has no argument {argument!r} (option model.model_args)")
-    model = timm.create_model(name, num_classes=num_classes, input_size=size, **(model_args or {}))
+        raise _unknown_argument(name, argument, known)
+    model = _create(name, {"num_classes": num_classes, "input_size": size, **(model_args or {})})
     assert isinstance(model, HeadMixDiT)
     if checkpoint is not None:
+        from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
+
         ours = Path(checkpoint).suffix == ".ckpt"
         state = model_state(read_checkpoint(checkpoint)) if ours else read_dit_weights(checkpoint)
         check_finite(state, checkpoint)
@@ -122,9 +132,11 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
     """
     about = checkpoint[DESCRIPTION_KEY]
     if is_generator(checkpoint):
+        from headmix_vision.models import HeadMixDiT
+
         try:
             network: nn.Module = HeadMixDiT(**about["architecture"])
-        except (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError) as error:
+        except _REFUSALS as error:
             raise InputError(f"the checkpoint's description makes no {about['name']}: {error}") from None
     else:
         network = create_network(about["name"], about["num_classes"], about["img_size"], about["model_args"])
@@ -140,6 +152,46 @@ def _check_name(name: str) -> None:
         close = difflib.get_close_matches(name, timm.list_models(), n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else "; timm.list_models() lists the known ones"
         raise InputError(f"unknown model {name!r}{hint}")
+
+
+# A constructor of timm refuses an argument by whatever the first line that cannot use it raises.
+_REFUSALS = (TypeError, ValueError, LookupError, AssertionError, RuntimeError, ArithmeticError)
+_UNEXPECTED = re.compile(r"(?P<owner>\w+)\.__init__\(\) got an unexpected keyword argument '(?P<argument>[^']+)'")
+
+
+def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
+    given = {argument: value for argument, value in arguments.items() if value is not None}
+    for argument, value in given.items():
+        if argument.endswith("_rate") and not (isinstance(value, int | float) and 0 <= value < 1):
+            raise InputError(f"{argument} of model {name} must be in [0, 1), got {value!r}")
+    try:
+        return timm.create_model(name, **arguments)
+    except InputError:
+        raise
+    except _REFUSALS as error:
+        if not given:
+            raise
+        if unexpected := _UNEXPECTED.fullmatch(str(error)):
+            module = sys.modules[model_entrypoint(name).__module__]
+            owner = getattr(module, unexpected["owner"], None)
+            raise _unknown_argument(name, unexpected["argument"], _parameters(owner)) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise InputError(f"model {name} cannot be made with {given} ({reason})") from error
+
+
+def _parameters(owner: type | None) -> set[str]:
+    return set(inspect.signature(owner).parameters) if owner is not None else set()
+
+
+def _unknown_argument(name: str, argument: str, known: set[str]) -> InputError:
+    if "." in argument:
+        group, _, name_in_group = argument.partition(".")
+        given = f"--model.model_args.{group} '{{{name_in_group}: ...}}'"
+        return InputError(f"unknown argument {argument!r} of model {name}; give arguments of {group} by {given}")
+    close = difflib.get_close_matches(argument, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    allowed = f"; allowed: {', '.join(sorted(known))}" if known else ""
+    return InputError(f"unknown argument {argument!r} of model {name} (option model.model_args){hint}{allowed}")
 
 
 def _start_weights(checkpoint: str) -> dict[str, Tensor]:

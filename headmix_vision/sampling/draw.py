@@ -18,7 +18,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.sampling.contact_sheet import draw_grid
 from headmix_vision.sampling.folder import SampleFolder
 
-GRID_IMAGES = 100
+GRID_IMAGES, GRID_PIXELS = 100, 2**26  # at most, in the picture of many samples
 _ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 _LONG = timedelta(days=7)  # a process may have much less to do than another
 
@@ -195,7 +195,8 @@ def finish(
 ) -> None:
     """Writes the grid, the npz file if asked for, and at last the metadata of a complete folder."""
     labels = plan.labels(range(num))
-    count = min(num, GRID_IMAGES)
+    height, width = folder.read_sample(0).shape[-3:-1]
+    count = min(num, GRID_IMAGES, max(1, GRID_PIXELS // (height * width)))
     names = pipeline.config.class_names
     captions = None if labels is None else [_caption(names, label) for label in labels[:count]]
     columns = len(plan.classes) if plan.classes is not None and 4 <= len(plan.classes) <= 10 else None

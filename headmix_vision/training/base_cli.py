@@ -8,32 +8,45 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.errors import InputError, one_line_errors
-from headmix_vision.runs.checkpoints import check_description, read_checkpoint
-from headmix_vision.runs.directory import LAST, METRICS, find_checkpoint
+from headmix_vision.recipes import with_config_paths
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
+from headmix_vision.runs.directory import CHECKPOINTS, LAST, METRICS, find_checkpoint
+from headmix_vision.training.callbacks.dry_run import DryRun
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
-from headmix_vision.training.callbacks.progress import ImagesPerSecondBar
+from headmix_vision.training.callbacks.progress import (
+    EpochLines,
+    EvaluationLines,
+    ImagesPerSecondBar,
+    ModelSize,
+    on_terminal,
+)
 from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
+from headmix_vision.training.common_options import DESCRIPTIONS, common_options
 from headmix_vision.training.metrics_csv import MetricsCSV
-from headmix_vision.training.options import EmaConfig
+from headmix_vision.training.options import EmaConfig, check_trainer_options, require
+from headmix_vision.training.parser import OptionParser, with_config_of_run
 from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.signals import InterruptRequest
 
-_NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite")
+_NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run")
 
 
 class RunCLI(LightningCLI):
-    """Puts a run directory around Lightning's command line; a subclass names module and data.
+    """Puts a run directory around Lightning's command line; a subclass names module, data and recipes.
 
     Args:
         request: Handler of SIGINT and SIGTERM.
@@ -43,6 +56,7 @@ class RunCLI(LightningCLI):
 
     module_class: ClassVar[type[LightningModule]]
     data_class: ClassVar[type[LightningDataModule]]
+    recipes: ClassVar[str]
     runs_folder: ClassVar[str] = "runs"
 
     def __init__(self, request: InterruptRequest, resources: ExitStack, args: Sequence[str]) -> None:
@@ -55,10 +69,20 @@ class RunCLI(LightningCLI):
             self.data_class,
             save_config_callback=StartRun,
             trainer_defaults={"use_distributed_sampler": False},
+            parser_class=OptionParser,
+            parser_kwargs={"description": (self.__doc__ or "").partition("\n")[0]},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             args=list(args),
         )
+
+    def setup_parser(self, *args: Any, **kwargs: Any) -> None:
+        """Makes the parsers of all subcommands, whose `--help` shows the common options."""
+        super().setup_parser(*args, **kwargs)
+        for subcommand, parser in self._subcommand_parsers.items():
+            assert isinstance(parser, OptionParser)
+            parser.description = DESCRIPTIONS[subcommand]
+            parser.show_common(common_options(subcommand, generator=self.recipes == "gen"))
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the seed, a number, so that two runs of one command are equal."""
@@ -71,6 +95,12 @@ class RunCLI(LightningCLI):
             type=str | None,
             default=None,
             help=f"Run directory (default: {self.runs_folder}/<names of the config files>).",
+        )
+        parser.add_argument(
+            "--dry_run",
+            "--dry-run",
+            action="store_true",
+            help="Open everything, put one batch through, say what would be done, and write nothing.",
         )
         parser.add_argument("--overwrite", type=bool, default=False, help="Delete an earlier run in the run directory.")
         parser.add_argument(
@@ -98,63 +128,120 @@ class RunCLI(LightningCLI):
         """Parses, then settles run directory and checkpoint, so that errors in them are raised before any work."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-            super().parse_arguments(parser, args)
+            try:
+                super().parse_arguments(parser, args)
+            except UnicodeDecodeError as error:
+                raise InputError(f"a config file is no text: {error}") from error
         options = self.options
+        check_trainer_options(options.trainer, self.config.subcommand)
+        require(
+            0 <= options.seed_everything < 2**32,
+            f"seed_everything must be in [0, 2**32), got {options.seed_everything}",
+        )
+        require(options.run_dir != "", "run_dir must name a folder, got an empty name")
         if options.run_dir is None:
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
-            claimed = RunDirectory(Path(options.run_dir), options.ckpt_path, overwrite=options.overwrite)
-            self.resources.enter_context(claimed.claimed())
-            self.run_directory = claimed
-        if options.ckpt_path is not None:
-            options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
-            self.checkpoint = read_checkpoint(options.ckpt_path)
-            check_description(self.checkpoint, options.model.name, options.model.num_classes)
-        elif self.config.subcommand != "fit":
-            raise InputError(f"{self.config.subcommand} needs weights: --ckpt_path best, last or a file")
+            self._claim_run_directory()
+        self._open_checkpoint()
+
+    def _claim_run_directory(self) -> None:
+        options = self.options
+        claimed = RunDirectory(Path(options.run_dir), options.ckpt_path, overwrite=options.overwrite)
+        if options.dry_run:
+            claimed.check()
+            return
+        self.resources.enter_context(claimed.claimed())
+        self.run_directory = claimed
+
+    def _open_checkpoint(self) -> None:
+        options, training = self.options, self.config.subcommand == "fit"
+        if options.ckpt_path is None and training:
+            return
+        if options.ckpt_path is None and not (Path(options.run_dir) / CHECKPOINTS).is_dir():
+            raise InputError(
+                f"{self.config.subcommand} needs weights, and there is no run in {options.run_dir}:"
+                " give the run by --run_dir, or a file by --ckpt_path"
+            )
+        options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
+        self.checkpoint = read_checkpoint(options.ckpt_path)
+        check_entries(self.checkpoint, options.ckpt_path, resuming=training)
+        check_description(self.checkpoint, options.model.name, options.model.num_classes)
+        if not training and getattr(rank_zero_only, "rank", 0) == 0:
+            top1 = self.checkpoint[DESCRIPTION_KEY].get("top1")
+            accuracy = "" if top1 is None else f", top-1 {100 * top1:.2f} % when it was saved"
+            print(f"checkpoint {options.ckpt_path} (step {self.checkpoint['global_step']}{accuracy})")
+
+    def _parse_ckpt_path(self) -> None:
+        """Leaves the options as they are: no checkpoint of this package holds options."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Makes the trainer with the loggers, callbacks and file formats of the run directory."""
+        """Makes the trainer with the loggers, callbacks and file formats of the run directory.
+
+        Raises:
+            InputError: If Lightning refuses an option.
+        """
         options = self.options
-        run_dir = Path(options.run_dir)
-        self.save_config_kwargs = {"run": self.run_directory, "not_saved": _NOT_SAVED}
         trainer_options = self.config_init[self.config.subcommand].trainer
-        if self.config.subcommand == "fit":
+        training, run_dir = self.config.subcommand == "fit", Path(options.run_dir)
+        metrics: list[Logger] = []
+        if training:
             resume_step = self.checkpoint["global_step"] if self.checkpoint is not None else None
-            metrics = MetricsCSV(run_dir / METRICS, resume_step)
-            kwargs["logger"] = [metrics]
-            callbacks = self._fit_callbacks(run_dir, metrics)
+            self.metrics = MetricsCSV(run_dir / METRICS, None if options.dry_run else resume_step)
+            metrics, callbacks = [self.metrics], self._fit_callbacks(run_dir)
         else:
-            kwargs["logger"] = False
-            callbacks = [GracefulInterrupt(self.request)]
-            callbacks += self.evaluation_callbacks(run_dir)
-        if trainer_options.enable_progress_bar is not False:
-            callbacks.append(ImagesPerSecondBar())
+            callbacks = [GracefulInterrupt(self.request), *self.evaluation_callbacks(run_dir), *self._progress()]
+        # ModelSize says more than Lightning's summary: one line for the whole network, with FLOPs that are 0
+        kwargs["enable_model_summary"] = False
         given = trainer_options.callbacks or []
-        kwargs["callbacks"] = [*(given if isinstance(given, list) else [given]), *callbacks]
+        callbacks = [*(given if isinstance(given, list) else [given]), *callbacks]
+        kwargs["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        self.save_config_kwargs = {"run": self.run_directory, "not_saved": _NOT_SAVED}
+        if options.dry_run:
+            metrics, self.save_config_callback = [], None
+            callbacks.insert(0, DryRun(run_dir, options.ckpt_path))
         plugins = trainer_options.plugins or []
+        kwargs["callbacks"], kwargs["logger"] = callbacks, metrics
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), self._checkpoint_io()]
         kwargs["default_root_dir"] = str(run_dir)
         # else Lightning adds a checkpoint of its own
-        kwargs["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in kwargs["callbacks"])
-        return super().instantiate_trainer(**kwargs)
+        kwargs["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ValueError, TypeError) as error:  # as Lightning refuses options
+            raise InputError(f"trainer: {error}") from error
+
+    def _progress(self) -> list[Callback]:
+        """Makes what shows the progress: a bar on a terminal, else lines."""
+        trainer, training = self.options.trainer, self.config.subcommand == "fit"
+        shown: list[Callback] = []
+        if self.options.dry_run:
+            return shown
+        if trainer.enable_model_summary is not False:
+            shown.append(ModelSize())
+        if trainer.enable_progress_bar is not False and on_terminal():
+            shown.append(ImagesPerSecondBar())
+        elif trainer.enable_progress_bar is not False:
+            shown.append(EpochLines(self.speed) if training else EvaluationLines())
+        return shown
 
     def _checkpoint_io(self) -> AtomicCheckpointIO:
         return AtomicCheckpointIO(self.run_directory.discard_replaced if self.run_directory is not None else None)
 
-    def _fit_callbacks(self, run_dir: Path, metrics: MetricsCSV) -> list[Callback]:
+    def _fit_callbacks(self, run_dir: Path) -> list[Callback]:
         options = self.options
         self.last = LastCheckpoint(run_dir / LAST, options.checkpoint_every_n_steps)
-        self.metrics = metrics
+        self.speed = ImagesPerSecond()
         average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
         before, after = self.fit_callbacks(run_dir, average[0] if average else None)
-        # the order matters: average, save, stop
+        # the order matters: average, show, save, stop
         return [
             *average,
             StopOnNonFinite(),
             *before,
-            ImagesPerSecond(),
+            self.speed,
+            *self._progress(),
             self.last,
             GracefulInterrupt(self.request, self.last, resume_command(run_dir)),
             *after,
@@ -178,34 +265,32 @@ def _silence_what_does_not_apply() -> None:
     ):
         warnings.filterwarnings("ignore", message=message)
     advertised = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    advertised.addFilter(lambda record: "litlogger" not in record.getMessage())
+    advertised.addFilter(lambda record: not any(name in record.getMessage() for name in ("litlogger", "litmodels")))
 
 
-def _with_default_config(args: list[str], default_config: Path | None) -> list[str]:
-    """Inserts the default config after `fit` if no config is given."""
-    given = any(arg.split("=")[0] in ("-c", "--config") for arg in args)
-    if given or default_config is None or args[:1] != ["fit"]:
-        return args
-    return ["fit", "--config", str(default_config), *args[1:]]
-
-
-def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
+def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: str | None = None) -> None:
     """Runs a command line.
 
-    Wrong input ends the process with one line and exit status 2, non-finite numbers with one line and exit status 1;
-    every other exception is a defect and keeps its traceback.
+    Wrong input, and a batch too large for the device, end the process with one line and exit status 2, non-finite
+    numbers with one line and exit status 1; every other exception is a defect and keeps its traceback.
 
     Args:
         cli: The command line.
         args: Its arguments, without the program's name; those of the process when None.
-        default_config: Config of `fit` when there is none among the arguments.
+        default_config: Config of `fit` when there is none among the arguments: a file or a shipped recipe.
     """
     request = InterruptRequest()
     request.install()
     _silence_what_does_not_apply()
     with one_line_errors(), ExitStack() as resources:
         try:
-            cli(request, resources, _with_default_config(list(sys.argv[1:] if args is None else args), default_config))
+            given = with_config_of_run(list(sys.argv[1:] if args is None else args))
+            cli(request, resources, with_config_paths(given, cli.recipes, default_config))
         except NonFiniteError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
+        except MisconfigurationException as error:
+            raise InputError(str(error)) from error
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition(". GPU")[0]
+            raise InputError(f"{reason}; lower data.batch_size or data.eval_batch_size") from error

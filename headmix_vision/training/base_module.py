@@ -32,12 +32,14 @@ class BaseModule(LightningModule):
 
     Attributes:
         step_loss: Mean loss of the last training batch, on the device.
+        epoch_loss: Mean loss of the last finished epoch.
     """
 
     net: nn.Module
     train_loss: Tensor
     schedule: Scheduler
     step_loss: Tensor | None = None
+    epoch_loss: float | None = None
 
     def __init__(self, optimizer: OptimizerConfig, schedule: ScheduleConfig, seed: int) -> None:
         super().__init__()
@@ -46,16 +48,25 @@ class BaseModule(LightningModule):
         self._param_group_options: list[dict[str, Any]] = []
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Makes the optimizer; the schedule follows in `on_train_start`."""
+        """Makes the optimizer; the schedule follows in `on_train_start`.
+
+        Raises:
+            InputError: If the optimizer does not take its options.
+        """
         config = self.optimizer_config
-        optimizer = create_optimizer_v2(
-            self.net,
-            opt=config.opt,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            layer_decay=config.layer_decay,
-            **config.args,
-        )
+        try:
+            optimizer = create_optimizer_v2(
+                self.net,
+                opt=config.opt,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                layer_decay=config.layer_decay,
+                **config.args,
+            )
+        except (TypeError, ValueError, LookupError, AssertionError, ImportError) as error:  # as optimizers refuse
+            raise InputError(
+                f"optimizer {config.opt} cannot be made with optimizer.args={config.args}: {error}"
+            ) from error
         self._param_group_options = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
@@ -121,7 +132,8 @@ class BaseModule(LightningModule):
         """Logs the mean loss of a finished epoch, including the part before an interruption."""
         if self.trainer.is_last_batch:
             total, count = self._reduced_train_loss().tolist()
-            self.log_now({"train/loss": total / count}, self.trainer.global_step - 1)
+            self.epoch_loss = total / count
+            self.log_now({"train/loss": self.epoch_loss}, self.trainer.global_step - 1)
             self.train_loss.zero_()
 
     def log_now(self, metrics: dict[str, float], step: int) -> None:

@@ -10,6 +10,7 @@ from headmix_vision.data.classification import ClassificationData
 from headmix_vision.runs.directory import BEST, CHECKPOINTS, CURVES, PREDICTIONS
 from headmix_vision.training.base_cli import RunCLI, run_command_line
 from headmix_vision.training.callbacks.best_checkpoint import BestCheckpoint
+from headmix_vision.training.callbacks.class_report import ClassReport, class_rows, format_rows, write_report
 from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.predictions import PredictionsCSV
@@ -21,6 +22,7 @@ class ClassificationCLI(RunCLI):
 
     module_class = ImageClassifier
     data_class = ClassificationData
+    recipes = "cls"
 
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
         """Makes learning curves before `last.ckpt`, and the best checkpoint after it."""
@@ -28,8 +30,9 @@ class ClassificationCLI(RunCLI):
         return [LearningCurves(run_dir / CURVES, lambda: self.metrics.rows)], [self.best]
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
-        """Makes the table of predictions for `predict`."""
-        return [PredictionsCSV(run_dir / PREDICTIONS)] if self.config.subcommand == "predict" else []
+        """Makes the table of predictions for `predict`, and counts the classes for `validate` and `test`."""
+        self.report = ClassReport()
+        return [PredictionsCSV(run_dir / PREDICTIONS) if self.config.subcommand == "predict" else self.report]
 
     def after_fit(self) -> None:
         """Prints the best accuracy, and where the files are."""
@@ -44,11 +47,28 @@ class ClassificationCLI(RunCLI):
             f" · checkpoint {checkpoint} · curves {curves}"
         )
 
+    def after_validate(self) -> None:
+        """Prints the accuracy of the classes, and writes it with the confusion matrix."""
+        self._report("val")
+
+    def after_test(self) -> None:
+        """Prints the accuracy of the classes, and writes it with the confusion matrix."""
+        self._report("test")
+
+    def _report(self, split: str) -> None:
+        matrix = self.report.matrix
+        if not self.trainer.is_global_zero or matrix is None or not matrix.any():
+            return
+        names = self.model.class_names or [str(i) for i in range(len(matrix))]
+        print(format_rows(class_rows(matrix, names)))
+        paths = write_report(Path(self.options.run_dir), split, matrix, names)
+        print(f"wrote {', '.join(map(str, paths))}")
+
     def predict(self, **kwargs: Any) -> None:
         """Predicts without keeping the predictions in memory."""
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
-def main(args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
+def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:
     """Runs the command line of classifier training; see `run_command_line`."""
     run_command_line(ClassificationCLI, args, default_config)

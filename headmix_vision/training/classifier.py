@@ -48,7 +48,8 @@ class ImageClassifier(BaseModule):
         seed: Seed of dropout, drop path and mixup; the command line sets it to `seed_everything`.
 
     Raises:
-        InputError: If the model is unknown, or the start weights do not fit it.
+        InputError: If the model is unknown or refuses an argument, the start weights do not fit it, or there are fewer
+            than 2 classes.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class ImageClassifier(BaseModule):
         seed: int = 0,
     ) -> None:
         super().__init__(optimizer, schedule, seed)
+        if num_classes is not None and num_classes < 2:
+            raise InputError(f"model.num_classes must be at least 2, got {num_classes}")
         self.net = create_network(name, num_classes, img_size, model_args, checkpoint)
         self.num_classes = int(self.net.num_classes)  # type: ignore[arg-type]
         self.description: dict[str, Any] = {
@@ -116,18 +119,21 @@ class ImageClassifier(BaseModule):
         self.track_loss(loss, len(images))
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Updates the validation metrics with images [B, C, H, W] and targets [B]."""
-        self._evaluate(self.val_metrics, batch)
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        """Updates the validation metrics with images [B, C, H, W] and targets [B]; returns predicted classes [B]."""
+        return self._evaluate(self.val_metrics, batch)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Updates the test metrics with images [B, C, H, W] and targets [B]."""
-        self._evaluate(self.test_metrics, batch)
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        """Updates the test metrics with images [B, C, H, W] and targets [B]; returns predicted classes [B]."""
+        return self._evaluate(self.test_metrics, batch)
 
-    def _evaluate(self, metrics: ClassificationMetrics, batch: Batch) -> None:
+    def _evaluate(self, metrics: ClassificationMetrics, batch: Batch) -> Tensor | None:
         images, targets = batch
-        if len(images):  # none of the batch may have been readable
-            metrics.update(self.net(images).float(), targets)
+        if not len(images):  # none of the batch was readable
+            return None
+        logits = self.net(images).float()
+        metrics.update(logits, targets)
+        return logits.argmax(-1)
 
     def on_validation_epoch_end(self) -> None:
         """Logs loss and accuracy of the validation split."""

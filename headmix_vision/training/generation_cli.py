@@ -23,6 +23,7 @@ class GenerationCLI(RunCLI):
 
     module_class = ImageGenerator
     data_class = GenerationData
+    recipes = "gen"
     runs_folder = "runs/gen"
 
     @staticmethod
@@ -56,10 +57,10 @@ class GenerationCLI(RunCLI):
         run_dir = Path(self.options.run_dir)
         print(
             f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · run {run_dir}"
-            f" · samples {run_dir / SAMPLES} · next: python sample.py images --model {run_dir}"
+            f" · samples {run_dir / SAMPLES} · next: headmix-sample images --model {run_dir}"
         )
 
 
-def main(args: Sequence[str] | None = None, default_config: Path | None = None) -> None:
+def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:
     """Runs the command line of generator training; see `run_command_line`."""
     run_command_line(GenerationCLI, args, default_config)

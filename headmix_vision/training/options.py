@@ -1,7 +1,11 @@
 """Defines the groups of training options. The defaults are those of the ImageNet recipe of MHLA (arXiv 2601.07832)."""
 
+import difflib
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from timm.optim import list_optimizers
 
 from headmix_vision.errors import InputError
 
@@ -10,6 +14,19 @@ def require(condition: bool, message: str) -> None:
     """Raises `InputError(message)` unless the condition holds."""
     if not condition:
         raise InputError(message)
+
+
+def require_not_negative(name: str, value: float) -> None:
+    """Raises `InputError` unless the value of the named option is zero or positive, and finite."""
+    require(0 <= value < math.inf, f"{name} must not be negative, infinite or NaN, got {value}")
+
+
+def _check_name(opt: str) -> None:
+    known, asked = list_optimizers(), opt.lower().removeprefix("lookahead_")
+    if asked not in known:
+        close = difflib.get_close_matches(asked, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "timm.optim.list_optimizers() lists the known ones"
+        raise InputError(f"unknown optimizer.opt {opt!r}; {hint}")
 
 
 @dataclass
@@ -33,8 +50,13 @@ class OptimizerConfig:
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
-        require(self.weight_decay >= 0, f"optimizer.weight_decay must not be negative, got {self.weight_decay}")
+        _check_name(self.opt)
+        require(0 < self.lr < math.inf, f"optimizer.lr must be positive and finite, got {self.lr}")
+        require_not_negative("optimizer.weight_decay", self.weight_decay)
+        decay = self.layer_decay
+        require(decay is None or 0 < decay <= 1, f"optimizer.layer_decay must be null or in (0, 1], got {decay}")
+        taken = sorted(self.args.keys() & {"opt", "lr", "weight_decay", "layer_decay"})
+        require(not taken, f"optimizer.args must not hold {', '.join(taken)}, an option of optimizer itself")
 
 
 @dataclass
@@ -57,8 +79,7 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         for name in ("warmup_epochs", "warmup_lr", "min_lr"):
-            value = getattr(self, name)
-            require(value >= 0, f"schedule.{name} must not be negative, got {value}")
+            require_not_negative(f"schedule.{name}", getattr(self, name))
 
 
 @dataclass
@@ -80,6 +101,11 @@ class LossConfig:
         require(
             self.bce_target_threshold is None or self.kind == "bce",
             f"loss.bce_target_threshold applies to loss.kind=bce only, got loss.kind={self.kind}",
+        )
+        threshold = self.bce_target_threshold
+        require(
+            threshold is None or 0 <= threshold < 1,
+            f"loss.bce_target_threshold must be null or in [0, 1), got {threshold}",
         )
 
 
@@ -103,8 +129,7 @@ class MixupConfig:
 
     def __post_init__(self) -> None:
         for name in ("mixup_alpha", "cutmix_alpha"):
-            value = getattr(self, name)
-            require(value >= 0, f"mixup.{name} must not be negative, got {value}")
+            require_not_negative(f"mixup.{name}", getattr(self, name))
         for name in ("prob", "switch_prob"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"mixup.{name} must be in [0, 1], got {value}")
@@ -153,7 +178,7 @@ class SampleGridConfig:
         for name in ("every_n_steps", "rows", "steps"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"samples.{name} must be at least 1, got {value}")
-        require(self.guidance >= 0, f"samples.guidance must not be negative, got {self.guidance}")
+        require_not_negative("samples.guidance", self.guidance)
 
 
 @dataclass
@@ -187,7 +212,30 @@ class FidConfig:
         for name, least in (("every_n_epochs", 1), ("num", 2), ("steps", 1), ("batch_size", 2)):
             value = getattr(self, name)
             require(value is None or value >= least, f"fid.{name} must be at least {least}, got {value}")
-        require(self.guidance >= 0, f"fid.guidance must not be negative, got {self.guidance}")
+        require_not_negative("fid.guidance", self.guidance)
+
+
+# Lightning takes these as they come, and divides by zero or trains nothing.
+_LEAST_OF_TRAINER = {
+    "max_epochs": (1, -1),
+    "max_steps": (1, -1),
+    "accumulate_grad_batches": (1, None),
+    "check_val_every_n_epoch": (1, None),
+    "log_every_n_steps": (1, None),
+    "gradient_clip_val": (0, None),
+    "num_sanity_val_steps": (-1, None),
+}
+
+
+def check_trainer_options(trainer: Any, subcommand: str) -> None:
+    """Raises `InputError` for options of the trainer that would divide by zero, or train nothing."""
+    for name, (least, unlimited) in _LEAST_OF_TRAINER.items():
+        value = trainer[name]
+        if value is not None and value != unlimited and not value >= least:
+            other = "" if unlimited is None else f", or {unlimited} for no limit"
+            raise InputError(f"trainer.{name} must be at least {least}{other}, got {value}")
+    limit = f"limit_{ {'fit': 'train', 'validate': 'val'}.get(subcommand, subcommand) }_batches"
+    require(trainer[limit] != 0, f"trainer.{limit}=0 leaves nothing to {subcommand}")
 
 
 DEFAULT_OPTIMIZER = OptimizerConfig()

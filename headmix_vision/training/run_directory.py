@@ -63,7 +63,7 @@ class RunDirectory:
             raise InputError("--overwrite true would delete the checkpoint to resume from; give one of the two options")
         with hold_lock(self.path / LOCK, f"run directory {self.path}"):
             self._tidy()
-            self._check()
+            self.check()
             try:
                 yield
             finally:
@@ -102,7 +102,12 @@ class RunDirectory:
             _move(self._replacing, self.path)
             self._replacing.rmdir()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check that a run may write into the directory.
+
+        Raises:
+            InputError: As `claimed`, but for another run that writes there.
+        """
         if _requeued(self.path) or self._continues():
             return
         files = run_files(self.path) or sorted((self.path / CHECKPOINTS).glob("*"))
@@ -155,7 +160,11 @@ def _remove_empty_folders(run_dir: Path) -> None:
 def resume_command(run_dir: Path) -> str:
     """The command which continues the run, for the launcher in use."""
     local_size, nodes = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE", "1")
-    launcher = "python"
+    installed = Path(sys.argv[0]).name.startswith("headmix-")
+    command = Path(sys.argv[0]).name if installed else sys.argv[0]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {local_size}"
-    return f"{launcher} {sys.argv[0]} fit -c {run_dir / CONFIG} --ckpt_path last"
+        no_python = "--no-python " if installed else ""
+        command = f"torchrun --nnodes {nodes} --nproc-per-node {local_size} {no_python}{command}"
+    elif not installed:
+        command = f"python {command}"
+    return f"{command} fit -c {run_dir / CONFIG} --ckpt_path last"

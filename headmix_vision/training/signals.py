@@ -10,8 +10,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class InterruptRequest:
     """Handles SIGINT and SIGTERM.
 
-    While `deferred` is false, a signal ends the process at once with exit status 128 + signal number. While it is
-    true, the first one is only noted in `signum`, and a second one ends the process at once, without any clean-up.
+    While `deferred` is false, a signal ends the process at once, with one line and exit status 128 + signal number.
+    While it is true, the first one is only noted in `signum`, and a second one ends the process at once, without any
+    clean-up.
     """
 
     def __init__(self) -> None:
@@ -27,10 +28,12 @@ class InterruptRequest:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked data worker: the parent decides
             return
+        # os.write, as print may have been interrupted itself
         if not self.deferred:
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, f"\ninterrupted by {signal.Signals(signum).name}\n".encode())
             raise SystemExit(128 + signum)
         if self.signum is not None:
             os._exit(128 + signum)
         self.signum = signum
-        # os.write, as print may have been interrupted itself
         os.write(2, b"\nfinishing this optimizer step, then saving; the same signal again stops at once\n")

@@ -209,7 +209,11 @@ def test_wrong_options(options: dict, message: str) -> None:
         ({"val_split": "dev"}, "validate", "split 'dev' does not exist"),
         ({"augmentation": Augmentation(auto_augment="rand-m9")}, "fit", "auto_augment needs decoded images"),
         ({"interpolation": "lanczos"}, "fit", "it must be one of bilinear, bicubic, nearest"),
-        ({"dataset": "fake", "augmentation": Augmentation(auto_augment="rnd-m9")}, "fit", "'rnd-m9' is not a timm"),
+        (
+            {"dataset": "fake", "augmentation": Augmentation(auto_augment="rnd-m9")},
+            "fit",
+            "'rnd-m9', it must be a policy of timm",
+        ),
         ({"dataset": "folder"}, "fit", "dataset 'folder' needs root"),
         ({"dataset": "folder", "root": "/no/where"}, "fit", "root '/no/where' does not exist"),
         ({"dataset": "torch/cifar10", "root": "/no/where"}, "fit", "root '/no/where' does not exist"),

@@ -11,6 +11,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from headmix_vision.data import Augmentation, ClassificationData
+from headmix_vision.data.datasets.image_files import ImageFiles
 
 from .helpers import Recorder, attach, make_trainer, write_image
 
@@ -73,6 +74,19 @@ def test_tar_reads_like_the_folder(image_root: Path, tmp_path: Path, layout: str
     images, targets = validation_images(from_tar)
     expected_images, expected_targets = validation_images(from_folder)
     assert torch.equal(images, expected_images) and torch.equal(targets, expected_targets)
+
+
+def test_files_are_named_relative_to_their_place(image_root: Path, tmp_path: Path) -> None:
+    tar = make_tar(image_root, tmp_path / "all.tar", "pets")
+    sources = []
+    for root in (image_root, tar):
+        attach(data := folder_data(root), **MODEL)
+        sources.append(data._splits["train"].files())
+    paths = sorted((image_root / "train").rglob("*.png"))
+    assert sources[0] == [(str(path.relative_to(image_root / "train")), path.stat().st_size) for path in paths]
+    assert sources[1] == [(f"pets/train/{name}", size) for name, size in sources[0]]
+    flat = ImageFiles(paths, "RGB").files()
+    assert flat == sources[0]
 
 
 def test_tar_without_the_split(image_root: Path, tmp_path: Path) -> None:

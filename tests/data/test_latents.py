@@ -2,19 +2,24 @@
 
 import json
 import pickle
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderDC, AutoencoderKL
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headmix_vision.data import cache_latents
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.latents import MANIFEST, LatentShards
+from headmix_vision.errors import InputError
+from headmix_vision.locks import hold_lock
 from headmix_vision.models.autoencoders import Autoencoder, LatentScale, load_autoencoder
 
 from .helpers import write_image
@@ -240,3 +245,190 @@ def test_refusals(images: Path, vae: Path, tmp_path: Path, capsys: pytest.Captur
         LatentShards(images)
     with pytest.raises(IndexError):
         LatentShards(tmp_path / "out")[12]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    capsys.readouterr()
+    assert run(*args) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("caching: "))
+    assert line.startswith("error: ")
+    return line
+
+
+def pixel_arguments(images: Path, out: Path, *args: object) -> tuple[object, ...]:
+    common = ("--images", images, "--vae", "none", "--out", out, "--image-size", 12, "--workers", 0)
+    return (*common, "--shard-size", 5, "--device", "cpu", *args)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_cache_knows_its_images(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run(*pixel_arguments(images, out)) == 0
+    before = contents(out)
+
+    moved = tmp_path / "elsewhere" / "train"
+    shutil.copytree(images, moved)
+    assert run(*pixel_arguments(moved, out)) == 0 and contents(out) == before
+    (moved / "bee" / "bee1.png").rename(moved / "bee" / "bee9.png")
+    line = refused(capsys, *pixel_arguments(moved, out))
+    assert (
+        f"{out} holds latents of other images than those of {moved}: names or sizes differ (first in shard-00001"
+        in line
+    )
+    (moved / "bee" / "bee9.png").rename(moved / "bee" / "bee1.png")
+    write_image(moved / "cat" / "cat3.png", seed=7, size=(21, 16))
+    assert "first in shard-00002" in refused(capsys, *pixel_arguments(moved, out))
+    assert contents(out) == before
+
+    # a picture that could not be read is replaced, and the rest goes on
+    (out / "shard-00002.safetensors").unlink()
+    assert run(*pixel_arguments(moved, out)) == 0
+    assert (
+        len(LatentShards(out)) == 12 and contents(out)["shard-00000.safetensors"] == before["shard-00000.safetensors"]
+    )
+    assert "first in shard-00002" in refused(capsys, *pixel_arguments(images, out))
+
+
+def test_a_cache_of_an_earlier_version_goes_on(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(*pixel_arguments(images, out)) == 0
+    manifest = json.loads((out / MANIFEST).read_text())
+    del manifest["source"]
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    (out / "shard-00001.safetensors").unlink()
+    with pytest.warns(UserWarning, match="earlier version, which did not record its images"):
+        assert run(*pixel_arguments(images, out)) == 0
+    assert len(LatentShards(out)) == 12
+
+
+def test_one_process_at_a_time_writes_a_share(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with hold_lock(out / ".process-0.lock", "a cache"):
+        assert f"cache {out} is in use by process" in refused(capsys, *pixel_arguments(images, out))
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        (out / ".shard-00000.safetensors.77.tmp").touch()  # of the other process, which lives
+        (out / ".shard-00001.safetensors.78.tmp").touch()  # of a killed one
+        assert run(*pixel_arguments(images, out)) == 0
+    left = {".shard-00000.safetensors.77.tmp", MANIFEST, "shard-00001.safetensors"}
+    assert {path.name for path in out.iterdir()} == left
+
+
+def test_a_dry_run_writes_nothing(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run(*pixel_arguments(images, out, "--dry-run")) == 0
+    assert capsys.readouterr().out == f"{out}: would write 3 shards\n" and not out.exists()
+    assert run(*pixel_arguments(images, out)) == 0
+    (out / "shard-00001.safetensors").unlink()
+    before = contents(out)
+    assert run(*pixel_arguments(images, out, "--dry-run")) == 0
+    assert "would write 1 shards" in capsys.readouterr().out and contents(out) == before
+    assert "flip False" in refused(capsys, *pixel_arguments(images, out, "--dry-run", "--flip"))
+
+
+def test_options_that_contradict_each_other(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+
+    def message(*args: object) -> str:
+        line = refused(capsys, *pixel_arguments(images, out, *args))
+        assert not out.exists()
+        return line
+
+    for option in ("--dataset", "--root", "--split"):
+        assert f"leave out {option}" in message(option, "digits")
+    assert "--gray goes with --vae none alone" in message("--gray", "--vae", images)
+    assert "device 'gpu' cannot be used here" in message("--device", "gpu")
+    assert "image size is 0" in message("--image-size", 0)
+    assert "the memory does not suffice" in message("--image-size", 10**8)
+    assert "Not a directory" in message("--out", images / "ant" / "ant0.png" / "out")
+    assert "is a file, --out must be a directory" in message("--out", images / "ant" / "ant0.png")
+    assert "--images is ''" in message("--images", "")
+    assert "did you mean --shard-size?" in message("--shard-sise", 3)
+    neither = refused(capsys, "--vae", "none", "--out", out)
+    assert "neither --images nor --dataset" in neither and not out.exists()
+    first = min(images.rglob("*.png"))
+    first.write_bytes(b"")
+    assert f"{first} cannot be read" in message()
+    with pytest.raises(InputError, match=r"rank is 2, it must be in \[0, 2\)"):
+        source = open_class_folders(images, "RGB")
+        options = {"image_size": 12, "origin": "here", "rank": 2, "world_size": 2}
+        cache_latents.write_cache(source, Autoencoder(None), out, **options)
+
+
+def test_latents_that_are_not_finite_are_not_written(vae: Path, images: Path, tmp_path: Path) -> None:
+    autoencoder, source = load_autoencoder(str(vae)), open_class_folders(images, "RGB")
+    autoencoder.module.quant_conv.weight.data *= 1e6  # beyond float16
+    options = {"image_size": 12, "origin": "here", "shard_size": 4, "batch_size": 2}
+    with pytest.raises(
+        InputError, match=r"mean of the latents of .*ant0\.png to .*ant1\.png is not finite: encode and"
+    ):
+        cache_latents.write_cache(source, autoencoder, tmp_path / "out", **options)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [MANIFEST]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of 12 images in 3 shards."""
+    root = tmp_path_factory.mktemp("finished")
+    for i in range(12):
+        write_image(root / "images" / "abc"[i // 4] / f"{i:02d}.png", seed=i)
+    assert run(*pixel_arguments(root / "images", root / "out")) == 0
+    return root / "out"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"count": "x"}, "entry 'count' is 'x'"),
+        ({"count": 0}, "entry 'count' is 0, it must be at least 1"),
+        ({"count": 14}, r"shard-00002.safetensors: labels is \[2\], it must be \[4\]"),
+        ({"shard_size": 0}, "entry 'shard_size' is 0"),
+        ({"shape": None}, "entry 'shape' is None"),
+        ({"shape": [3, 8, 8]}, r"mean is \[5, 3, 12, 12\], it must be \[5, 3, 8, 8\]"),
+        ({"store": "x"}, "it must be one of moments, means"),
+        ({"store": "moments"}, "does not contain tensor std"),
+        ({"flip": True}, "does not contain tensor mean_flipped"),
+        ({"class_names": None}, "entry 'class_names' is None"),
+        ({"class_names": ["a"]}, "shard-00000.safetensors: labels are 0 to 1, there are 1 classes"),
+        ({"autoencoder": None}, "entry 'autoencoder' is None"),
+        ({"autoencoder": {"scale": "x", "shift": 0}}, "entry 'scale' is 'x'"),
+        ({"format": 7}, "is of format 7, this version reads 1"),
+        ({"format": "1"}, "entry 'format' is '1'"),
+    ],
+)
+def test_forged_manifests(change: dict[str, Any], message: str, finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "out")
+    manifest = json.loads((finished / MANIFEST).read_text())
+    (tmp_path / "out" / MANIFEST).write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(InputError, match=message):
+        LatentShards(tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"null"])
+def test_damaged_manifests(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(InputError, match=r"latents\.json is"):
+        LatentShards(tmp_path)
+
+
+def test_damaged_shards_are_found_when_the_cache_is_opened(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    shard = out / "shard-00001.safetensors"
+    tensors = load_file(shard)
+    for changed, message in (
+        ({"labels": tensors["labels"]}, "does not contain tensor mean"),
+        ({**tensors, "labels": tensors["labels"] + 2}, "labels are 3 to 4, there are 3 classes"),
+        ({name: value[:3] for name, value in tensors.items()}, r"labels is \[3\], it must be \[5\]"),
+    ):
+        save_file(changed, shard)
+        with pytest.raises(InputError, match=rf"shard-00001\.safetensors.*{message}"):
+            LatentShards(out)
+    shard.write_bytes((finished / shard.name).read_bytes()[:-9])
+    with pytest.raises(InputError, match=r"shard-00001\.safetensors is truncated"):
+        LatentShards(out)

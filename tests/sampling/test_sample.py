@@ -17,8 +17,9 @@ from PIL import Image
 from headmix_vision.diffusion import HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.runs import export
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling.command import main, parse_classes
+from headmix_vision.sampling.command import main
 from headmix_vision.sampling.draw import batches
+from headmix_vision.sampling.options import parse_classes
 
 ROOT = Path(__file__).parents[2]
 FAST = ("--num", 12, "--steps", 3, "--batch-size", 4)

@@ -1,5 +1,6 @@
 """What a training run leaves behind, and the arithmetic of its parts."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,29 @@ def test_final_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert last.startswith(f"best top-1 {100 * top1:.2f} % (epoch 1)")
     for name in ("run", "run/checkpoints/best.ckpt", "run/curves.png"):
         assert str(tmp_path / name) in last
+
+
+def test_lines_in_a_log_that_is_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "tiny.yaml", trainer__enable_progress_bar=None, trainer__enable_model_summary=None)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run", "--trainer.check_val_every_n_epoch", 2) == 0
+    captured = capfd.readouterr()
+    assert "\r" not in captured.out + captured.err
+    assert "FLOP" not in captured.out + captured.err
+    first, *epochs, _ = captured.out.splitlines()
+    assert re.fullmatch(r"model vit_tiny_patch16_224: [\d,]+ parameters", first)
+    numbers = [re.sub(r"\d+\.?\d*", "N", line) for line in epochs]
+    assert numbers == [
+        "epoch N/N: loss N, N images/s, N s left",
+        "epoch N/N: loss N, val loss N, val top-N N %, N images/s, took N s",
+    ]
+    rows = read_csv(tmp_path / "run" / "metrics.csv", without="")
+    rates = [float(row["train/images_per_s"]) for row in rows if row["train/loss"]]
+    assert rates == pytest.approx([int(line.split(" images/s")[0].split()[-1]) for line in epochs], abs=1)
+    assert f"loss {float(rows[-1]['train/loss']):.4f}, val loss {float(rows[-1]['val/loss']):.4f}, " in epochs[1]
+    assert run("validate", "--run_dir", tmp_path / "run") == 0
+    captured = capfd.readouterr()
+    assert "\r" not in captured.out + captured.err
+    assert "validating: 2/2 batches, " in captured.err
 
 
 def test_run_directory_is_named_after_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.runs.checkpoints import read_checkpoint
 
 from .helpers import load, run, write_config
@@ -21,6 +21,7 @@ def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
     lines = [line for line in captured.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert "Traceback" not in captured
+    assert "usage:" not in captured
     return lines[0]
 
 
@@ -102,6 +103,26 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--checkpoint_every_n_steps", "0"), "at least 1"),
         (("--ckpt_path", "last"), "no checkpoint at"),
         (("--trainer.precision", "bf16-true"), "float32 weights"),
+        (("--trainer.precision", "bf17"), "'64-true', '64', '32', '16', 'bf16' or null, got bf17"),
+        (("--model.loss.kind", "mse"), "model.loss.kind must be 'cross_entropy' or 'bce', got mse"),
+        (("--model.img_size", "[a]"), "model.img_size must be int, list[int] or null, got ['a']"),
+        (("--data.batch_size", "2.5"), "data.batch_size must be int, got 2.5"),
+        (("--trainer.accelerator", "cdua"), "invalid accelerator name"),
+        (("--trainer.devices", "0"), "devices='0'"),
+        (("--trainer.max_epochs", "0"), "trainer.max_epochs must be at least 1, or -1 for no limit, got 0"),
+        (("--trainer.accumulate_grad_batches", "0"), "trainer.accumulate_grad_batches must be at least 1"),
+        (("--model.num_classes", "1"), "model.num_classes must be at least 2, got 1"),
+        (("--model.model_args.dept", "3"), "unknown argument 'dept' of model vit_tiny_patch16_224"),
+        (("--model.model_args.dept", "3"), "did you mean depth?; allowed: act_layer, "),
+        (("--model.model_args.num_heads", "5"), "dim should be divisible by num_heads"),
+        (("--model.model_args.drop_path_rate", "2"), "drop_path_rate of model vit_tiny_patch16_224 must be in [0, 1)"),
+        (("--model.optimizer.opt", "adamv"), "did you mean adam"),
+        (("--model.optimizer.args.betas", "[2, 3]"), "Invalid beta parameter"),
+        (("--model.optimizer.lr", ".inf"), "optimizer.lr must be positive and finite"),
+        (("--data.bath_size", "3"), "unrecognized arguments: --data.bath_size 3; did you mean --data.batch_size?"),
+        (("--lr", "3"), "did you mean --model.optimizer.lr?"),
+        (("--trainer.val_check_interval", "7"), "trainer.val_check_interval is 7, but an epoch has 6 batches"),
+        (("--seed_everything", "-1"), "seed_everything must be in [0, 2**32), got -1"),
     ],
 )
 def test_wrong_options(
@@ -112,10 +133,58 @@ def test_wrong_options(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_wrong_config_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    files = {
+        "broken: [1, 2": "broken.yaml",
+        "- 1": "list.yaml",
+        "model:\n  nmae: vit_tiny_patch16_224": "typo.yaml",
+    }
+    messages = [
+        "Problems parsing config",
+        "Unexpected config",
+        "does not accept option 'model.nmae'; did you mean --model.name?",
+    ]
+    for (text, name), message in zip(files.items(), messages, strict=True):
+        (tmp_path / name).write_text(text)
+        assert message in refused(capfd, "fit", "-c", tmp_path / name)
+    assert "neither a file nor" in refused(capfd, "fit", "-c", tmp_path / "absent.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    assert "is no text" in refused(capfd, "fit", "-c", tmp_path / "binary.yaml")
+
+
+def test_batch_too_large_for_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def exhausted(*args: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+        )
+
+    monkeypatch.setattr("headmix_vision.training.classifier.ImageClassifier.training_step", exhausted)
+    config = write_config(tmp_path / "tiny.yaml")
+    message = refused(capfd, "fit", "-c", config, "--run_dir", tmp_path / "run")
+    assert message.endswith("Tried to allocate 2.00 GiB; lower data.batch_size or data.eval_batch_size")
+
+
+@pytest.mark.parametrize("name", ["global_step", "loops", "optimizer_states", "pytorch-lightning_version"])
+def test_checkpoints_that_lack_an_entry(
+    name: str, reference_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = load(reference_run / "checkpoints" / "last.ckpt")
+    for change, message in (({name: None}, "is no "), ({}, "lacks the entry")):
+        torch.save({**{k: v for k, v in checkpoint.items() if k != name}, **change}, tmp_path / "forged.ckpt")
+        options = ("--run_dir", tmp_path / "run", "--ckpt_path", tmp_path / "forged.ckpt")
+        args = ("fit", "-c", reference_run / "config.yaml", *options)
+        assert f"{name!r}" in (line := refused(capfd, *args))
+        assert message in line
+
+
 def test_evaluation_needs_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path / "tiny.yaml")
     assert "--ckpt_path" in refused(capfd, "validate", "-c", config)
     assert "no checkpoint at" in refused(capfd, "predict", "-c", config, "--ckpt_path", "best")
+    assert "no run in" in refused(capfd, "validate", "--run_dir", tmp_path / "absent")
+    assert "a recipe by -c, or the folder of a run by --run_dir" in refused(capfd, "validate")
 
 
 def test_option_groups_check_their_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +202,12 @@ def test_wrong_input_found_by_a_data_worker(
     config = write_config(tmp_path / "tiny.yaml", data__num_workers=1)
     monkeypatch.setattr("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch", fetch)  # workers are forked
     assert refused(capfd, "fit", "-c", config, "--run_dir", tmp_path / "run") == "error: a shard is damaged"
+
+
+def test_ctrl_c_during_imports_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        raise KeyboardInterrupt
+    assert (end.value.code, capfd.readouterr().err) == (130, "\ninterrupted\n")
 
 
 def test_defects_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

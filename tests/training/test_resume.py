@@ -119,12 +119,13 @@ def test_moved_run_continues_from_its_best_checkpoint(reference_run: Path, tmp_p
     assert best == pytest.approx(max(float(row["val/top1"]) for row in rows if row["val/top1"]))
 
 
-def test_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     request = InterruptRequest()
     request.install()
     with pytest.raises(SystemExit) as end:
         os.kill(os.getpid(), signal.SIGTERM)
     assert end.value.code == 143
+    assert capfd.readouterr().err.strip() == "interrupted by SIGTERM"
     exits: list[int] = []
     monkeypatch.setattr(os, "_exit", exits.append)
     request.deferred = True

@@ -1,12 +1,135 @@
-"""Shows a progress bar with loss, accuracy and images per second."""
+"""Shows how far training and evaluation are: by a bar on a terminal, elsewhere by plain lines."""
 
+import os
+import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from headmix_vision.progress import Advance, duration, progress
 from headmix_vision.training.base_module import BaseModule
+from headmix_vision.training.callbacks.throughput import ImagesPerSecond
+
+
+def on_terminal() -> bool:
+    """Tells whether standard output is a terminal that can redraw a line."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class ModelSize(Callback):
+    """Prints the name of the model and its number of parameters when training starts."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the line, on the first process."""
+        if trainer.is_global_zero:
+            print(model_size(pl_module), flush=True)
+
+
+def model_size(module: LightningModule) -> str:
+    """Says the name of a module's model and its number of parameters."""
+    counts = {trained: 0 for trained in (True, False)}
+    for parameter in module.net.parameters():  # type: ignore[union-attr]
+        counts[parameter.requires_grad] += parameter.numel()
+    frozen = f", {counts[False]:,} of them frozen" if counts[False] else ""
+    name = module.description["name"]  # type: ignore[index]
+    return f"model {name}: {sum(counts.values()):,} parameters{frozen}"
+
+
+class EpochLines(Callback):
+    """Prints a line after each epoch: losses, accuracy, images per second and the time left, on the first process.
+
+    Args:
+        speed: The callback that counts images.
+    """
+
+    def __init__(self, speed: ImagesPerSecond) -> None:
+        self.speed = speed
+        self._validated = False
+        self._start_s = 0.0
+        self._first_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes where this start of the run begins."""
+        self._start_s, self._first_step, self._validated = time.monotonic(), trainer.global_step, False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes that the epoch has been validated."""
+        self._validated = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the line."""
+        if trainer.is_global_zero:
+            print(self._line(trainer, pl_module), flush=True)
+        self._validated = False
+
+    def _line(self, trainer: Trainer, module: LightningModule) -> str:
+        parts = []
+        if isinstance(module, BaseModule) and module.epoch_loss is not None:
+            parts.append(f"loss {module.epoch_loss:.4f}")
+        if self._validated:
+            metrics = trainer.callback_metrics
+            parts += [f"val loss {float(metrics['val/loss']):.4f}"] if "val/loss" in metrics else []
+            parts += [f"val top-1 {100 * float(metrics['val/top1']):.2f} %"] if "val/top1" in metrics else []
+        if self.speed.epoch_rate is not None:
+            parts.append(f"{self.speed.epoch_rate:.0f} images/s")
+        done, total = trainer.global_step - self._first_step, trainer.estimated_stepping_batches
+        if done and total < float("inf"):
+            passed_s, left = time.monotonic() - self._start_s, total - trainer.global_step
+            parts.append(f"{duration(passed_s / done * left)} left" if left > 0 else f"took {duration(passed_s)}")
+        epochs = trainer.max_epochs
+        of = f"/{epochs}" if epochs is not None and epochs > 0 else ""
+        return f"epoch {trainer.current_epoch + 1}{of}: {', '.join(parts)}"
+
+
+class EvaluationLines(Callback):
+    """Prints plain lines while a long validation, test or prediction runs on its own, on the first process."""
+
+    def __init__(self) -> None:
+        self._shown = ExitStack()
+        self._advance: Advance = lambda batches: None
+
+    def _start(self, trainer: Trainer, what: str, batches: list[int | float]) -> None:
+        shown = progress(what, int(sum(batches)), "batches", enabled=trainer.is_global_zero)
+        self._advance = self._shown.enter_context(shown)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the count of batches."""
+        self._start(trainer, "validating", trainer.num_val_batches)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the count of batches."""
+        self._start(trainer, "testing", trainer.num_test_batches)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the count of batches."""
+        self._start(trainer, "predicting", trainer.num_predict_batches)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        """Counts the batch."""
+        self._advance(1)
+
+    def on_test_batch_end(self, *_: Any) -> None:
+        """Counts the batch."""
+        self._advance(1)
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        """Counts the batch."""
+        self._advance(1)
+
+    def on_validation_end(self, *_: Any) -> None:
+        """Prints the last line."""
+        self._shown.close()
+
+    def on_test_end(self, *_: Any) -> None:
+        """Prints the last line."""
+        self._shown.close()
+
+    def on_predict_end(self, *_: Any) -> None:
+        """Prints the last line."""
+        self._shown.close()
 
 
 class ImagesPerSecondBar(TQDMProgressBar):

@@ -1,4 +1,4 @@
-"""Logs images per second to TensorBoard."""
+"""Logs images per second."""
 
 import time
 from typing import Any
@@ -6,23 +6,35 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+RATE = "train/images_per_s"
+
 
 class ImagesPerSecond(Callback):
-    """Logs the images trained per second by all devices, every `log_every_n_steps` steps; validation is left out.
+    """Logs the images trained per second by all devices; validation is left out.
 
-    To TensorBoard alone: `metrics.csv` is the same in every repetition of a run.
+    To TensorBoard every `log_every_n_steps` steps, to the other loggers once an epoch: in `metrics.csv` it is the one
+    column that differs between repetitions of a run. An epoch that was interrupted counts from where it went on.
+
+    Attributes:
+        epoch_rate: Images per second in the latest epoch; None before the end of the first one.
     """
 
     def __init__(self) -> None:
-        self._start_s = 0.0
-        self._images = self._first_step = 0
+        self.epoch_rate: float | None = None
+        self._start_s = self._epoch_s = 0.0
+        self._images = self._epoch_images = self._first_step = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the count of images."""
+        """Starts the counts of images."""
+        self._epoch_s, self._epoch_images = 0.0, 0
         self._restart(trainer)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the clock of the epoch."""
+        self._note_epoch()
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the count again, without the validation."""
+        """Goes on without the validation."""
         self._restart(trainer)
 
     def on_train_batch_end(
@@ -30,13 +42,27 @@ class ImagesPerSecond(Callback):
     ) -> None:
         """Counts the images of the batch, and logs their rate when it is due."""
         self._images += len(batch[0]) * trainer.world_size
+        step = trainer.global_step - 1
         every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if trainer.global_step - self._first_step >= every_n_steps:
             rate = self._images / (time.monotonic() - self._start_s)
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
-                    logger.log_metrics({"train/images_per_s": rate}, trainer.global_step - 1)
+                    logger.log_metrics({RATE: rate}, step)
+            self._note_epoch()
             self._restart(trainer)
+        if trainer.is_last_batch:
+            self._note_epoch()
+            self._restart(trainer)
+            self.epoch_rate = self._epoch_images / self._epoch_s
+            for logger in trainer.loggers:
+                if not isinstance(logger, TensorBoardLogger):
+                    logger.log_metrics({RATE: round(self.epoch_rate, 1)}, step)
+
+    def _note_epoch(self) -> None:
+        """Adds what has been counted since the last restart to the epoch."""
+        self._epoch_s += time.monotonic() - self._start_s
+        self._epoch_images += self._images
 
     def _restart(self, trainer: Trainer) -> None:
         self._start_s, self._images, self._first_step = time.monotonic(), 0, trainer.global_step

@@ -1,0 +1,34 @@
+"""What to install when a part of the package lacks another package."""
+
+from importlib.util import find_spec
+
+from headmix_vision.errors import InputError
+
+# By extra, the packages whose lack keeps its part from being imported.
+PACKAGES = {
+    "models": ("timm", "safetensors"),
+    "diffusion": ("timm", "safetensors", "diffusers", "rich"),
+    "train": ("timm", "diffusers", "jsonargparse", "lightning", "matplotlib", "sklearn", "tensorboard", "torchmetrics"),
+    "eval": ("timm", "safetensors", "rich", "sklearn", "torch_fidelity"),
+}
+
+
+class MissingExtraError(ImportError, InputError):
+    """A package of an extra is not installed; the message is the command that installs it."""
+
+
+def require_extra(extra: str, what: str) -> None:
+    """Tell what to install, unless the packages of an extra are there; none of them is loaded.
+
+    Args:
+        extra: One of `PACKAGES`.
+        what: What needs them, to begin the message.
+
+    Raises:
+        MissingExtraError: The first package that is missing.
+    """
+    for package in PACKAGES[extra]:
+        if find_spec(package) is None:
+            raise MissingExtraError(
+                f"{what} needs the package {package}: pip install 'headmix_vision[{extra}]'", name=package
+            )

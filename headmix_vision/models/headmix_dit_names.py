@@ -1,0 +1,70 @@
+"""Names the diffusion transformers and registers them with timm.
+
+The network, and with it diffusers, is imported when a model is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from timm.models import build_model_with_cfg
+
+from headmix_vision.errors import InputError
+from headmix_vision.extras import require_extra
+from headmix_vision.models.names import Variant, register_family
+
+if TYPE_CHECKING:
+    from headmix_vision.models.headmix_dit import HeadMixDiT
+
+__all__: list[str] = []  # timm appends the registered names
+
+SIZES = {
+    "s": {"embed_dim": 384, "depth": 12, "num_heads": 6},
+    "b": {"embed_dim": 768, "depth": 12, "num_heads": 12},
+    "l": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "xl": {"embed_dim": 1152, "depth": 28, "num_heads": 16},
+}
+PATCH_SIZES = (2, 4, 8)
+LATENTS = {"input_size": 32, "in_channels": 4, "num_classes": 1000}
+# A DiT for the embedded 8x8 digits: 4 blocks of 2x2 tokens.
+DIGITS = {"input_size": 8, "patch_size": 2, "in_channels": 1, "num_classes": 10}
+DIGITS_DIMS = {"embed_dim": 128, "depth": 6, "num_heads": 4, "block_grid": (2, 2), "cpe": True}
+
+
+def _cfg(args: dict[str, Any]) -> dict[str, Any]:
+    size = args["input_size"]
+    return {
+        "num_classes": args["num_classes"],
+        "input_size": (args["in_channels"], size, size),
+        "first_conv": "x_embedder.proj",
+        "classifier": None,
+        "license": "apache-2.0",
+    }
+
+
+def _members(core: str) -> Iterator[tuple[str, Variant]]:
+    """Yield each size with each patch size, for the usual latents of 256 px, and the model of the embedded digits."""
+    for size, dims in SIZES.items():
+        for patch_size in PATCH_SIZES:
+            arguments = {**LATENTS, "patch_size": patch_size, **dims}
+            yield f"{size}_{patch_size}", Variant(arguments, _cfg(arguments))
+    yield "digits", Variant({**DIGITS, **DIGITS_DIMS}, _cfg(DIGITS))
+
+
+_OUR_NAMES = {"img_size": "input_size", "in_chans": "in_channels"}
+
+
+def _create_headmix_dit(variant: str, pretrained: bool = False, **kwargs: Any) -> HeadMixDiT:
+    for theirs, ours in _OUR_NAMES.items():
+        if theirs in kwargs:
+            raise InputError(f"{variant} takes {ours}, not {theirs}.")
+    if kwargs.pop("features_only", False):
+        raise InputError(f"{variant} is a generator: features_only does not apply.")
+    require_extra("diffusion", variant)
+    from headmix_vision.models.headmix_dit import HeadMixDiT
+
+    return build_model_with_cfg(HeadMixDiT, variant, pretrained, kwargs_filter=cast(Any, tuple(_OUR_NAMES)), **kwargs)
+
+
+register_family("dit", _members, _create_headmix_dit, __name__)

@@ -1,0 +1,75 @@
+"""Lists the models of the package: `headmix-models [PATTERN ...]`."""
+
+import argparse
+import difflib
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import timm
+import torch
+from timm.models import get_pretrained_cfg, is_model_pretrained
+
+from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.models.names import FAMILIES
+
+
+class Listed(NamedTuple):
+    """A model of the list.
+
+    Args:
+        name: Its name in timm.
+        parameters: Their number.
+        input_size: Channels, height and width of images or latents.
+        pretrained: Whether weights come with the package.
+    """
+
+    name: str
+    parameters: int
+    input_size: tuple[int, int, int]
+    pretrained: bool
+
+
+def find_names(patterns: Sequence[str]) -> list[str]:
+    """Find the names that match any of some patterns, as `timm.list_models` does; all without a pattern.
+
+    Raises:
+        InputError: A pattern matches no name.
+    """
+    names = sorted(name for variants in FAMILIES.values() for name in variants)
+    found = set()
+    for pattern in patterns or ["*"]:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            close = difflib.get_close_matches(pattern, names, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"they begin with {', '.join(FAMILIES)}"
+            raise InputError(f"no model of this package is called {pattern}; {hint}")
+        found |= {*matching}
+    return [name for name in names if name in found]
+
+
+def describe(names: Sequence[str]) -> Iterator[Listed]:
+    """Build each model, without memory for its weights, and tell its size."""
+    for name in names:
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        cfg = get_pretrained_cfg(name)
+        assert cfg is not None
+        yield Listed(name, sum(p.numel() for p in model.parameters()), cfg.input_size, is_model_pretrained(name))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the command line; wrong input ends the process with one line and exit status 2."""
+    parser = argparse.ArgumentParser(prog="headmix-models", description="List the models of the package.")
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names, with * and ?, such as 'deit_mhla_*'")
+    parser.add_argument("--pretrained", action="store_true", help="only those whose weights come with the package")
+    options = parser.parse_args(args)
+    with one_line_errors():
+        names = find_names(options.patterns)
+        if options.pretrained:
+            names = [name for name in names if is_model_pretrained(name)]
+        width = max(map(len, names), default=0)
+        for model in describe(names):
+            size = " x ".join(map(str, model.input_size))
+            line = f"{model.name:{width}}  {model.parameters / 1e6:7.2f} M  {size:13}"
+            print(f"{line} pretrained" if model.pretrained else line.rstrip(), flush=True)

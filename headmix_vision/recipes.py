@@ -1,0 +1,70 @@
+"""The shipped recipes of training, and how `--config NAME` finds them."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from headmix_vision.errors import InputError
+
+FOLDER = Path(__file__).parent / "configs"
+DEFAULT = "digits"
+_OPTIONS = ("-c", "--config")
+
+
+def recipe_names(group: str) -> list[str]:
+    """List the names of the recipes of a command (`cls` or `gen`), as `--config` takes them: `models/dit_mhla_s_2`."""
+    folder = FOLDER / group
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+
+
+def find_config(name: str, group: str) -> str:
+    """Find what an option `--config` means.
+
+    Args:
+        name: Path of a file, else the name of a shipped recipe, with or without `.yaml`, else text in YAML.
+        group: Recipes of which command: `cls` or `gen`.
+
+    Returns:
+        The path, or the text as it was given.
+
+    Raises:
+        InputError: It is none of these.
+    """
+    if Path(name).is_file():
+        return name
+    names = recipe_names(group)
+    if name.removesuffix(".yaml") in names:
+        return str(FOLDER / group / f"{name.removesuffix('.yaml')}.yaml")
+    if any(sign in name for sign in "{:\n"):
+        return name
+    by_stem = {known.rpartition("/")[2]: known for known in names} | {known: known for known in names}
+    close = difflib.get_close_matches(name.removesuffix(".yaml"), by_stem, n=3)
+    near = " or ".join(dict.fromkeys(by_stem[match] for match in close))
+    hint = f"did you mean {near}?" if near else f"the shipped ones are {', '.join(names)}"
+    raise InputError(f"--config {name} is neither a file nor a shipped recipe; {hint}")
+
+
+def with_config_paths(args: Sequence[str], group: str, default: str | None = None) -> list[str]:
+    """Put paths in the place of the names of recipes in a command line.
+
+    Args:
+        args: Subcommand and options.
+        group: Recipes of which command: `cls` or `gen`.
+        default: Config of `fit` when there is none among the options.
+
+    Raises:
+        InputError: A config is neither a file nor a shipped recipe.
+    """
+    found, takes_config, given = [], False, False
+    for arg in args:
+        option, sign, value = arg.partition("=")
+        if takes_config:
+            arg = find_config(arg, group)
+        elif sign and option in _OPTIONS:
+            arg = f"{option}={find_config(value, group)}"
+        takes_config = not takes_config and arg in _OPTIONS
+        given = given or option in _OPTIONS
+        found.append(arg)
+    if default is not None and not given and found[:1] == ["fit"]:
+        found[1:1] = ["--config", find_config(default, group)]
+    return found

@@ -1,0 +1,167 @@
+"""Counts which class is taken for which in an evaluation, and writes tables and a picture of it.
+
+C classes.
+"""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from headmix_vision.atomic import atomic_path
+
+MOST_CLASSES = 2000  # a matrix of 32 MB on the device, and a CSV file of 8 MB
+_PRINTED, _NAMED = 12, 40  # classes in the printed table, classes named in the picture
+
+
+class ClassRow(NamedTuple):
+    """What became of the images of one class."""
+
+    name: str
+    images: int
+    correct: int
+    taken_for: str | None
+    taken: int
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the images that were recognised; NaN where there are none."""
+        return self.correct / self.images if self.images else float("nan")
+
+
+class ClassReport(Callback):
+    """Counts true and predicted classes of a validation or test, over all processes.
+
+    The module's `validation_step` and `test_step` return predicted classes [B], or None for an empty batch.
+
+    Attributes:
+        matrix: int64 [C, C], images by true and predicted class; None before the end, and where there are more than
+            2,000 classes.
+    """
+
+    def __init__(self) -> None:
+        self.matrix: np.ndarray | None = None
+        self._metric: MulticlassConfusionMatrix | None = None
+
+    def _start(self, module: LightningModule) -> None:
+        classes = int(module.num_classes)  # type: ignore[arg-type]
+        self._metric = MulticlassConfusionMatrix(classes).to(module.device) if classes <= MOST_CLASSES else None
+
+    def _add(self, outputs: Any, batch: Any) -> None:
+        if self._metric is not None and outputs is not None:
+            self._metric.update(outputs, batch[1])
+
+    def _end(self) -> None:
+        self.matrix = self._metric.compute().cpu().numpy() if self._metric is not None else None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the count."""
+        self._start(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the count."""
+        self._start(pl_module)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Counts the batch."""
+        self._add(outputs, batch)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Counts the batch."""
+        self._add(outputs, batch)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Adds up the counts of all processes."""
+        self._end()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Adds up the counts of all processes."""
+        self._end()
+
+
+def class_rows(matrix: np.ndarray, names: Sequence[str]) -> list[ClassRow]:
+    """Sums up a matrix of true and predicted classes, one row for each class.
+
+    Args:
+        matrix: int64 [C, C], images by true and predicted class.
+        names: Names of the C classes.
+    """
+    rows = []
+    for index, counts in enumerate(matrix):
+        wrong = counts.copy()
+        wrong[index] = 0
+        other = int(wrong.argmax())
+        taken_for = names[other] if wrong[other] else None
+        rows.append(ClassRow(names[index], int(counts.sum()), int(counts[index]), taken_for, int(wrong[other])))
+    return rows
+
+
+def format_rows(rows: Sequence[ClassRow]) -> str:
+    """Formats the classes as a table: all of a few, the least accurate of many."""
+    seen = [row for row in rows if row.images]
+    shown = seen if len(seen) <= _PRINTED else sorted(seen, key=lambda row: row.accuracy)[:_PRINTED]
+    cells = [("class", "images", "top-1", "most often taken for")]
+    for row in shown:
+        other = "" if row.taken_for is None else f"{row.taken_for} ({row.taken})"
+        cells.append((row.name, f"{row.images}", f"{100 * row.accuracy:.2f} %", other))
+    name, *numbers = (max(len(line[i]) for line in cells) for i in range(3))
+    lines = [f"{a:{name}}  {b:>{numbers[0]}}  {c:>{numbers[1]}}  {d}".rstrip() for a, b, c, d in cells]
+    if len(shown) < len(seen):
+        lines.append(f"(the {len(shown)} least accurate of {len(seen)} classes)")
+    return "\n".join(lines)
+
+
+def write_report(run_dir: Path, split: str, matrix: np.ndarray, names: Sequence[str]) -> list[Path]:
+    """Writes `classes_SPLIT.csv`, `confusion_SPLIT.csv` and `confusion_SPLIT.png`.
+
+    Args:
+        run_dir: Folder of the files.
+        split: `val` or `test`.
+        matrix: int64 [C, C], images by true and predicted class.
+        names: Names of the C classes.
+
+    Returns:
+        The paths of the files.
+    """
+    classes, confusion, picture = (
+        run_dir / f"{stem}_{split}.{ending}"
+        for stem, ending in (("classes", "csv"), ("confusion", "csv"), ("confusion", "png"))
+    )
+    with atomic_path(classes) as temporary, temporary.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["class", "images", "correct", "accuracy", "most_taken_for", "taken"])
+        for row in class_rows(matrix, names):
+            accuracy = f"{row.accuracy:.6f}" if row.images else ""
+            writer.writerow([row.name, row.images, row.correct, accuracy, row.taken_for or "", row.taken])
+    with atomic_path(confusion) as temporary, temporary.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["true \\ predicted", *names])
+        writer.writerows([name, *counts.tolist()] for name, counts in zip(names, matrix, strict=True))
+    _draw(picture, matrix, names)
+    return [classes, confusion, picture]
+
+
+def _draw(path: Path, matrix: np.ndarray, names: Sequence[str]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    image = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues", interpolation="nearest" if len(names) < 200 else "auto")
+    figure.colorbar(image, label="share of the true class")
+    axes.set(title="confusion matrix", xlabel="predicted class", ylabel="true class")
+    if len(names) <= _NAMED:
+        axes.set_xticks(range(len(names)), names, rotation=90)
+        axes.set_yticks(range(len(names)), names)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)

@@ -1,0 +1,136 @@
+"""Parses the options of training: a short help first, and wrong options in one line that names the nearest one."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from headmix_vision.errors import InputError
+from headmix_vision.runs.directory import CONFIG
+
+CommonOptions = Mapping[str, Mapping[str, str]]
+
+_UNKNOWN = re.compile(r"unrecognized arguments: (?P<argument>-\S+)|does not accept option '(?P<key>[^']+)'")
+
+
+# jsonargparse's report of a value that none of the types of an option takes
+_WRONG_TYPE = re.compile(
+    r'Parser key "(?P<key>[^"]+)":.*?(?:Subtypes: \[(?P<types>[^\n]*)\]\n.*Given value: (?P<value>.*)'
+    r"|Expected an? (?P<type>[^\n]*)\. Got value: (?P<got>[^\n]*))",
+    re.DOTALL,
+)
+
+
+def _shorten(message: str) -> str:
+    """Brings a message of jsonargparse on one line, without names of Python's types."""
+    wrong = _WRONG_TYPE.fullmatch(message.strip())
+    if wrong is None:
+        return " ".join(message.split())
+    types = re.sub(r"<class '([^']*)'>", r"\1", wrong["types"] or wrong["type"])
+    types = re.sub(r"\b(?:[A-Za-z_]\w*\.)+(\w+)", r"\1", types)
+    types = re.sub(r"Literal\[([^\]]*)\]", r"\1", types).replace("NoneType", "null")
+    return f"{wrong['key']} must be {' or '.join(types.rsplit(', ', 1))}, got {wrong['value'] or wrong['got']}"
+
+
+class OptionParser(LightningArgumentParser):
+    """Shows the common options on `--help` and all on `--help-all`, and raises wrong options as `InputError`.
+
+    A parser inside another one (of a subclass, say) keeps jsonargparse's own errors, which the outer one handles.
+
+    Attributes:
+        common: Titles of groups, each with options (without dashes) and their help; empty shows all on `--help`.
+    """
+
+    common: CommonOptions = MappingProxyType({})
+
+    def show_common(self, common: CommonOptions) -> None:
+        """Make `--help` show these options alone, and add `--help-all`."""
+        self.common = common
+        self.add_argument("--help-all", action=_AllOptions, help="Show all options and exit.")
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Return the help of the common options, or of all where none are named as common."""
+        return self._format_common() if self.common else super().format_help(*args, **kwargs)
+
+    def format_all(self) -> str:
+        """Return the help of all options."""
+        return super().format_help()
+
+    def _format_common(self) -> str:
+        prog = self.prog.replace(" [options]", "")
+        shown = argparse.ArgumentParser(
+            prog,
+            f"{prog} [-c RECIPE ...] [--OPTION VALUE ...]",
+            self.description,
+            epilog=f"All options, which are the keys of a recipe's YAML file: {prog} --help-all",
+            add_help=False,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+        )
+        defaults = self.get_defaults()
+        for title, options in self.common.items():
+            group = shown.add_argument_group(title)
+            for name, text in options.items():
+                action = self._option_string_actions[f"--{name}"]
+                default = defaults.get(action.dest)
+                known = "" if default in (None, False, argparse.SUPPRESS) else f" ({default})"
+                names = [*(string for string in action.option_strings if not string.startswith("--")), f"--{name}"]
+                group.add_argument(*names, action="store_true", help=f"{text}{known}")
+        return shown.format_help()
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise `InputError` with the message on one line, and the nearest option if one is unknown."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        raise InputError(_shorten(message) + self._hint(message)) from ex
+
+    def _hint(self, message: str) -> str:
+        if "arguments are required" in message:
+            return "; give a recipe by -c, or the folder of a run by --run_dir"
+        unknown = _UNKNOWN.search(message)
+        if unknown is None:
+            return ""
+        asked = f"--{(unknown['argument'] or unknown['key']).lstrip('-').partition('=')[0]}"
+        known = [option for option in self._options() if option.startswith("--")]
+        # the first for `--lr`, which is far from `--model.optimizer.lr` by letters
+        close = [o for o in known if o.endswith(f".{asked[2:]}")] or difflib.get_close_matches(asked, known, n=1)
+        return f"; did you mean {' or '.join(close[:3])}?" if close else "; --help-all shows all options"
+
+    def _options(self) -> list[str]:
+        options = list(self._option_string_actions)
+        if self._subcommands_action is not None:  # a YAML file's keys are looked up here
+            options += [o for parser in self._subcommands_action.choices.values() for o in parser._options()]
+        return list(dict.fromkeys(options))
+
+
+class _AllOptions(argparse._HelpAction):
+    """Prints the help of all options and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, OptionParser)
+        print(parser.format_all(), end="")
+        parser.exit()
+
+
+def with_config_of_run(args: list[str]) -> list[str]:
+    """Inserts the config of the run in `--run_dir` if none is given and that run is read: evaluated or resumed."""
+    subcommand, options = args[:1], args[1:]
+    if not subcommand or any(arg.startswith("-c") or arg.split("=")[0] == "--config" for arg in options):
+        return args
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--run_dir", nargs="?")
+    finder.add_argument("--ckpt_path", nargs="?")
+    given, _ = finder.parse_known_args(options)
+    training = subcommand == ["fit"]
+    if not given.run_dir or (training and not given.ckpt_path):
+        return args
+    config = Path(given.run_dir) / CONFIG
+    if config.is_file():
+        return [*subcommand, "--config", str(config), *options]
+    if training:
+        return args
+    raise InputError(f"there is no run in {given.run_dir}: {config} does not exist")

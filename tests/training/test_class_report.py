@@ -1,0 +1,55 @@
+"""Accuracy of each class and the confusion matrix after a validation or test."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headmix_vision.training.callbacks.class_report import class_rows, format_rows
+
+from .helpers import read_csv, run
+
+
+def test_rows_of_a_matrix() -> None:
+    matrix = np.array([[5, 0, 1], [2, 1, 4], [0, 0, 0]])
+    rows = class_rows(matrix, ["cat", "dog", "eel"])
+    assert [tuple(row) for row in rows] == [
+        ("cat", 6, 5, "eel", 1),
+        ("dog", 7, 1, "eel", 4),
+        ("eel", 0, 0, None, 0),
+    ]
+    assert format_rows(rows).splitlines() == [
+        "class  images    top-1  most often taken for",
+        "cat         6  83.33 %  eel (1)",
+        "dog         7  14.29 %  eel (4)",
+    ]
+
+
+def test_only_the_worst_of_many_classes_are_printed() -> None:
+    matrix = np.diag(np.arange(1, 31))
+    matrix[20, 3] = 40
+    _, first, *_, last = format_rows(class_rows(matrix, [f"class {i}" for i in range(30)])).splitlines()
+    assert first.split() == ["class", "20", "61", "34.43", "%", "class", "3", "(40)"]
+    assert last == "(the 12 least accurate of 30 classes)"
+
+
+@pytest.mark.parametrize(("command", "split"), [("validate", "val"), ("test", "test")])
+def test_files_of_an_evaluation(
+    command: str, split: str, reference_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(reference_run, run_dir)
+    assert run(command, "--run_dir", run_dir) == 0
+    out = capfd.readouterr().out
+    matrix = np.loadtxt(run_dir / f"confusion_{split}.csv", delimiter=",", skiprows=1, dtype=int)[:, 1:]
+    classes = read_csv(run_dir / f"classes_{split}.csv")
+    assert matrix.sum() == {"validate": 32, "test": 360}[command]  # two batches of 16; all
+    assert [(int(row["images"]), int(row["correct"])) for row in classes] == [
+        (matrix[i].sum(), matrix[i, i]) for i in range(10)
+    ]
+    top1 = next(line for line in out.splitlines() if f"{split}/top1" in line).replace("│", " ").split()[-1]
+    assert matrix.trace() / matrix.sum() == pytest.approx(float(top1))
+    assert (run_dir / f"confusion_{split}.png").read_bytes().startswith(b"\x89PNG")
+    assert f"checkpoint {run_dir / 'checkpoints' / 'best.ckpt'} (step " in out
+    assert "most often taken for" in out
