@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import read_checkpoint
 
 from .helpers import load, run, write_config
@@ -202,12 +202,6 @@ def test_wrong_input_found_by_a_data_worker(
     config = write_config(tmp_path / "tiny.yaml", data__num_workers=1)
     monkeypatch.setattr("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch", fetch)  # workers are forked
     assert refused(capfd, "fit", "-c", config, "--run_dir", tmp_path / "run") == "error: a shard is damaged"
-
-
-def test_ctrl_c_during_imports_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end, one_line_errors():
-        raise KeyboardInterrupt
-    assert (end.value.code, capfd.readouterr().err) == (130, "\ninterrupted\n")
 
 
 def test_defects_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
