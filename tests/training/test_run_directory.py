@@ -157,7 +157,7 @@ def test_files_that_no_run_wrote_are_left_alone(files: dict[str, str], overwrite
 
 
 def test_a_users_own_files_among_those_of_a_run_stay(finished: Path) -> None:
-    mine = ["notes.txt", "checkpoints/kept.ckpt", "samples/drawn/000000.png", "tensorboard/notes"]
+    mine = ["notes.txt", "classes_mine.csv", "checkpoints/kept.ckpt", "samples/drawn/000000.png", "tensorboard/notes"]
     for name in mine:
         (finished / name).parent.mkdir(parents=True, exist_ok=True)
         (finished / name).write_text("mine")
