@@ -7,7 +7,11 @@ python train_cls.py validate --run_dir runs/digits
 python train_cls.py predict --run_dir runs/digits --data.predict_path IMAGE_OR_FOLDER
 """
 
-from headmix_vision.commands import train_cls
+import signal
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C during the imports, which take seconds
+
+    from headmix_vision.commands import train_cls
+
     train_cls()

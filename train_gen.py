@@ -6,7 +6,11 @@ python train_gen.py fit --run_dir runs/gen/digits --ckpt_path last       # conti
 python train_gen.py validate --run_dir runs/gen/digits
 """
 
-from headmix_vision.commands import train_gen
+import signal
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C during the imports, which take seconds
+
+    from headmix_vision.commands import train_gen
+
     train_gen()

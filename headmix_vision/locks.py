@@ -43,7 +43,8 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
         yield
     finally:
         # Before the file is unlocked: whoever opened it meanwhile finds that it is gone, and opens a new one.
-        path.unlink(missing_ok=True)
+        if _lies_at(path, descriptor):  # someone may have deleted the folder, and another process made it again
+            path.unlink()
         _held.discard(descriptor)
         os.close(descriptor)
         with suppress(OSError):  # not empty

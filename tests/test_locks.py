@@ -1,6 +1,7 @@
 """Locks: held by one process at a time, released by death."""
 
 import os
+import shutil
 import signal
 import time
 import warnings
@@ -62,6 +63,18 @@ def test_a_file_removed_by_its_last_holder_is_not_locked(tmp_path: Path, monkeyp
     monkeypatch.setattr(locks.os, "open", open_then_lose)
     with hold_lock(path, "run"):
         assert len(opened) == 2 and path.exists()
+
+
+def test_the_lock_of_a_folder_that_was_made_again_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run" / ".lock"
+    with hold_lock(path, "deleted run"):
+        shutil.rmtree(path.parent)
+        second = hold_lock(path, "run")
+        second.__enter__()
+    with pytest.raises(InputError, match="is in use"):
+        hold_lock(path, "run").__enter__()
+    second.__exit__(None, None, None)
+    assert not path.exists()
 
 
 def test_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,14 @@ SAMPLES = "samples"
 REPLACED = ".replaced"  # the earlier run, until the one that takes its place has a checkpoint
 
 BEST, LAST = f"{CHECKPOINTS}/best.ckpt", f"{CHECKPOINTS}/last.ckpt"
+_REPORTS = (("classes", "csv"), ("confusion", "csv"), ("confusion", "png"))
 # patterns of all files of a run
 WRITTEN_BY_A_RUN = (
     *(CONFIG, METRICS, CURVES, PREDICTIONS, BEST, LAST),
-    *("classes_*.csv", "confusion_*.csv", "confusion_*.png"),
+    *(f"{name}_{split}.{kind}" for split in ("val", "test") for name, kind in _REPORTS),
     *(f"{TENSORBOARD}/events.out.tfevents.*", f"{TENSORBOARD}/hparams.yaml"),
     *(f"{SAMPLES}/step_*_raw.png", f"{SAMPLES}/step_*_ema.png"),
 )
-_CONFIG_KEYS = {"run_dir", "trainer", "model", "data"}
 
 
 def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Path:

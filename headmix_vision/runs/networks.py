@@ -201,7 +201,7 @@ def _start_weights(checkpoint: str) -> dict[str, Tensor]:
         raise InputError(f"no checkpoint at {checkpoint} (option model.checkpoint)")
     try:
         state = load_state_dict(checkpoint, weights_only=True)
-    except (RuntimeError, EOFError, AttributeError, KeyError, ValueError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError, AttributeError, LookupError, ValueError, pickle.UnpicklingError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(f"{checkpoint} holds no readable weights: {reason}") from None
     except SafetensorError as error:

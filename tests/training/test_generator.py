@@ -200,7 +200,7 @@ def test_another_objective_does_not_continue_a_run(reference: Path, capfd: pytes
     assert "was trained with objective" in capfd.readouterr().err
 
 
-def test_scores_while_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_scores_while_training(tmp_path: Path) -> None:
     """With the features of an untrained classifier, which is an extractor like any other."""
     features, config = tmp_path / "features.safetensors", write_config(tmp_path / "tiny.yaml", trainer__max_epochs=2)
     torch.manual_seed(0)
@@ -208,14 +208,10 @@ def test_scores_while_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     save_file(timm.create_model("deit_linear_digits", depth=1).state_dict(), features, metadata=header)
     options = ("--fid.every_n_epochs", 2, "--fid.features", features, "--fid.num", 60, "--fid.steps", 2)
     options += ("--fid.real", "digits[:100]")
-    for name in ("one", "two"):
-        assert run("fit", "-c", config, "--run_dir", tmp_path / name, *options) == 0
-    rows = [read_csv(tmp_path / name / "metrics.csv") for name in ("one", "two")]
-    assert [bool(row["val/fid"]) for row in rows[0]] == [False] * 5 + [True]
-    assert rows[0] == rows[1] and float(rows[0][5]["val/fid"]) > 0
-    wrong = (*options, "--fid.features", "nothing")
-    assert run("fit", "-c", config, "--run_dir", tmp_path / "three", *wrong) == 2
-    assert "must be inception, digits, or the path" in capfd.readouterr().err
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run", *options) == 0
+    rows = read_csv(tmp_path / "run" / "metrics.csv")
+    assert [bool(row["val/fid"]) for row in rows] == [False] * 5 + [True]
+    assert float(rows[5]["val/fid"]) > 0
 
 
 def test_latents_of_an_autoencoder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -138,10 +138,12 @@ def test_validation_of_a_generator_stops_the_run(
 def test_validation_of_a_classifier_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    original = ClassificationMetrics.update
-    monkeypatch.setattr(
-        ClassificationMetrics, "update", lambda self, logits, targets: original(self, logits * float("nan"), targets)
-    )
+    original, factors = ClassificationMetrics.update, iter([float("nan")])
+
+    def poisoned(self: ClassificationMetrics, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        original(self, logits * next(factors, 1.0), targets)  # the first batch only
+
+    monkeypatch.setattr(ClassificationMetrics, "update", poisoned)
     assert run("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", tmp_path / "run") == 1
     assert "error: val/loss is not finite in epoch 0, step 0" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import read_checkpoint
+from headmix_vision.runs.networks import create_network
 
 from .helpers import load, run, write_config
 
@@ -152,6 +153,12 @@ def test_wrong_config_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "is no text" in refused(capfd, "fit", "-c", tmp_path / "binary.yaml")
 
 
+def test_start_weights_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "text.pth").write_text("abc")
+    with pytest.raises(InputError, match="holds no readable weights"):
+        create_network("deit_mhla_digits", checkpoint=str(tmp_path / "text.pth"))
+
+
 def test_batch_too_large_for_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,12 +209,6 @@ def test_wrong_input_found_by_a_data_worker(
     config = write_config(tmp_path / "tiny.yaml", data__num_workers=1)
     monkeypatch.setattr("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch", fetch)  # workers are forked
     assert refused(capfd, "fit", "-c", config, "--run_dir", tmp_path / "run") == "error: a shard is damaged"
-
-
-def test_ctrl_c_during_imports_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end, one_line_errors():
-        raise KeyboardInterrupt
-    assert (end.value.code, capfd.readouterr().err) == (130, "\ninterrupted\n")
 
 
 def test_defects_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,12 +96,12 @@ def test_failed_replacement_says_where_the_earlier_run_is(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def crash(*args: object) -> None:
-        raise MemoryError
+        raise RuntimeError
 
     config = write_config(finished.parent / "tiny.yaml")
     with monkeypatch.context() as context:
         context.setattr(ImageClassifier, "training_step", crash)
-        with pytest.raises(MemoryError):
+        with pytest.raises(RuntimeError):
             run("fit", "-c", config, "--run_dir", finished, *OVERWRITE)
     assert f"the earlier run is kept in {finished / '.replaced'}" in capfd.readouterr().err
     assert run("fit", "-c", config, "--run_dir", finished, "--ckpt_path", "last") == 0
@@ -157,7 +157,7 @@ def test_files_that_no_run_wrote_are_left_alone(files: dict[str, str], overwrite
 
 
 def test_a_users_own_files_among_those_of_a_run_stay(finished: Path) -> None:
-    mine = ["notes.txt", "checkpoints/kept.ckpt", "samples/drawn/000000.png", "tensorboard/notes"]
+    mine = ["notes.txt", "classes_mine.csv", "checkpoints/kept.ckpt", "samples/drawn/000000.png", "tensorboard/notes"]
     for name in mine:
         (finished / name).parent.mkdir(parents=True, exist_ok=True)
         (finished / name).write_text("mine")
