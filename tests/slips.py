@@ -185,7 +185,7 @@ SLIPS = [
     ),
     Slip("clipping of pixels alone", "diffusion/pipeline.py", "clip=self.vae is None", "clip=True", PIPELINE),
     Slip("clipping of pixels", "diffusion/pipeline.py", "clip=self.vae is None", "clip=False", PIPELINE),
-    Slip("clipping of a run's pixels", "runs/pipelines.py", "clip=source is None", "clip=False", RUNS),
+    Slip("clipping of a run's pixels", "runs/pipelines.py", "objective, clip=", "objective, clip=False and ", RUNS),
     Slip(
         "a run's objective",
         "runs/pipelines.py",
@@ -250,19 +250,13 @@ SLIPS = [
     Slip(
         "prefix positions in conversion",
         "models/convert.py",
-        "range(prefix, positions",
-        "range(wanted, positions",
+        "stored[:, first : first + count] if prefix",
+        "stored[:, :count] if prefix",
         CONVERT,
     ),
-    Slip(
-        "prefix positions in conversion",
-        "models/convert.py",
-        "num_prefix_tokens=wanted",
-        "num_prefix_tokens=0",
-        CONVERT,
-    ),
-    Slip("no_embed_class in conversion", "models/convert.py", "0 if model.no_embed_class else ", "", CONVERT),
-    Slip("no_embed_class in conversion", "models/convert.py", "(sum(tokens), 0)", "(sum(tokens),)", CONVERT),
+    Slip("prefix positions in conversion", "models/convert.py", "(stored[:, prefix:]", "(stored[:, 1:]", CONVERT),
+    Slip("no_embed_class in conversion", "models/convert.py", "if not model.no_embed_class:", "if True:", CONVERT),
+    Slip("no_embed_class in conversion", "models/convert.py", "in (tokens, 0):", "in (tokens,):", CONVERT),
     Slip(
         "no_embed_class in resizing",
         "models/headmix_vit.py",
