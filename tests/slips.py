@@ -221,7 +221,6 @@ SLIPS = [
         "first step of the bound", "diffusion/objectives.py", "x < -0.999, log_below", "x < -9, log_below", OBJECTIVES
     ),
     Slip("--seed matters", "sampling/draw.py", "derive_seed(self.seed, index)", "derive_seed(0, index)", SAMPLING),
-    Slip("--seed matters", "sampling/command.py", "SamplingPlan(options.seed,", "SamplingPlan(0,", SAMPLING),
     # models
     Slip(
         "label dropout",
