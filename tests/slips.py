@@ -96,6 +96,8 @@ SLIPS = [
     Slip("crop of portraits", "data/center_crop.py", "max(width /", "min(width /", CROP),
     Slip("crop of portraits", "data/center_crop.py", "(image.height - height) // 2", "0", CROP),
     Slip("crop of landscapes", "data/center_crop.py", "(image.width - width) // 2", "0", CROP),
+    Slip("antialiasing of pixels", "data/generation.py", 'antialias=mode == "bilinear"', "antialias=False", EPOCHS),
+    Slip("hard pixels", "data/generation.py", '"nearest" if multiple else "bilinear"', '"bilinear"', EPOCHS),
     # steps of training
     Slip(
         "random numbers depend on the epoch",
@@ -185,7 +187,7 @@ SLIPS = [
     ),
     Slip("clipping of pixels alone", "diffusion/pipeline.py", "clip=self.vae is None", "clip=True", PIPELINE),
     Slip("clipping of pixels", "diffusion/pipeline.py", "clip=self.vae is None", "clip=False", PIPELINE),
-    Slip("clipping of a run's pixels", "runs/pipelines.py", "clip=source is None", "clip=False", RUNS),
+    Slip("clipping of a run's pixels", "runs/pipelines.py", "objective, clip=", "objective, clip=False and ", RUNS),
     Slip(
         "a run's objective",
         "runs/pipelines.py",
@@ -219,7 +221,6 @@ SLIPS = [
         "first step of the bound", "diffusion/objectives.py", "x < -0.999, log_below", "x < -9, log_below", OBJECTIVES
     ),
     Slip("--seed matters", "sampling/draw.py", "derive_seed(self.seed, index)", "derive_seed(0, index)", SAMPLING),
-    Slip("--seed matters", "sampling/command.py", "SamplingPlan(options.seed,", "SamplingPlan(0,", SAMPLING),
     # models
     Slip(
         "label dropout",
@@ -250,19 +251,13 @@ SLIPS = [
     Slip(
         "prefix positions in conversion",
         "models/convert.py",
-        "range(prefix, positions",
-        "range(wanted, positions",
+        "stored[:, first : first + count] if prefix",
+        "stored[:, :count] if prefix",
         CONVERT,
     ),
-    Slip(
-        "prefix positions in conversion",
-        "models/convert.py",
-        "num_prefix_tokens=wanted",
-        "num_prefix_tokens=0",
-        CONVERT,
-    ),
-    Slip("no_embed_class in conversion", "models/convert.py", "0 if model.no_embed_class else ", "", CONVERT),
-    Slip("no_embed_class in conversion", "models/convert.py", "(sum(tokens), 0)", "(sum(tokens),)", CONVERT),
+    Slip("prefix positions in conversion", "models/convert.py", "(stored[:, prefix:]", "(stored[:, 1:]", CONVERT),
+    Slip("no_embed_class in conversion", "models/convert.py", "if not model.no_embed_class:", "if True:", CONVERT),
+    Slip("no_embed_class in conversion", "models/convert.py", "in (tokens, 0):", "in (tokens,):", CONVERT),
     Slip(
         "no_embed_class in resizing",
         "models/headmix_vit.py",
@@ -318,7 +313,6 @@ SLIPS = [
     Slip("parts of the inception score", "evaluation/scores.py", "SPLITS = 10", "SPLITS = 1", SCORES),
     Slip("parts of the inception score", "evaluation/scores.py", '"logits"), splits,', '"logits"), 1,', SCORES),
     Slip("antialiasing of features", "evaluation/extractors.py", ", antialias=True", "", SCORES),
-    Slip("antialiasing of features", "evaluation/extractors.py", ".clamp(0, 1)", ".clamp(0, 0.5)", SCORES),
     Slip("an interrupted write", "atomic.py", "yield temporary", "yield target", ATOMIC),
     Slip("an interrupted write", "atomic.py", "temporary.unlink(missing_ok=True)", "pass", ATOMIC),
 ]

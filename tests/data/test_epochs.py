@@ -12,6 +12,7 @@ from headmix_vision.data.cache_latents import write_cache
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets.base import Transform
 from headmix_vision.data.datasets.digits import Digits
+from headmix_vision.data.generation import ImageToRange
 from headmix_vision.data.seeding import seeded
 
 from .helpers import make_trainer, write_image
@@ -92,6 +93,15 @@ def test_validation_of_a_generator_is_never_flipped(tmp_path: Path) -> None:
         (train, val), (flipped_train, flipped_val) = first[0.0], first[1.0]
         assert torch.equal(flipped_train, train.flip(-1)) and not torch.equal(flipped_train, train)
         assert torch.equal(flipped_val, val) and not torch.equal(val, val.flip(-1))
+
+
+def test_tensors_are_enlarged_in_hard_pixels_and_reduced_with_antialiasing() -> None:
+    """The stripes of a picture of four times the size become an even grey."""
+    stripes = torch.zeros(1, 32, 32)
+    stripes[..., 1::4] = stripes[..., 2::4] = 1.0
+    assert ImageToRange((8, 8))(stripes)[..., 1:-1].abs().max() < 0.01
+    board = torch.eye(4)[None]
+    assert torch.equal(ImageToRange((8, 8))(board), board.repeat_interleave(2, 1).repeat_interleave(2, 2) * 2 - 1)
 
 
 def places(transform: Transform, count: int = 60) -> Tensor:

@@ -74,12 +74,10 @@ def test_what_a_run_leaves_behind(reference: Path) -> None:
     assert b"train/images_per_s" in events
 
 
-def test_average_is_float32_and_counted(reference: Path) -> None:
+def test_average_is_counted_and_another_than_the_weights(reference: Path) -> None:
     checkpoint = load(reference / "checkpoints" / "last.ckpt")
     assert int(checkpoint["averaging_state"]["n_averaged"]) == 6
     assert [round(ema_decay(n, 0.9999), 3) for n in (0, 90)] == [0.1, 0.91]
-    for name, value in checkpoint["state_dict"].items():
-        assert value.dtype == torch.float32 or not value.is_floating_point(), name
     name = "net.blocks.0.attn.qkv.weight"
     assert not torch.equal(checkpoint["state_dict"][name], checkpoint["current_model_state"][name])
 
