@@ -42,7 +42,7 @@ def test_a_script_runs_with_the_models_registered(tmp_path: Path):
 
 
 FLOORS = ["ops", "layers", "models", "data", "diffusion", "runs", "evaluation", "sampling", "training"]
-GROUND = ["errors", "extras", "recipes", "registry", "atomic", "locks", "hashes", "png", "progress"]
+GROUND = ["checks", "errors", "extras", "recipes", "registry", "atomic", "locks", "hashes", "png", "progress"]
 GROUND += ["fields", "tensor_files", "devices", "arguments"]
 PACKAGE = Path(__file__).parents[1] / "headmix_vision"
 

@@ -6,12 +6,13 @@ B batch, N tokens, C width, H heads, D = C / H head dim.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmix_vision.checks import check_choice, check_counts, check_keywords, keywords
 from headmix_vision.errors import InputError
 from headmix_vision.layers.cores import CORES
 from headmix_vision.layers.grid_convolution import ConvPositionEncoding
@@ -44,9 +45,9 @@ class HeadMixAttention(nn.Module):
         call alone.
 
     Raises:
-        InputError: for an unknown core or head mix, options of a mix without one, heads not dividing the width, blocks
-            not fitting the grid, and, when called, a number of tokens that is not the grid's or a mask that the core or
-            the mix cannot take.
+        InputError: for an unknown core or head mix, an option that it does not take, heads not dividing the width,
+            blocks not fitting the grid, and, when called, a number of tokens that is not the grid's or a mask that the
+            core or the mix cannot take.
     """
 
     def __init__(
@@ -74,14 +75,19 @@ class HeadMixAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_counts(1, dim=dim, num_heads=num_heads)
         if dim % num_heads:
             raise InputError(f"num_heads={num_heads} does not divide the width dim={dim}.")
-        if core not in CORES:
-            raise InputError(f"core must be one of {tuple(CORES)}, got {core!r}.")
-        if head_mix is not None and head_mix not in HEAD_MIXES:
+        check_choice("core", core, tuple(CORES))
+        if head_mix not in (None, *HEAD_MIXES):
             raise InputError(f"head_mix must be None or one of {tuple(HEAD_MIXES)}, got {head_mix!r}.")
         if head_mix is None and head_mix_args:
             raise InputError(f"head_mix_args={head_mix_args} needs a head_mix, one of {tuple(HEAD_MIXES)}.")
+        _check_options("core_args", core, CORES[core], core_args)
+        if head_mix is not None:
+            _check_options("head_mix_args", head_mix, HEAD_MIXES[head_mix], head_mix_args)
+        for count in block_grid:
+            check_counts(1, block_grid=count)
         head_dim = dim // num_heads
         self.num_heads, self.head_dim = num_heads, head_dim
         self.grid = TokenGrid.of(grid, num_prefix_tokens)
@@ -107,8 +113,9 @@ class HeadMixAttention(nn.Module):
 
     def set_grid(self, grid: tuple[int, ...]) -> None:
         """Use another token grid; the weights do not change."""
-        self.grid = replace(self.grid, shape=tuple(grid))
-        self.core.set_grid(self.grid.repeat(self.repeats))
+        new = replace(self.grid, shape=tuple(grid))
+        self.core.set_grid(new.repeat(self.repeats))
+        self.grid = new
 
     def set_block_grid(self, block_grid: tuple[int, ...]) -> None:
         """Cut the token grid into other blocks and resample the mixing matrix.
@@ -116,7 +123,16 @@ class HeadMixAttention(nn.Module):
         Raises:
             InputError: if the core has no blocks, or they do not fit the grid.
         """
+        for count in block_grid:
+            check_counts(1, block_grid=count)
         self.core.set_block_grid(tuple(block_grid))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse torch.jit.script, which calls this, before it fails on the first line that it cannot read."""
+        raise InputError(
+            "torch.jit.script cannot read the attention layers of headmix_vision: use torch.jit.trace, torch.export "
+            "or torch.compile."
+        )
 
     def forward(
         self,
@@ -148,6 +164,10 @@ class HeadMixAttention(nn.Module):
         if self.gate is not None:
             out = out * F.silu(self.gate(x))
         return self.proj_drop(self.proj(self.norm(out)))
+
+
+def _check_options(name: str, of: str, cls: type[nn.Module], options: object) -> None:
+    check_keywords(f"{name} of {of!r}", {} if options is None else options, keywords(cls, leave_out=("spec",)))
 
 
 # torch.fx records these calls whole: checks need real arguments.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headmix_vision.checks import check_choice
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks
 
@@ -22,6 +23,10 @@ class MixingMatrix(nn.Module):
     trainer keeps it: ``forward`` returns the clipped weights, and at a bound only the gradient that leads back inside
     passes, so a weight never drifts away out of reach.
 
+    The state dict holds the block grid beside the weights, so that weights of another grid are resampled when they are
+    loaded, also where the number of blocks is the same. Weights without one, of version 0.1.0, are taken to be of this
+    module's grid if they have as many blocks, else of the grid in its proportions.
+
     Args:
         blocks: partition of the tokens; M is its number of blocks.
         num_heads: None for one matrix shared by the heads (the paper), H for one per head.
@@ -33,10 +38,11 @@ class MixingMatrix(nn.Module):
         ``forward() -> [M, M]`` or ``[H, M, M]``.
 
     Raises:
-        InputError: for an unknown ``init``.
+        InputError: for an unknown ``init``, and for loaded weights that do not fit their block grid.
     """
 
     undecayed = ("weight",)  # weight decay would pull weights towards zero for no reason
+    block_grid: Tensor
 
     def __init__(
         self,
@@ -48,8 +54,7 @@ class MixingMatrix(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if init not in MIXING_INITS:
-            raise InputError(f"mixing init must be one of {MIXING_INITS}, got {init!r}.")
+        check_choice("mixing init", init, MIXING_INITS)
         self.blocks, self.init = blocks, init
         heads = () if num_heads is None else (num_heads,)
         weight = torch.empty(*heads, blocks.num_blocks, blocks.num_blocks, device=device, dtype=dtype)
@@ -57,6 +62,7 @@ class MixingMatrix(nn.Module):
             self.weight = nn.Parameter(weight)
         else:
             self.register_buffer("weight", weight)
+        self.register_buffer("block_grid", torch.empty(len(blocks.block_grid), dtype=torch.long, device=device))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -64,6 +70,10 @@ class MixingMatrix(nn.Module):
         m = self.blocks.num_blocks
         weight = locality_weights(self.blocks) if self.init == "locality" else torch.full((m, m), 1 / m)
         self.weight.copy_(weight)
+        self._store_block_grid()
+
+    def _store_block_grid(self) -> None:
+        self.block_grid.copy_(torch.tensor(self.blocks.block_grid))
 
     def forward(self) -> Tensor:
         return clip_keep_inward_gradient(self.weight)
@@ -80,14 +90,20 @@ class MixingMatrix(nn.Module):
                 weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
             self.weight = weight
         self.blocks = blocks
+        self._store_block_grid()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Resample weights stored for another block grid, then load as usual."""
-        key = prefix + "weight"
-        stored = state_dict.get(key)
-        if stored is not None and stored.shape[-1] != self.weight.shape[-1]:
-            old = infer_block_grid(stored.shape[-1] - self.blocks.num_prefix_blocks, self.blocks.block_grid)
-            state_dict[key] = resample_mixing(stored, old, self.blocks.block_grid, self.blocks.num_prefix_blocks)
+        weight, block_grid = state_dict.get(prefix + "weight"), state_dict.get(prefix + "block_grid")
+        if weight is not None:
+            new, prefix_blocks = self.blocks.block_grid, self.blocks.num_prefix_blocks
+            if block_grid is not None:
+                old = tuple(int(axis) for axis in block_grid.tolist())
+            else:
+                old = infer_block_grid(weight.shape[-1] - prefix_blocks, new)
+            if old != new or weight.shape[-1] != self.weight.shape[-1]:
+                state_dict[prefix + "weight"] = resample_mixing(weight, old, new, prefix_blocks)
+            state_dict[prefix + "block_grid"] = torch.tensor(new, device=weight.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -95,10 +111,15 @@ class MixingMatrix(nn.Module):
 
 
 class _ClipKeepInwardGradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
+    def forward(weight: Tensor) -> Tensor:
         return weight.clamp(LOWER, UPPER)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -107,10 +128,24 @@ class _ClipKeepInwardGradient(torch.autograd.Function):
         return grad.masked_fill(outward, 0)
 
 
+class _ClipWithTangents(_ClipKeepInwardGradient):
+    """Adds the derivative in forward mode, which torch.compile cannot trace: that of clipping itself."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return tangents[0].masked_fill((weight < LOWER) | (weight > UPPER), 0)
+
+
 @torch.fx.wrap
 def clip_keep_inward_gradient(weight: Tensor) -> Tensor:
     """Clip weights to (0, 1); pass the gradient, except where its step would leave the interval."""
-    return _ClipKeepInwardGradient.apply(weight)
+    return (_ClipKeepInwardGradient if torch.compiler.is_compiling() else _ClipWithTangents).apply(weight)
 
 
 def locality_weights(blocks: TokenBlocks) -> Tensor:

@@ -9,6 +9,7 @@ from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.tracing import computing_constants, is_plain
 
 
 def sincos_positions(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], like: Tensor) -> Tensor:
@@ -33,9 +34,9 @@ def sincos_positions(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...]
     """
     if dim % 4:
         raise InputError(f"sine-cosine positions need a width that is a multiple of 4, got {dim}.")
-    if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
-        return _sincos(dim, grid, base_grid, like.device).float().to(like.dtype)
-    return _cached_sincos(dim, grid, base_grid, like.device).to(like.dtype)
+    if is_plain(like):
+        return _cached_sincos(dim, grid, base_grid, like.device).to(like.dtype)
+    return _sincos(dim, grid, base_grid, like.device).float().to(like.dtype)
 
 
 def _sincos(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], device: torch.device) -> Tensor:
@@ -61,7 +62,7 @@ def _axis(dim: int, size: int, base: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _cached_sincos(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
+    with computing_constants():
         return _sincos(dim, grid, base_grid, device).float()
 
 
@@ -76,10 +77,17 @@ class TimestepEmbedding(nn.Module):
         ``t`` [B], floating or integer -> [B, C].
     """
 
-    def __init__(self, dim: int, num_frequencies: int = 256) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_frequencies: int = 256,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.num_frequencies = num_frequencies
-        self.mlp = nn.Sequential(nn.Linear(num_frequencies, dim), nn.SiLU(), nn.Linear(dim, dim))
+        first = nn.Linear(num_frequencies, dim, device=device, dtype=dtype)
+        self.mlp = nn.Sequential(first, nn.SiLU(), nn.Linear(dim, dim, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
         """Draw normal weights of standard deviation 0.02, as in DiT."""
@@ -109,17 +117,24 @@ class LabelEmbedding(nn.Module):
         InputError: for a label out of range. Labels on an accelerator are not checked: it would have to wait.
     """
 
-    def __init__(self, num_classes: int, dim: int, dropout: float) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        dim: int,
+        dropout: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.num_classes, self.dropout = num_classes, dropout
-        self.embedding_table = nn.Embedding(num_classes + (dropout > 0), dim)
+        self.embedding_table = nn.Embedding(num_classes + (dropout > 0), dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Draw normal weights of standard deviation 0.02, as in DiT."""
         nn.init.normal_(self.embedding_table.weight, std=0.02)
 
     def forward(self, y: Tensor) -> Tensor:
-        if y.device.type == "cpu" and not torch.compiler.is_compiling():
+        if y.device.type == "cpu" and is_plain(y):
             check_labels(y, self.embedding_table.num_embeddings)
         if self.training and self.dropout > 0:
             y = torch.where(torch.rand(y.shape, device=y.device) < self.dropout, self.num_classes, y)

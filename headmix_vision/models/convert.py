@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from timm.layers import resample_abs_pos_embed
+import torch
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
-from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
+from headmix_vision.models.headmix_vit import HeadMixVisionTransformer, is_square, resample_positions
 
 
 class Conversion(NamedTuple):
@@ -30,7 +30,8 @@ def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransform
 
     All weights that both have are taken over: projections, MLPs, norms (the final norm moves to ``fc_norm`` when the
     model pools by the mean), the head if the class counts agree, position embeddings resampled to the model's
-    resolution. A class, register or distillation token the model lacks is left out together with its position.
+    resolution. A class, register or distillation token the model lacks is left out together with its position; one that
+    the source lacks keeps the model's token and position.
     For example::
 
         source = timm.create_model("deit_small_patch16_224", pretrained=True).state_dict()
@@ -72,25 +73,55 @@ def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransform
                 f"{name} has shape {tuple(value.shape)}, the model needs {tuple(target[name].shape)}: "
                 "width, depth, patch size and input channels must agree."
             )
-    return Conversion({**target, **source}, [name for name in target if name not in source], unused)
+    return merge(source, target, unused)
 
 
-def _convert_positions(source: dict[str, Tensor], model: HeadMixVisionTransformer) -> Tensor:
-    """Select the positions of the tokens that the model has and resample them to its grid: [1, tokens, C]."""
-    positions, prefix = source["pos_embed"], _num_prefix_positions(source)
-    wanted = 0 if model.no_embed_class else model.num_prefix_tokens
-    if wanted > prefix:
-        raise InputError(f"the model has {wanted} prefix positions, the source {prefix}: no weights for the others.")
-    # Class token first, then the others, on both sides.
-    positions = positions[:, [*range(wanted), *range(prefix, positions.shape[1])]]
-    return resample_abs_pos_embed(positions, new_size=model.patch_embed.grid_size, num_prefix_tokens=wanted)
+def merge(source: dict[str, Tensor], target: dict[str, Tensor], unused: list[str]) -> Conversion:
+    """Complete converted weights by those of the model, and name the new ones; integers, as sizes, are no weights."""
+    new = [name for name, value in target.items() if name not in source and value.is_floating_point()]
+    return Conversion({**target, **source}, new, unused)
 
 
-def _num_prefix_positions(source: dict[str, Tensor]) -> int:
-    """Count the prefix tokens with a position of their own: the positions that a square grid leaves over."""
-    tokens = [source[name].shape[1] for name in ("cls_token", "dist_token", "reg_token") if name in source]
-    for prefix in (sum(tokens), 0):
-        side = round((source["pos_embed"].shape[1] - prefix) ** 0.5)
-        if side**2 == source["pos_embed"].shape[1] - prefix:
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")  # in the order in which timm puts them before the patches
+
+
+def _convert_positions(source: dict[str, Any], model: HeadMixVisionTransformer) -> Tensor:
+    """Return positions for the model's tokens: those that they have in the source, resampled to the model's grid.
+
+    Prefix tokens are told apart by kind. One that the source lacks keeps the model's position. A token without one, as
+    ``no_embed_class`` leaves them, has position zero; a position that the model has no place for is added to its token.
+
+    Returns:
+        [1, tokens, C].
+    """
+    stored, target = source["pos_embed"], cast(Tensor, model.pos_embed).detach()
+    prefix = _num_prefix_positions(source, model.patch_embed.num_patches)
+    kept, first, embedded = [], 0, 0
+    for name in PREFIX_TOKENS:
+        count = source[name].shape[1] if name in source else 0
+        own = getattr(model, name, None)
+        position = stored[:, first : first + count] if prefix else stored.new_zeros(1, count, stored.shape[2])
+        first += count if prefix else 0
+        if own is None:
+            continue
+        if not model.no_embed_class:
+            kept.append(position if count == own.shape[1] else target[:, embedded : embedded + own.shape[1]])
+            embedded += own.shape[1]
+        elif count:
+            source[name] = source[name] + position
+    return torch.cat([*kept, resample_positions(stored[:, prefix:], model.patch_embed.grid_size)], dim=1)
+
+
+def _num_prefix_positions(source: dict[str, Any], num_patches: int) -> int:
+    """Count the prefix tokens with a position of their own: the positions that a grid of patches leaves over."""
+    tokens, positions = (
+        sum(source[name].shape[1] for name in PREFIX_TOKENS if name in source),
+        source["pos_embed"].shape[1],
+    )
+    for prefix in (tokens, 0):
+        if positions - prefix == num_patches or is_square(positions - prefix):
             return prefix
-    raise InputError(f"pos_embed of {source['pos_embed'].shape[1]} positions is not a square grid plus prefix tokens.")
+    raise InputError(
+        f"pos_embed of {positions} positions holds neither a square grid nor the model's {num_patches} patches, "
+        f"with or without {tokens} prefix tokens."
+    )

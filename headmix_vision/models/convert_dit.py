@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.layers.embeddings import sincos_positions
-from headmix_vision.models.convert import Conversion
+from headmix_vision.models.convert import Conversion, merge
 from headmix_vision.models.headmix_dit import HeadMixDiT
 
 # Fixed sine-cosine positions, which the official model stores and ours computes.
@@ -88,7 +88,7 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT) -> 
         del source[name]
     for name, value in source.items():
         _check_shape(name, value, target[name])
-    return Conversion({**target, **source}, [name for name in target if name not in source], unused)
+    return merge(source, target, unused)
 
 
 _HINTS = {

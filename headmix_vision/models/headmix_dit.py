@@ -12,20 +12,21 @@ import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
-from timm.layers import Mlp, to_2tuple
+from timm.layers import Mlp
 from torch import Tensor, nn
 
+from headmix_vision.checks import check_counts, check_numbers, pair
 from headmix_vision.errors import InputError
-from headmix_vision.layers import HeadMixAttention, undecayed_parameters
+from headmix_vision.layers import HeadMixAttention, MixingMatrix, undecayed_parameters
 from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
 
 
 class PatchEmbedding(nn.Module):
     """Projects non-overlapping patches: [B, C, H, W] -> [B, N, D] in raster order."""
 
-    def __init__(self, patch_size: int, in_channels: int, dim: int) -> None:
+    def __init__(self, patch_size: int, in_channels: int, dim: int, **factory: Any) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(in_channels, dim, patch_size, patch_size)
+        self.proj = nn.Conv2d(in_channels, dim, patch_size, patch_size, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(x).flatten(2).transpose(1, 2)
@@ -34,13 +35,14 @@ class PatchEmbedding(nn.Module):
 class DiTBlock(nn.Module):
     """Runs attention and MLP, modulated by a condition: ``x`` [B, N, D] and ``c`` [B, D] -> [B, N, D] (adaLN-Zero)."""
 
-    def __init__(self, dim: int, mlp_ratio: float, attention: HeadMixAttention) -> None:
+    def __init__(self, dim: int, mlp_ratio: float, attention: HeadMixAttention, **factory: Any) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
         self.attn = attention
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=cast(Any, partial(nn.GELU, approximate="tanh")))
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        gelu = cast(Any, partial(nn.GELU, approximate="tanh"))
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=gelu, **factory)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim, **factory))
 
     def forward(self, x: Tensor, c: Tensor, grid: tuple[int, int]) -> Tensor:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)
@@ -51,11 +53,11 @@ class DiTBlock(nn.Module):
 class FinalLayer(nn.Module):
     """Runs a modulated norm and projects to patches: [B, N, D] -> [B, N, p² · channels]."""
 
-    def __init__(self, dim: int, patch_size: int, out_channels: int) -> None:
+    def __init__(self, dim: int, patch_size: int, out_channels: int, **factory: Any) -> None:
         super().__init__()
         self.norm_final = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.linear = nn.Linear(dim, patch_size**2 * out_channels)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
+        self.linear = nn.Linear(dim, patch_size**2 * out_channels, **factory)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim, **factory))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=-1)
@@ -83,16 +85,19 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
         cpe, output_gate, output_norm, qk_norm: options of :class:`~headmix_vision.layers.HeadMixAttention`.
         head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
+        device, dtype: of the parameters; they are no part of the configuration.
 
     Shape:
         ``x`` [B, C, H, W], ``t`` [B] in [0, 1000] (or one number), ``y`` [B] int64 -> [B, C or 2C, H, W]; with the
         learned variance the second C channels interpolate its logarithm.
 
     Raises:
-        InputError: if the input size is no multiple of the patch size, the channels or the labels do not fit, a label
-            is out of range, or an option is unknown.
+        InputError: if the input size is no multiple of the patch size or, in patches, below the block grid; if the
+            width is no multiple of 4; if channels, times or labels do not fit, or a label is out of range; if an option
+            is unknown or out of range.
     """
 
+    ignore_for_config = ("device", "dtype")
     _supports_gradient_checkpointing = True
     _no_split_modules = ("DiTBlock",)
 
@@ -118,24 +123,32 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         output_norm: bool = False,
         qk_norm: bool = False,
         head_mix_args: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("patch_size", patch_size), ("in_channels", in_channels), ("depth", depth)):
-            if value < 1:
-                raise InputError(f"{name} must be at least 1, got {value}.")
-        if num_classes < 0:
-            raise InputError(f"num_classes must not be negative, got {num_classes}; 0 is unconditional.")
-        if not 0 <= class_dropout < 1:
-            raise InputError(f"class_dropout must be in [0, 1), got {class_dropout}.")
+        check_counts(1, patch_size=patch_size, in_channels=in_channels, embed_dim=embed_dim, depth=depth)
+        check_counts(0, num_classes=num_classes)
+        check_numbers(0, mlp_ratio=mlp_ratio)
+        check_numbers(0, 1, class_dropout=class_dropout)
+        if class_dropout == 1:
+            raise InputError("class_dropout must be below 1, got 1: no label would be learned.")
+        if embed_dim % 4:
+            raise InputError(f"embed_dim must be a multiple of 4, of sines and cosines on two axes, got {embed_dim}.")
+        if int(embed_dim * mlp_ratio) < 1:
+            raise InputError(f"mlp_ratio={mlp_ratio} leaves the MLP no width.")
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        blocks = pair("block_grid", block_grid)
         self.patch_size, self.in_channels, self.num_classes = patch_size, in_channels, num_classes
         self.out_channels = 2 * in_channels if learned_variance else in_channels
-        self.input_size: tuple[int, int] = to_2tuple(input_size)
+        self.input_size = pair("input_size", input_size)
         self.base_grid = self._grid(*self.input_size)
         self.embed_dim = embed_dim
 
-        self.x_embedder = PatchEmbedding(patch_size, in_channels, embed_dim)
-        self.t_embedder = TimestepEmbedding(embed_dim)
-        self.y_embedder = LabelEmbedding(num_classes, embed_dim, class_dropout) if num_classes else None
+        self.x_embedder = PatchEmbedding(patch_size, in_channels, embed_dim, **factory)
+        self.t_embedder = TimestepEmbedding(embed_dim, **factory)
+        labels = LabelEmbedding(num_classes, embed_dim, class_dropout, **factory) if num_classes else None
+        self.y_embedder = labels
         self.blocks = nn.ModuleList(
             DiTBlock(
                 embed_dim,
@@ -146,7 +159,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
                     core=core,
                     head_mix=head_mix,
                     grid=self.base_grid,
-                    block_grid=to_2tuple(block_grid),
+                    block_grid=blocks,
                     core_args=core_args,
                     head_mix_args=head_mix_args,
                     qk_norm=qk_norm,
@@ -154,11 +167,13 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
                     output_norm=output_norm,
                     output_gate=output_gate,
                     qkv_bias=True,
+                    **factory,
                 ),
+                **factory,
             )
             for _ in range(depth)
         )
-        self.final_layer = FinalLayer(embed_dim, patch_size, self.out_channels)
+        self.final_layer = FinalLayer(embed_dim, patch_size, self.out_channels, **factory)
         self.gradient_checkpointing = False
         self.init_weights()
 
@@ -197,6 +212,13 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         for parameter in self.final_layer.linear.parameters():
             nn.init.zeros_(parameter)
 
+    def _fix_state_dict_keys_on_load(self, state_dict: dict[str, Tensor]) -> None:
+        """Add the block grids that folders of version 0.1.0 lack: diffusers calls this, and warns of missing ones."""
+        super()._fix_state_dict_keys_on_load(state_dict)
+        for name, module in self.named_modules():
+            if isinstance(module, MixingMatrix):
+                state_dict.setdefault(f"{name}.block_grid", torch.tensor(module.blocks.block_grid))
+
     @property
     def architecture(self) -> dict[str, Any]:
         """All arguments of the constructor, as plain values: `HeadMixDiT(**architecture)` is the same model."""
@@ -230,6 +252,8 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
 
     def _condition(self, x: Tensor, t: Tensor | float, y: Tensor | None) -> Tensor:
         t = torch.as_tensor(t, device=x.device)
+        if t.ndim > 1 or (t.ndim == 1 and t.shape[0] not in (1, x.shape[0])):
+            raise InputError(f"t must be one number or [B] with B = {x.shape[0]}, got shape {tuple(t.shape)}.")
         c = self.t_embedder(t.expand(x.shape[0]))
         if self.y_embedder is None:
             if y is not None:
@@ -238,6 +262,8 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         if y is None:
             highest = self.num_classes - 1 + self.has_null_class
             raise InputError(f"the model needs labels y [B], 0 to {highest}.")
+        if y.ndim != 1 or y.shape[0] not in (1, x.shape[0]):
+            raise InputError(f"labels y must be [B] with B = {x.shape[0]}, got shape {tuple(y.shape)}.")
         return c + self.y_embedder(y)
 
     def _to_images(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -258,6 +284,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
 
     def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
         """Change the number of token blocks and resample the mixing matrices."""
+        blocks = pair("block_grid", block_grid)
         for block in self.blocks:
-            cast(HeadMixAttention, block.attn).set_block_grid(to_2tuple(block_grid))
-        self.register_to_config(block_grid=to_2tuple(block_grid))
+            cast(HeadMixAttention, block.attn).set_block_grid(blocks)
+        self.register_to_config(block_grid=blocks)

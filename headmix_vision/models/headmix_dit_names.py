@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from timm.models import build_model_with_cfg
 
+from headmix_vision.checks import check_keywords, keywords
 from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
 from headmix_vision.models.names import Variant, register_family
@@ -64,7 +65,11 @@ def _create_headmix_dit(variant: str, pretrained: bool = False, **kwargs: Any) -
     require_extra("diffusion", variant)
     from headmix_vision.models.headmix_dit import HeadMixDiT
 
-    return build_model_with_cfg(HeadMixDiT, variant, pretrained, kwargs_filter=cast(Any, tuple(_OUR_NAMES)), **kwargs)
+    def create(**arguments: Any) -> HeadMixDiT:
+        check_keywords(variant, arguments, keywords(HeadMixDiT))
+        return HeadMixDiT(**arguments)
+
+    return build_model_with_cfg(create, variant, pretrained, kwargs_filter=cast(Any, tuple(_OUR_NAMES)), **kwargs)
 
 
 register_family("dit", _members, _create_headmix_dit, __name__)

@@ -5,6 +5,7 @@ Everything outside the attention layer is timm's VisionTransformer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -12,11 +13,12 @@ from typing import Any, Literal, cast
 import torch
 import torch.fx
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.layers import resample_abs_pos_embed, to_2tuple
+from timm.layers import get_act_layer, get_norm_layer, resample_abs_pos_embed
 from timm.models import build_model_with_cfg
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
+from headmix_vision.checks import check_choice, check_counts, check_keywords, check_numbers, keywords, pair
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.models.names import Variant, register_family
@@ -45,12 +47,12 @@ class HeadMixVisionTransformer(VisionTransformer):
         core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
         head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
         cpe, output_norm, output_gate: options of :class:`~headmix_vision.layers.HeadMixAttention`.
-        kwargs: arguments of timm's VisionTransformer. ``qk_norm`` normalises over the full width.
+        kwargs: arguments of timm's VisionTransformer, except ``attn_layer``, and ``patch_drop_rate``, which must be 0.
+            ``qk_norm`` normalises over the full width.
 
     Raises:
         InputError: if the image size does not fit the patch size, the blocks do not fit the token grid, the heads do
-            not divide the width, an option is unknown, or ``patch_drop_rate`` is set, which removes tokens from
-            the grid.
+            not divide the width, or an option is unknown or out of range.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class HeadMixVisionTransformer(VisionTransformer):
         weight_init: Literal["skip", "reset", "jax", "jax_nlhb", "moco", ""] = "",
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("patch_drop_rate", 0.0) > 0:
-            raise InputError("patch_drop_rate removes tokens from the grid which the attention layer relies on.")
+        _check_arguments(kwargs, weight_init)
+        blocks = pair("block_grid", block_grid)
         if not (kwargs.get("dynamic_img_size") or kwargs.get("dynamic_img_pad")):
             _check_image_fits(kwargs.get("img_size", 224), kwargs.get("patch_size", 16))
         super().__init__(attn_layer=_AttentionArguments, weight_init="skip", **kwargs)
@@ -78,7 +80,7 @@ class HeadMixVisionTransformer(VisionTransformer):
                 core=core,
                 head_mix=head_mix,
                 grid=self.patch_embed.grid_size,
-                block_grid=to_2tuple(block_grid),
+                block_grid=blocks,
                 num_prefix_tokens=self.num_prefix_tokens,
                 core_args=core_args,
                 head_mix_args=head_mix_args,
@@ -98,15 +100,18 @@ class HeadMixVisionTransformer(VisionTransformer):
         self, img_size: tuple[int, int] | None = None, patch_size: tuple[int, int] | None = None
     ) -> None:
         """Change the resolution and resample position embeddings; the mixing matrix keeps its block grid."""
-        _check_image_fits(img_size or self.patch_embed.img_size, patch_size or self.patch_embed.patch_size)
+        image, patch = _check_image_fits(
+            img_size or self.patch_embed.img_size, patch_size or self.patch_embed.patch_size
+        )
+        for attention in self._attentions():  # before the rest, which would stay changed if the first refused
+            attention.set_grid((image[0] // patch[0], image[1] // patch[1]))
         super().set_input_size(img_size=img_size, patch_size=patch_size)
-        for attention in self._attentions():
-            attention.set_grid(self.patch_embed.grid_size)
 
     def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
         """Change the number of token blocks and resample the mixing matrices."""
+        blocks = pair("block_grid", block_grid)
         for attention in self._attentions():
-            attention.set_block_grid(to_2tuple(block_grid))
+            attention.set_block_grid(blocks)
 
     def _attentions(self) -> list[HeadMixAttention]:
         return [cast(HeadMixAttention, block.attn) for block in self.blocks]
@@ -120,6 +125,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         return super().forward_intermediates(x, *args, **kwargs)
 
     def _check_images(self, x: Tensor) -> None:
+        _check_channels(x, self.in_chans)
         if not self.dynamic_img_size and self.patch_embed.strict_img_size:
             _check_image_size(x, self.patch_embed.img_size)
 
@@ -133,18 +139,84 @@ class HeadMixVisionTransformer(VisionTransformer):
         """Resample a position embedding stored for another resolution, then load as usual."""
         key, stored = prefix + "pos_embed", state_dict.get(prefix + "pos_embed")
         if stored is not None and self.pos_embed is not None and stored.shape[1] != self.pos_embed.shape[1]:
-            state_dict[key] = resample_abs_pos_embed(
-                stored,
-                new_size=self.patch_embed.grid_size,
-                num_prefix_tokens=0 if self.no_embed_class else self.num_prefix_tokens,
-            )
+            first = 0 if self.no_embed_class else self.num_prefix_tokens
+            grid = resample_positions(stored[:, first:], self.patch_embed.grid_size)
+            state_dict[key] = torch.cat([stored[:, :first], grid], dim=1)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _check_image_fits(img_size: int | tuple[int, int], patch_size: int | tuple[int, int]) -> None:
-    image, patch = to_2tuple(img_size), to_2tuple(patch_size)
+def resample_positions(positions: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Resample the position embeddings of patches, [1, N, C], to another grid: [1, N', C].
+
+    N positions are taken to be of the grid itself if it has as many, else of a square.
+
+    Raises:
+        InputError: if N is no square.
+    """
+    count = positions.shape[1]
+    if count == math.prod(grid):
+        return positions
+    if not is_square(count):
+        raise InputError(f"{count} stored positions are no square grid, and the model's {grid} has {math.prod(grid)}.")
+    side = math.isqrt(count)
+    return resample_abs_pos_embed(positions, list(grid), [side, side], num_prefix_tokens=0)
+
+
+def is_square(count: int) -> bool:
+    """Tell whether a number of patches can be a square grid."""
+    return count > 0 and math.isqrt(count) ** 2 == count
+
+
+_COUNTS = ("in_chans", "embed_dim", "depth", "num_heads")
+_RATES = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "global_pool": ("", "avg", "avgmax", "max", "token", "map", "prr"),
+    "pos_embed": ("", "none", "learn"),
+}
+_WEIGHT_INITS = ("skip", "reset", "jax", "jax_nlhb", "moco", "")
+
+
+def _check_arguments(given: dict[str, Any], weight_init: str) -> None:
+    """Check what timm's VisionTransformer is given, which asserts some of it and lets the rest fail in torch."""
+    check_keywords("the model", given, keywords(HeadMixVisionTransformer, leave_out=("attn_layer",)))
+    check_counts(1, **{name: given[name] for name in _COUNTS if name in given})
+    check_counts(0, **{name: given[name] for name in ("num_classes", "reg_tokens") if name in given})
+    check_numbers(0, 1, **{name: given[name] for name in _RATES if name in given})
+    for name in _CHOICES.keys() & given.keys():
+        check_choice(name, given[name], _CHOICES[name])
+    check_choice("weight_init", weight_init, _WEIGHT_INITS)
+    ratio = given.get("mlp_ratio", 4.0)
+    check_numbers(0, mlp_ratio=ratio)
+    if int(given.get("embed_dim", 768) * ratio) < 1:
+        raise InputError(f"mlp_ratio={ratio} leaves the MLP no width.")
+    for name, find in (("norm_layer", get_norm_layer), ("act_layer", get_act_layer)):
+        try:
+            find(given.get(name))
+        except KeyError:
+            raise InputError(f"timm has no {name} {given[name]!r}.") from None
+    if given.get("patch_drop_rate"):
+        raise InputError(
+            f"patch_drop_rate must be 0, got {given['patch_drop_rate']}: dropped patches leave holes in the token grid."
+        )
+    if given.get("global_pool", "token") == "token" and not given.get("class_token", True):
+        raise InputError("global_pool='token' needs class_token=True.")
+
+
+def _check_image_fits(
+    img_size: int | tuple[int, int], patch_size: int | tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return both sizes as pairs, or raise InputError unless the image is whole patches."""
+    image, patch = pair("img_size", img_size), pair("patch_size", patch_size)
     if image[0] % patch[0] or image[1] % patch[1]:
         raise InputError(f"img_size {image} is no multiple of the patch size {patch}.")
+    return image, patch
+
+
+# torch.fx records these calls whole: checks need real arguments.
+@torch.fx.wrap
+def _check_channels(x: Tensor, channels: int) -> None:
+    if x.ndim != 4 or x.shape[1] != channels:
+        raise InputError(f"images must be [B, {channels}, H, W], got shape {tuple(x.shape)}.")
 
 
 @torch.fx.wrap
@@ -179,6 +251,8 @@ SIZES = {
     "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
     "large": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
 }
+# Of the paper of MHLA, whose DeiT all have cpe=True and mean pooling (Appendix E): top-1 on ImageNet-1K in %.
+PUBLISHED = {("mhla", "tiny"): 75.8, ("mhla", "small"): 81.0, ("linear", "tiny"): 69.8, ("linear", "small"): 77.6}
 # A DeiT for the embedded 8x8 digits: one token per pixel, 16 blocks of 2x2 tokens.
 DIGITS = {"patch_size": 1, "embed_dim": 64, "depth": 4, "num_heads": 2, "cpe": True}
 DIGITS_CFG = _cfg(
@@ -196,8 +270,10 @@ def _members(family: str) -> Callable[[str], Iterator[tuple[str, Variant]]]:
         pooling = mean if family == "deit" and core != "softmax" else {}
         for size, dims in SIZES.items():
             arguments = {"patch_size": 16, **dims, **pooling}
+            published = PUBLISHED.get((core, size)) if family == "deit" else None
+            notes = published and (f"The {published} % of arXiv 2601.07832 are with cpe=True; a name alone has none.",)
             for suffix, pixels, crop in (("", 224, 0.9), ("_patch16_224", 224, 0.9), ("_patch16_384", 384, 1.0)):
-                cfg = _cfg(input_size=(3, pixels, pixels), crop_pct=crop, **inception)
+                cfg = _cfg(input_size=(3, pixels, pixels), crop_pct=crop, notes=notes, **inception)
                 yield f"{size}{suffix}", Variant(arguments, cfg)
         if family == "deit":
             yield "digits", Variant({**DIGITS, **mean}, DIGITS_CFG)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.ops.token_grid import TokenGrid
+from headmix_vision.ops.tracing import computing_constants, is_plain
 
 
 class BlockTables(NamedTuple):
@@ -106,11 +107,10 @@ class TokenBlocks:
     def tables(self, like: Tensor) -> BlockTables:
         """Return the index tables on the device of ``like``, cached for plain tensors.
 
-        Under a tracer or in a fake-tensor mode it computes them anew: a cached constant would leak between modes.
+        Under a tracer, in a fake-tensor mode or under a transformation of torch.func it computes them anew: a cached
+        constant would leak between modes.
         """
-        if torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):
-            return _build_tables(self, like.device)
-        return _cached_tables(self, like.device)
+        return _cached_tables(self, like.device) if is_plain(like) else _build_tables(self, like.device)
 
     def block_centers(self) -> Tensor:
         """Compute the mean coordinates, in tokens, of all blocks but the prefix block: float64 [M - prefix, axes]."""
@@ -169,5 +169,5 @@ def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
 
 @lru_cache(maxsize=256)
 def _cached_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
-    with torch.inference_mode(False), torch.no_grad():
+    with computing_constants():
         return _build_tables(blocks, device)

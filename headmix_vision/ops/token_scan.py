@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.index_maps import IndexMap, with_tangents
 from headmix_vision.ops.token_grid import TokenGrid
+from headmix_vision.ops.tracing import computing_constants, is_plain
 
 SCAN_ORDERS = ("row_major", "column_major")
 
@@ -97,33 +99,37 @@ class TokenScan:
 
     def tables(self, like: Tensor) -> ScanTables:
         """Return the index tables on the device of ``like``, cached for plain tensors as those of ``TokenBlocks``."""
-        if torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):
-            return _build_tables(self, like.device)
-        return _cached_tables(self, like.device)
+        return _cached_tables(self, like.device) if is_plain(like) else _build_tables(self, like.device)
 
 
 def reorder(x: Tensor, tables: ScanTables) -> Tensor:
     """Put the tokens of [B, N, ...] into the order of the scan."""
-    return _Reorder.apply(x, tables.order, tables.inverse)
+    return _reorder(x, tables.order, tables.inverse)
 
 
 def restore(x: Tensor, tables: ScanTables) -> Tensor:
     """Put the tokens of [B, N, ...] from the order of the scan back into raster order."""
-    return _Reorder.apply(x, tables.inverse, tables.order)
+    return _reorder(x, tables.inverse, tables.order)
 
 
-class _Reorder(torch.autograd.Function):
-    """Gathers in both directions: autograd's own adjoint of indexing is a scatter-add."""
+def _reorder(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    return (_Reorder if torch.compiler.is_compiling() else _ReorderDual).apply(x, order, inverse)
+
+
+class _Reorder(IndexMap):
+    """Permutes tokens; the inverse order is its adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order, inverse)
+    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         return x.index_select(1, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         order, inverse = ctx.saved_tensors
-        return _Reorder.apply(grads[0], inverse, order), None, None
+        return _reorder(grads[0], inverse, order), None, None
+
+
+_ReorderDual = with_tangents(_Reorder)
 
 
 def _build_tables(scan: TokenScan, device: torch.device) -> ScanTables:
@@ -143,5 +149,5 @@ def _build_tables(scan: TokenScan, device: torch.device) -> ScanTables:
 
 @lru_cache(maxsize=256)
 def _cached_tables(scan: TokenScan, device: torch.device) -> ScanTables:
-    with torch.inference_mode(False), torch.no_grad():
+    with computing_constants():
         return _build_tables(scan, device)

@@ -12,6 +12,7 @@ from headmix_vision.training.classification_cli import main as train_classifier
 from headmix_vision.training.generation_cli import main as train_generator
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_canvas_comparison_trains_draws_scores_and_goes_on(load, tmp_path: Path, capsys):
     comparison, out = load("compare_canvas"), tmp_path / "canvas.csv"

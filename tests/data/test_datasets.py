@@ -166,7 +166,7 @@ def adm_center_crop(image: Image.Image, size: int) -> np.ndarray:
     return pixels[top : top + size, left : left + size]
 
 
-@pytest.mark.parametrize("shape", [(75, 101), (33, 90), (24, 24), (11, 17)])
+@pytest.mark.parametrize("shape", [(75, 101), (101, 75), (33, 90), (48, 16), (24, 24), (16, 96), (17, 11)])
 def test_squares_are_adms_and_rectangles_are_filled(shape: tuple[int, int]) -> None:
     image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (*shape, 3), dtype=np.uint8))
     for size in (8, 24, 33):
@@ -174,6 +174,12 @@ def test_squares_are_adms_and_rectangles_are_filled(shape: tuple[int, int]) -> N
         assert np.array_equal(np.array(center_crop(image, size)), expected)
         assert np.array_equal(np.array(center_crop(image, (size, size))), expected)
     for height, width in ((12, 30), (30, 12), (16, 24)):
-        cut = center_crop(image, (height, width))
-        assert cut.size == (width, height)
+        assert center_crop(image, (height, width)).size == (width, height)
         assert np.array(center_crop(Image.new("L", shape[::-1], 255), (height, width))).min() == 255
+
+
+def test_the_centre_is_cut_out_along_either_axis() -> None:
+    ramp = np.tile(np.arange(40, dtype=np.uint8), (20, 1))
+    assert np.array_equal(np.array(center_crop(Image.fromarray(ramp), 20)), ramp[:, 10:30])
+    assert np.array_equal(np.array(center_crop(Image.fromarray(ramp.T), 20)), ramp.T[10:30])
+    assert np.array_equal(np.array(center_crop(Image.fromarray(ramp), (20, 30))), ramp[:, 5:35])

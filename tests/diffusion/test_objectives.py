@@ -91,6 +91,36 @@ def test_variational_term_is_the_divergence_of_two_gaussians(prediction, step):
     torch.testing.assert_close(total.double(), expected.double(), rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+def test_variational_term_of_the_first_step_is_the_likelihood_of_the_bins(prediction):
+    """At step 0 the model's step ends in data, whose 256 levels are bins of a normal distribution."""
+    x0, noise = draw(5)
+    x0 = ((x0.clamp(-1, 1) + 1) * 127.5).round() / 127.5 - 1
+    assert (x0 == -1).any() and (x0 == 1).any()
+    generator = torch.Generator().manual_seed(3)
+    error, fraction = 0.3 * torch.randn(x0.shape, generator=generator), torch.rand(x0.shape, generator=generator)
+    objective = create_objective(ObjectiveConfig(kind="ddpm", prediction=prediction, learned_variance=True))
+    first, second = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)[:2]
+    signal, sigma = (1 - first).sqrt(), first.sqrt()
+    x = signal * x0.double() + sigma * noise.double()
+    target = noise.double() if prediction == "epsilon" else signal * noise.double() - sigma * x0.double()
+    output = torch.cat([(target + error).float(), 2 * fraction - 1], 1)
+    total = objective.losses(lambda x, t: output, x0, torch.zeros(5), noise)
+
+    wrong = output[:, :1].double()
+    mean = (x - sigma * wrong) / signal if prediction == "epsilon" else signal * x - sigma * wrong
+    # the posterior's variance, zero at step 0, is replaced by that of step 1
+    lower = second * first / (1 - (1 - first) * (1 - second))
+    std = torch.exp((fraction * first.log() + (1 - fraction) * lower.log()) / 2)
+    normal, bins = Normal(mean, std), x0.double()
+    above = torch.where(x0 > 0.999, 1.0, normal.cdf(bins + 1 / 255))
+    below = torch.where(x0 < -0.999, 0.0, normal.cdf(bins - 1 / 255))
+    bits = -(above - below).clamp(min=1e-12).log() / math.log(2)
+    expected = error.double().square().flatten(1).mean(1) + bits.flatten(1).mean(1)
+    assert total.isfinite().all() and (bits > 0.1).any()
+    torch.testing.assert_close(total.double(), expected, rtol=2e-3, atol=2e-4)
+
+
 def test_variational_term_leaves_the_mean_alone():
     x0, noise = draw(4)
     objective = create_objective(ObjectiveConfig(kind="ddpm", learned_variance=True))
@@ -98,7 +128,7 @@ def test_variational_term_leaves_the_mean_alone():
     times = torch.tensor([0.0, 1, 500, 999])
     objective.losses(lambda x, t: torch.cat([mean, variance], 1), x0, times, noise).sum().backward()
     assert not mean.grad.any()  # the mean square is at its minimum there
-    assert variance.grad.flatten(1).any(1).all()
+    assert variance.grad.isfinite().all() and variance.grad.flatten(1).any(1).all()
 
 
 def test_bins_of_the_likelihood_are_a_distribution():

@@ -15,6 +15,8 @@ from headmix_vision.diffusion import (
     create_objective,
     create_scheduler,
 )
+from headmix_vision.diffusion.objectives import shifted
+from headmix_vision.diffusion.schedulers import set_steps
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import load_autoencoder
 
@@ -82,6 +84,45 @@ def test_steps_of_euler_are_equal_and_shifted():
     pipeline([0], num_inference_steps=4, callback_on_step_end=lambda p, i, t, k: levels.append(float(t)) or k)
     assert levels == [1000, 750, 500, 250]
     assert create_scheduler("euler", ObjectiveConfig(shift=3.0)).config.shift == 3.0
+
+
+@pytest.mark.parametrize("scheduler", ["euler", "heun", "dpm++", "unipc"])
+def test_noise_levels_of_sampling_are_shifted_as_in_training(scheduler):
+    levels = {}
+    for shift in (1.0, 4.0):
+        made = create_scheduler(scheduler, ObjectiveConfig(shift=shift))
+        set_steps(made, 10, "cpu")
+        levels[shift] = made.sigmas[made.sigmas > 0].double()
+    tolerance = 2e-2 if scheduler == "heun" else 2e-3  # diffusers' Heun shifts the lower end of its grid twice
+    torch.testing.assert_close(levels[4.0], shifted(levels[1.0], 4.0), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("scheduler", ["ddim", "ddpm", "dpm++", "unipc"])
+def test_schedulers_of_ddpm_know_its_betas_and_what_is_predicted(scheduler):
+    for prediction, theirs in (("epsilon", "epsilon"), ("v", "v_prediction")):
+        objective = ObjectiveConfig(kind="ddpm", beta_start=2e-4, beta_end=0.03, prediction=prediction)
+        made = create_scheduler(scheduler, objective)
+        expected = create_objective(objective).alphas_cumprod.float()
+        torch.testing.assert_close(made.alphas_cumprod, expected, rtol=1e-4, atol=0)
+        assert made.config.prediction_type == theirs
+
+
+@pytest.mark.parametrize("scheduler", ["ddim", "ddpm"])
+def test_pixels_are_clipped_within_the_loop_and_latents_are_not(scheduler, tmp_path):
+    objective = ObjectiveConfig(kind="ddpm")
+    for clip in (True, False):
+        made = create_scheduler(scheduler, objective, clip=clip)
+        set_steps(made, 4, "cpu")
+        # nothing but noise is predicted as nothing: the data would be 1 / sqrt(alphas_cumprod) times too large
+        x = torch.full((1, 1, 2, 2), 3.0)
+        estimate = made.step(torch.zeros_like(x), made.timesteps[0], x).pred_original_sample
+        assert bool(estimate.abs().max() <= 1) is clip
+    pipeline = oracle_pipeline("ddpm")
+    pipeline.set_scheduler(scheduler)
+    assert pipeline.scheduler.config.clip_sample
+    pipeline.register_modules(vae=tiny_vae("kl", tmp_path).module)
+    pipeline.set_scheduler(scheduler)
+    assert not pipeline.scheduler.config.clip_sample
 
 
 def test_learned_variance_is_sampled_with():

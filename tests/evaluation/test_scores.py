@@ -17,9 +17,14 @@ from torch_fidelity.metric_kid import kid_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
 
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.evaluation.extractors import ClassifierExtractor, open_extractor, open_weights
+from headmix_vision.evaluation.extractors import (
+    ClassifierExtractor,
+    FeatureExtractor,
+    open_extractor,
+    open_weights,
+)
 from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
-from headmix_vision.evaluation.scores import METRICS, Metric, Scorer
+from headmix_vision.evaluation.scores import METRICS, Metric, Scorer, inception_score, kid, precision_recall
 
 from .helpers import digit_pixels, run, write_run
 
@@ -75,6 +80,61 @@ def test_kid_is_and_prc_are_those_of_torch_fidelity(
     expected = prc_features_to_metric(fake["features"], real["features"], verbose=False)
     assert prc["precision"] == pytest.approx(expected["precision"])
     assert prc["recall"] == pytest.approx(expected["recall"])
+
+
+class Recorded(FeatureExtractor):
+    """Random features and logits, one row per image, whatever the pixels."""
+
+    mode = "L"
+
+    def __init__(self) -> None:
+        self.description = {"name": "random", "sha256": "0"}
+        self.numbers = torch.Generator().manual_seed(0)
+
+    def extract(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+        draw = torch.randn(len(samples), 14, generator=self.numbers)
+        return {"features": draw[:, :4], "logits": draw[:, 4:]}
+
+
+def test_scores_without_options_are_those_of_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KID of 100 subsets of 1,000, inception score of 10 parts, 3 neighbours."""
+    images = ImageSet(TensorImages(torch.zeros(1200, 1, 8, 8, dtype=torch.uint8)), "L")
+    settings: dict[str, Any] = {}
+
+    def few(real: torch.Tensor, fake: torch.Tensor, **options: Any) -> dict[str, float]:
+        settings.update(options)
+        return kid_features_to_metric(real, fake, **{**options, "kid_subsets": 2})  # a hundred take half a minute
+
+    monkeypatch.setattr("torch_fidelity.metric_kid.kid_features_to_metric", few)
+    found = kid(Scorer(Recorded()), images, images)
+    assert (found["kid_subsets"], found["kid_subset_size"]) == (100, 1000)
+    assert (settings["kid_subsets"], settings["kid_subset_size"]) == (100, 1000)
+
+    logits = torch.cat([Recorded()(batch)["logits"] for batch in images.batches(1200)]).double()
+    found = inception_score(Scorer(Recorded(), batch_size=1200), images)
+    assert found["is_splits"] == 10
+    assert found["is_mean"] == pytest.approx(isc_features_to_metric(logits, 10)["inception_score_mean"], rel=1e-9)
+
+    few_images = ImageSet(TensorImages(torch.zeros(100, 1, 8, 8, dtype=torch.uint8)), "L")
+    extractor = Recorded()
+    fake, real = (next(extractor(batch)["features"] for batch in few_images.batches(100)).double() for _ in range(2))
+    expected = prc_features_to_metric(fake, real, prc_neighborhood=3, verbose=False)
+    found = precision_recall(Scorer(Recorded(), batch_size=100), few_images, few_images)
+    assert (found["precision"], found["prc_neighbours"]) == (pytest.approx(expected["precision"]), 3)
+
+
+def test_a_classifier_scales_images_with_antialiasing(classifier: Path) -> None:
+    """Stripes in a picture of four times the size become an even grey; without antialiasing the dark ones are lost."""
+    extractor = open_weights(classifier)
+    stripes = torch.zeros(1, 1, 32, 32, dtype=torch.uint8)
+    stripes[..., 1::4] = stripes[..., 2::4] = 200
+    inside = torch.nn.functional.interpolate(stripes.float(), (8, 8), mode="bilinear", antialias=True)
+    assert (inside[..., 1:-1] - 100).abs().max() < 1
+    expected = extractor(inside.round().to(torch.uint8))["features"]
+    torch.testing.assert_close(extractor(stripes)["features"], expected, rtol=0.05, atol=0.02)
+    plain = torch.nn.functional.interpolate(stripes.float(), (8, 8), mode="bilinear").to(torch.uint8)
+    assert (plain == 200).all()
+    assert (extractor(plain)["features"] - expected).abs().max() > 0.2
 
 
 def test_precision_and_recall_are_not_swapped(classifier: Path, folders: tuple[Path, Path], tmp_path: Path) -> None:

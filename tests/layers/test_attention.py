@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 import timm.layers
 import torch
@@ -82,14 +84,33 @@ def test_set_grid_keeps_the_mixing():
     assert layer.core.mixing().shape == (16, 16)
 
 
-@pytest.mark.parametrize("core", CORE_NAMES)
-def test_autocast_keeps_accumulation_in_float32(core):
-    layer = make_layer(core, core_args={"feature_map": "elu1"} if core in ("linear", "mhla") else {})
+@pytest.mark.parametrize(
+    ("core", "op"), [("softmax", None), ("linear", "mhla"), ("mhla", "mhla"), ("hih", "head_in_head")]
+)
+def test_autocast_keeps_accumulation_in_float32(core, op, monkeypatch):
+    """The op's output is that of float64, rounded once: roundings in between would move about half of the values."""
+    calls = []
+    if op is not None:
+        module = importlib.import_module(CORES[core].__module__)
+        original = getattr(module, op)
+
+        def record(*args, **kwargs):
+            calls.append((args, kwargs, original(*args, **kwargs)))
+            return calls[-1][2]
+
+        monkeypatch.setattr(module, op, record)
+    layer = make_layer(core, core_args={"feature_map": "elu1"} if op == "mhla" else {})
     x = torch.randn(2, 30, 24)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x)
     assert out.dtype is torch.bfloat16
     assert (out.float() - layer(x)).abs().max() < 0.02
+    for args, kwargs, found in calls[: len(calls) // 2]:
+        assert args[0].dtype is torch.bfloat16
+        exact = original(*(y.double() if isinstance(y, torch.Tensor) else y for y in args), **kwargs)
+        found, exact = (y[0] if isinstance(y, tuple) else y for y in (found, exact))
+        assert (found == exact.to(found.dtype)).double().mean() > 0.95
+    assert bool(calls) == (op is not None)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +140,7 @@ def test_wrong_calls_are_refused():
             make_layer(core)(torch.randn(1, 30, 24), is_causal=True)
 
 
+@pytest.mark.slow
 def test_compiled_layers_do_not_concatenate_the_gradients_of_their_projection():
     """The kernels write them in place, into one tensor, however the layer cuts q, k and v out of it."""
     if NO_KERNELS is not None:

@@ -123,11 +123,11 @@ def test_initial_gates():
     ("core_args", "message"),
     [
         ({"num_sub_heads": 3}, "num_sub_heads=3 does not divide the head dim 8"),
-        ({"num_sub_heads": 0}, "num_sub_heads=0 does not divide"),
+        ({"num_sub_heads": 0}, "num_sub_heads must be a whole number of at least 1"),
         ({"mask": "dense"}, "mask must be one of"),
         ({"scans": "spiral"}, "scans must be one of"),
         ({"conv_size": 4}, "conv_size must be odd"),
-        ({"conv_size": -1}, "conv_size must be odd"),
+        ({"conv_size": -1}, "conv_size must be a whole number"),
     ],
 )
 def test_wrong_arguments_are_refused(core_args, message):

@@ -38,7 +38,7 @@ def test_uniform_per_head_and_frozen():
     assert torch.equal(MixingMatrix(BLOCKS, num_heads=3, init="uniform")(), torch.full((3, 16, 16), 1 / 16))
     frozen = MixingMatrix(BLOCKS, trainable=False)
     assert not list(frozen.parameters())
-    assert list(frozen.state_dict()) == list(MixingMatrix(BLOCKS).state_dict()) == ["weight"]
+    assert list(frozen.state_dict()) == list(MixingMatrix(BLOCKS).state_dict()) == ["weight", "block_grid"]
     with pytest.raises(ValueError, match="mixing init"):
         MixingMatrix(BLOCKS, init="random")
 
@@ -107,3 +107,26 @@ def test_wrong_resampling_is_refused():
         resample_mixing(torch.ones(15, 15), (4, 4), (2, 2))
     with pytest.raises(ValueError, match="number of axes"):
         resample_mixing(torch.ones(16, 16), (4, 4), (2, 2, 4))
+
+
+def test_loading_knows_the_block_grid_of_the_weights():
+    """As many blocks in another shape, and as many times more: the grid of the state dict says what they are."""
+    for old, new in (((2, 8), (4, 4)), ((4, 4), (2, 8)), ((2, 8), (8, 8))):
+        source, target = (MixingMatrix(TokenBlocks.from_grid((16, 16), grid, 1), num_heads=2) for grid in (old, new))
+        target.load_state_dict(source.state_dict())
+        torch.testing.assert_close(target(), resample_mixing(source.weight, old, new, 1).detach())
+        assert target.block_grid.tolist() == list(new)
+    again = MixingMatrix(TokenBlocks.from_grid((16, 16), (4, 4), 1), num_heads=2)
+    again.set_blocks(TokenBlocks.from_grid((16, 16), (2, 8), 1))
+    again.load_state_dict(source.state_dict())
+    torch.testing.assert_close(again(), source())
+    with pytest.raises(ValueError, match=r"does not fit the block grid \(2, 8\)"):
+        MixingMatrix(BLOCKS).load_state_dict(source.state_dict())
+
+
+def test_weights_of_version_0_1_0_are_of_the_modules_grid_if_they_are_as_many():
+    source, target = (
+        MixingMatrix(TokenBlocks.from_grid((16, 16), (2, 8)), init=init) for init in ("locality", "uniform")
+    )
+    target.load_state_dict({"weight": source.weight.detach()})
+    assert torch.equal(target.weight, source.weight) and target.block_grid.tolist() == [2, 8]

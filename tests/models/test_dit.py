@@ -2,10 +2,13 @@
 
 import argparse
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
+import timm.optim
 import torch
 
 from headmix_vision.layers.embeddings import sincos_positions
@@ -15,6 +18,8 @@ from headmix_vision.models.names import FAMILIES
 
 SMALL = {"input_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
 CORES = ("softmax", "linear", "mhla", "hih")
+# A model is the same block many times: one is enough to try a name.
+DEPTHS = [pytest.param({"depth": 1}, id="block"), pytest.param({}, id="whole", marks=pytest.mark.slow)]
 
 
 def create(name="dit_mhla_s_2", filled=True, **kwargs):
@@ -34,10 +39,11 @@ def batch(size=(8, 8), count=3):
     return torch.randn(count, 4, *size, generator=generator), torch.tensor([1.0, 500.0, 999.0]), torch.tensor([0, 4, 5])
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", sorted(FAMILIES["dit"]))
-def test_every_registered_name(name):
+def test_every_registered_name(name, depth):
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = timm.create_model(name, **depth)
         x = torch.empty(2, *model.pretrained_cfg["input_size"])
         out = model(x, torch.zeros(2), torch.zeros(2, dtype=torch.long))
     assert out.shape == x.shape
@@ -80,13 +86,38 @@ def test_learned_variance_doubles_the_channels_and_the_null_class_is_optional():
         without(x, t, y)
 
 
-def test_label_dropout_acts_in_training_only():
-    model = create(class_dropout=0.5)
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_label_dropout_acts_in_training_only(share):
+    model = create(class_dropout=share)
     table = model.y_embedder.embedding_table.weight
     labels = torch.zeros(4000, dtype=torch.long)
     dropped = (model.y_embedder(labels) == table[5]).all(1).float().mean()
-    assert abs(dropped - 0.5) < 5 * math.sqrt(0.25 / 4000)
+    assert abs(dropped - share) < 5 * math.sqrt(0.25 / 4000)
     assert torch.equal(model.eval().y_embedder(labels), table[labels])
+
+
+def test_initial_scales():
+    model = create(filled=False, embed_dim=96, num_classes=200)
+    for name in ("x_embedder.proj", "blocks.1.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc1"):
+        layer = model.get_submodule(name)
+        weight = layer.weight.flatten(1)  # a patch is one input, of all its pixels
+        bound = math.sqrt(6 / sum(weight.shape))
+        assert 0.9 * bound < weight.abs().max() <= bound and not layer.bias.any()
+        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
+    for name in ("t_embedder.mlp.0", "t_embedder.mlp.2", "y_embedder.embedding_table"):
+        assert model.get_submodule(name).weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not any(p.any() for block in model.blocks for p in block.adaLN_modulation.parameters())
+
+
+@pytest.mark.parametrize(("core", "matrix"), [("mhla", "core.mixing.weight"), ("hih", "core.mask.weight")])
+def test_mixing_masks_labels_and_biases_are_not_decayed(core, matrix):
+    model = create(f"dit_{core}_s_2")
+    optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=1.0, weight_decay=0.05)
+    names = {p: n for n, p in model.named_parameters()}
+    decayed = {names[p] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    own = {f"blocks.{i}.attn.{matrix}" for i in range(2)} | {"y_embedder.embedding_table.weight"}
+    assert own <= set(names.values())
+    assert decayed == {n for p, n in names.items() if p.ndim > 1} - own
 
 
 def official_positions(dim, side):
@@ -125,15 +156,20 @@ def test_other_resolutions_in_one_model(core):
 
 
 @pytest.mark.parametrize("core", CORES)
-def test_gradient_checkpointing_changes_nothing(core):
+def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(core):
     model = create(f"dit_{core}_s_2", class_dropout=0.0)
+    calls = []
+    for block in model.blocks:
+        block.mlp.register_forward_pre_hook(lambda module, args: calls.append(module))
     x, t, y = batch()
     gradients = []
     for enable in (False, True):
         model.zero_grad()
         model.set_grad_checkpointing(enable)
         assert model.is_gradient_checkpointing == enable
+        calls.clear()
         model(x, t, y.clamp(max=4)).square().sum().backward()
+        assert len(calls) == (4 if enable else 2)
         gradients.append([p.grad.clone() for p in model.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, checkpointed)
@@ -165,7 +201,7 @@ def test_another_block_grid_is_stored():
 
 @pytest.mark.parametrize("core", ["mhla", "hih"])
 def test_compiles_as_one_graph(core):
-    model = create(f"dit_{core}_s_2", cpe=True, output_gate=True).eval()
+    model = create(f"dit_{core}_s_2", depth=1, cpe=True, output_gate=True).eval()
     x, t, y = batch()
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x, t, y), model(x, t, y))
 
@@ -274,6 +310,23 @@ def test_reading_a_local_checkpoint(tmp_path, wrapped):
     assert torch.equal(model.blocks[1].mlp.fc1.weight, source["blocks.1.mlp.fc1.weight"])
 
 
+class Bomb:
+    """Makes a folder when unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_but_weights_is_unpickled(tmp_path):
+    torch.save({"ema": random_official(), "optimizer": Bomb(tmp_path / "executed")}, tmp_path / "DiT.pt")
+    with pytest.raises(ValueError, match="no readable weights"):
+        read_dit_weights(tmp_path / "DiT.pt")
+    assert not (tmp_path / "executed").exists()
+
+
 def test_checkpoints_that_do_not_fit(tmp_path):
     source, model = random_official(), create("dit_mhla_s_2", learned_variance=True)
     with pytest.raises(ValueError, match="learned_variance=True"):
@@ -297,8 +350,14 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     ("arguments", "message"),
     [
         ({"input_size": 9}, "latent size 9x9 is no multiple of the patch size 2"),
-        ({"num_classes": -1}, "num_classes must not be negative"),
-        ({"class_dropout": 1.0}, "class_dropout must be in"),
+        ({"num_classes": 2.5}, "num_classes must be a whole number of at least 0, got 2.5"),
+        ({"class_dropout": 1.0}, "class_dropout must be below 1"),
+        ({"class_dropout": float("nan")}, "class_dropout must be a finite number from 0 to 1, got nan"),
+        ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
+        ({"mlp_ratio": 0}, "leaves the MLP no width"),
+        ({"input_size": (8,)}, "input_size must be one whole number or two"),
+        ({"core_args": {"conv_size": 3}}, "core_args of 'mhla' has no 'conv_size'"),
+        ({"coreargs": {}}, "dit_mhla_s_2 has no 'coreargs': did you mean 'core_args'"),
         ({"block_grid": (5, 4)}, "larger than the token grid"),
         ({"core": "none"}, "core must be one of"),
         ({"embed_dim": 34}, "multiple of 4"),
@@ -308,7 +367,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
 )
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        create(**arguments)(*batch())
+        create(**arguments)
 
 
 def test_wrong_inputs_are_refused():
@@ -326,3 +385,26 @@ def test_wrong_inputs_are_refused():
             model(*wrong)
     with pytest.raises(ValueError, match="unconditional"):
         create(num_classes=0)(x, t, y)
+
+
+def test_wrong_calls_name_what_is_allowed():
+    model = create()
+    x, t, y = batch()
+    for arguments, message in (
+        ((x[..., :2, :2], t, y), "larger than the token grid"),
+        ((x, t[:2], y), r"t must be one number or \[B\] with B = 3, got shape \(2,\)"),
+        ((x, t, y[:2]), r"labels y must be \[B\] with B = 3, got shape \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(*arguments)
+
+
+@pytest.mark.parametrize("core", ["mhla", "hih"])
+def test_device_and_type_are_no_part_of_the_configuration(core):
+    model = create(f"dit_{core}_s_2", dtype=torch.bfloat16, device="cpu", cpe=True, output_gate=True)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    x, t, y = batch()
+    assert model(x.bfloat16(), t, y).isfinite().all()
+    assert not {"device", "dtype"} & model.architecture.keys()
+    empty = create(f"dit_{core}_s_2", device="meta", filled=False)
+    assert all(p.is_meta for p in empty.parameters())

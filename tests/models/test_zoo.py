@@ -27,6 +27,11 @@ SMALL = [
 ]
 
 
+slow = pytest.mark.slow
+# A model is the same block many times: one is enough to try a name.
+DEPTHS = [pytest.param({"depth": 1}, id="block"), pytest.param({}, id="whole", marks=pytest.mark.slow)]
+
+
 def create(name, **kwargs):
     torch.manual_seed(0)
     return timm.create_model(name, **{"img_size": 64, "depth": 2, "num_classes": 7, **kwargs})
@@ -36,11 +41,12 @@ def images(batch=2, size=(64, 64), chans=3):
     return torch.randn(batch, chans, *size, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_registered_name(name):
-    """Built and run at its true size, on the meta device."""
+def test_every_registered_name(name, depth):
+    """Built and run at its true width and resolution, on the meta device."""
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = timm.create_model(name, **depth)
     chans, height, width = model.pretrained_cfg["input_size"]
     out = model(torch.empty(2, chans, height, width, device="meta"))
     assert out.shape == (2, model.num_classes) == (2, model.pretrained_cfg["num_classes"])
@@ -58,6 +64,15 @@ def test_names_of_the_zoo():
     assert FAMILIES["deit"]["deit_mhla_small"] == FAMILIES["deit"]["deit_mhla_small_patch16_224"]
     assert "headmix_vit" in timm.list_modules()
     assert inspect.getmodule(timm.model_entrypoint("deit_mhla_small")) is headmix_vision.models.headmix_vit
+
+
+def test_sizes_are_the_official_ones():
+    """Parameters of DeiT and ViT in millions (arXiv 2012.12877, 2010.11929)."""
+    for size, expected in {"tiny": 6, "small": 22, "base": 87, "large": 304}.items():
+        for family in ("deit", "vit"):
+            with torch.device("meta"):
+                model = timm.create_model(f"{family}_softmax_{size}")
+            assert round(sum(p.numel() for p in model.parameters()) / 1e6) == expected
 
 
 def test_softmax_models_are_timms_own():
@@ -121,13 +136,18 @@ def test_input_channels_pooling_and_prefix_tokens(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_gradient_checkpointing_changes_nothing(name):
+def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(name):
     model = create(name)
+    calls = []
+    for block in model.blocks:
+        block.mlp.register_forward_pre_hook(lambda module, args: calls.append(module))
     gradients = []
     for enable in (False, True):
         model.zero_grad()
         model.set_grad_checkpointing(enable)
+        calls.clear()
         model(images()).square().sum().backward()
+        assert len(calls) == (4 if enable else 2)
         gradients.append([p.grad.clone() for p in model.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, checkpointed)
@@ -191,6 +211,40 @@ def test_loading_resamples_positions_and_mixing_to_another_block_grid():
         create("deit_linear_tiny").set_block_grid((2, 2))
 
 
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        {"class_token": True, "reg_tokens": 2},
+        {"class_token": True, "reg_tokens": 2, "no_embed_class": True},
+        {"class_token": False, "reg_tokens": 3, "global_pool": "avg"},
+        {"class_token": False, "global_pool": "avg"},
+    ],
+    ids=["class-registers", "no-embed-class", "registers", "none"],
+)
+def test_positions_of_prefix_tokens_stay_when_the_grid_is_resampled(prefix):
+    source = create("vit_mhla_tiny", **prefix)
+    count = 0 if prefix.get("no_embed_class") else source.num_prefix_tokens
+    assert source.pos_embed.shape[1] == count + 16
+    with torch.no_grad():
+        source.pos_embed[:, :count] = torch.arange(count).view(-1, 1).float()
+        source.pos_embed[:, count:] = 7.0
+    loaded = create("vit_mhla_tiny", img_size=96, **prefix)
+    loaded.load_state_dict(source.state_dict())
+    source.set_input_size((96, 96))
+    for model in (loaded, source):
+        assert model.pos_embed.shape[1] == count + 36
+        assert torch.equal(model.pos_embed[0, :count, 0], torch.arange(count).float())
+        torch.testing.assert_close(model.pos_embed[:, count:], torch.full((1, 36, 192), 7.0))
+
+
+def test_attention_dropout_acts_in_training_only():
+    model = create("deit_softmax_tiny", attn_drop_rate=0.5)
+    plain = create("deit_softmax_tiny")
+    plain.load_state_dict(model.state_dict())
+    assert (model(images()) - plain(images())).abs().max() > 1e-4
+    assert torch.equal(model.eval()(images()), plain.eval()(images()))
+
+
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 def test_checkpoint_path(tmp_path, suffix):
     import safetensors.torch
@@ -213,20 +267,26 @@ def test_torch_fx(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "core_args"), [*((name, {}) for name in SMALL), ("vit_hih_tiny", {"mask": "token", "scans": "cross"})]
+    ("name", "core_args"),
+    [
+        *((name, {}) for name in SMALL[:4]),
+        *(pytest.param(name, {}, marks=slow) for name in SMALL[4:]),
+        pytest.param("vit_hih_tiny", {"mask": "token", "scans": "cross"}, marks=slow),
+    ],
 )
 def test_torch_export_with_a_dynamic_batch(name, core_args):
-    model = create(name, cpe=True, core_args=core_args).eval()
+    model = create(name, depth=1, cpe=True, core_args=core_args).eval()
     exported = torch.export.export(model, (images(3),), dynamic_shapes=({0: torch.export.Dim("batch")},))
     for batch in (2, 5):
         torch.testing.assert_close(exported.module()(images(batch)), model(images(batch)))
 
 
 @pytest.mark.parametrize(
-    "name", ["deit_softmax_tiny", "deit_linear_tiny", "deit_mhla_tiny", "vit_mhla_tiny", "vit_hih_tiny"]
+    "name",
+    [*(pytest.param(name, marks=slow) for name in SMALL[:3]), "vit_mhla_tiny", "vit_hih_tiny"],
 )
 def test_torch_compile_as_one_graph(name):
-    model = create(name, cpe=True, output_gate=True)
+    model = create(name, depth=1, cpe=True, output_gate=True)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     gradients = []
     for f in (model, compiled):
@@ -238,6 +298,7 @@ def test_torch_compile_as_one_graph(name):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@slow
 def test_inductor_forward_and_backward():
     """The default compiler once: it generates code for what the other test only traces."""
     model = create("deit_mhla_tiny", depth=1)
@@ -310,7 +371,26 @@ def test_head_in_head_models_normalise_the_output_of_heads():
         ({"core": "none"}, "core must be one of"),
         ({"head_mix": "none"}, "head_mix must be"),
         ({"img_size": 70}, "no multiple of the patch size"),
-        ({"patch_drop_rate": 0.2}, "patch_drop_rate"),
+        ({"img_size": (64, 64, 64)}, "img_size must be one whole number or two"),
+        ({"patch_size": 0}, "patch_size must be a whole number of at least 1, got 0"),
+        ({"patch_drop_rate": 0.2}, "patch_drop_rate must be 0, got 0.2"),
+        ({"embeddim": 192}, "has no 'embeddim': did you mean 'embed_dim'"),
+        ({"attn_layer": "none"}, "has no 'attn_layer'"),
+        ({"core_args": {"eps": float("nan")}}, "eps must be a finite number of at least 0, got nan"),
+        ({"core_args": {"epsilon": 1.0}}, "core_args of 'mhla' has no 'epsilon'.* It takes .*eps, impl"),
+        ({"core_args": "paper"}, "core_args of 'mhla' must be a mapping"),
+        ({"block_grid": 2.5}, "block_grid must be a whole number of at least 1, got 2.5"),
+        ({"block_grid": (4,)}, "block_grid must be one whole number or two"),
+        ({"core": "linear", "block_grid": 0}, "block_grid must be a whole number"),
+        ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
+        ({"num_classes": -1}, "num_classes must be a whole number of at least 0, got -1"),
+        ({"reg_tokens": -1}, "reg_tokens must be a whole number"),
+        ({"drop_path_rate": float("nan")}, "drop_path_rate must be a finite number from 0 to 1, got nan"),
+        ({"mlp_ratio": 0.0}, "leaves the MLP no width"),
+        ({"global_pool": "token"}, "needs class_token=True"),
+        ({"global_pool": "mean"}, "global_pool must be one of"),
+        ({"weight_init": "none"}, "weight_init must be one of"),
+        ({"act_layer": "none"}, "timm has no act_layer 'none'"),
         ({"attn_drop_rate": 0.2}, "needs the 'softmax' core"),
     ],
 )
@@ -319,6 +399,23 @@ def test_wrong_arguments_are_refused(arguments, message):
         create("deit_mhla_tiny", **arguments)
 
 
-def test_wrong_image_size_is_refused():
+def test_wrong_images_are_refused():
+    model = create("deit_mhla_tiny")
     with pytest.raises(ValueError, match=r"images are 32x64 pixels, the model takes 64x64"):
-        create("deit_mhla_tiny")(images(size=(32, 64)))
+        model(images(size=(32, 64)))
+    for wrong in (images(chans=1), images()[0]):
+        with pytest.raises(ValueError, match=r"images must be \[B, 3, H, W\], got shape"):
+            model(wrong)
+    with pytest.raises(ValueError, match=r"attn_mask must be \[N, N\] or .* = \(2, 3, 17\), got shape \(3, 3\)"):
+        create("vit_softmax_tiny").forward_features(images(), attn_mask=torch.ones(3, 3))
+
+
+def test_an_image_below_the_block_grid_is_refused_and_changes_nothing():
+    with pytest.raises(ValueError, match=r"block_grid \(4, 4\) is larger than the token grid \(2, 4\)"):
+        create("deit_mhla_tiny", dynamic_img_size=True)(images(size=(32, 64)))
+    model = create("deit_mhla_tiny").eval()
+    before = model(images())
+    with pytest.raises(ValueError, match="larger than the token grid"):
+        model.set_input_size((32, 64))
+    assert torch.equal(model(images()), before)
+    assert create("deit_hih_tiny", dynamic_img_size=True)(images(size=(16, 32))).shape == (2, 7)

@@ -211,7 +211,7 @@ def test_strided_views_of_a_packed_projection():
         assert relative_error(ours, reference) < 1e-9
 
 
-@pytest.mark.parametrize("dynamic_batch", [False, True])
+@pytest.mark.parametrize("dynamic_batch", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiles_as_one_graph(dynamic_batch):
     scan = TokenScan.from_grid((6, 7), "column_major")
     mask = make_inputs()[5]

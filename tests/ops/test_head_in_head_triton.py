@@ -230,7 +230,7 @@ def test_empty_batch(per_token):
     assert not gradients[HEAD_IN_HEAD_NAMES.index("mask")].any()
 
 
-@pytest.mark.parametrize(("per_token", "with_scan"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("per_token", "with_scan"), [pytest.param(False, False, marks=pytest.mark.slow), (True, True)])
 def test_opcheck(per_token, with_scan):
     inputs = [x.requires_grad_() for x in make(20, r=2, per_token=per_token, dim=8, value_dim=4, heads=1)]
     order = torch.arange(19, -1, -1, device=DEVICE) if with_scan else None

@@ -227,7 +227,7 @@ def test_no_token_by_token_matrix_is_formed():
     assert largest.numel < 16 * blocks.num_tokens < blocks.num_tokens**2
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiles_as_one_graph(dynamic):
     blocks = TokenBlocks.from_grid((5, 4), (2, 2), 1)
     compiled = torch.compile(lambda *x: mhla(*x, blocks), fullgraph=True, backend="aot_eager", dynamic=dynamic)

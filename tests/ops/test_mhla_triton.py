@@ -48,7 +48,7 @@ def assert_agrees(impl, inputs, d_out, blocks, tolerance=3e-6, **options):
         (None, "identity"),  # has denominators of either sign, close to zero
     ],
 )
-@pytest.mark.parametrize("blocks", [UNEVEN, LONG], ids=["one tile", "several"])
+@pytest.mark.parametrize("blocks", [UNEVEN, pytest.param(LONG, marks=pytest.mark.slow)], ids=["one tile", "several"])
 def test_normalizers_and_feature_maps(impl, blocks, normalizer, feature_map):
     inputs, d_out = make(blocks, dim=24, value_dim=8)
     assert_agrees(impl, inputs, d_out, blocks, normalizer=normalizer, feature_map=feature_map)
@@ -117,7 +117,7 @@ def test_mixing_gradients_in_several_launches(monkeypatch):
 
 
 @pytest.mark.parametrize("impl", REGIMES)
-@pytest.mark.parametrize("blocks", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("blocks", [pytest.param(EVEN, marks=pytest.mark.slow), UNEVEN], ids=["even", "uneven"])
 def test_gradients_of_a_packed_projection_are_written_in_place(impl, blocks):
     """Compiled, the gradients of its parts are not concatenated."""
     (q, k, v, mixing), d_out = make(blocks, batch=2)
@@ -200,7 +200,9 @@ def test_empty_batch():
 
 
 @pytest.mark.parametrize("impl", REGIMES)
-@pytest.mark.parametrize("normalizer", ["paper", "source_block", None])
+@pytest.mark.parametrize(
+    "normalizer", ["paper", *(pytest.param(n, marks=pytest.mark.slow) for n in ("source_block", None))]
+)
 def test_opcheck(impl, normalizer):
     (q, k, v, mixing), _ = make(UNEVEN, dim=8, value_dim=8)
     inputs = [x.requires_grad_() for x in (q, k, v, mixing)]
@@ -209,7 +211,7 @@ def test_opcheck(impl, normalizer):
     torch.library.opcheck(torch.ops.headmix_vision.mhla_forward.default, (*inputs, denominator, settings.pack()))
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", [REGIMES[0], pytest.param(REGIMES[1], marks=pytest.mark.slow)])
 def test_compiles_as_one_graph_with_any_batch(impl):
     compiled = torch.compile(lambda *x: mhla(*x, UNEVEN, impl=impl), fullgraph=True, backend="aot_eager")
     for batch in (1, 2, 3):
@@ -336,7 +338,7 @@ def test_settings_survive_as_integers(eps):
         assert all(type(x) is int and abs(x) < 2**63 for x in settings.pack())
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", [REGIMES[0], pytest.param(REGIMES[1], marks=pytest.mark.slow)])
 def test_grids_of_any_size_share_a_compiled_graph(impl):
     """Sizes of the grid may be symbolic in the settings."""
 

@@ -3,17 +3,21 @@
 import pkgutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
 
 from headmix_vision import evaluation, runs, sampling
+from headmix_vision.diffusion import ObjectiveConfig
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.runs.checkpoints import read_checkpoint
 from headmix_vision.runs.directory import find_checkpoint
 from headmix_vision.runs.networks import load_network
+from headmix_vision.runs.pipelines import load_pipeline
 
 
 def save_checkpoint(path: Path, network: torch.nn.Module, **description: object) -> Path:
@@ -59,6 +63,27 @@ def test_checkpoints_become_networks(tmp_path: Path) -> None:
         load_network(checkpoint)
     with pytest.raises(ValueError, match="is of the generator dit_linear_digits, features come from a classifier"):
         open_extractor(str(tmp_path / "one.ckpt"))
+
+
+def test_a_generator_is_sampled_as_it_was_trained(tmp_path: Path) -> None:
+    """Shift, variances, prediction and clipping of the objective reach the scheduler of the pipeline."""
+    network = timm.create_model("dit_linear_digits", depth=1)
+    architecture = {name: value for name, value in network.config.items() if not name.startswith("_")}
+    about = {"name": "dit_linear_digits", "kind": "generator", "architecture": architecture}
+    common = {**about, "vae": None, "class_names": None}
+
+    def scheduler_of(objective: ObjectiveConfig) -> Any:
+        path = save_checkpoint(tmp_path / "one.ckpt", network, **common, objective=asdict(objective))
+        torch.save({**torch.load(path, weights_only=True), "global_step": 7}, path)
+        pipeline, found = load_pipeline(path)
+        assert pipeline.objective == objective and found["step"] == 7
+        return pipeline.scheduler
+
+    assert scheduler_of(ObjectiveConfig(shift=3.0)).config.shift == 3.0
+    objective = ObjectiveConfig(kind="ddpm", prediction="v", beta_start=2e-4, beta_end=0.03)
+    config = scheduler_of(objective).config
+    assert (config.prediction_type, config.beta_start, config.beta_end) == ("v_prediction", 2e-4, 0.03)
+    assert config.clip_sample  # pixels
 
 
 def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:

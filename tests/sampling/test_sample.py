@@ -132,7 +132,7 @@ def test_more_samples_continue_a_folder(whole: Path, model: Path, tmp_path: Path
 
 def test_two_processes_equal_one(whole: Path, model: Path, tmp_path: Path) -> None:
     # "--", since torchrun would take --num for an abbreviation of an option of its own
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29653, "--"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--"]
     arguments = ["images", "--model", model, *FAST, "--out", tmp_path / "out", "--npz"]
     result = subprocess.run(
         [str(part) for part in (*command, ROOT / "sample.py", *arguments)],
@@ -156,6 +156,12 @@ def test_options_reach_the_sampler(whole: Path, model: Path, tmp_path: Path) -> 
     assert (settings["scheduler"], settings["seed"], settings["size"]) == ("unipc", 4, [16, 8])
     assert all(image.shape == (16, 8) for image in pixels(out).values())
     assert run("--model", model, "--num", 2, "--steps", 2, "--dtype", "bfloat16", "--out", tmp_path / "half") == 0
+
+
+def test_another_seed_draws_other_samples(whole: Path, model: Path, tmp_path: Path) -> None:
+    assert run("--model", model, "--num", 2, "--steps", 3, "--seed", 1, "--out", tmp_path / "out") == 0
+    first, other = pixels(whole), pixels(tmp_path / "out")
+    assert all(not np.array_equal(first[name], image) for name, image in other.items())
 
 
 def test_unconditional_model(tmp_path: Path) -> None:

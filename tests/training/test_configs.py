@@ -41,6 +41,13 @@ def test_no_recipe_is_forgotten():
     assert len(MODELS) == 10
 
 
+def test_recipe_of_the_paper_trains_the_papers_model():
+    """Its Appendix E: position encoding by convolution, and mean pooling, which the name has."""
+    model = yaml.safe_load(IMAGENET.read_text())["model"]
+    assert model["model_args"]["cpe"] is True and model["name"] == "deit_mhla_small_patch16_224"
+    assert yaml.safe_load(IMAGENET.read_text())["trainer"]["max_epochs"] == 300
+
+
 @pytest.mark.parametrize(
     "paths",
     [*([recipe] for recipe in RECIPES), *([IMAGENET, model] for model in MODELS if model.stem.startswith("deit_tiny"))],
@@ -55,8 +62,14 @@ def test_recipe_trains_one_batch(paths: list[Path], tmp_path: Path, monkeypatch:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("pixels", [224, 384])
-@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("model", "pixels"),
+    [
+        pytest.param(model, pixels, id=f"{model.stem}-{pixels}", marks=marks)
+        for model in MODELS
+        for pixels, marks in ((224, ()), (384, () if "small" in model.stem else pytest.mark.slow))
+    ],
+)
 def test_family_is_built_at_its_true_size(
     model: Path, pixels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

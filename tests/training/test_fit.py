@@ -10,6 +10,7 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, WarmedUpAverage, ema_decay
+from headmix_vision.training.classifier import ImageClassifier
 
 from .helpers import TINY, assert_equal, load, read_csv, run, write_config
 
@@ -31,6 +32,23 @@ def test_metrics_have_one_row_per_step(reference_run: Path) -> None:
     assert [int(row["epoch"]) for row in validated] == [0, 1]
     for row in validated:
         assert all(row[name] for name in ("train/loss", "val/loss", "val/top5"))
+
+
+def test_the_seed_reaches_model_and_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = ImageClassifier.training_step, []
+
+    def record(self: ImageClassifier, batch: Any, batch_idx: int) -> torch.Tensor:
+        seen.append((self.seed, self.trainer.datamodule.seed, batch[1].tolist(), float(torch.rand(()))))  # type: ignore[attr-defined]
+        return original(self, batch, batch_idx)
+
+    monkeypatch.setattr(ImageClassifier, "training_step", record)
+    short = {"trainer__max_epochs": 1, "trainer__limit_train_batches": 1, "trainer__limit_val_batches": 0}
+    config = write_config(tmp_path / "tiny.yaml", **short, trainer__accumulate_grad_batches=1)
+    for name in ("one", "two"):
+        assert run("fit", "-c", config, "--run_dir", tmp_path / name, "--seed_everything", len(seen) + 5) == 0
+    (first, second) = seen
+    assert first[:2] == (5, 5) and second[:2] == (6, 6)
+    assert first[2] != second[2] and first[3] != second[3]
 
 
 def test_final_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

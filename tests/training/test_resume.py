@@ -72,7 +72,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("epoch", "batch"), [(0, 1), (0, 5)])
+@pytest.mark.parametrize(("epoch", "batch"), [(0, 1), pytest.param(0, 5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_ways_to_count_and_validate(
     variant: str, epoch: int, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

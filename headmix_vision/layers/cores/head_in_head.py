@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmix_vision.checks import check_choice, check_counts, check_numbers
 from headmix_vision.errors import InputError
 from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.grid_convolution import GridConvolution
@@ -69,14 +70,16 @@ class HeadInHeadCore(AttentionCore):
     ) -> None:
         super().__init__(spec)
         check_impl(impl)
-        for name, value, allowed in (("mask", mask, MASKS), ("scans", scans, tuple(SCANS))):
-            if value not in allowed:
-                raise InputError(f"{name} must be one of {allowed}, got {value!r}.")
-        if num_sub_heads < 1 or spec.head_dim % num_sub_heads:
+        check_choice("mask", mask, MASKS)
+        check_choice("scans", scans, tuple(SCANS))
+        check_counts(1, num_sub_heads=num_sub_heads)
+        check_counts(0, conv_size=conv_size)
+        check_numbers(0, 2, beta_max=beta_max)
+        if spec.head_dim % num_sub_heads:
             raise InputError(f"num_sub_heads={num_sub_heads} does not divide the head dim {spec.head_dim}.")
-        if conv_size and (conv_size < 0 or conv_size % 2 == 0):
+        if conv_size and conv_size % 2 == 0:
             raise InputError(f"conv_size must be odd, or 0 for none, got {conv_size}.")
-        if not 0 < beta_max <= 2:
+        if beta_max == 0:
             raise InputError(f"beta_max must be above 0 and at most 2, got {beta_max}.")
         dim, heads, factory = spec.dim, spec.num_heads, spec.factory
         self.head_dim, self.scans, self.beta_max, self.impl = spec.head_dim, scans, beta_max, impl

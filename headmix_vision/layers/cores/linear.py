@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmix_vision.checks import check_numbers
 from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
@@ -20,6 +21,9 @@ class LinearCore(AttentionCore):
     Args:
         spec: sizes of the layer.
         normalizer, feature_map, eps, impl: of :func:`headmix_vision.ops.mhla`.
+
+    Raises:
+        InputError: if an option is unknown, or ``eps`` is negative or not finite.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class LinearCore(AttentionCore):
     ) -> None:
         super().__init__(spec)
         check_options(normalizer, feature_map, impl)
+        check_numbers(0, eps=eps)
         self.options: dict[str, Any] = {
             "normalizer": normalizer,
             "feature_map": feature_map,

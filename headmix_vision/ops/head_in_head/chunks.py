@@ -51,7 +51,27 @@ def segment_sums(log_decay: Tensor) -> Tensor:
 
 def solve_unit_lower(strictly_lower: Tensor, right: Tensor) -> Tensor:
     """Compute (I + L)^-1 R for strictly lower triangular L: [..., n, n] and [..., n, m] -> [..., n, m]."""
+    if torch.onnx.is_in_onnx_export():  # ONNX has no solver
+        return invert_unit_lower(strictly_lower) @ right
     return torch.linalg.solve_triangular(strictly_lower, right, upper=False, unitriangular=True)
+
+
+def invert_unit_lower(strictly_lower: Tensor) -> Tensor:
+    """Compute (I + L)^-1, [..., n, n], for strictly lower triangular L from inverses of ever larger diagonal blocks."""
+    n = strictly_lower.shape[-1]
+    levels = (n - 1).bit_length()
+    padded = F.pad(strictly_lower, (0, 2**levels - n) * 2)
+    inverse = torch.ones_like(padded[..., :1])[..., None]  # [..., blocks, size, size]
+    for level in range(levels):
+        size = 2**level
+        pairs = padded.unflatten(-1, (-1, 2 * size)).unflatten(
+            -3, (-1, 2 * size)
+        )  # [..., pairs, 2 size, pairs, 2 size]
+        below = pairs.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., size:, :size]
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
+        inverse = torch.cat([upper, torch.cat([-second @ below @ first, second], dim=-1)], dim=-2)
+    return inverse[..., 0, :n, :n]
 
 
 def chunk_states(transition: Tensor, addition: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:

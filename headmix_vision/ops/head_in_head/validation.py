@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from headmix_vision.errors import InputError
 from headmix_vision.ops.token_scan import TokenScan
+from headmix_vision.ops.tracing import is_plain
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton")
 RWKV7_IMPL_NAMES = IMPL_NAMES[:3]
@@ -146,7 +147,7 @@ _permutations = WeakIdKeyDictionary()
 
 
 def _check_permutation(scan: Tensor) -> None:
-    if not _is_plain(scan) or _is_capturing(scan):
+    if not is_plain(scan) or _is_capturing(scan):
         return
     version = None if scan.is_inference() else scan._version  # inference tensors count no versions
     if version is not None and _permutations.get(scan) == version:
@@ -156,15 +157,10 @@ def _check_permutation(scan: Tensor) -> None:
     _permutations[scan] = version
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Tell whether the tensor has values; a tracer's has none."""
-    return type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
-
-
 def _is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _values_are_at_hand(x: Tensor) -> bool:
     """Tell whether reading values is free; an accelerator would have to wait."""
-    return x.device.type == "cpu" and _is_plain(x)
+    return x.device.type == "cpu" and is_plain(x)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headmix_vision.ops.index_maps import IndexMap, with_tangents
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map
 from headmix_vision.ops.precision import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import BlockTables
@@ -44,43 +45,49 @@ def mhla_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settin
 
 def to_blocks(x: Tensor, tables: BlockTables) -> Tensor:
     """Gather [B, N, H, D] into blocks [B, H, M, n, D], zero where a block has no token."""
-    return _ToBlocks.apply(x, tables.tokens, tables.slot_of_token)
+    return _to_blocks(x, tables.tokens, tables.slot_of_token)
 
 
 def to_tokens(x: Tensor, tables: BlockTables) -> Tensor:
     """Gather blocks [B, H, M, n, D] back into raster order [B, N, H, D]."""
-    return _ToTokens.apply(x, tables.tokens, tables.slot_of_token)
+    return _to_tokens(x, tables.tokens, tables.slot_of_token)
 
 
-class _ToBlocks(torch.autograd.Function):
-    """Gathers tokens into blocks; the adjoint of ``_ToTokens``.
+def _to_blocks(x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
+    return (_ToBlocks if torch.compiler.is_compiling() else _ToBlocksDual).apply(x, tokens, slot_of_token)
 
-    The pair gathers in both directions: autograd's own scatter-add is slow on a CPU and unordered on a GPU.
-    """
+
+def _to_tokens(x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
+    return (_ToTokens if torch.compiler.is_compiling() else _ToTokensDual).apply(x, tokens, slot_of_token)
+
+
+class _ToBlocks(IndexMap):
+    """Gathers tokens into blocks; the adjoint of ``_ToTokens``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens, slot_of_token)
+    def forward(x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
         out = x.transpose(1, 2).index_select(2, tokens.clamp(min=0).flatten()).unflatten(2, tokens.shape)
         # Out of place: traced by torch.compile, an in-place fill here gives wrong gradients (torch 2.11).
         return out if tokens.numel() == slot_of_token.numel() else out.masked_fill((tokens < 0)[..., None], 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _ToTokens.apply(grads[0], *ctx.saved_tensors), None, None
+        return _to_tokens(grads[0], *ctx.saved_tensors), None, None
 
 
-class _ToTokens(torch.autograd.Function):
+class _ToTokens(IndexMap):
     """Gathers blocks into tokens; the adjoint of ``_ToBlocks``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens, slot_of_token)
+    def forward(x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
         return x.flatten(2, 3).index_select(2, slot_of_token).transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _ToBlocks.apply(grads[0], *ctx.saved_tensors), None, None
+        return _to_blocks(grads[0], *ctx.saved_tensors), None, None
+
+
+_ToBlocksDual, _ToTokensDual = with_tangents(_ToBlocks), with_tangents(_ToTokens)
 
 
 def source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, tables: BlockTables, eps: float) -> Tensor:

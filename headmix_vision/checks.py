@@ -1,0 +1,70 @@
+"""Checks the numbers and names that users give, before any work is done with them."""
+
+import difflib
+import inspect
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from headmix_vision.errors import InputError
+
+
+def check_counts(least: int, **counts: object) -> None:
+    """Raise InputError for what is no whole number of at least ``least``."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+
+
+def check_numbers(least: float, most: float = math.inf, **numbers: object) -> None:
+    """Raise InputError for what is no finite number from ``least`` to ``most``."""
+    for name, value in numbers.items():
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        if not least <= number <= most or math.isinf(number):
+            limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise InputError(f"{name} must be a finite number {limits}, got {value!r}.")
+
+
+def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise InputError for a value that is none of the allowed ones."""
+    if value not in allowed:
+        raise InputError(f"{name} must be one of {allowed}, got {value!r}.")
+
+
+def pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
+    """Return one whole number twice, or two as a tuple.
+
+    Raises:
+        InputError: if the value is neither, or a number is below ``least``.
+    """
+    both = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(both) != 2:
+        raise InputError(f"{name} must be one whole number or two, got {value!r}.")
+    check_counts(least, **{name: both[0]})
+    check_counts(least, **{name: both[1]})
+    return both
+
+
+def keywords(owner: type, leave_out: tuple[str, ...] = ()) -> list[str]:
+    """List the arguments that a class takes by name; those of its base where it hands on what it does not know."""
+    names: list[str] = []
+    for cls in owner.__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        parameters = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
+        names += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            break
+    return [name for name in dict.fromkeys(names) if name not in leave_out]
+
+
+def check_keywords(what: str, given: object, known: list[str]) -> None:
+    """Raise InputError for arguments that are no mapping of known names."""
+    if not isinstance(given, Mapping):
+        raise InputError(f"{what} must be a mapping of names to values, got {given!r}.")
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f": did you mean {close[0]!r}?" if close else "."
+            raise InputError(f"{what} has no {name!r}{hint} It takes {', '.join(known) or 'nothing'}.")

@@ -1,0 +1,400 @@
+"""Puts small mistakes into a copy of the package, one by one, and says which test notices each.
+
+python tests/slips.py            # all of them, some minutes
+python tests/slips.py sampling   # those whose behaviour or file holds this word
+"""
+
+import argparse
+import compileall
+import importlib
+import multiprocessing
+import os
+import py_compile
+import shutil
+import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Loaded once; each slip has a fork, in which it is imported with the package.
+LIBRARIES = ("torch", "timm", "diffusers", "lightning.pytorch", "torchmetrics", "torch_fidelity", "sklearn.datasets")
+
+
+class Slip(NamedTuple):
+    """A mistake: in `file` of the package `old` becomes `new`; `tests` should fail then."""
+
+    behaviour: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+EPOCHS, STEPS = "tests/data/test_epochs.py tests/data/test_batches.py", "tests/training/test_steps.py"
+OBJECTIVES = "tests/diffusion/test_objectives.py"
+PIPELINE = "tests/diffusion/test_pipeline.py -k noise_levels or know_its or clipped"
+DIT = "tests/models/test_dit.py -k dropout or initial or decayed or checkpointing_computes or unpickled"
+ZOO, CONVERT = "tests/models/test_zoo.py -k position or dropout", "tests/models/test_convert.py"
+LAYER, CROP = "tests/layers/test_attention.py -k autocast", "tests/data/test_datasets.py -k adms or centre"
+SCORES = "tests/evaluation/test_scores.py -k without_options or antialiasing"
+RUNS, SAMPLING = "tests/runs/test_runs.py -k as_it_was_trained", "tests/sampling/test_sample.py -k another_seed"
+ATOMIC = "tests/test_atomic.py"
+PROCESSES, FIT = "tests/training/test_processes.py -k one_rank", "tests/training/test_fit.py -k seed"
+
+SLIPS = [
+    # data
+    Slip("order differs by epoch", "data/batches.py", "derive_seed(self.seed, epoch)", "self.seed", EPOCHS),
+    Slip(
+        "order follows the position of the run",
+        "data/data_module.py",
+        "first_batch=self._batches_trained",
+        "first_batch=lambda: 0",
+        EPOCHS,
+    ),
+    Slip(
+        "an epoch holds each image once",
+        "data/batches.py",
+        "torch.randperm(self.num_samples, generator",
+        "torch.randint(self.num_samples, (self.num_samples,), generator",
+        EPOCHS,
+    ),
+    Slip("an epoch holds each image once", "data/batches.py", "step % len(self) *", "step % 2 *", EPOCHS),
+    Slip("latents differ by epoch", "data/loading.py", "draw=key.epoch", "draw=0", EPOCHS),
+    Slip("latents differ by epoch", "data/datasets/latents.py", "self.seed, draw, index", "self.seed, index", EPOCHS),
+    Slip("latents differ by image", "data/datasets/latents.py", "self.seed, draw, index", "self.seed, draw", EPOCHS),
+    Slip(
+        "validation is never flipped",
+        "data/generation.py",
+        '"""Crop and scale to [-1, 1]."""\n        return ImageToRange(self._shape[1:])',
+        "return ImageToRange(self._shape[1:], self.hflip)",
+        EPOCHS,
+    ),
+    Slip("training is flipped", "data/generation.py", "self._shape[1:], self.hflip)", "self._shape[1:])", EPOCHS),
+    Slip(
+        "shifts on both axes",
+        "data/augmentation.py",
+        "(augmentation.translate, augmentation.translate)",
+        "(augmentation.translate, 0.0)",
+        EPOCHS,
+    ),
+    Slip(
+        "shifts on both axes",
+        "data/augmentation.py",
+        "(augmentation.translate, augmentation.translate)",
+        "(0.0, augmentation.translate)",
+        EPOCHS,
+    ),
+    Slip("crop of large pictures", "data/center_crop.py", "Resampling.BOX", "Resampling.BICUBIC", CROP),
+    Slip("crop of large pictures", "data/center_crop.py", "image.width >= 2", "image.width > 2", CROP),
+    Slip("crop of large pictures", "data/center_crop.py", " and image.height >= 2 * height", "", CROP),
+    Slip("crop of large pictures", "data/center_crop.py", "while image.width", "if image.width", CROP),
+    Slip("crop of portraits", "data/center_crop.py", "max(width /", "min(width /", CROP),
+    Slip("crop of portraits", "data/center_crop.py", "(image.height - height) // 2", "0", CROP),
+    Slip("crop of landscapes", "data/center_crop.py", "(image.width - width) // 2", "0", CROP),
+    # steps of training
+    Slip(
+        "random numbers depend on the epoch",
+        "training/base_module.py",
+        "self.current_epoch, batch_idx",
+        "batch_idx",
+        STEPS,
+    ),
+    Slip("random numbers depend on the rank", "training/base_module.py", "self.global_rank, stream", "stream", STEPS),
+    Slip(
+        "random numbers depend on the batch", "training/base_module.py", "epoch, batch_idx, self", "epoch, self", STEPS
+    ),
+    Slip(
+        "random numbers depend on the seed",
+        "training/base_module.py",
+        "self.seed, self.current",
+        "0, self.current",
+        STEPS,
+    ),
+    Slip(
+        "sums of the loss survive two ranks once",
+        "training/base_module.py",
+        "saved.clone() if self.global_rank == 0 else torch.zeros_like(saved)",
+        "saved.clone()",
+        STEPS,
+    ),
+    Slip(
+        "sums of the loss survive two ranks once",
+        "training/base_module.py",
+        '["train_loss"] = self._reduced_train_loss()',
+        '["train_loss"] = self.train_loss',
+        STEPS,
+    ),
+    Slip(
+        "sums by level survive two ranks once",
+        "training/generator.py",
+        "saved.clone() if self.global_rank == 0 else torch.zeros_like(saved)",
+        "saved.clone()",
+        STEPS,
+    ),
+    Slip("layer_decay reaches the optimizer", "training/base_module.py", "layer_decay=config.layer_decay,", "", STEPS),
+    Slip("arguments reach the optimizer", "training/base_module.py", "**config.args,", "", STEPS),
+    Slip("ragged validation", "training/classification_metrics.py", ", weight=len(targets)", "", STEPS),
+    Slip("ragged validation", "training/generator.py", ", weight=len(x0)", "", STEPS),
+    Slip("validation noise by batch", "training/generator.py", "self.seed, batch_idx, self", "self.seed, self", STEPS),
+    Slip("validation noise by rank", "training/generator.py", "self.global_rank, _VALIDATION", "_VALIDATION", STEPS),
+    Slip(
+        "predictions with BCE",
+        "training/classifier.py",
+        'logits.sigmoid() if self.loss_config.kind == "bce" else logits.softmax(-1)',
+        "logits.softmax(-1)",
+        STEPS,
+    ),
+    Slip("target threshold", "training/classifier.py", ", config.bce_target_threshold", "", STEPS),
+    Slip("smoothing with mixup", "training/classifier.py", "label_smoothing=loss.smoothing,", "", STEPS),
+    Slip("smoothing with BCE", "training/classifier.py", "Entropy(config.smoothing, c", "Entropy(0.0, c", STEPS),
+    Slip(
+        "the average is float32",
+        "training/callbacks/ema.py",
+        ".to(pl_module.device)",
+        ".to(pl_module.device, torch.bfloat16)",
+        STEPS,
+    ),
+    Slip("seed_everything reaches the data", "training/base_cli.py", '"data.seed"', '"data.max_unreadable"', FIT),
+    Slip(
+        "seed_everything reaches the model",
+        "training/base_cli.py",
+        '"seed_everything", "model.seed"',
+        '"model.seed", "model.seed"',
+        FIT,
+    ),
+    Slip(
+        "one rank's interrupt stops all", "training/callbacks/graceful_interrupt.py", "all=False", "all=True", PROCESSES
+    ),
+    # diffusion
+    Slip("shift reaches Euler", "diffusion/schedulers.py", "shift=objective.shift)", "shift=1.0)", PIPELINE),
+    Slip(
+        "shift reaches DPM++", "diffusion/schedulers.py", '"flow_shift": objective.shift', '"flow_shift": 1.0', PIPELINE
+    ),
+    Slip("betas reach the sampler", "diffusion/schedulers.py", "objective.beta_start", "1e-4", PIPELINE),
+    Slip("betas reach the sampler", "diffusion/schedulers.py", "objective.beta_end", "0.02", PIPELINE),
+    Slip(
+        "v-prediction", "diffusion/schedulers.py", '"v_prediction" if objective.prediction == "v" else ', "", PIPELINE
+    ),
+    Slip(
+        "clipping of pixels", "diffusion/schedulers.py", '["clip_sample"] = clip', '["clip_sample"] = False', PIPELINE
+    ),
+    Slip("clipping of pixels alone", "diffusion/pipeline.py", "clip=self.vae is None", "clip=True", PIPELINE),
+    Slip("clipping of pixels", "diffusion/pipeline.py", "clip=self.vae is None", "clip=False", PIPELINE),
+    Slip("clipping of a run's pixels", "runs/pipelines.py", "clip=source is None", "clip=False", RUNS),
+    Slip(
+        "a run's objective",
+        "runs/pipelines.py",
+        "create_scheduler(None, objective",
+        "create_scheduler(None, ObjectiveConfig(kind=objective.kind)",
+        RUNS,
+    ),
+    Slip("first step of the bound", "diffusion/objectives.py", "posterior[0] = posterior[1]", "pass", OBJECTIVES),
+    Slip(
+        "first step of the bound",
+        "diffusion/objectives.py",
+        "steps == 0, -likelihood",
+        "steps == 0, likelihood",
+        OBJECTIVES,
+    ),
+    Slip(
+        "first step of the bound",
+        "diffusion/objectives.py",
+        "torch.where(steps == 0",
+        "torch.where(steps < 0",
+        OBJECTIVES,
+    ),
+    Slip(
+        "first step of the bound",
+        "diffusion/objectives.py",
+        "mean, 0.5 * log_variance",
+        "mean, log_variance",
+        OBJECTIVES,
+    ),
+    Slip(
+        "first step of the bound", "diffusion/objectives.py", "x < -0.999, log_below", "x < -9, log_below", OBJECTIVES
+    ),
+    Slip("--seed matters", "sampling/draw.py", "derive_seed(self.seed, index)", "derive_seed(0, index)", SAMPLING),
+    Slip("--seed matters", "sampling/command.py", "SamplingPlan(options.seed,", "SamplingPlan(0,", SAMPLING),
+    # models
+    Slip(
+        "label dropout",
+        "layers/embeddings.py",
+        "device=y.device) < self.dropout",
+        "device=y.device) > self.dropout",
+        DIT,
+    ),
+    Slip("initial scale of times and labels", "layers/embeddings.py", "parameter, std=0.02", "parameter, std=0.2", DIT),
+    Slip("initial scale of times and labels", "layers/embeddings.py", "table.weight, std=0.02", "table.weight", DIT),
+    Slip("initial scale of patches", "models/headmix_dit.py", "proj.weight.flatten(1))", "proj.weight)", DIT),
+    Slip(
+        "initial scale of times and labels", "models/headmix_dit.py", "self.t_embedder.reset_parameters()", "pass", DIT
+    ),
+    Slip(
+        "initial scale of times and labels", "models/headmix_dit.py", "self.y_embedder.reset_parameters()", "pass", DIT
+    ),
+    Slip("mixing is not decayed", "models/headmix_dit.py", " | undecayed_parameters(self)", "", DIT),
+    Slip("labels are not decayed", "models/headmix_dit.py", '{"y_embedder.embedding_table.weight"}', "set()", DIT),
+    Slip("weights only", "models/convert_dit.py", "weights_only=True", "weights_only=False", DIT),
+    Slip(
+        "gradient checkpointing",
+        "models/headmix_dit.py",
+        "if torch.is_grad_enabled() and self.gradient_checkpointing",
+        "if False",
+        DIT,
+    ),
+    Slip(
+        "prefix positions in conversion",
+        "models/convert.py",
+        "range(prefix, positions",
+        "range(wanted, positions",
+        CONVERT,
+    ),
+    Slip(
+        "prefix positions in conversion",
+        "models/convert.py",
+        "num_prefix_tokens=wanted",
+        "num_prefix_tokens=0",
+        CONVERT,
+    ),
+    Slip("no_embed_class in conversion", "models/convert.py", "0 if model.no_embed_class else ", "", CONVERT),
+    Slip("no_embed_class in conversion", "models/convert.py", "(sum(tokens), 0)", "(sum(tokens),)", CONVERT),
+    Slip(
+        "no_embed_class in resizing",
+        "models/headmix_vit.py",
+        "0 if self.no_embed_class else ",
+        "",
+        ZOO,
+    ),
+    Slip(
+        "prefix positions in resizing",
+        "models/headmix_vit.py",
+        "0 if self.no_embed_class else self.num_prefix_tokens",
+        "0",
+        ZOO,
+    ),
+    Slip(
+        "no attention dropout in evaluation",
+        "layers/cores/softmax.py",
+        "self.attn_drop if self.training else 0.0",
+        "self.attn_drop",
+        ZOO,
+    ),
+    Slip(
+        "attention dropout in training",
+        "layers/cores/softmax.py",
+        "self.attn_drop if self.training else 0.0",
+        "0.0",
+        ZOO,
+    ),
+    Slip("float32 under autocast", "ops/precision.py", "enabled=False", "enabled=True", LAYER),
+    Slip("float32 under autocast", "ops/precision.py", "torch.promote_types(dtype, torch.float32)", "dtype", LAYER),
+    # scores and files
+    Slip(
+        "size of KID's subsets",
+        "evaluation/scores.py",
+        "KID_SUBSET_SIZE = 100, 1000",
+        "KID_SUBSET_SIZE = 100, 100",
+        SCORES,
+    ),
+    Slip(
+        "number of KID's subsets",
+        "evaluation/scores.py",
+        "KID_SUBSET_SIZE = 100, 1000",
+        "KID_SUBSET_SIZE = 10, 1000",
+        SCORES,
+    ),
+    Slip(
+        "KID's size is used",
+        "evaluation/scores.py",
+        '"kid_subset_size": subset_size, "rng',
+        '"kid_subset_size": 50, "rng',
+        SCORES,
+    ),
+    Slip("parts of the inception score", "evaluation/scores.py", "SPLITS = 10", "SPLITS = 1", SCORES),
+    Slip("parts of the inception score", "evaluation/scores.py", '"logits"), splits,', '"logits"), 1,', SCORES),
+    Slip("antialiasing of features", "evaluation/extractors.py", ", antialias=True", "", SCORES),
+    Slip("antialiasing of features", "evaluation/extractors.py", ".clamp(0, 1)", ".clamp(0, 0.5)", SCORES),
+    Slip("an interrupted write", "atomic.py", "yield temporary", "yield target", ATOMIC),
+    Slip("an interrupted write", "atomic.py", "temporary.unlink(missing_ok=True)", "pass", ATOMIC),
+]
+
+
+def left_out(folder: str, names: list[str]) -> set[str]:
+    """Names what a copy of the repository does without."""
+    top = {".git", ".venv", "runs", "docs"} if Path(folder) == ROOT else set()
+    return {name for name in names if name in top or name == "__pycache__"}
+
+
+class FirstFailure:
+    """Remembers the first test that fails, or the file that cannot be imported."""
+
+    name = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.name = self.name or (report.nodeid if report.failed else "")
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def run_tests(copy: Path, arguments: list[str], answer: Connection) -> None:
+    """Run tests of the copy in this process, which has loaded the libraries but not the package."""
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    os.environ["PYTHONPATH"] = str(copy)
+    sys.dont_write_bytecode = True
+    failure, options = FirstFailure(), ["-x", "-q", "-p", "no:cacheprovider"]
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        status = pytest.main([*options, *arguments], plugins=[failure])
+    answer.send(failure.name or ("NOT NOTICED" if status == 0 else f"BROKEN: status {status}"))
+
+
+def notice(slip: Slip, copy: Path) -> str:
+    """Put a slip into the copy, run its tests, take it back; returns the failing test, or what went wrong."""
+    path = copy / "headmix_vision" / slip.file
+    text = path.read_text()
+    if text.count(slip.old) != 1:
+        return f"STALE: {slip.old!r} is {text.count(slip.old)} times in the file"
+    path.write_text(text.replace(slip.old, slip.new))
+    files, _, words = slip.tests.partition(" -k ")
+    arguments = files.split() + (["-k", words] if words else [])
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, arguments, theirs))
+    process.start()
+    theirs.close()
+    try:
+        return str(ours.recv())
+    except EOFError:
+        return "BROKEN: the tests ended without a result"
+    finally:
+        process.join()
+        path.write_text(text)
+
+
+def main() -> None:
+    """Run the slips that are asked for; ends with status 1 if one goes unnoticed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("word", nargs="?", default="")
+    word = parser.parse_args().word
+    chosen = [slip for slip in SLIPS if word in slip.behaviour or word in slip.file]
+    unnoticed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
+        compileall.compile_dir(copy, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+        for library in LIBRARIES:
+            importlib.import_module(library)
+        for number, slip in enumerate(chosen, 1):
+            found = notice(slip, copy)
+            unnoticed += not found.startswith("tests/")
+            print(f"{number:3d}/{len(chosen)} {slip.behaviour} ({slip.file}): {found}", flush=True)
+    print(f"{len(chosen) - unnoticed} of {len(chosen)} slips are noticed")
+    sys.exit(bool(unnoticed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Single steps of the two modules, without a command line: losses, random numbers, optimizer, predictions."""
+
+from dataclasses import replace
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from headmix_vision.training.base_module import BaseModule
+from headmix_vision.training.callbacks.ema import EmaWithWarmup
+from headmix_vision.training.classification_metrics import ClassificationMetrics
+from headmix_vision.training.classifier import ImageClassifier
+from headmix_vision.training.generator import ImageGenerator
+from headmix_vision.training.options import LossConfig, MixupConfig, OptimizerConfig
+
+from .helpers import TINY
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+UNMIXED = MixupConfig(mixup_alpha=0.0, cutmix_alpha=0.0)
+
+
+def classifier(**options: Any) -> ImageClassifier:
+    model = {name: TINY["model"][name] for name in ("name", "num_classes", "img_size", "model_args")}
+    return ImageClassifier(**{**model, "mixup": UNMIXED, **options})
+
+
+def generator(**options: Any) -> ImageGenerator:
+    arguments = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    return ImageGenerator(**{"name": "dit_mhla_digits", "model_args": arguments, **options})
+
+
+def attach(module: BaseModule, rank: int = 0, world_size: int = 1, epoch: int = 0) -> None:
+    """Give a module a trainer in an epoch; rank and world size are pretended, all ranks holding the same numbers."""
+    trainer = lightning.Trainer(**QUIET)
+    trainer.strategy.connect(module)
+    strategy = type(trainer.strategy)
+    pretended = {
+        "global_rank": property(lambda _: rank),
+        "world_size": property(lambda _: world_size),
+        "reduce": lambda _, tensor, *args, **kwargs: tensor * world_size,
+    }
+    trainer.strategy.__class__ = type("Pretended", (strategy,), pretended)
+    trainer.fit_loop.epoch_progress.current.completed = epoch
+    module.trainer = trainer
+
+
+def digits(count: int = 6, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers = torch.Generator().manual_seed(count)
+    return scale * torch.randn(count, 1, 8, 8, generator=numbers), torch.arange(count) % 10
+
+
+class Draws(ImageGenerator):
+    """Notes the first random number of every training batch."""
+
+    drawn: list[float]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.drawn.append(float(torch.rand(())))
+        return super().training_step(batch, batch_idx)
+
+
+def draws(seed: int) -> list[float]:
+    arguments = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    module = Draws("dit_linear_digits", model_args=arguments, seed=seed)
+    module.drawn = []
+    loader = DataLoader(TensorDataset(*digits(6)), batch_size=2)
+    lightning.Trainer(**QUIET, max_epochs=2).fit(module, loader)
+    return module.drawn
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_random_numbers_belong_to_a_step_of_a_seed() -> None:
+    first = draws(0)
+    assert len(first) == 6 and len({*first, *draws(1)}) == 12
+    assert draws(0) == first
+
+
+@pytest.mark.parametrize("make", [classifier, generator])
+def test_seeds_differ_by_seed_epoch_batch_rank_and_stream(make: Any) -> None:
+    places = [(seed, epoch, rank) for seed in (0, 1) for epoch in (0, 1) for rank in (0, 1)]
+    seeds = set()
+    for seed, epoch, rank in places:
+        module = make(seed=seed)
+        attach(module, rank, 2, epoch)
+        seeds |= {module.batch_seed(batch, stream) for batch in (0, 1) for stream in (0, 1)}
+    assert len(seeds) == 4 * len(places)
+
+
+@pytest.mark.parametrize(("make", "sums"), [(classifier, ["train_loss"]), (generator, ["train_loss", "level_loss"])])
+def test_sums_of_the_loss_survive_a_resume_of_two_ranks_once(make: Any, sums: list[str]) -> None:
+    saved = make()
+    attach(saved, 0, 2)
+    for name in sums:
+        setattr(saved, name, torch.rand(10, 2) if name == "level_loss" else torch.tensor([3.0, 2.0]))
+    checkpoint: dict[str, Any] = {"state_dict": saved.state_dict()}
+    saved.on_save_checkpoint(checkpoint)
+    loaded = [make() for _ in range(2)]
+    for rank, module in enumerate(loaded):
+        attach(module, rank, 2)
+        module.on_load_checkpoint(checkpoint)
+    for name in sums:
+        over_ranks = sum(getattr(module, name) for module in loaded)
+        torch.testing.assert_close(over_ranks, 2 * getattr(saved, name))
+
+
+def test_options_reach_the_optimizer() -> None:
+    config = OptimizerConfig("adamw", lr=0.3, weight_decay=0.2, layer_decay=0.5, args={"betas": [0.8, 0.9]})
+    groups = classifier(optimizer=config).configure_optimizers().param_groups
+    # embeddings, two blocks, and norm with head
+    assert {group["lr_scale"] for group in groups} == {0.125, 0.25, 0.5, 1.0}
+    assert {(group["lr"], tuple(group["betas"])) for group in groups} == {(0.3, (0.8, 0.9))}
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.2}
+    groups = classifier(optimizer=replace(config, layer_decay=None)).configure_optimizers().param_groups
+    assert all("lr_scale" not in group for group in groups)
+
+
+@pytest.mark.parametrize("kind", ["bce", "cross_entropy"])
+def test_predictions_are_probabilities_of_the_loss(kind: Any) -> None:
+    module = classifier(loss=LossConfig(kind)).eval()
+    images, _ = digits()
+    logits = module(images)
+    _, probabilities = module.predict_step((images, ["a"] * 6), 0)
+    expected = 1 / (1 + (-logits).exp()) if kind == "bce" else logits.exp() / logits.exp().sum(1, keepdim=True)
+    torch.testing.assert_close(probabilities, expected)
+
+
+@pytest.mark.parametrize(("kind", "smoothing"), [("bce", 0.2), ("bce", 0.0), ("cross_entropy", 0.2)])
+def test_smoothing_is_applied_once_with_and_without_mixup(kind: Any, smoothing: float) -> None:
+    logits, labels = torch.randn(4, 10), torch.tensor([1, 2, 3, 4])
+    soft = torch.full((4, 10), smoothing / 10)
+    soft[torch.arange(4), labels] += 1 - smoothing
+    loss = binary_cross_entropy_with_logits if kind == "bce" else cross_entropy
+    module = classifier(loss=LossConfig(kind, smoothing))
+    torch.testing.assert_close(module.criterion(logits, labels), loss(logits, soft))
+    # half of the image itself and half of its partner, each of them smoothed
+    mixed = classifier(loss=LossConfig(kind, smoothing), mixup=MixupConfig(1.0, 0.0))
+    assert mixed.mix is not None
+    _, targets = mixed.mix(torch.zeros(4, 1, 8, 8), labels)
+    share = float(targets[0, 1] - smoothing / 10) / (1 - smoothing)
+    torch.testing.assert_close(targets, share * soft + (1 - share) * soft.flip(0))
+    torch.testing.assert_close(mixed.criterion(logits, targets), loss(logits, targets))
+
+
+def test_targets_above_the_threshold_become_one() -> None:
+    logits, targets = torch.randn(1, 10), torch.tensor([[0.7, 0.3, *[0.0] * 8]])
+    for threshold, expected in ((0.2, [1.0, 1.0]), (0.5, [1.0, 0.0]), (None, [0.7, 0.3])):
+        module = classifier(loss=LossConfig("bce", 0.0, threshold), mixup=MixupConfig(1.0, 0.0))
+        wanted = binary_cross_entropy_with_logits(logits, torch.tensor([[*expected, *[0.0] * 8]]))
+        torch.testing.assert_close(module.criterion(logits, targets), wanted)
+
+
+def test_every_image_weighs_alike_in_the_loss_of_a_ragged_validation() -> None:
+    metrics, logits, targets = ClassificationMetrics(10), 3 * torch.randn(9, 10), torch.arange(9)
+    for part in (slice(0, 8), slice(8, 9)):
+        metrics.update(logits[part], targets[part])
+    torch.testing.assert_close(metrics.compute()["loss"], cross_entropy(logits, targets))
+
+
+def validation_loss(*batches: tuple[int, tuple[torch.Tensor, torch.Tensor]], rank: int = 0) -> float:
+    """The loss over batches with their numbers, of an untrained generator, whose output is zero."""
+    module = generator(seed=1).eval()
+    attach(module, rank, 2)
+    for index, batch in batches:
+        module.validation_step(batch, index)
+    return float(module.val_loss.compute())
+
+
+def test_validation_of_a_generator_weighs_images_and_draws_for_each_batch() -> None:
+    whole, rest = digits(7), digits(1, scale=4.0)
+    alone = validation_loss((0, whole)), validation_loss((1, rest))
+    assert alone[1] > 3 * alone[0]
+    assert validation_loss((0, whole), (1, rest)) == pytest.approx((7 * alone[0] + alone[1]) / 8, rel=1e-5)
+    assert validation_loss((0, whole)) == alone[0]
+    assert len({alone[0], validation_loss((1, whole)), validation_loss((0, whole), rank=1)}) == 3
+
+
+def test_the_average_keeps_steps_that_half_precision_would_lose() -> None:
+    module, callback, trainer = classifier(), EmaWithWarmup(0.999), lightning.Trainer(**QUIET)
+    callback.setup(trainer, module, "fit")
+    callback.on_fit_start(trainer, module)
+    parameter = module.net.blocks[0].norm1.weight  # ones
+    assert callback._average_model is not None and callback.average is not None
+    average, expected = callback.average.net.blocks[0].norm1.weight, torch.ones(24, dtype=torch.float64)
+    for count in range(40):
+        parameter.data += 1e-4
+        callback._average_model.update_parameters(module)
+        decay = min(0.999, (1 + count) / (10 + count)) if count else 0.0
+        expected = decay * expected + (1 - decay) * parameter.detach().double()
+    assert average.dtype == torch.float32
+    # forty roundings of float32; one rounding of bfloat16 is a hundred steps of this size
+    torch.testing.assert_close(average.detach().double(), expected, rtol=0, atol=3e-6)
