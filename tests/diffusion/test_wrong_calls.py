@@ -78,7 +78,7 @@ def pipeline() -> HeadMixDiTPipeline:
         {"callback_on_step_end_tensor_inputs": ("noise",)},
         *({"callback_on_step_end": lambda *_, it=it: it} for it in ({"latents": torch.zeros(2, 2)}, torch.zeros(1))),
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_calls(pipeline: HeadMixDiTPipeline, options: dict[str, Any]) -> None:
     with pytest.raises(InputError) as caught:
