@@ -21,6 +21,7 @@ from torch import Tensor
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.diffusion import HeadMixDiTPipeline
+from headmix_vision.models import HeadMixDiT
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "tests" / "fixtures" / "v0_1_0"
@@ -88,6 +89,8 @@ def test_exported_pipeline_draws_the_same_samples(networks: dict[str, Tensor]) -
     options = {"guidance_scale": 1.5, "num_inference_steps": 5, "output_type": "pt"}
     samples = pipe(class_labels=[3, 7], generator=torch.Generator().manual_seed(0), **options).images
     torch.testing.assert_close(samples, networks["pipeline/samples"], rtol=1e-5, atol=1e-5)
+    folder = FILES / "generator" / "pipeline" / "transformer"
+    assert not HeadMixDiT.from_pretrained(folder, output_loading_info=True)[1]["missing_keys"]
 
 
 @pytest.mark.parametrize(("kind", "script"), [("classifier", "train_cls.py"), ("generator", "train_gen.py")])

@@ -9,7 +9,8 @@ from headmix_vision.recipes import FOLDER, find_config, recipe_names, with_confi
 
 
 def test_the_link_in_the_clone_leads_to_the_recipes():
-    assert (Path(__file__).parents[1] / "configs").resolve() == FOLDER.resolve()
+    root = Path(__file__).resolve().parents[1]
+    assert (root / "configs").resolve() == root / "headmix_vision" / "configs"
 
 
 @pytest.mark.parametrize("name", ["imagenet", "imagenet.yaml", "models/deit_small_mhla", "overlays/gpu8"])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headmix_vision.checks import check_counts, check_numbers, pair
 from headmix_vision.errors import InputError
-from headmix_vision.layers import HeadMixAttention, undecayed_parameters
+from headmix_vision.layers import HeadMixAttention, MixingMatrix, undecayed_parameters
 from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
 
 
@@ -195,6 +195,13 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
                 nn.init.zeros_(parameter)
         for parameter in self.final_layer.linear.parameters():
             nn.init.zeros_(parameter)
+
+    def _fix_state_dict_keys_on_load(self, state_dict: dict[str, Tensor]) -> None:
+        """Add the block grids that folders of version 0.1.0 lack: diffusers calls this, and warns of missing ones."""
+        super()._fix_state_dict_keys_on_load(state_dict)
+        for name, module in self.named_modules():
+            if isinstance(module, MixingMatrix):
+                state_dict.setdefault(f"{name}.block_grid", torch.tensor(module.blocks.block_grid))
 
     @property
     def architecture(self) -> dict[str, Any]:

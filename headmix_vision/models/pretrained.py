@@ -14,7 +14,7 @@ from headmix_vision.errors import InputError
 FOLDER = Path(__file__).parent / "weights"
 TAG = "digits"
 # Right among the 360 held-out digits; the recipe chooses nothing by them.
-CORRECT = {"deit_hih_digits": 0, "deit_linear_digits": 344, "deit_mhla_digits": 358, "deit_softmax_digits": 351}
+CORRECT = {"deit_hih_digits": 357, "deit_linear_digits": 344, "deit_mhla_digits": 358, "deit_softmax_digits": 351}
 HELD_OUT = 360
 
 

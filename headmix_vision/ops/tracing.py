@@ -28,10 +28,12 @@ def computing_constants() -> Iterator[None]:
 
     A trace would hold their computation if it came first, and their values otherwise.
     """
-    tracing = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    tracing = torch._C._get_tracing_state() if torch.jit.is_tracing() else None
+    if tracing is not None:
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
-        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+        if tracing is not None:
+            torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]

@@ -51,6 +51,7 @@ def test_inverse_of_unit_lower_triangular_matrices(size):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deit_mhla_digits", "deit_hih_digits"])
 def test_onnx_computes_the_same(name, tmp_path):
     pytest.importorskip("onnxscript")

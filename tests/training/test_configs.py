@@ -41,6 +41,13 @@ def test_no_recipe_is_forgotten():
     assert len(MODELS) == 10
 
 
+def test_recipe_of_the_paper_trains_the_papers_model():
+    """Its Appendix E: position encoding by convolution, and mean pooling, which the name has."""
+    model = yaml.safe_load(IMAGENET.read_text())["model"]
+    assert model["model_args"]["cpe"] is True and model["name"] == "deit_mhla_small_patch16_224"
+    assert yaml.safe_load(IMAGENET.read_text())["trainer"]["max_epochs"] == 300
+
+
 @pytest.mark.parametrize(
     "paths",
     [*([recipe] for recipe in RECIPES), *([IMAGENET, model] for model in MODELS if model.stem.startswith("deit_tiny"))],

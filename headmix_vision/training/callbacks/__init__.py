@@ -1,1 +1,1 @@
-"""Callbacks of the training command line; each also works in any Trainer."""
+"""Callbacks of the training command line."""
