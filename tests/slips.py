@@ -161,12 +161,18 @@ SLIPS = [
         ".to(pl_module.device, torch.bfloat16)",
         STEPS,
     ),
-    Slip("seed_everything reaches the data", "training/base_cli.py", '"data.seed"', '"data.max_unreadable"', FIT),
+    Slip(
+        "seed_everything reaches the data",
+        "training/base_cli.py",
+        'parser.link_arguments("seed_everything", "data.seed")',
+        "pass",
+        FIT,
+    ),
     Slip(
         "seed_everything reaches the model",
         "training/base_cli.py",
-        '"seed_everything", "model.seed"',
-        '"model.seed", "model.seed"',
+        'parser.link_arguments("seed_everything", "model.seed")',
+        "pass",
         FIT,
     ),
     Slip(

@@ -255,7 +255,7 @@ def test_digits_features_come_from_the_default_run(
     classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"no digits classifier in runs/digits or runs/demo.*train_cls.py fit"):
+    with pytest.raises(ValueError, match=r"no digits classifier in runs/digits or runs/demo: train one with .* fit"):
         open_extractor("digits")
     test_run_directory_and_its_export_are_one_extractor(classifier, tmp_path / "runs")
     (tmp_path / "runs" / "run").rename(tmp_path / "runs" / "digits")

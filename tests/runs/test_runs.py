@@ -20,11 +20,16 @@ from headmix_vision.runs.networks import load_network
 from headmix_vision.runs.pipelines import load_pipeline
 
 
+def averaged(value: torch.Tensor) -> torch.Tensor:
+    """Gives what stands for the average of a weight; whole numbers, such as block grids, are not averaged."""
+    return torch.zeros_like(value) if value.is_floating_point() else value
+
+
 def save_checkpoint(path: Path, network: torch.nn.Module, **description: object) -> Path:
     """Write a checkpoint as training does, the weights being trained beside an average of zeros."""
     path.parent.mkdir(parents=True, exist_ok=True)
     trained = {f"net.{name}": value for name, value in network.state_dict().items()}
-    average = {name: torch.zeros_like(value) for name, value in trained.items()}
+    average = {name: averaged(value) for name, value in trained.items()}
     torch.save({"state_dict": average, "current_model_state": trained, "headmix_vision": description}, path)
     return path
 
@@ -57,7 +62,7 @@ def test_checkpoints_become_networks(tmp_path: Path) -> None:
         for raw in (False, True):
             state = load_network(checkpoint, raw=raw).state_dict()
             for name, value in network.state_dict().items():
-                assert torch.equal(state[name], value if raw else torch.zeros_like(value)), name
+                assert torch.equal(state[name], value if raw else averaged(value)), name
     checkpoint["state_dict"].pop("net.final_layer.linear.bias")
     with pytest.raises(ValueError, match="lacks 1 weights, first final_layer"):
         load_network(checkpoint)
