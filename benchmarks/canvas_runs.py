@@ -22,7 +22,7 @@ MODELS = {
 FLOORS = {"training handwriting": ("train", 0), "validation handwriting": ("validation", 1)}  # split, seed
 BATCH = 256
 WARMUP_SHARE = 0.1
-# configs/gen/canvas.yaml is for a wider network and 40,000 steps
+# the recipe canvas is for a wider network and 40,000 steps
 GENERATOR_RECIPE = ("--model.optimizer.lr", 1e-3, "--ema.decay", 0.998)
 
 
@@ -94,12 +94,12 @@ class Runs:
     def classify(self, case: Case) -> None:
         """Train a classifier."""
         options = self.options(case)
-        train("train_cls.py", "configs/cls/canvas.yaml", self.directory(case), options, one_thread=self.one_thread)
+        train("train_cls.py", "canvas", self.directory(case), options, one_thread=self.one_thread)
 
     def generate(self, case: Case) -> None:
         """Train a generator and draw its samples."""
         run, options = self.directory(case), self.options(case)
-        train("train_gen.py", "configs/gen/canvas.yaml", run, options, one_thread=self.one_thread)
+        train("train_gen.py", "canvas", run, options, one_thread=self.one_thread)
         command = ["sample.py", "images", "--model", run.absolute(), "--out", self.samples(case).parent.absolute()]
         run_script([*command, "--npz", *self.sampling(case)], one_thread=self.one_thread)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/compare_canvas.py --out docs/canvas.csv --jobs 4     # runs side by side on one GPU
 
-Classifiers are `train_cls.py fit -c configs/cls/canvas.yaml`, generators `train_gen.py fit -c configs/gen/canvas.yaml`
+Classifiers are `train_cls.py fit -c canvas`, generators `train_gen.py fit -c canvas`
 with the options of `GENERATOR_RECIPE` (canvas_runs.py), all of one width and depth; only attention and seed differ. A
 generator's samples are compared with the 5,000 validation canvases by the last features of one classifier: of the first
 seed's the one with the highest accuracy, or --features. The same distance of real canvases, as many as samples, is the

@@ -4,7 +4,7 @@
     python benchmarks/compare_digits.py --out docs/digits.csv --jobs 16  # side by side, for example on one GPU
     python benchmarks/compare_digits.py --out docs/digits.csv --cores hih  # this core alone; other rows stay
 
-Each run is `train_cls.py fit -c configs/cls/digits.yaml` with another model, seed or position encoding. Prints a table
+Each run is `train_cls.py fit -c digits` with another model, seed or position encoding. Prints a table
 of top-1 accuracies (mean ± standard deviation over seeds, of the last epoch and of the best) and writes a CSV; runs
 which it holds and which are not repeated are kept.
 """
@@ -26,7 +26,7 @@ def train_setting(core: str, cpe: bool, seed: int, directory: Path, jobs: int) -
     run = directory / f"{core}-cpe_{cpe}-seed_{seed}"
     arguments: list[object] = ["--model.name", f"deit_{core}_digits", "--model.model_args.cpe", str(cpe).lower()]
     arguments += ["--seed_everything", seed, "--trainer.devices", 1, "--trainer.enable_progress_bar", "false"]
-    train("train_cls.py", "configs/cls/digits.yaml", run, arguments, one_thread=jobs > 1)
+    train("train_cls.py", "digits", run, arguments, one_thread=jobs > 1)
     top1 = [100 * value for value in read_metric(run, "val/top1")]
     return top1[-1], max(top1)
 

@@ -33,8 +33,9 @@ def find_config(name: str, group: str) -> str:
     if Path(name).is_file():
         return name
     names = recipe_names(group)
-    if name.removesuffix(".yaml") in names:
-        return str(FOLDER / group / f"{name.removesuffix('.yaml')}.yaml")
+    recipe = name.removeprefix(f"configs/{group}/").removesuffix(".yaml")  # where 0.1.0 had them
+    if recipe in names:
+        return str(FOLDER / group / f"{recipe}.yaml")
     if any(sign in name for sign in "{:\n"):
         return name
     by_stem = {known.rpartition("/")[2]: known for known in names} | {known: known for known in names}

@@ -8,12 +8,9 @@ from headmix_vision.errors import InputError
 from headmix_vision.recipes import FOLDER, find_config, recipe_names, with_config_paths
 
 
-def test_the_link_in_the_clone_leads_to_the_recipes():
-    root = Path(__file__).resolve().parents[1]
-    assert (root / "configs").resolve() == root / "headmix_vision" / "configs"
-
-
-@pytest.mark.parametrize("name", ["imagenet", "imagenet.yaml", "models/deit_small_mhla", "overlays/gpu8"])
+@pytest.mark.parametrize(
+    "name", ["imagenet", "imagenet.yaml", "models/deit_small_mhla", "overlays/gpu8", "configs/cls/imagenet.yaml"]
+)
 def test_names_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "imagenet").mkdir()  # such as the data set's folder

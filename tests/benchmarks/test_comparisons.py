@@ -47,8 +47,7 @@ def test_canvas_comparison_changes_nothing_but_the_attention(load, tmp_path: Pat
         recipes = []
         for model, (core, extras) in comparison.MODELS.items():
             options = runs.options(comparison.Case(task, model, 1))
-            config = f"configs/{'cls' if task == 'classification' else 'gen'}/canvas.yaml"
-            main(["fit", "-c", config, "--run_dir", str(tmp_path / "run"), *map(str, options)])
+            main(["fit", "-c", "canvas", "--run_dir", str(tmp_path / "run"), *map(str, options)])
             cli = seen.pop()
             attention = cli.model.net.blocks[0].attn
             assert isinstance(attention.core, CORES[core])

@@ -12,7 +12,7 @@ from headmix_vision.training.classification_cli import ClassificationCLI
 
 from .helpers import run
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "cls"
+CONFIGS = Path(__file__).parents[2] / "headmix_vision" / "configs" / "cls"
 RECIPES = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "imagenet")]
 IMAGENET = RECIPES[-1]
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))

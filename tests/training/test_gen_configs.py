@@ -10,7 +10,7 @@ from headmix_vision.training.generation_cli import GenerationCLI
 
 from .gen_helpers import run
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "gen"
+CONFIGS = Path(__file__).parents[2] / "headmix_vision" / "configs" / "gen"
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 IMAGENET = [CONFIGS / f"imagenet{pixels}.yaml" for pixels in (256, 512)]
