@@ -26,6 +26,9 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:
         # the reader of our output, such as `head`, has gone: there is nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

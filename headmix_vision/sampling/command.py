@@ -72,12 +72,13 @@ def build_parser() -> argparse.ArgumentParser:
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong input ends the process with one line and exit status 2."""
     options = build_parser().parse_args(args)
-    try:
-        with one_line_errors(), _termination_as_exception():
-            sample_images(options)
-    except (KeyboardInterrupt, Terminated) as end:
-        print("\ninterrupted; the same command continues", file=sys.stderr)
-        sys.exit(128 + (signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM))
+    with one_line_errors():
+        try:
+            with _termination_as_exception():
+                sample_images(options)
+        except (KeyboardInterrupt, Terminated) as end:
+            print("\ninterrupted; the same command continues", file=sys.stderr)
+            sys.exit(128 + (signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM))
 
 
 class Terminated(BaseException):

@@ -281,9 +281,8 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
         default_config: Config of `fit` when there is none among the arguments: a file or a shipped recipe.
     """
     request = InterruptRequest()
-    request.install()
     _silence_what_does_not_apply()
-    with one_line_errors(), ExitStack() as resources:
+    with request.installed(), one_line_errors(), ExitStack() as resources:
         try:
             given = with_config_of_run(list(sys.argv[1:] if args is None else args))
             cli(request, resources, with_config_paths(given, cli.recipes, default_config))

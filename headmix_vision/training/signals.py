@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -24,6 +26,17 @@ class InterruptRequest:
         """Makes itself the process's handler of both signals; Lightning replaces that of SIGTERM when it starts."""
         for signum in SIGNALS:
             signal.signal(signum, self._handle)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Is the handler inside, and puts back the handlers of before, such as those of a program that trains."""
+        before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+        self.install()
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked data worker: the parent decides
