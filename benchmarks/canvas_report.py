@@ -7,7 +7,7 @@ from pathlib import Path
 from canvas_runs import FLOORS, MODELS, Case, Runs
 from training_runs import markdown_table, mean_and_deviation
 
-from headmix_vision.atomic import atomic_path
+from headmix_vision.files.atomic import atomic_path
 
 COLUMNS = (
     *("task", "model", "seed", "steps", "parameters", "last_top1_percent", "best_top1_percent"),

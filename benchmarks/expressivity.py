@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import headmix_vision  # noqa: F401  registers the models
-from headmix_vision.atomic import atomic_path
 from headmix_vision.data.datasets.recall import GLYPH, PATCH, PatchRecall
+from headmix_vision.files.atomic import atomic_path
 
 WARMUP_STEPS = 50
 EVALUATIONS = 20

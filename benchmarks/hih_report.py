@@ -9,7 +9,7 @@ from columns import Row
 from matplotlib.figure import Figure
 from training_runs import markdown_table
 
-from headmix_vision.atomic import atomic_path
+from headmix_vision.files.atomic import atomic_path
 
 TIMES = ("forward_ms", "forward_backward_ms")
 # Column, base, most times slower forward and forward with backward.

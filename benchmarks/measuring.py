@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from headmix_vision.atomic import atomic_path
+from headmix_vision.files.atomic import atomic_path
 
 Call = Callable[[], object]
 SLOW_MS = 5.0  # from here on one copy of the inputs will do: its time is not that of filling the L2

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from measuring import format_table
 from mhla_cases import COLUMNS
 
-from headmix_vision.atomic import atomic_path
+from headmix_vision.files.atomic import atomic_path
 
 
 def print_tables(rows: Sequence[Row], columns: Sequence[Column]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headmix_vision.atomic import atomic_path
+from headmix_vision.files.atomic import atomic_path
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headmix_vision.arguments import OneLineParser
-from headmix_vision.atomic import check_place
-from headmix_vision.devices import open_device
+from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console.devices import open_device
 from headmix_vision.errors import InputError
-from headmix_vision.fields import check_fields
-from headmix_vision.tensor_files import header_of, open_tensors, write_tensors
+from headmix_vision.files.atomic import check_place
+from headmix_vision.files.fields import check_fields
+from headmix_vision.files.tensor_files import header_of, open_tensors, write_tensors
 
 
 @pytest.mark.parametrize(

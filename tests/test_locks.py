@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from headmix_vision import locks
 from headmix_vision.errors import InputError
-from headmix_vision.locks import hold_lock
+from headmix_vision.files import locks
+from headmix_vision.files.locks import hold_lock
 
 
 def test_second_holder_is_refused_and_nothing_stays_behind(tmp_path: Path) -> None:

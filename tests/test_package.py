@@ -41,9 +41,20 @@ def test_a_script_runs_with_the_models_registered(tmp_path: Path):
     assert python("-m", "headmix_vision").returncode == 1
 
 
-FLOORS = ["ops", "layers", "models", "data", "diffusion", "runs", "evaluation", "sampling", "training"]
-GROUND = ["checks", "errors", "extras", "recipes", "registry", "atomic", "locks", "hashes", "png", "progress"]
-GROUND += ["fields", "tensor_files", "devices", "arguments"]
+FLOORS = [
+    "files",
+    "console",
+    "ops",
+    "layers",
+    "models",
+    "data",
+    "diffusion",
+    "runs",
+    "evaluation",
+    "sampling",
+    "training",
+]
+GROUND = ["checks", "errors", "extras", "recipes", "registry"]
 PACKAGE = Path(__file__).parents[1] / "headmix_vision"
 
 

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.arguments import OneLineParser
-from headmix_vision.atomic import atomic_path, check_place, is_temporary
+from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console.devices import open_device
+from headmix_vision.console.progress import progress
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import PIL_MODES, Source, SplitRequest, to_picture
@@ -40,12 +41,11 @@ from headmix_vision.data.datasets.latents import (
     shard_length,
     shard_name,
 )
-from headmix_vision.devices import open_device
 from headmix_vision.errors import InputError, one_line_errors
-from headmix_vision.locks import hold_lock
+from headmix_vision.files.atomic import atomic_path, check_place, is_temporary
+from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
-from headmix_vision.progress import progress
-from headmix_vision.tensor_files import write_tensors
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SHARD_NUMBER = re.compile(r"\.shard-(\d+)\.")

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.arguments import OneLineParser
-from headmix_vision.atomic import atomic_path, check_place
+from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console.progress import progress
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.npz import npz_labels
 from headmix_vision.evaluation.sample_sets import ImageSet
 from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer, open_side
 from headmix_vision.evaluation.statistics import Statistics, write_statistics
-from headmix_vision.progress import progress
+from headmix_vision.files.atomic import atomic_path, check_place
 
 Side = ImageSet | Statistics
 

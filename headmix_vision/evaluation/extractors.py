@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.devices import open_device
+from headmix_vision.console.devices import open_device
 from headmix_vision.errors import InputError
-from headmix_vision.fields import check_fields
-from headmix_vision.hashes import file_sha256, state_sha256
+from headmix_vision.files.fields import check_fields
+from headmix_vision.files.hashes import file_sha256, state_sha256
+from headmix_vision.files.tensor_files import header_of, open_tensors
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, find_checkpoint
 from headmix_vision.runs.networks import create_network, load_network
-from headmix_vision.tensor_files import header_of, open_tensors
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.png import Item, to_item
+from headmix_vision.files.png import Item, to_item
 
 # What zipfile, its decompressors and numpy raise on a file that is damaged or of another kind.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, RuntimeError)

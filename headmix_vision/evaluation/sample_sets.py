@@ -21,7 +21,7 @@ from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, check_depth, to_picture
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays
-from headmix_vision.png import Item, read_item, to_item
+from headmix_vision.files.png import Item, read_item, to_item
 
 DECODER_THREADS = 8
 SAMPLES, SAMPLES_METADATA = "images", "metadata.json"

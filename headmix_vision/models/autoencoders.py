@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.hashes import state_sha256
+from headmix_vision.files.hashes import state_sha256
 
 PIXELS = "none"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.fields import check_fields
+from headmix_vision.files.fields import check_fields
 
 DESCRIPTION_KEY = "headmix_vision"
 MODEL_PREFIX = "net."

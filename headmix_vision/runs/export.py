@@ -14,13 +14,13 @@ from safetensors import SafetensorError
 from timm.models import get_pretrained_cfg_value, is_model
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.arguments import OneLineParser
-from headmix_vision.atomic import check_place
+from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.files.atomic import check_place
+from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import find_checkpoint
 from headmix_vision.runs.networks import load_network
-from headmix_vision.tensor_files import write_tensors
 
 _PIPELINE = "model_index.json"
 

@@ -15,8 +15,8 @@ from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import check_scheduler_class, check_scheduler_config, create_scheduler
 from headmix_vision.errors import InputError
-from headmix_vision.fields import check_fields
-from headmix_vision.hashes import state_sha256
+from headmix_vision.files.fields import check_fields
+from headmix_vision.files.hashes import state_sha256
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint

@@ -17,14 +17,14 @@ from typing import Any, NoReturn
 import torch
 
 import headmix_vision
-from headmix_vision.arguments import OneLineParser
-from headmix_vision.devices import open_device
+from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console.devices import open_device
+from headmix_vision.console.progress import progress
 from headmix_vision.diffusion.denoising import CHANNELS
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES
 from headmix_vision.errors import InputError, one_line_errors
-from headmix_vision.progress import progress
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.draw import Processes, SamplingPlan, batches, draw_samples
 from headmix_vision.sampling.folder import GRID, IMAGES, MAX_SAMPLES, NPZ, SampleFolder

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from headmix_vision.atomic import atomic_path, is_temporary, remove_temporaries
 from headmix_vision.errors import InputError
-from headmix_vision.locks import hold_lock
-from headmix_vision.png import check_png, read_png, write_png
+from headmix_vision.files.atomic import atomic_path, is_temporary, remove_temporaries
+from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.png import check_png, read_png, write_png
 
 IMAGES, METADATA, GRID, NPZ, LOCK = "images", "metadata.json", "grid.png", "samples.npz", ".lock"
 MAX_SAMPLES = 1_000_000  # their names have six digits; longer ones would sort before shorter ones

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from headmix_vision.atomic import atomic_path
 from headmix_vision.errors import InputError
+from headmix_vision.files.atomic import atomic_path
 
 _FIRST_COLUMNS = ("epoch", "step")
 

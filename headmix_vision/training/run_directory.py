@@ -15,9 +15,9 @@ from pathlib import Path
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from headmix_vision.atomic import remove_temporaries
 from headmix_vision.errors import InputError
-from headmix_vision.locks import hold_lock
+from headmix_vision.files.atomic import remove_temporaries
+from headmix_vision.files.locks import hold_lock
 from headmix_vision.runs.directory import (
     CHECKPOINTS,
     CONFIG,

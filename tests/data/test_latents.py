@@ -19,7 +19,7 @@ from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.latents import MANIFEST, LatentShards
 from headmix_vision.errors import InputError
-from headmix_vision.locks import hold_lock
+from headmix_vision.files.locks import hold_lock
 from headmix_vision.models.autoencoders import Autoencoder, LatentScale, load_autoencoder
 
 from .helpers import write_image

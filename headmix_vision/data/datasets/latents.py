@@ -17,9 +17,9 @@ from torch import Tensor
 from headmix_vision.data.datasets.base import PreparedSource, SplitRequest
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
-from headmix_vision.fields import check_fields
+from headmix_vision.files.fields import check_fields
+from headmix_vision.files.tensor_files import open_tensors, refuse_damage
 from headmix_vision.models.autoencoders import LatentScale
-from headmix_vision.tensor_files import open_tensors, refuse_damage
 
 MANIFEST = "latents.json"
 FORMAT = 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from headmix_vision.atomic import atomic_path
+from headmix_vision.files.atomic import atomic_path
 
 Rows = list[dict[str, float]]
 

@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.errors import InputError
-from headmix_vision.png import write_png
+from headmix_vision.files.png import write_png
 from headmix_vision.sampling.contact_sheet import draw_grid
 from headmix_vision.sampling.draw import SamplingPlan
 from headmix_vision.training.callbacks.ema import EmaWithWarmup

@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from headmix_vision.atomic import atomic_path
 from headmix_vision.errors import InputError
+from headmix_vision.files.atomic import atomic_path
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 from PIL import Image, ImageSequence
 from PIL.PngImagePlugin import PngInfo
 
-from headmix_vision.atomic import atomic_path
 from headmix_vision.errors import InputError
+from headmix_vision.files.atomic import atomic_path
 
 Item = Image.Image | list[Image.Image]
 """An image, or the frames of a clip."""

@@ -1,0 +1,1 @@
+"""What command lines share: options, devices and the progress of long jobs."""

@@ -1,0 +1,1 @@
+"""Files: complete or absent, with one writer, of known contents."""
