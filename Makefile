@@ -10,7 +10,7 @@ JOBS ?= 2
 GPU_JOBS ?= 16
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile
 
-.PHONY: install demo test test-slow test-gpu test-newest test-oldest lint format clean
+.PHONY: install demo test test-slow test-gpu compile-kernels test-newest test-oldest lint format clean
 
 install: $(INSTALLED)
 
@@ -41,6 +41,10 @@ test-slow: install
 # On a machine with a CUDA device: the kernels natively, all types and sizes against float64.
 test-gpu: install
 	$(PYTEST) tests/ops -n $(GPU_JOBS) --dist worksteal -m "slow or not slow"
+
+# Every kernel for GPUs that need not be there: hours of a core; `benchmarks/compile_kernels.py --help` chooses a part.
+compile-kernels: install
+	$(BIN)/python benchmarks/compile_kernels.py --all
 
 # The tests with the newest and the oldest versions that pyproject.toml allows, each in an environment of its own
 # that is made afresh and deleted when they pass. TESTS chooses a part. The oldest need Python 3.10 to 3.12.

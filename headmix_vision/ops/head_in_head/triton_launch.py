@@ -94,7 +94,8 @@ def _constants(k: Tensor, mask: Tensor, order: Tensor | None, align: int) -> dic
     compute, precision, _ = numerics(k.dtype)
     if k.dtype == torch.float32:
         precision = SMALL_FLOAT32_PRECISION
-    # Triton 3.6 computes wrong products of bf16 with fewer than 64 columns, also the six that make one of float32.
+    # On Hopper the ptxas 12.8 of Triton 3.6 gets products of bf16 with fewer than 64 columns wrong, also the six that
+    # make one of float32; with TRITON_PTXAS_PATH at ptxas 13.4 they are right.
     r, D, keys = mask.shape[-1], k.shape[-1], max(64, _columns(k.shape[-1]))
     return dict(
         T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=keys, ORDERED=order is not None,

@@ -112,7 +112,7 @@ def mix_kernel(
 
     A program mixes every ``shares``-th tile of columns. It keeps its weights on chip in CHUNKS tiles of BC blocks;
     CHUNKS is 0 where they are too many. It mixes at most one tile of the vectors. (In a loop over tiles of 32
-    columns, Triton 3.6 returns wrong sums for BC = 64 and 4 warps.)
+    columns, sums for BC = 64 and 4 warps are wrong on Hopper with the ptxas 12.8 of Triton 3.6.)
     """
     pid = tl.program_id(0)
     rows = (pid % row_tiles) * BM + tl.arange(0, BM)
