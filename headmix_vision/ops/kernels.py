@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.tracing import is_transforming
 
 OLDEST_TRITON = (3, 6)
 MAX_DIM = 128
@@ -116,6 +117,8 @@ def why_not_triton(q: Tensor, v: Tensor) -> str | None:
         return NO_KERNELS
     if reason := why_not_here(q.device):
         return reason
+    if is_transforming():
+        return "q is under a transformation of torch.func: the kernels have none"
     if q.dtype not in _DTYPES:
         return f"q has type {q.dtype}: the kernels take bfloat16, float16 and float32"
     for name, x in (("q", q), ("v", v)):

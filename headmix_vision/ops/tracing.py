@@ -12,8 +12,9 @@ def is_plain(x: Tensor) -> bool:
     A tensor of torch.compile, of another tracer or of a fake-tensor mode has none; under a transformation of torch.func
     it stands for many, or leaks when it is kept.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and not torch._C._are_functorch_transforms_active()
-    )
+    return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter) and not is_transforming()
+
+
+def is_transforming() -> bool:
+    """Tell whether a transformation of torch.func runs, outside of compilers, which have their own ways with it."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

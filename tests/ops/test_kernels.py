@@ -100,3 +100,11 @@ def test_auto_says_what_the_kernels_do_not_take(dtype, dim):
     kernels._warned.clear()
     with pytest.warns(UserWarning, match=f"{dtype}" if dim == 8 else f"head dim {dim}"):
         mhla(*inputs, BLOCKS)
+
+
+def test_torch_func_takes_the_slow_form():
+    """Kernels are ops of their own, which it cannot look into."""
+    inputs = [x.float()[None] for x in make_inputs(BLOCKS)[:3]]
+    mixing = torch.eye(4)
+    with pytest.raises(InputError, match="q is under a transformation"):
+        torch.func.vmap(lambda q, k, v: mhla(q, k, v, mixing, BLOCKS, impl="triton"))(*inputs)

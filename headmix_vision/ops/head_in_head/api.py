@@ -102,8 +102,8 @@ def head_in_head(
         scan: order in which tokens are read: a :class:`~headmix_vision.ops.TokenScan`, or any permutation as int64 [N];
             raster order if None. Inputs and output stay in raster order.
         impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: kernels for bfloat16,
-            float16 and float32, r of 1, 2, 4 or 8 and head dims up to 128; differentiable once and not by torch.func,
-            as "auto" is there; decays below exp(-50) are taken as 0. ``"torch"``: chunk by chunk, any device.
+            float16 and float32, r of 1, 2, 4 or 8 and head dims up to 128; differentiable once, not by torch.func,
+            where "auto" takes torch; decays below exp(-50) are taken as 0. ``"torch"``: chunk by chunk, any device.
             ``"reference"``: the loop, a specification.
 
     Returns:

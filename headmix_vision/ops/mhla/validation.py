@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from headmix_vision.errors import InputError
@@ -31,6 +33,8 @@ def validate_mhla(
 ) -> None:
     """Raise InputError, naming the argument, unless ``mhla`` can run on these arguments."""
     check_options(settings.normalizer, settings.feature_map, impl)
+    if not 0 <= settings.eps < math.inf:
+        raise InputError(f"eps must be a finite number of at least 0, got {settings.eps}.")
     if q.ndim != 4:
         raise InputError(f"q must be [B, N, H, D], got shape {tuple(q.shape)}.")
     if k.shape != q.shape:
