@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -59,12 +59,30 @@ def keywords(owner: type, leave_out: tuple[str, ...] = ()) -> list[str]:
     return [name for name in dict.fromkeys(names) if name not in leave_out]
 
 
+def suggest(given: str, known: Iterable[str], otherwise: str = "", *, most: int = 1) -> str:
+    """End a message about an unknown name with the names that are nearest to it.
+
+    Args:
+        given: The unknown name.
+        known: What it could be; of a mapping its keys, and their values are shown.
+        otherwise: What to say when none is near.
+        most: The number of names to show.
+
+    Returns:
+        `; did you mean a or b?`, or `otherwise` behind a semicolon, or nothing.
+    """
+    known = known if isinstance(known, Mapping) else {name: name for name in known}
+    close = dict.fromkeys(known[name] for name in difflib.get_close_matches(given, known, n=most))
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return otherwise and f"; {otherwise}"
+
+
 def check_keywords(what: str, given: object, known: list[str]) -> None:
     """Raise InputError for arguments that are no mapping of known names."""
     if not isinstance(given, Mapping):
         raise InputError(f"{what} must be a mapping of names to values, got {given!r}.")
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f": did you mean {close[0]!r}?" if close else "."
-            raise InputError(f"{what} has no {name!r}{hint} It takes {', '.join(known) or 'nothing'}.")
+            allowed = f"; it takes {', '.join(known) or 'nothing'}"
+            raise InputError(f"{what} has no {name!r}{suggest(str(name), known)}{allowed}.")

@@ -1,9 +1,9 @@
 """The shipped recipes of training, and how `--config NAME` finds them."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
+from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
 
 FOLDER = Path(__file__).parent / "configs"
@@ -39,10 +39,8 @@ def find_config(name: str, group: str) -> str:
     if any(sign in name for sign in "{:\n"):
         return name
     by_stem = {known.rpartition("/")[2]: known for known in names} | {known: known for known in names}
-    close = difflib.get_close_matches(name.removesuffix(".yaml"), by_stem, n=3)
-    near = " or ".join(dict.fromkeys(by_stem[match] for match in close))
-    hint = f"did you mean {near}?" if near else f"the shipped ones are {', '.join(names)}"
-    raise InputError(f"--config {name} is neither a file nor a shipped recipe; {hint}")
+    hint = suggest(name.removesuffix(".yaml"), by_stem, f"the shipped ones are {', '.join(names)}", most=3)
+    raise InputError(f"--config {name} is neither a file nor a shipped recipe{hint}")
 
 
 def with_config_paths(args: Sequence[str], group: str, default: str | None = None) -> list[str]:

@@ -1,10 +1,11 @@
 """Command lines of argparse whose errors are one line."""
 
 import argparse
-import difflib
 import sys
 from collections.abc import Iterator
 from typing import NoReturn
+
+from headmix_vision.checks import suggest
 
 _UNKNOWN = "unrecognized arguments: "
 
@@ -16,8 +17,7 @@ class OneLineParser(argparse.ArgumentParser):
         """Prints the line and ends the process with status 2."""
         if message.startswith(_UNKNOWN):
             given = message.removeprefix(_UNKNOWN).split()[0].partition("=")[0]
-            near = difflib.get_close_matches(given, sorted(set(self._option_strings())), n=1)
-            message = f"unknown option {given}" + (f"; did you mean {near[0]}?" if near else "")
+            message = f"unknown option {given}{suggest(given, sorted(set(self._option_strings())))}"
         print(f"error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 

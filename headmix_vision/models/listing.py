@@ -1,7 +1,6 @@
 """Lists the models of the package: `headmix-models [PATTERN ...]`."""
 
 import argparse
-import difflib
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -10,6 +9,7 @@ import timm
 import torch
 from timm.models import get_pretrained_cfg, is_model_pretrained
 
+from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.models.names import FAMILIES
 
@@ -41,9 +41,8 @@ def find_names(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns or ["*"]:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
-            close = difflib.get_close_matches(pattern, names, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"they begin with {', '.join(FAMILIES)}"
-            raise InputError(f"no model of this package is called {pattern}; {hint}")
+            hint = suggest(pattern, names, f"they begin with {', '.join(FAMILIES)}", most=3)
+            raise InputError(f"no model of this package is called {pattern}{hint}")
         found |= {*matching}
     return [name for name in names if name in found]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import pickle
@@ -17,6 +16,7 @@ from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypo
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
+from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
@@ -149,8 +149,7 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
 
 def _check_name(name: str) -> None:
     if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else "; timm.list_models() lists the known ones"
+        hint = suggest(name, timm.list_models(), "timm.list_models() lists the known ones", most=3)
         raise InputError(f"unknown model {name!r}{hint}")
 
 
@@ -188,8 +187,7 @@ def _unknown_argument(name: str, argument: str, known: set[str]) -> InputError:
         group, _, name_in_group = argument.partition(".")
         given = f"--model.model_args.{group} '{{{name_in_group}: ...}}'"
         return InputError(f"unknown argument {argument!r} of model {name}; give arguments of {group} by {given}")
-    close = difflib.get_close_matches(argument, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = suggest(argument, known)
     allowed = f"; allowed: {', '.join(sorted(known))}" if known else ""
     return InputError(f"unknown argument {argument!r} of model {name} (option model.model_args){hint}{allowed}")
 

@@ -1,12 +1,12 @@
 """Defines the groups of training options. The defaults are those of the ImageNet recipe of MHLA (arXiv 2601.07832)."""
 
-import difflib
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from timm.optim import list_optimizers
 
+from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
 
 
@@ -24,9 +24,8 @@ def require_not_negative(name: str, value: float) -> None:
 def _check_name(opt: str) -> None:
     known, asked = list_optimizers(), opt.lower().removeprefix("lookahead_")
     if asked not in known:
-        close = difflib.get_close_matches(asked, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "timm.optim.list_optimizers() lists the known ones"
-        raise InputError(f"unknown optimizer.opt {opt!r}; {hint}")
+        hint = suggest(asked, known, "timm.optim.list_optimizers() lists the known ones")
+        raise InputError(f"unknown optimizer.opt {opt!r}{hint}")
 
 
 @dataclass

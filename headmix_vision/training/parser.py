@@ -1,7 +1,6 @@
 """Parses the options of training: a short help first, and wrong options in one line that names the nearest one."""
 
 import argparse
-import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
 from headmix_vision.runs.directory import CONFIG
 
@@ -96,9 +96,13 @@ class OptionParser(LightningArgumentParser):
             return ""
         asked = f"--{(unknown['argument'] or unknown['key']).lstrip('-').partition('=')[0]}"
         known = [option for option in self._options() if option.startswith("--")]
-        # the first for `--lr`, which is far from `--model.optimizer.lr` by letters
-        close = [o for o in known if o.endswith(f".{asked[2:]}")] or difflib.get_close_matches(asked, known, n=1)
-        return f"; did you mean {' or '.join(close[:3])}?" if close else "; --help-all shows all options"
+        # `--lr` is far from `--model.optimizer.lr` by letters
+        ending = [option for option in known if option.endswith(f".{asked[2:]}")][:3]
+        return (
+            f"; did you mean {' or '.join(ending)}?"
+            if ending
+            else suggest(asked, known, "--help-all shows all options")
+        )
 
     def _options(self) -> list[str]:
         options = list(self._option_string_actions)

@@ -357,7 +357,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
         ({"mlp_ratio": 0}, "leaves the MLP no width"),
         ({"input_size": (8,)}, "input_size must be one whole number or two"),
         ({"core_args": {"conv_size": 3}}, "core_args of 'mhla' has no 'conv_size'"),
-        ({"coreargs": {}}, "dit_mhla_s_2 has no 'coreargs': did you mean 'core_args'"),
+        ({"coreargs": {}}, "dit_mhla_s_2 has no 'coreargs'; did you mean core_args"),
         ({"block_grid": (5, 4)}, "larger than the token grid"),
         ({"core": "none"}, "core must be one of"),
         ({"embed_dim": 34}, "multiple of 4"),
