@@ -5,24 +5,30 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 from headmix_vision.errors import InputError
 
 
-def check_counts(least: int, **counts: object) -> None:
-    """Raise InputError for what is no whole number of at least ``least``."""
+def is_whole(value: object) -> TypeGuard[int]:
+    """Tell whether a value is a whole number, of whatever type but a truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_counts(least: int, most: float = math.inf, /, **counts: object) -> None:
+    """Raise InputError for what is no whole number from ``least`` to ``most``."""
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-            raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        if not (is_whole(value) and least <= value <= most):
+            limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise InputError(f"{name} must be a whole number {limits}, got {value!r}.")
 
 
-def check_numbers(least: float, most: float = math.inf, **numbers: object) -> None:
+def check_numbers(least: float, most: float = math.inf, /, **numbers: object) -> None:
     """Raise InputError for what is no finite number from ``least`` to ``most``."""
     for name, value in numbers.items():
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
         if not least <= number <= most or math.isinf(number):
-            limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
             raise InputError(f"{name} must be a finite number {limits}, got {value!r}.")
 
 

@@ -176,7 +176,11 @@ SLIPS = [
         FIT,
     ),
     Slip(
-        "one rank's interrupt stops all", "training/callbacks/graceful_interrupt.py", "all=False", "all=True", PROCESSES
+        "one rank's interrupt stops all",
+        "training/callbacks/graceful_interrupt.py",
+        "Later(sum_of_processes(trainer, asked))",
+        "Later(asked)",
+        PROCESSES,
     ),
     # diffusion
     Slip("shift reaches Euler", "diffusion/schedulers.py", "shift=objective.shift)", "shift=1.0)", PIPELINE),

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from headmix_vision.checks import check_choice, check_counts
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import open_device
 from headmix_vision.console.progress import progress
@@ -127,15 +128,10 @@ def write_cache(
     check_place(out)
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file, --out must be a directory")
-    for name, value in (("image size", image_size), ("batch size", batch_size), ("shard size", shard_size)):
-        if value < 1:
-            raise InputError(f"{name} is {value}, it must be at least 1")
-    if workers < 0:
-        raise InputError(f"workers is {workers}, it must be at least 0")
-    if store not in STORES:
-        raise InputError(f"store is {store!r}, it must be moments or means")
-    if dtype not in DTYPES:
-        raise InputError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
+    check_counts(1, image_size=image_size, batch_size=batch_size, shard_size=shard_size)
+    check_counts(0, workers=workers)
+    check_choice("store", store, STORES)
+    check_choice("dtype", dtype, tuple(DTYPES))
     autoencoder.check_size(image_size, image_size)
     mode = PIL_MODES[autoencoder.image_channels]
     images = CroppedImages(source, image_size, mode)

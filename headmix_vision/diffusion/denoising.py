@@ -15,6 +15,7 @@ import torch
 from diffusers import SchedulerMixin
 from torch import Tensor
 
+from headmix_vision.checks import check_numbers
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.schedulers import is_flow, set_steps, takes_variance
 from headmix_vision.errors import InputError
@@ -68,8 +69,7 @@ class Guidance:
     channels: Literal["all", "first_three"] = "all"
 
     def __post_init__(self) -> None:
-        if not is_number(self.scale) or not 0 <= self.scale <= MAX_GUIDANCE:
-            raise InputError(f"guidance scale must be at least 0 and at most {MAX_GUIDANCE:g}, got {self.scale!r}")
+        check_numbers(0, MAX_GUIDANCE, **{"guidance scale": self.scale})
         ends = tuple(self.interval) if isinstance(self.interval, Sequence) else ()
         if len(ends) != 2 or not all(map(is_number, ends)) or not 0 <= ends[0] <= ends[1] <= 1:
             given = " and ".join(map(str, ends)) if len(ends) == 2 else repr(self.interval)

@@ -5,7 +5,6 @@ B images, C latent channels, H x W latent size.
 
 from __future__ import annotations
 
-import numbers
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from diffusers.utils import is_accelerate_available
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
+from headmix_vision.checks import check_counts, is_whole
 from headmix_vision.diffusion.denoising import Generators, Guidance, NonFiniteSamplesError, denoise
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import create_scheduler
@@ -188,7 +188,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         if guidance.channels == "first_three" and model.in_channels < 3:
             raise InputError(f"guidance channels 'first_three' given, but the model has {model.in_channels}")
         if num_images is not None:
-            _check_whole("num_images", num_images, 1)
+            check_counts(1, num_images=num_images)
         if model.num_classes == 0:
             if class_labels is not None:
                 raise InputError("class_labels given, but the model is unconditional: give num_images instead")
@@ -231,7 +231,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
     def _check_options(
         self, num_steps: int, output_type: str, tensor_inputs: Sequence[str], generator: Generators, count: int
     ) -> None:
-        _check_whole("num_inference_steps", num_steps, 1, NUM_TIMESTEPS)
+        check_counts(1, NUM_TIMESTEPS, num_inference_steps=num_steps)
         if output_type not in OUTPUT_TYPES:
             raise InputError(f"output_type must be one of {OUTPUT_TYPES}, got {output_type!r}")
         unknown = set(tensor_inputs) - set(self._callback_tensor_inputs)
@@ -260,7 +260,7 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         sizes = []
         for name, pixels, own in (("height", height, trained[0]), ("width", width, trained[1])):
             unit = factor * self.transformer.patch_size
-            if pixels is not None and (not _is_whole(pixels) or pixels < unit or pixels % unit):
+            if pixels is not None and (not is_whole(pixels) or pixels < unit or pixels % unit):
                 raise InputError(f"{name} must be a multiple of {unit} pixels, got {pixels}")
             sizes.append(own if pixels is None else pixels // factor)
         return sizes[0], sizes[1]
@@ -278,16 +278,6 @@ class HeadMixDiTPipeline(DiffusionPipeline):
         return VaeImageProcessor().postprocess(images, output_type)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if not _is_whole(value) or value < low or (high is not None and value > high):
-        allowed = f"from {low} to {high}" if high is not None else f"{low} or more"
-        raise InputError(f"{name} must be {allowed}, a whole number, got {value!r}")
-
-
 def _as_list(class_labels: Any) -> list[int]:
     """Lists labels; torch itself would round 1.5 and take True for 1."""
     if isinstance(class_labels, Tensor | np.ndarray):
@@ -296,7 +286,7 @@ def _as_list(class_labels: Any) -> list[int]:
     labels = []
     for item in [class_labels] if items is None else items:
         label = item.item() if isinstance(item, Tensor) and item.ndim == 0 else item
-        if not _is_whole(label):
+        if not is_whole(label):
             raise InputError(f"class_labels must be a whole number for each image, got {label!r:.100}")
         labels.append(int(label))
     return labels

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmix_vision.checks import check_counts
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.progress import progress
 from headmix_vision.errors import InputError, one_line_errors
@@ -93,8 +94,8 @@ def _check_out(options: argparse.Namespace) -> None:
         raise InputError(f"{out} already exists; choose another --out or remove it")
     if out is not None:
         check_place(out)
-    if options.image_size is not None and options.image_size < 1:
-        raise InputError(f"--image-size is {options.image_size}, it must be at least 1")
+    if options.image_size is not None:
+        check_counts(1, **{"--image-size": options.image_size})
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from headmix_vision.checks import check_counts
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, check_depth, to_picture
@@ -53,8 +54,8 @@ class ImageSet:
     """
 
     def __init__(self, pictures: Pictures, mode: str, image_size: int | None = None) -> None:
-        if image_size is not None and image_size < 1:
-            raise InputError(f"image size is {image_size}, it must be at least 1")
+        if image_size is not None:
+            check_counts(1, **{"image size": image_size})
         if len(pictures) < 2:
             raise InputError(f"{pictures.source} has {len(pictures)} images, at least 2 are needed")
         self.pictures = pictures

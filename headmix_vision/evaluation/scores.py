@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmix_vision.checks import check_counts
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
@@ -36,8 +37,7 @@ class Scorer:
     """
 
     def __init__(self, extractor: FeatureExtractor, batch_size: int = 64, progress: Progress | None = None) -> None:
-        if batch_size < 1:
-            raise InputError(f"batch size is {batch_size}, it must be at least 1")
+        check_counts(1, **{"batch size": batch_size})
         self.extractor = extractor
         self.batch_size = batch_size
         self.progress: Progress = progress or (lambda batches, _: batches)
@@ -141,8 +141,7 @@ def kid(
     subset_size = min(KID_SUBSET_SIZE, smaller) if subset_size is None else subset_size
     if not 2 <= subset_size <= smaller:
         raise InputError(f"kid subset size is {subset_size}, it must be in [2, {smaller}], the images of a side")
-    if subsets < 1:
-        raise InputError(f"kid subsets is {subsets}, it must be at least 1")
+    check_counts(1, **{"kid subsets": subsets})
     settings = {"kid_subsets": subsets, "kid_subset_size": subset_size, "rng_seed": RNG_SEED, "verbose": False}
     result = kid_features_to_metric(scorer.collect(real), scorer.collect(fake), **settings)
     return {

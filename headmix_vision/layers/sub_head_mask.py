@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmix_vision.errors import InputError
+from headmix_vision.checks import check_counts
 from headmix_vision.ops.precision import accumulation_dtype, autocast_off
 
 
@@ -45,8 +45,7 @@ class SubHeadMask(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_sub_heads < 1:
-            raise InputError(f"num_sub_heads must be at least 1, got {num_sub_heads}.")
+        check_counts(1, num_sub_heads=num_sub_heads)
         self.num_heads, self.num_sub_heads = num_heads, num_sub_heads
         shape = (num_heads, num_sub_heads, num_sub_heads)
         self.proj: nn.Linear | None = None

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 import headmix_vision
+from headmix_vision.checks import check_counts
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import open_device
 from headmix_vision.console.progress import progress
@@ -107,10 +108,7 @@ def sample_images(options: argparse.Namespace) -> None:
         InputError: For wrong input, before anything is written.
     """
     for name, high in (("num", MAX_SAMPLES), ("steps", NUM_TIMESTEPS), ("batch_size", MAX_SAMPLES)):
-        value = getattr(options, name)
-        if not 1 <= value <= high:
-            bound = f"at least 1, got {value}" if value < 1 else f"at most {high}, got {value}"
-            raise InputError(f"--{name.replace('_', '-')} must be {bound}")
+        check_counts(1, high, **{f"--{name.replace('_', '-')}": getattr(options, name)})
     processes = Processes()
     leads = processes.rank == 0
     device = device_of(processes.local_rank, options.device)

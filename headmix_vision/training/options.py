@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from timm.optim import list_optimizers
 
-from headmix_vision.checks import suggest
+from headmix_vision.checks import check_counts, check_numbers, suggest
 from headmix_vision.errors import InputError
 
 
@@ -16,13 +16,8 @@ def require(condition: bool, message: str) -> None:
         raise InputError(message)
 
 
-def require_not_negative(name: str, value: float) -> None:
-    """Raises `InputError` unless the value of the named option is zero or positive, and finite."""
-    require(0 <= value < math.inf, f"{name} must not be negative, infinite or NaN, got {value}")
-
-
 def _check_name(opt: str) -> None:
-    known, asked = list_optimizers(), opt.lower().removeprefix("lookahead_")
+    known, asked = list(map(str, list_optimizers())), opt.lower().removeprefix("lookahead_")
     if asked not in known:
         hint = suggest(asked, known, "timm.optim.list_optimizers() lists the known ones")
         raise InputError(f"unknown optimizer.opt {opt!r}{hint}")
@@ -51,7 +46,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _check_name(self.opt)
         require(0 < self.lr < math.inf, f"optimizer.lr must be positive and finite, got {self.lr}")
-        require_not_negative("optimizer.weight_decay", self.weight_decay)
+        check_numbers(0, **{"optimizer.weight_decay": self.weight_decay})
         decay = self.layer_decay
         require(decay is None or 0 < decay <= 1, f"optimizer.layer_decay must be null or in (0, 1], got {decay}")
         taken = sorted(self.args.keys() & {"opt", "lr", "weight_decay", "layer_decay"})
@@ -77,8 +72,9 @@ class ScheduleConfig:
     min_lr: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("warmup_epochs", "warmup_lr", "min_lr"):
-            require_not_negative(f"schedule.{name}", getattr(self, name))
+        check_numbers(
+            0, **{f"schedule.{name}": getattr(self, name) for name in ("warmup_epochs", "warmup_lr", "min_lr")}
+        )
 
 
 @dataclass
@@ -127,11 +123,8 @@ class MixupConfig:
     mode: Literal["batch", "pair", "elem"] = "batch"
 
     def __post_init__(self) -> None:
-        for name in ("mixup_alpha", "cutmix_alpha"):
-            require_not_negative(f"mixup.{name}", getattr(self, name))
-        for name in ("prob", "switch_prob"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"mixup.{name} must be in [0, 1], got {value}")
+        check_numbers(0, **{f"mixup.{name}": getattr(self, name) for name in ("mixup_alpha", "cutmix_alpha")})
+        check_numbers(0, 1, **{f"mixup.{name}": getattr(self, name) for name in ("prob", "switch_prob")})
 
     @property
     def enabled(self) -> bool:
@@ -175,9 +168,9 @@ class SampleGridConfig:
 
     def __post_init__(self) -> None:
         for name in ("every_n_steps", "rows", "steps"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"samples.{name} must be at least 1, got {value}")
-        require_not_negative("samples.guidance", self.guidance)
+            if getattr(self, name) is not None:
+                check_counts(1, **{f"samples.{name}": getattr(self, name)})
+        check_numbers(0, **{"samples.guidance": self.guidance})
 
 
 @dataclass
@@ -209,9 +202,9 @@ class FidConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("every_n_epochs", 1), ("num", 2), ("steps", 1), ("batch_size", 2)):
-            value = getattr(self, name)
-            require(value is None or value >= least, f"fid.{name} must be at least {least}, got {value}")
-        require_not_negative("fid.guidance", self.guidance)
+            if getattr(self, name) is not None:
+                check_counts(least, **{f"fid.{name}": getattr(self, name)})
+        check_numbers(0, **{"fid.guidance": self.guidance})
 
 
 # Lightning takes these as they come, and divides by zero or trains nothing.

@@ -175,7 +175,7 @@ def test_refusals() -> None:
     for options, message in (
         ({"rule": "left"}, "rule is 'left', it must be one of same, opposite"),
         ({"size": 59}, "size is 59, a canvas needs at least 60"),
-        ({"length": 0}, "length is 0"),
+        ({"length": 0}, "length must be a whole number of at least 1, got 0"),
         ({"channels": 2}, "channels is 2"),
     ):
         with pytest.raises(ValueError, match=message):

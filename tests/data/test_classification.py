@@ -182,9 +182,9 @@ def test_evaluation_stages_run_without_training_data() -> None:
     [
         ({"dataset": "digit"}, "dataset 'digit' is unknown, it must be one of digits, canvas"),
         ({"dataset": "torch/"}, "dataset 'torch/' is unknown"),
-        ({"batch_size": 0}, "batch_size is 0, it must be at least 1"),
-        ({"eval_batch_size": -1}, "eval_batch_size is -1"),
-        ({"num_workers": -1}, "num_workers is -1"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"eval_batch_size": -1}, "eval_batch_size must be a whole number of at least [01], got -1"),
+        ({"num_workers": -1}, "num_workers must be a whole number of at least [01], got -1"),
         ({"max_unreadable": 1.5}, r"max_unreadable is 1.5, it must be in \[0, 1\]"),
         ({"crop_pct": 0.0}, "crop_pct is 0.0"),
         ({"interpolation": "cubic"}, "interpolation is 'cubic', it must be one of bilinear, bicubic, nearest"),

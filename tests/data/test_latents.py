@@ -224,7 +224,7 @@ def test_refusals(images: Path, vae: Path, tmp_path: Path, capsys: pytest.Captur
     assert "is no folder" in message("--images", tmp_path / "absent")
     (tmp_path / "empty").mkdir()
     assert "--images" in (line := message("--images", tmp_path / "empty")) and "has no image" in line
-    assert "workers is -1" in message("--workers", -1)
+    assert "workers must be a whole number of at least 0, got -1" in message("--workers", -1)
     assert not (tmp_path / "new").exists()
 
     assert "is not empty and holds no latents" in message(out=images)
@@ -343,7 +343,7 @@ def test_options_that_contradict_each_other(images: Path, tmp_path: Path, capsys
         assert f"leave out {option}" in message(option, "digits")
     assert "--gray goes with --vae none alone" in message("--gray", "--vae", images)
     assert "device 'gpu' cannot be used here" in message("--device", "gpu")
-    assert "image size is 0" in message("--image-size", 0)
+    assert "image_size must be a whole number of at least 1, got 0" in message("--image-size", 0)
     assert "the memory does not suffice" in message("--image-size", 10**8)
     assert "Not a directory" in message("--out", images / "ant" / "ant0.png" / "out")
     assert "is a file, --out must be a directory" in message("--out", images / "ant" / "ant0.png")

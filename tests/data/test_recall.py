@@ -65,9 +65,9 @@ def test_images_depend_on_seed_split_and_index_alone() -> None:
     ("arguments", "message"),
     [
         ({"split": "test"}, "split 'test' does not exist"),
-        ({"split": "train", "attributes": 5}, "attributes is 5, it must be 1 to 4"),
-        ({"split": "train", "grid": 0}, "grid is 0, it must be at least 1"),
-        ({"split": "train", "length": 0}, "length is 0, it must be at least 1"),
+        ({"split": "train", "attributes": 5}, "attributes must be a whole number from 1 to 4, got 5"),
+        ({"split": "train", "grid": 0}, "grid must be a whole number of at least 1, got 0"),
+        ({"split": "train", "length": 0}, "length must be a whole number of at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, object], message: str) -> None:

@@ -66,7 +66,7 @@ def test_policies_of_timm_are_taken(policy: str) -> None:
         ({"size": NAN}, "size is nan"),
         ({"size": 10**7}, "50000 canvases of 10000000 pixels do not fit into the memory"),
         ({"length": 10**15}, "do not fit into the memory"),
-        ({"length": 0}, "length is 0"),
+        ({"length": 0}, "length must be a whole number of at least 1, got 0"),
         ({"channels": 2}, "channels is 2"),
         ({"rule": "x"}, "rule is 'x'"),
         ({"split": "all"}, "split 'all' does not exist"),
@@ -93,7 +93,7 @@ def test_digits_of_other_channels(channels: int) -> None:
         ({"dataset": "fodler"}, "dataset 'fodler' is unknown"),
         ({"dataset": "latents"}, "needs root"),
         ({"dataset": "wds/"}, "is a stream and cannot train a generator"),
-        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
     ],
 )
 def test_options_of_generators(options: dict[str, Any], message: str) -> None:

@@ -70,8 +70,8 @@ def test_bad_images(
 
     larger = save_npz(tmp_path / "larger.npz", arr_0=np.zeros((4, 16, 16, 3), np.uint8))
     assert "real images are 8x8 pixels, fake ones 16x16" in message(larger)
-    assert "--image-size is 0" in message(larger, "--image-size", 0)
-    assert "batch size is 0" in message(larger, "--batch-size", 0)
+    assert "--image-size must be a whole number of at least 1, got 0" in message(larger, "--image-size", 0)
+    assert "batch size must be a whole number of at least 1, got 0" in message(larger, "--batch-size", 0)
 
 
 def test_bad_options(

@@ -136,5 +136,5 @@ def test_wrong_arguments_are_refused(core_args, message):
 
 
 def test_masks_without_sub_heads_are_refused():
-    with pytest.raises(ValueError, match="num_sub_heads must be at least 1"):
+    with pytest.raises(ValueError, match="num_sub_heads must be a whole number of at least 1"):
         SubHeadMask(2, 0)

@@ -18,6 +18,7 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headmix_vision.checks import check_counts
 from headmix_vision.data.datasets.base import BatchSource, SplitRequest, canonical_split
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.seeding import derive_seed
@@ -84,8 +85,8 @@ class CanvasDigits(BatchSource):
             raise InputError(f"size is {size}, a canvas needs at least {2 * CELL * REGIONS} pixels")
         if channels not in (1, 3):
             raise InputError(f"channels is {channels}, it must be 1 or 3")
-        if length is not None and length < 1:
-            raise InputError(f"length is {length}, it must be at least 1")
+        if length is not None:
+            check_counts(1, length=length)
         self.size = size
         self.seed = seed
         self.rule = rule

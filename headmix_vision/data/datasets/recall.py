@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from headmix_vision.checks import check_counts
 from headmix_vision.data.datasets.base import canonical_split
 from headmix_vision.data.seeding import derive_seed
-from headmix_vision.errors import InputError
 
 LENGTHS = {"train": 1_000_000, "validation": 512}
 PATCH = 8
@@ -67,11 +67,10 @@ class PatchRecall(Dataset[tuple[Tensor, Tensor]]):
         self, split: str, attributes: int = 4, grid: int = 8, seed: int = 0, length: int | None = None
     ) -> None:
         self.split = canonical_split(split)
-        if not 1 <= attributes <= MAX_ATTRIBUTES:
-            raise InputError(f"attributes is {attributes}, it must be 1 to {MAX_ATTRIBUTES}")
-        for name, value in (("grid", grid), ("length", length)):
-            if value is not None and value < 1:
-                raise InputError(f"{name} is {value}, it must be at least 1")
+        check_counts(1, MAX_ATTRIBUTES, attributes=attributes)
+        check_counts(1, grid=grid)
+        if length is not None:
+            check_counts(1, length=length)
         self.attributes, self.grid, self.seed = attributes, grid, seed
         self.length = length or LENGTHS[self.split]
         frequencies = 1 / np.arange(1, PLACES + 1) ** 2
