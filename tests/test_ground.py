@@ -9,6 +9,7 @@ import torch
 
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import open_device
+from headmix_vision.console.processes import process_numbers
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import check_place
 from headmix_vision.files.fields import check_fields
@@ -95,3 +96,20 @@ def test_wrong_arguments_are_one_line(arguments: list[str], line: str, capsys: p
         parser.parse_args(arguments)
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: {line}") and " --help)" in error
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "x"}, "RANK in the environment must be a number, got 'x'"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK in the environment must be a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK in the environment is 2, but WORLD_SIZE is 2"),
+    ],
+)
+def test_numbers_of_processes_that_cannot_be(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=message):
+        process_numbers()

@@ -1,1 +1,1 @@
-"""What command lines share: options, devices and the progress of long jobs."""
+"""What command lines share: options, devices, processes and the progress of long jobs."""

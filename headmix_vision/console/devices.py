@@ -5,15 +5,23 @@ import torch
 from headmix_vision.errors import InputError
 
 
-def open_device(name: str) -> torch.device:
+def default_device() -> str:
+    """Names the device that is taken when none is asked for: a GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def open_device(name: str, local_rank: int = 0) -> torch.device:
     """Checks that a device is there and computes.
 
     Args:
-        name: As torch writes it: `cpu`, `cuda`, `cuda:1`.
+        name: As torch writes it: `cpu`, `cuda:1`; `cuda` is the GPU of the process.
+        local_rank: The number of the process on its machine; processes beyond the GPUs share them.
 
     Raises:
         InputError: If torch does not know the device, or cannot use it on this machine.
     """
+    if name == "cuda" and torch.cuda.is_available():
+        name = f"cuda:{local_rank % torch.cuda.device_count()}"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()

@@ -5,11 +5,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 Advance = Callable[[float], None]
 """Tells that so many items more are done, fractions included."""
 
 _TENTH_S, _PAUSE_S = 2.0, 60.0  # least time between lines where a tenth is done, and most time without a line
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Tells whether a stream is a terminal that can redraw a line."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 @contextmanager
@@ -31,7 +37,7 @@ def progress(what: str, total: int, unit: str, *, done: int = 0, enabled: bool =
     """
     if not enabled or done >= total:
         yield lambda items: None
-    elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+    elif is_terminal(sys.stderr):
         with _bar(what, total, unit, done) as advance:
             yield advance
     else:

@@ -1,8 +1,8 @@
-"""Encode images into latents once, for training: `python -m headmix_vision.data.cache_latents --help`.
+"""Encode images into latents once, for training: `headmix-cache-latents --help`.
 
-    python -m headmix_vision.data.cache_latents --images /data/imagenet/train --vae /models/sd-vae-ft-ema --flip \\
+    headmix-cache-latents --images /data/imagenet/train --vae /models/sd-vae-ft-ema --flip \\
         --image-size 256 --out /data/latents256
-    torchrun --nproc-per-node 8 -m headmix_vision.data.cache_latents ...    # shards are dealt to the processes
+    torchrun --nproc-per-node 8 --no-python headmix-cache-latents ...    # shards are dealt to the processes
 
 An interrupted run goes on with the shards that are missing. The same latents come out of any number of processes. The
 names and sizes of the images are recorded: a cache is not continued with others than its shards were made of.
@@ -11,7 +11,6 @@ names and sizes of the images are recorded: a cache is not continued with others
 import argparse
 import hashlib
 import json
-import os
 import re
 import signal
 import warnings
@@ -25,11 +24,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from headmix_vision.checks import check_choice, check_counts
 from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.console.devices import open_device
+from headmix_vision.console.devices import default_device, open_device
+from headmix_vision.console.processes import process_numbers
 from headmix_vision.console.progress import progress
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets import open_source
-from headmix_vision.data.datasets.base import PIL_MODES, Source, SplitRequest, to_picture
+from headmix_vision.data.datasets.base import PIL_MODES, Source, SplitRequest, readable, to_picture
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.image_files import ImageFiles, find_images
 from headmix_vision.data.datasets.latents import (
@@ -72,10 +72,8 @@ class CroppedImages(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         from torchvision.transforms.functional import pil_to_tensor
 
-        try:
+        with readable(self.source.name(index)):
             image, label = self.source.read(index)
-        except Exception as error:  # decoders raise whatever comes to mind on a damaged file
-            raise InputError(f"{self.source.name(index)} cannot be read ({type(error).__name__}: {error})") from None
         return pil_to_tensor(center_crop(to_picture(image).convert(self.mode), self.size)), max(label, 0)
 
 
@@ -312,11 +310,11 @@ def open_images(images: str | None, request: SplitRequest) -> Source:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; wrong input ends the process with one line and exit status 2."""
     options = _parser().parse_args(args)
-    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     with one_line_errors():
+        processes = process_numbers()
         _check_sources(options)
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if options.device == "cuda" else options.device
-        autoencoder = load_autoencoder(options.vae, open_device(device), DTYPES[options.encoder_dtype])
+        device = open_device(options.device, processes.local_rank)
+        autoencoder = load_autoencoder(options.vae, device, DTYPES[options.encoder_dtype])
         if options.gray:
             autoencoder.image_channels = 1
         shape = (autoencoder.image_channels, options.image_size, options.image_size)
@@ -334,8 +332,8 @@ def main(args: Sequence[str] | None = None) -> None:
             batch_size=options.batch_size,
             shard_size=options.shard_size,
             workers=options.workers,
-            rank=rank,
-            world_size=world_size,
+            rank=processes.rank,
+            world_size=processes.world_size,
             dry_run=options.dry_run,
         )
         if options.dry_run:
@@ -357,7 +355,7 @@ def _check_sources(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="python -m headmix_vision.data.cache_latents",
+        prog="headmix-cache-latents",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -376,7 +374,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=32, help="images at a time (32)")
     parser.add_argument("--shard-size", type=int, default=4096, help="images in a file (4096)")
     parser.add_argument("--workers", type=int, default=4, help="processes that read images (4)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
+    parser.add_argument("--device", default=default_device(), help="where to run")
     parser.add_argument("--dry-run", action="store_true", help="check everything, encode one image, write nothing")
     return parser
 

@@ -1,4 +1,4 @@
-"""Scores generated images: `python -m headmix_vision.evaluate fid --real X --fake Y`.
+"""Scores generated images: `headmix-evaluate fid --real X --fake Y`.
 
 X and Y are a folder of images, an npz file of ADM (images, or mu and sigma), a statistics file (.safetensors), or a
 data set NAME[:SPLIT][SLICE]. `stats` keeps the statistics of X, to read its images only once.
@@ -14,11 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headmix_vision.checks import check_counts
 from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console.devices import default_device
 from headmix_vision.console.progress import progress
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.evaluation.extractors import open_extractor
@@ -60,7 +60,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="python -m headmix_vision.evaluate",
+        prog="headmix-evaluate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--root", help="place of a data set that needs one")
         command.add_argument("--image-size", type=int, help="scale and centre-crop all images to this size first")
         command.add_argument("--batch-size", type=int, default=64, help="images at a time (64)")
-        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
+        command.add_argument("--device", default=default_device(), help="where to run")
         command.add_argument("--dry-run", action="store_true", help="open and check everything, score nothing")
         for option, (default, about) in METRICS[name].options.items() if name != "stats" else ():
             command.add_argument(f"--{option.replace('_', '-')}", type=int, default=default, help=about)

@@ -19,7 +19,7 @@ from torch import Tensor
 from headmix_vision.checks import check_counts
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets import find_dataset, open_source
-from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, check_depth, to_picture
+from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, check_depth, readable, to_picture
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays
 from headmix_vision.files.png import Item, read_item, to_item
@@ -141,12 +141,9 @@ class Folder:
 
 
 def _decode(path: Path) -> Item:
-    try:
-        with Image.open(path) as image:
-            item = read_item(image)
-            check_depth(image)
-    except Exception as error:  # decoders raise whatever comes to mind on a damaged file
-        raise InputError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
+    with readable(path), Image.open(path) as image:
+        item = read_item(image)
+        check_depth(image)
     return item
 
 
@@ -192,10 +189,8 @@ class DatasetImages:
     def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
         for index in self.indices:
             name = self.images.name(index)
-            try:
+            with readable(name):
                 image, _ = self.images.read(index)
-            except Exception as error:  # as in Folder
-                raise InputError(f"{name} cannot be read ({type(error).__name__}: {error})") from None
             yield name, to_picture(image)
 
 

@@ -1,6 +1,5 @@
 """Lists the models of the package: `headmix-models [PATTERN ...]`."""
 
-import argparse
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -10,6 +9,7 @@ import torch
 from timm.models import get_pretrained_cfg, is_model_pretrained
 
 from headmix_vision.checks import suggest
+from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.models.names import FAMILIES
 
@@ -59,7 +59,7 @@ def describe(names: Sequence[str]) -> Iterator[Listed]:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong input ends the process with one line and exit status 2."""
-    parser = argparse.ArgumentParser(prog="headmix-models", description="List the models of the package.")
+    parser = OneLineParser(prog="headmix-models", description="List the models of the package.")
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names, with * and ?, such as 'deit_mhla_*'")
     parser.add_argument("--pretrained", action="store_true", help="only those whose weights come with the package")
     options = parser.parse_args(args)

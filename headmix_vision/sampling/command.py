@@ -19,7 +19,7 @@ import torch
 import headmix_vision
 from headmix_vision.checks import check_counts
 from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.console.devices import open_device
+from headmix_vision.console.devices import default_device, open_device
 from headmix_vision.console.progress import progress
 from headmix_vision.diffusion.denoising import CHANNELS
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def build_parser() -> argparse.ArgumentParser:
     """Makes the parser of the options."""
-    parser = OneLineParser(description="Draw samples from a trained generator.")
+    parser = OneLineParser(prog="headmix-sample", description="Draw samples from a trained generator.")
     images = parser.add_subparsers(dest="command", required=True).add_parser(
         "images",
         help="images of given classes",
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--npz", action="store_true", help="also write samples.npz, as ADM's evaluation takes it")
     add("--vae", help="another autoencoder than the recorded one: directory or hub id")
     add("--dry-run", action="store_true", help="open and check everything, say what would be drawn, and write nothing")
-    add("--device", help="for example cuda:1 (a GPU if there is one)")
+    add("--device", default=default_device(), help="for example cuda:1 (a GPU if there is one)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="type of the network's weights (%(default)s)")
     return parser
 
@@ -111,7 +111,7 @@ def sample_images(options: argparse.Namespace) -> None:
         check_counts(1, high, **{f"--{name.replace('_', '-')}": getattr(options, name)})
     processes = Processes()
     leads = processes.rank == 0
-    device = device_of(processes.local_rank, options.device)
+    device = open_device(options.device, processes.local_rank)
     pipeline, about = load_pipeline(options.model, checkpoint=options.checkpoint, raw=options.raw, vae=options.vae)
     if options.dtype != "float32":
         # Not `pipeline.to(dtype)`, which casts the autoencoder too; the model's own `to` warns without need.
@@ -258,16 +258,3 @@ def versions() -> dict[str, str]:
     """Collects the versions of what the pixels may depend on."""
     packages = {name: version(name) for name in ("torch", "diffusers", "timm", "numpy")}
     return {"headmix_vision": headmix_vision.__version__, "python": platform.python_version(), **packages}
-
-
-def device_of(local_rank: int, name: str | None) -> torch.device:
-    """Chooses the device of a process: the one asked for, else its GPU, else the CPU.
-
-    Raises:
-        InputError: If the device is not there.
-    """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and torch.cuda.is_available():
-        name = f"cuda:{local_rank % torch.cuda.device_count()}"
-    return open_device(name)

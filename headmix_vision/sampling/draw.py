@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from headmix_vision.console.processes import process_numbers
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
@@ -19,7 +20,6 @@ from headmix_vision.sampling.contact_sheet import draw_grid
 from headmix_vision.sampling.folder import SampleFolder
 
 GRID_IMAGES, GRID_PIXELS = 100, 2**26  # at most, in the picture of many samples
-_ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 _LONG = timedelta(days=7)  # a process may have much less to do than another
 
 
@@ -66,13 +66,7 @@ class Processes:
     """
 
     def __init__(self) -> None:
-        numbers = {name: os.environ.get(name, default) for name, default in _ENVIRONMENT.items()}
-        for name, text in numbers.items():
-            if not text.isdecimal():
-                raise InputError(f"{name} in the environment must be a number, got {text!r}")
-        self.rank, self.world_size, self.local_rank = map(int, numbers.values())
-        if self.rank >= self.world_size:
-            raise InputError(f"RANK in the environment is {self.rank}, but WORLD_SIZE is {self.world_size}")
+        self.rank, self.world_size, self.local_rank = process_numbers()
         if self.world_size > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise InputError(f"WORLD_SIZE in the environment is {self.world_size}: start the processes by torchrun")
 

@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from headmix_vision.console.progress import is_terminal
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
@@ -30,7 +31,6 @@ from headmix_vision.training.callbacks.progress import (
     EvaluationLines,
     ImagesPerSecondBar,
     ModelSize,
-    on_terminal,
 )
 from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
@@ -220,7 +220,7 @@ class RunCLI(LightningCLI):
             return shown
         if trainer.enable_model_summary is not False:
             shown.append(ModelSize())
-        if trainer.enable_progress_bar is not False and on_terminal():
+        if trainer.enable_progress_bar is not False and is_terminal(sys.stdout):
             shown.append(ImagesPerSecondBar())
         elif trainer.enable_progress_bar is not False:
             shown.append(EpochLines(self.speed) if training else EvaluationLines())

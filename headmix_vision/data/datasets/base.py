@@ -5,8 +5,9 @@ C channels, * the axes of a sample's grid: height and width of an image.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -205,6 +206,19 @@ class PreparedSource(Source):
     @abstractmethod
     def read(self, index: int, draw: int = 0) -> tuple[Tensor, int]:
         """Sample float32 [C, *grid] and label; another `draw` (epoch) may be another sample."""
+
+
+@contextmanager
+def readable(name: object) -> Iterator[None]:
+    """Name the picture in whatever a decoder raises; it raises whatever comes to mind on a damaged file.
+
+    Raises:
+        InputError: For any exception.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"{name} cannot be read ({type(error).__name__}: {error})") from None
 
 
 def check_depth(image: Image.Image) -> None:

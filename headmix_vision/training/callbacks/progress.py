@@ -1,7 +1,5 @@
 """Shows how far training and evaluation are: by a bar on a terminal, elsewhere by plain lines."""
 
-import os
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -12,11 +10,6 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from headmix_vision.console.progress import Advance, duration, progress
 from headmix_vision.training.base_module import BaseModule
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
-
-
-def on_terminal() -> bool:
-    """Tells whether standard output is a terminal that can redraw a line."""
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class ModelSize(Callback):
