@@ -360,7 +360,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--images", help="folder with a folder of images per class, or with images alone")
-    parser.add_argument("--dataset", help="instead of --images: a data set as in train_cls.py (folder)")
+    parser.add_argument("--dataset", help="instead of --images: a data set as in headmix-train-cls (folder)")
     parser.add_argument("--root", help="place of the data set")
     parser.add_argument("--split", help="split of the data set (train)")
     parser.add_argument("--vae", required=True, help="directory or hub id of an image autoencoder, or none: pixels")

@@ -1,4 +1,4 @@
-"""The command line of `sample.py`."""
+"""The command line of `headmix-sample`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What the options of `sample.py` mean for a model."""
+"""What the options of `headmix-sample` mean for a model."""
 
 import argparse
 import math

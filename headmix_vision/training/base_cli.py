@@ -1,4 +1,4 @@
-"""Defines the command line under `train_cls.py` and `train_gen.py`: Lightning's, with a run directory around it."""
+"""The command line of training under `headmix-train-cls` and `headmix-train-gen`: Lightning's, with a run directory."""
 
 import logging
 import sys

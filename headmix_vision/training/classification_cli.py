@@ -18,7 +18,7 @@ from headmix_vision.training.classifier import ImageClassifier
 
 
 class ClassificationCLI(RunCLI):
-    """Trains and evaluates classifiers from the command line: `train_cls.py`."""
+    """Trains and evaluates classifiers from the command line: `headmix-train-cls`."""
 
     module_class = ImageClassifier
     data_class = ClassificationData

@@ -19,7 +19,7 @@ from headmix_vision.training.options import FidConfig, SampleGridConfig
 
 
 class GenerationCLI(RunCLI):
-    """Trains generators from the command line: `train_gen.py`."""
+    """Trains generators from the command line: `headmix-train-gen`."""
 
     module_class = ImageGenerator
     data_class = GenerationData
@@ -28,7 +28,7 @@ class GenerationCLI(RunCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Offers `fit` and `validate`; `sample.py` draws samples."""
+        """Offers `fit` and `validate`; `headmix-sample` draws samples."""
         hidden = {"model", "dataloaders", "datamodule"}
         return {"fit": {*hidden, "train_dataloaders", "val_dataloaders"}, "validate": hidden}
 

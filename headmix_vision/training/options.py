@@ -155,7 +155,7 @@ class SampleGridConfig:
         classes: Labels, one column each; the first ten when null.
         rows: Samples of each label.
         steps: Sampling steps.
-        scheduler: Sampler, see `sample.py`; the objective's own when null.
+        scheduler: Sampler, see `headmix-sample`; the objective's own when null.
         guidance: Scale of classifier-free guidance, 1 for none.
     """
 
@@ -177,11 +177,11 @@ class SampleGridConfig:
 class FidConfig:
     """Fréchet distance of samples during training, drawn with the averaged weights if there are any.
 
-    A number to see progress by; for one to report, draw with `sample.py` and score with `headmix_vision.evaluate`.
+    A number to see progress by; for one to report, draw with `headmix-sample` and score with `headmix-evaluate`.
 
     Args:
         every_n_epochs: Score after every so many epochs; never when null.
-        real: Real images or their statistics, as for `headmix_vision.evaluate`: a folder, an npz file, a data set such
+        real: Real images or their statistics, as for `headmix-evaluate`: a folder, an npz file, a data set such
             as `digits`, or a statistics file. Images are brought to the (square) size of those that the model makes.
         features: `inception`, `digits` or a path, as there.
         num: Number of samples, all classes in turn.
