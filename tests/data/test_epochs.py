@@ -8,11 +8,11 @@ from torch import Tensor
 
 from headmix_vision.data import Augmentation, GenerationData
 from headmix_vision.data.augmentation import train_transform
-from headmix_vision.data.cache_latents import write_cache
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets.base import Transform
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.generation import ImageToRange
+from headmix_vision.data.latent_cache import write_cache
 from headmix_vision.data.seeding import seeded
 
 from .helpers import make_trainer, write_image

@@ -18,6 +18,7 @@ from headmix_vision.data import cache_latents
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.latents import MANIFEST, LatentShards
+from headmix_vision.data.latent_cache import write_cache
 from headmix_vision.errors import InputError
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.models.autoencoders import Autoencoder, LatentScale, load_autoencoder
@@ -143,10 +144,10 @@ def test_interrupted_and_shared_runs_give_the_same_files(
 def test_finished_shards_are_not_encoded_again(images: Path, vae: Path, tmp_path: Path) -> None:
     autoencoder, source = load_autoencoder(str(vae)), open_class_folders(images, "RGB")
     options = {"image_size": 12, "origin": "here", "shard_size": 4}
-    assert cache_latents.write_cache(source, autoencoder, tmp_path / "out", **options) == 3
+    assert write_cache(source, autoencoder, tmp_path / "out", **options) == 3
     (tmp_path / "out" / "shard-00001.safetensors").unlink()
-    assert cache_latents.write_cache(source, autoencoder, tmp_path / "out", **options) == 1
-    assert cache_latents.write_cache(source, autoencoder, tmp_path / "out", **options) == 0
+    assert write_cache(source, autoencoder, tmp_path / "out", **options) == 1
+    assert write_cache(source, autoencoder, tmp_path / "out", **options) == 0
 
 
 def test_pixels(images: Path, tmp_path: Path) -> None:
@@ -357,7 +358,7 @@ def test_options_that_contradict_each_other(images: Path, tmp_path: Path, capsys
     with pytest.raises(InputError, match=r"rank is 2, it must be in \[0, 2\)"):
         source = open_class_folders(images, "RGB")
         options = {"image_size": 12, "origin": "here", "rank": 2, "world_size": 2}
-        cache_latents.write_cache(source, Autoencoder(None), out, **options)
+        write_cache(source, Autoencoder(None), out, **options)
 
 
 def test_latents_that_are_not_finite_are_not_written(vae: Path, images: Path, tmp_path: Path) -> None:
@@ -367,7 +368,7 @@ def test_latents_that_are_not_finite_are_not_written(vae: Path, images: Path, tm
     with pytest.raises(
         InputError, match=r"mean of the latents of .*ant0\.png to .*ant1\.png is not finite: encode and"
     ):
-        cache_latents.write_cache(source, autoencoder, tmp_path / "out", **options)
+        write_cache(source, autoencoder, tmp_path / "out", **options)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [MANIFEST]
 
 

@@ -14,9 +14,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from headmix_vision.data.batches import SampleKey
-from headmix_vision.data.cache_latents import write_cache
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.latents import LatentShards
+from headmix_vision.data.latent_cache import write_cache
 from headmix_vision.data.loading import PreparedSamples
 from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.sampling.command import main as sample
