@@ -1,8 +1,8 @@
-"""Encode images into latents once, for training: `python -m headmix_vision.data.cache_latents --help`.
+"""Encode images into latents once, for training: `headmix-cache-latents --help`.
 
-    python -m headmix_vision.data.cache_latents --images /data/imagenet/train --vae /models/sd-vae-ft-ema --flip \\
+    headmix-cache-latents --images /data/imagenet/train --vae /models/sd-vae-ft-ema --flip \\
         --image-size 256 --out /data/latents256
-    torchrun --nproc-per-node 8 -m headmix_vision.data.cache_latents ...    # shards are dealt to the processes
+    torchrun --nproc-per-node 8 --no-python headmix-cache-latents ...    # shards are dealt to the processes
 
 An interrupted run goes on with the shards that are missing. The same latents come out of any number of processes. The
 names and sizes of the images are recorded: a cache is not continued with others than its shards were made of.
@@ -361,7 +361,7 @@ def _check_sources(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="python -m headmix_vision.data.cache_latents",
+        prog="headmix-cache-latents",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

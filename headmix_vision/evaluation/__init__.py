@@ -1,6 +1,6 @@
 """Scores of generated images: Fréchet distance, KID, inception score, precision and recall.
 
-The command line is `python -m headmix_vision.evaluate`. From Python:
+The command line is `headmix-evaluate`. From Python:
 
     from headmix_vision.evaluation.extractors import ClassifierExtractor
     from headmix_vision.evaluation.sample_sets import open_images

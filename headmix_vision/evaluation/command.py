@@ -1,4 +1,4 @@
-"""Scores generated images: `python -m headmix_vision.evaluate fid --real X --fake Y`.
+"""Scores generated images: `headmix-evaluate fid --real X --fake Y`.
 
 X and Y are a folder of images, an npz file of ADM (images, or mu and sigma), a statistics file (.safetensors), or a
 data set NAME[:SPLIT][SLICE]. `stats` keeps the statistics of X, to read its images only once.
@@ -59,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="python -m headmix_vision.evaluate",
+        prog="headmix-evaluate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -218,7 +218,7 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
 
 
 def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtractor:
-    """Opens the extractor of a weights file: an export of `python -m headmix_vision.export`, or Inception's weights.
+    """Opens the extractor of a weights file: an export of `headmix-export`, or Inception's weights.
 
     Args:
         path: A `.safetensors` or `.pth` file.

@@ -78,7 +78,7 @@ def _read_safetensors(path: Path) -> Statistics:
         header = (file.metadata() or {}).get(_HEADER)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     if header is None:
-        raise InputError(f"{path} is no statistics file: make one with python -m headmix_vision.evaluate stats")
+        raise InputError(f"{path} is no statistics file: make one with headmix-evaluate stats")
     try:
         described = json.loads(header)
     except json.JSONDecodeError as error:

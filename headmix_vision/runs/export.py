@@ -1,4 +1,4 @@
-"""Turns a run into something to load elsewhere: `python -m headmix_vision.export RUN --out TARGET`.
+"""Turns a run into something to load elsewhere: `headmix-export RUN --out TARGET`.
 
 A classifier becomes a weights file for timm (`--out model.safetensors`), a generator a pipeline directory for diffusers
 (`--out DIRECTORY`).
@@ -150,7 +150,7 @@ def _open_to_umask(folder: Path) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong input ends the process with one line and exit status 2."""
-    parser = OneLineParser(prog="python -m headmix_vision.export", description="Export a run's weights.")
+    parser = OneLineParser(prog="headmix-export", description="Export a run's weights.")
     parser.add_argument("run", type=Path, help="run directory, or a .ckpt file")
     parser.add_argument(
         "--out", type=Path, required=True, help="file ending in .safetensors; for a generator a directory"
