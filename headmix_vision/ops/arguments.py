@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from headmix_vision.errors import InputError
@@ -20,13 +22,19 @@ def as_axes(name: str, numbers: object) -> tuple[int, ...]:
     Raises:
         InputError: if it is neither, or holds something else.
     """
-    axes = tuple(numbers) if isinstance(numbers, (tuple, list)) else (None,)
-    if any(isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)) for n in axes):
+    axes: tuple[Any, ...] = tuple(numbers) if isinstance(numbers, (tuple, list)) else (None,)
+    if not all(_is_whole(n) for n in axes):
         raise InputError(f"{name} must be one whole number for each axis, got {numbers!r}.")
     return axes
 
 
-def check_size(name: str, size: object, least: int) -> None:
+def check_size(name: str, size: Any, least: int) -> None:
     """Raise InputError for what is no whole number of at least ``least``."""
-    if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)) or size < least:
+    if not _is_whole(size) or size < least:
         raise InputError(f"{name} must be a whole number of at least {least}, got {size!r}.")
+
+
+def _is_whole(number: object) -> bool:
+    if isinstance(number, torch.Tensor):  # torch.jit.trace makes tensors of sizes
+        return torch.jit.is_tracing()
+    return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
