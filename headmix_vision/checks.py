@@ -32,6 +32,13 @@ def check_numbers(least: float, most: float = math.inf, /, **numbers: object) ->
             raise InputError(f"{name} must be a finite number {limits}, got {value!r}.")
 
 
+def check_flags(**flags: object) -> None:
+    """Raise InputError for what is neither True nor False: the text "false" counts as true elsewhere."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name} must be true or false, got {value!r}.")
+
+
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise InputError for a value that is none of the allowed ones."""
     if value not in allowed:

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from headmix_vision.data.datasets.base import Transform
@@ -60,16 +61,17 @@ class Augmentation:
     def check(self) -> None:
         """Raise InputError, naming the option, for a value that is out of range."""
         for name in ("hflip", "vflip", "reprob", "translate"):
-            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
+            _require(0 <= _number(getattr(self, name)) <= 1, name, getattr(self, name), "in [0, 1]")
         for name in ("scale", "ratio", "rescale"):
-            bounds = tuple(getattr(self, name))
+            given = getattr(self, name)
+            bounds = tuple(map(_number, given)) if isinstance(given, (tuple, list)) else ()
             rising = len(bounds) == 2 and 0 < bounds[0] <= bounds[1] < math.inf
             _require(rising, name, getattr(self, name), "(low, high) with 0 < low <= high, both finite")
         _require(self.scale[1] <= 1, "scale", self.scale, "at most 1")
         for name in ("recount", "repeats"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            _require(_whole(getattr(self, name)) >= 1, name, getattr(self, name), "at least 1, and whole")
         for name in ("color_jitter", "degrees"):
-            _require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "at least 0 and finite")
+            _require(0 <= _number(getattr(self, name)) < math.inf, name, getattr(self, name), "at least 0 and finite")
         _require(self.remode in ERASE_MODES, "remode", self.remode, f"one of {', '.join(ERASE_MODES)}")
         if self.auto_augment is not None:
             # timm leaves out what it does not understand
@@ -88,6 +90,14 @@ class Augmentation:
         """Whether an image of the model's input size stays as it is."""
         random = (self.hflip, self.vflip, self.auto_augment, self.color_jitter, self.reprob)
         return not (any(random) or self.is_affine) and tuple(self.scale) == tuple(self.ratio) == (1.0, 1.0)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+
+
+def _whole(value: object) -> float:
+    return _number(value) if isinstance(value, Integral) else math.nan
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from headmix_vision.checks import check_numbers
 from headmix_vision.data.augmentation import (
     INTERPOLATIONS,
     Augmentation,
@@ -80,10 +81,14 @@ class ClassificationData(DataModule):
         interpolation: str | None = None,
         augmentation: Augmentation = Augmentation(),  # noqa: B008 - read only; jsonargparse shows its fields
     ) -> None:
-        if crop_pct is not None and not 0 < crop_pct <= 1:
-            raise InputError(f"crop_pct is {crop_pct}, it must be in (0, 1]")
+        if crop_pct is not None:
+            check_numbers(0, 1, crop_pct=crop_pct)
+            if crop_pct == 0:
+                raise InputError(f"crop_pct must be above 0, got {crop_pct}.")
         if interpolation is not None:
             check_interpolation("interpolation", interpolation, INTERPOLATIONS)
+        if not isinstance(augmentation, Augmentation):
+            raise InputError(f"augmentation must be an Augmentation, got {augmentation!r}.")
         augmentation.check()
         super().__init__(
             dataset,

@@ -11,7 +11,7 @@ import lightning
 from lightning.fabric.utilities.data import suggested_max_num_workers
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.checks import check_counts
+from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.batches import TrainBatchSampler, eval_batches
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
@@ -89,12 +89,12 @@ class DataModule(lightning.LightningDataModule):
         super().__init__()
         self.entry = find_dataset(dataset, self.use)
         check_counts(1, batch_size=batch_size)
+        check_counts(0, seed=seed)
         if eval_batch_size is not None:
             check_counts(1, eval_batch_size=eval_batch_size)
         if num_workers is not None:
             check_counts(0, num_workers=num_workers)
-        if not 0 <= max_unreadable <= 1:
-            raise InputError(f"max_unreadable is {max_unreadable}, it must be in [0, 1]")
+        check_numbers(0, 1, max_unreadable=max_unreadable)
         self.dataset = dataset
         self.root = root
         self.train_split = train_split

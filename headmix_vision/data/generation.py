@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms.functional import pil_to_tensor
 
+from headmix_vision.checks import check_numbers
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets.base import RawImage, SplitRequest, Transform
@@ -63,8 +64,7 @@ class GenerationData(DataModule):
         max_unreadable: float = 0.01,
         canvas_size: int | None = None,
     ) -> None:
-        if not 0 <= hflip <= 1:
-            raise InputError(f"hflip is {hflip}, it must be in [0, 1]")
+        check_numbers(0, 1, hflip=hflip)
         super().__init__(
             dataset,
             root,

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_choice, check_counts, check_keywords, keywords
+from headmix_vision.checks import check_choice, check_counts, check_flags, check_keywords, keywords
 from headmix_vision.errors import InputError
 from headmix_vision.layers.cores import CORES
 from headmix_vision.layers.grid_convolution import ConvPositionEncoding
 from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid
+from headmix_vision.ops.arguments import as_axes
 
 
 class HeadMixAttention(nn.Module):
@@ -86,7 +87,8 @@ class HeadMixAttention(nn.Module):
         _check_options("core_args", core, CORES[core], core_args)
         if head_mix is not None:
             _check_options("head_mix_args", head_mix, HEAD_MIXES[head_mix], head_mix_args)
-        for count in block_grid:
+        check_flags(qk_norm=qk_norm, cpe=cpe, output_norm=output_norm, output_gate=output_gate)
+        for count in as_axes("block_grid", block_grid):
             check_counts(1, block_grid=count)
         head_dim = dim // num_heads
         self.num_heads, self.head_dim = num_heads, head_dim
@@ -123,7 +125,7 @@ class HeadMixAttention(nn.Module):
         Raises:
             InputError: if the core has no blocks, or they do not fit the grid.
         """
-        for count in block_grid:
+        for count in as_axes("block_grid", block_grid):
             check_counts(1, block_grid=count)
         self.core.set_block_grid(tuple(block_grid))
 

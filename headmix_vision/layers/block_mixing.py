@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_choice
+from headmix_vision.checks import check_choice, check_counts
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks
 
@@ -54,6 +54,8 @@ class MixingMatrix(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if num_heads is not None:
+            check_counts(1, num_heads=num_heads)
         check_choice("mixing init", init, MIXING_INITS)
         self.blocks, self.init = blocks, init
         heads = () if num_heads is None else (num_heads,)
@@ -98,7 +100,7 @@ class MixingMatrix(nn.Module):
         if weight is not None:
             new, prefix_blocks = self.blocks.block_grid, self.blocks.num_prefix_blocks
             if block_grid is not None:
-                old = tuple(int(axis) for axis in block_grid.tolist())
+                old = tuple(int(axis) for axis in block_grid.flatten().tolist())
             else:
                 old = infer_block_grid(weight.shape[-1] - prefix_blocks, new)
             if old != new or weight.shape[-1] != self.weight.shape[-1]:

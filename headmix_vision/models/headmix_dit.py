@@ -15,7 +15,7 @@ from einops import rearrange
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_counts, check_numbers, pair
+from headmix_vision.checks import check_counts, check_flags, check_numbers, pair
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, MixingMatrix, undecayed_parameters
 from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
@@ -129,6 +129,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         super().__init__()
         check_counts(1, patch_size=patch_size, in_channels=in_channels, embed_dim=embed_dim, depth=depth)
         check_counts(0, num_classes=num_classes)
+        check_flags(learned_variance=learned_variance)
         check_numbers(0, mlp_ratio=mlp_ratio)
         check_numbers(0, 1, class_dropout=class_dropout)
         if class_dropout == 1:

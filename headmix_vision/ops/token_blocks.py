@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.arguments import as_axes
 from headmix_vision.ops.cached_tables import cached_tables
 from headmix_vision.ops.token_grid import TokenGrid
 from headmix_vision.ops.tracing import is_plain
@@ -47,14 +48,17 @@ class TokenBlocks:
         block_grid: blocks along each axis, as many axes as the grid.
 
     Raises:
-        InputError: if the axes do not match, or a block would hold no token.
+        InputError: if the axes do not match, are no whole numbers, or a block would hold no token.
     """
 
     grid: TokenGrid
     block_grid: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.grid, TokenGrid):
+            raise InputError(f"grid must be a TokenGrid, got {self.grid!r}; TokenBlocks.from_grid takes a shape.")
         shape, block_grid = self.grid.shape, self.block_grid
+        as_axes("block_grid", block_grid)
         if len(shape) != len(block_grid):
             raise InputError(f"grid {shape} and block_grid {block_grid} must have the same number of axes.")
         if any(count < 1 for count in block_grid):
@@ -81,7 +85,7 @@ class TokenBlocks:
         Raises:
             InputError: if the axes do not match, or a block would hold no token.
         """
-        return cls(TokenGrid.of(grid, num_prefix_tokens), tuple(block_grid))
+        return cls(TokenGrid.of(grid, num_prefix_tokens), as_axes("block_grid", block_grid))
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.arguments import as_axes, check_size
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class TokenGrid:
             pseudo-tokens of a token. They share the position of their token, and its block.
 
     Raises:
-        InputError: if ``shape`` is not one to three positive numbers, or another number is out of range.
+        InputError: if ``shape`` is not one to three positive whole numbers, or another number is none or out of range.
     """
 
     shape: tuple[int, ...]
@@ -27,19 +28,18 @@ class TokenGrid:
     repeats: int = 1
 
     def __post_init__(self) -> None:
+        as_axes("a token grid", self.shape)
         if not 1 <= len(self.shape) <= 3 or any(size < 1 for size in self.shape):
             raise InputError(
                 f"a token grid must have one to three axes of at least one token, all positive, got {self.shape}."
             )
-        if self.num_prefix_tokens < 0:
-            raise InputError(f"num_prefix_tokens must not be negative, got {self.num_prefix_tokens}.")
-        if self.repeats < 1:
-            raise InputError(f"repeats must be at least 1, got {self.repeats}.")
+        check_size("num_prefix_tokens", self.num_prefix_tokens, 0)
+        check_size("repeats", self.repeats, 1)
 
     @classmethod
     def of(cls, grid: TokenGrid | tuple[int, ...] | list[int], num_prefix_tokens: int = 0) -> TokenGrid:
         """Return a grid as it is, or build it from a shape and a number of prefix tokens."""
-        return grid if isinstance(grid, TokenGrid) else cls(tuple(grid), num_prefix_tokens)
+        return grid if isinstance(grid, TokenGrid) else cls(as_axes("a token grid", grid), num_prefix_tokens)
 
     @property
     def num_grid_tokens(self) -> int:

@@ -63,6 +63,10 @@ class TokenScan:
     reverse: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.grid, TokenGrid):
+            raise InputError(f"grid must be a TokenGrid, got {self.grid!r}; TokenScan.from_grid takes a shape.")
+        if not isinstance(self.reverse, bool):
+            raise InputError(f"reverse must be True or False, got {self.reverse!r}.")
         if self.order not in SCAN_ORDERS:
             raise InputError(f"scan order must be one of {SCAN_ORDERS}, got {self.order!r}.")
 

@@ -31,7 +31,9 @@ NAN, INF = float("nan"), float("inf")
             ("auto_augment", policy)
             for policy in ("", "foo", "rand-mX", "rand-m9-mstdx", "original-foo", "augmix-m5-w-1")
         ),
-        ("repeats", 0),
+        *((name, value) for name in ("hflip", "degrees", "scale") for value in ("0.5", None, [1], True)),
+        ("scale", ("0.5", "1")),
+        *(("repeats", value) for value in (0, 1.5, "2", None)),
         ("recount", 0),
         ("remode", "x"),
         ("interpolation", "x"),
@@ -88,12 +90,12 @@ def test_digits_of_other_channels(channels: int) -> None:
     [
         ({"canvas_size": 64}, "canvas_size is 64, it must be null for dataset 'digits'"),
         ({"dataset": "canvas", "canvas_size": 0}, "size is 0, a canvas needs"),
-        ({"hflip": NAN}, "hflip is nan"),
-        ({"max_unreadable": NAN}, "max_unreadable is nan"),
+        ({"hflip": NAN}, "hflip must be a finite number from 0 to 1, got nan"),
+        ({"max_unreadable": NAN}, "max_unreadable must be .* got nan"),
         ({"dataset": "fodler"}, "dataset 'fodler' is unknown"),
         ({"dataset": "latents"}, "needs root"),
         ({"dataset": "wds/"}, "is a stream and cannot train a generator"),
-        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be .* got 0"),
     ],
 )
 def test_options_of_generators(options: dict[str, Any], message: str) -> None:
@@ -142,3 +144,27 @@ def test_images_to_predict_are_named_by_their_option(tmp_path: Path) -> None:
     (tmp_path / "a.png").mkdir()
     (tmp_path / "b.png").symlink_to(tmp_path / "nowhere")
     assert [file.name for file in find_images(str(tmp_path), "--images")] == ["b.png"]
+
+
+@pytest.mark.parametrize("data", [ClassificationData, GenerationData])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("batch_size", (2.5, "8", True, NAN, None)),
+        ("eval_batch_size", (2.5, "8")),
+        ("num_workers", (1.5, "2", True)),
+        ("seed", ("x", 1.5, -1, None)),
+        ("max_unreadable", ("0.1", True, None)),
+        ("dataset", (None, 3)),
+    ],
+)
+def test_options_of_another_kind(data: type, name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(InputError, match=name):
+            data(**{name: value})
+
+
+@pytest.mark.parametrize("augmentation", [None, {"hflip": 0.5}])
+def test_an_augmentation_that_is_none(augmentation: Any) -> None:
+    with pytest.raises(InputError, match="augmentation must be an Augmentation"):
+        ClassificationData(augmentation=augmentation)

@@ -310,6 +310,8 @@ def test_grid_orders():
         ({"scan": torch.arange(5)}, r"scan must be int64 \[N\] with N = 6"),
         ({"scan": torch.arange(6.0)}, r"scan must be int64 \[N\] with N = 6"),
         ({"scan": TokenScan.from_grid((2, 2))}, "scan orders 4 tokens, q has 6"),
+        *(({name: [0.0]}, f"{name} must be a tensor, got list") for name in (*NAMES, "initial_state")),
+        ({"scan": "row_major"}, "scan, if no TokenScan, must be a tensor, got str"),
         ({"impl": "fast"}, "impl must be one of .*'torch'.* got 'fast'"),
     ],
 )
@@ -341,7 +343,7 @@ def test_wrong_rwkv7_arguments_are_refused():
         (((2, 2, 2, 2),), "grid must have one to three axes"),
         (((0, 2),), "at least one token"),
         (((2, 2), "diagonal"), "scan order must be one of"),
-        (((2, 2), "row_major", False, -1), "num_prefix_tokens must not be negative"),
+        (((2, 2), "row_major", False, -1), "num_prefix_tokens must be a whole number of at least 0"),
     ],
 )
 def test_wrong_scans_are_refused(arguments, message):

@@ -265,7 +265,12 @@ def _case(**changes):
         ({"normalizer": "row"}, "normalizer must be one of"),
         ({"feature_map": "softmax"}, "feature_map must be one of"),
         ({"impl": "cuda"}, "impl must be one of"),
-        *(({"eps": eps}, "eps must be a finite number of at least 0") for eps in (-1e-6, float("nan"), float("inf"))),
+        *(
+            ({"eps": eps}, "eps must be a finite number of at least 0")
+            for eps in (-1e-6, float("nan"), float("inf"), "1")
+        ),
+        *(({name: [1.0]}, f"{name} must be a tensor, got list") for name in ("q", "k", "v", "mixing")),
+        ({"blocks": ((4, 4), (2, 2))}, "blocks must be a TokenBlocks"),
     ],
 )
 @pytest.mark.parametrize("impl", [*IMPLS, "triton", "triton_pairwise", "triton_summary", "auto"])

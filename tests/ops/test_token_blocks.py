@@ -88,13 +88,34 @@ def test_scans_read_repeated_places_one_after_the_other(order, reverse):
     [
         (((2, 2, 2, 2),), "one to three axes"),
         (((2, 0),), "positive"),
-        (((2,), -1), "negative"),
+        (((2,), -1), "num_prefix_tokens must be a whole number of at least 0, got -1"),
+        (((2,), 1.0), "num_prefix_tokens"),
+        (((2,), "1"), "num_prefix_tokens"),
+        (((2,), True), "num_prefix_tokens"),
+        (((2.0,),), "one whole number for each axis"),
+        ((2,), "one whole number for each axis"),
+        (("22",), "one whole number for each axis"),
+        ((None,), "one whole number for each axis"),
         (((2,), 0, 0), "repeats"),
     ],
 )
 def test_wrong_grids_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         TokenGrid(*arguments)
+
+
+@pytest.mark.parametrize("block_grid", [2, None, "22", (2.0, 2), (float("nan"), 2), (True, 2), (2, "2")])
+def test_block_grids_are_whole_numbers(block_grid):
+    with pytest.raises(InputError, match="block_grid must be one whole number for each axis"):
+        TokenBlocks.from_grid((4, 4), block_grid)
+
+
+def test_a_shape_is_no_grid():
+    for make in (lambda: TokenBlocks((4, 4), (2, 2)), lambda: TokenScan((4, 4))):
+        with pytest.raises(InputError, match="grid must be a TokenGrid"):
+            make()
+    with pytest.raises(InputError, match="reverse must be True or False"):
+        TokenScan.from_grid((4, 4), reverse="no")
 
 
 def test_prefix_tokens_are_the_first_block():
@@ -115,7 +136,7 @@ def test_block_centers():
         (((4, 4), (4,)), "same number of axes"),
         (((2, 2, 2, 2), (1, 1, 1, 1)), "one to three"),
         (((0, 4), (1, 1)), "positive"),
-        (((4, 4), (2, 2), -1), "negative"),
+        (((4, 4), (2, 2), -1), "num_prefix_tokens must be a whole number"),
     ],
 )
 def test_wrong_partitions_are_refused(arguments, message):

@@ -97,7 +97,9 @@ def test_a_signal_leaves_whole_files_and_the_same_command_continues(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    out, write, before = tmp_path / "out", os.replace, signal.getsignal(signum)
+    out, write = tmp_path / "out", os.replace
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+    before = signal.getsignal(signum)
 
     def interrupted(source: os.PathLike[str], target: os.PathLike[str]) -> None:
         if Path(target).name == "000003.png":

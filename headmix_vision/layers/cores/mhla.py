@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmix_vision.checks import check_flags
 from headmix_vision.layers.block_mixing import MixingMatrix
 from headmix_vision.layers.cores.base import CORES
 from headmix_vision.layers.cores.linear import LinearCore
@@ -37,6 +38,7 @@ class MHLACore(LinearCore):
         **options: Any,
     ) -> None:
         super().__init__(spec, **options)
+        check_flags(mixing_trainable=mixing_trainable, mixing_per_head=mixing_per_head)
         heads = spec.num_heads if mixing_per_head else None
         blocks = TokenBlocks(spec.grid, spec.block_grid)
         self.mixing = MixingMatrix(blocks, heads, mixing_init, mixing_trainable, **spec.factory)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.arguments import check_tensors
 from headmix_vision.ops.token_scan import TokenScan
 from headmix_vision.ops.tracing import is_plain
 
@@ -30,6 +31,7 @@ def validate_head_in_head(
 ) -> None:
     """Raise InputError, naming the argument, unless ``head_in_head`` can run on these arguments."""
     check_impl(impl)
+    check_tensors(q=q, k=k, v=v, beta=beta, log_decay=log_decay, mask=mask)
     _check_features(q, k, v)
     for name, x in (("beta", beta), ("log_decay", log_decay)):
         if x.shape != q.shape[:3]:
@@ -52,6 +54,7 @@ def validate_head_in_head_rwkv7(
 ) -> None:
     """Raise InputError, naming the argument, unless ``head_in_head_rwkv7`` can run on these arguments."""
     check_impl(impl, RWKV7_IMPL_NAMES)
+    check_tensors(q=q, k=k, v=v, a=a, b=b, log_decay=log_decay, mask=mask)
     _check_features(q, k, v)
     for name, x in (("a", a), ("b", b), ("log_decay", log_decay)):
         if x.shape != q.shape:
@@ -102,6 +105,7 @@ def _check_common(
     _check_mask(mask, q)
     _check_types(q, {}, {"mask": mask})
     if initial_state is not None:
+        check_tensors(initial_state=initial_state)
         expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
         if initial_state.shape != expected:
             raise InputError(
@@ -133,6 +137,7 @@ def _check_scan(scan: TokenScan | Tensor | None, q: Tensor) -> None:
         if scan.num_tokens != tokens:
             raise InputError(f"scan orders {scan.num_tokens} tokens, q has {tokens}.")
     elif scan is not None:
+        check_tensors(**{"scan, if no TokenScan,": scan})
         if scan.dtype != torch.long or scan.shape != (tokens,):
             raise InputError(
                 f"scan must be int64 [N] with N = {tokens}, got {scan.dtype} of shape {tuple(scan.shape)}."

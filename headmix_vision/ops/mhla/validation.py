@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
+from headmix_vision.checks import check_numbers
 from headmix_vision.errors import InputError
+from headmix_vision.ops.arguments import check_tensors
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings
+from headmix_vision.ops.token_blocks import TokenBlocks
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton", *(f"triton_{regime}" for regime in REGIMES))
 
@@ -33,8 +34,10 @@ def validate_mhla(
 ) -> None:
     """Raise InputError, naming the argument, unless ``mhla`` can run on these arguments."""
     check_options(settings.normalizer, settings.feature_map, impl)
-    if not 0 <= settings.eps < math.inf:
-        raise InputError(f"eps must be a finite number of at least 0, got {settings.eps}.")
+    check_numbers(0, eps=settings.eps)
+    check_tensors(q=q, k=k, v=v, mixing=mixing)
+    if not isinstance(settings.blocks, TokenBlocks):
+        raise InputError(f"blocks must be a TokenBlocks, got {settings.blocks!r}.")
     if q.ndim != 4:
         raise InputError(f"q must be [B, N, H, D], got shape {tuple(q.shape)}.")
     if k.shape != q.shape:

@@ -133,6 +133,11 @@ class ImagesPerSecondBar(TQDMProgressBar):
         self._start_s = 0.0
         self._images = 0
 
+    def on_train_start(self, *args: Any) -> None:
+        """Starts the clock: an epoch that goes on from its middle has no start of its own."""
+        super().on_train_start(*args)
+        self._start_s, self._images = time.monotonic(), 0
+
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         """Starts the count of images."""
         super().on_train_epoch_start(trainer)

@@ -24,6 +24,10 @@ class ImagesPerSecond(Callback):
         self._start_s = self._epoch_s = 0.0
         self._images = self._epoch_images = self._first_step = 0
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock: an epoch that goes on from its middle has no start of its own."""
+        self.on_train_epoch_start(trainer, pl_module)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the counts of images."""
         self._epoch_s, self._epoch_images = 0.0, 0

@@ -1,0 +1,40 @@
+"""Checks what kind of thing the arguments of the ops are; sizes that a tracer made are whole numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from headmix_vision.errors import InputError
+
+
+def check_tensors(**tensors: object) -> None:
+    """Raise InputError for what is no tensor."""
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"{name} must be a tensor, got {type(value).__name__}.")
+
+
+def as_axes(name: str, numbers: object) -> tuple[int, ...]:
+    """Return a tuple or list of one whole number for each axis as a tuple.
+
+    Raises:
+        InputError: if it is neither, or holds something else.
+    """
+    axes: tuple[Any, ...] = tuple(numbers) if isinstance(numbers, (tuple, list)) else (None,)
+    if not all(_is_whole(n) for n in axes):
+        raise InputError(f"{name} must be one whole number for each axis, got {numbers!r}.")
+    return axes
+
+
+def check_size(name: str, size: Any, least: int) -> None:
+    """Raise InputError for what is no whole number of at least ``least``."""
+    if not _is_whole(size) or size < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {size!r}.")
+
+
+def _is_whole(number: object) -> bool:
+    if isinstance(number, torch.Tensor):  # torch.jit.trace makes tensors of sizes
+        return torch.jit.is_tracing()
+    return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
