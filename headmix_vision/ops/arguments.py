@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def as_axes(name: str, numbers: object) -> tuple[int, ...]:
     Raises:
         InputError: if it is neither, or holds something else.
     """
-    axes: tuple[Any, ...] = tuple(numbers) if isinstance(numbers, (tuple, list)) else (None,)
+    axes: tuple[Any, ...] = tuple(map(_as_int, numbers)) if isinstance(numbers, (tuple, list)) else (None,)
     if not all(_is_whole(n) for n in axes):
         raise InputError(f"{name} must be one whole number for each axis, got {numbers!r}.")
     return axes
@@ -32,6 +33,13 @@ def check_size(name: str, size: Any, least: int) -> None:
     """Raise InputError for what is no whole number of at least ``least``."""
     if not _is_whole(size) or size < least:
         raise InputError(f"{name} must be a whole number of at least {least}, got {size!r}.")
+
+
+def _as_int(number: object) -> object:
+    """Return a whole number of another package, such as NumPy, as Python's."""
+    if not isinstance(number, (int, torch.SymInt, torch.Tensor)) and isinstance(number, Integral):
+        return int(number)
+    return number
 
 
 def _is_whole(number: object) -> bool:

@@ -159,3 +159,9 @@ def test_tables_do_not_leak_between_fake_and_real_tensors():
 def test_blocks_compare_by_value():
     assert TokenBlocks.from_grid([4, 4], [2, 2]) == TokenBlocks.from_grid((4, 4), (2, 2))
     assert len({TokenBlocks.from_grid((4, 4), (2, 2)), TokenBlocks.from_grid((4, 4), (2, 2), 1)}) == 2
+
+
+def test_sizes_of_numpy_are_sizes():
+    numpy = pytest.importorskip("numpy")
+    blocks = TokenBlocks.from_grid(tuple(numpy.array([4, 6])), [numpy.int32(2), 3])
+    assert blocks == TokenBlocks.from_grid((4, 6), (2, 3)) and type(blocks.num_tokens) is int
