@@ -67,9 +67,9 @@ class OptionParser(LightningArgumentParser):
             prog,
             f"{prog} [-c RECIPE ...] [--OPTION VALUE ...]",
             self.description,
-            epilog=f"All options, which are the keys of a recipe's YAML file: {prog} --help-all",
+            epilog=f"All options, the keys of a recipe's YAML file: {prog} --help-all",
             add_help=False,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
         )
         defaults = self.get_defaults()
         for title, options in self.common.items():
