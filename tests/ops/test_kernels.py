@@ -104,7 +104,8 @@ def test_auto_says_what_the_kernels_do_not_take(dtype, dim):
 
 def test_torch_func_takes_the_slow_form():
     """Kernels are ops of their own, which it cannot look into."""
-    inputs = [x.float()[None] for x in make_inputs(BLOCKS)[:3]]
-    mixing = torch.eye(4)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inputs = [x.to(device).float()[None] for x in make_inputs(BLOCKS)[:3]]
+    mixing = torch.eye(4, device=device)
     with pytest.raises(InputError, match="q is under a transformation"):
         torch.func.vmap(lambda q, k, v: mhla(q, k, v, mixing, BLOCKS, impl="triton"))(*inputs)
