@@ -10,7 +10,7 @@ JOBS ?= 2
 GPU_JOBS ?= 16
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile
 
-.PHONY: install demo test test-slow test-gpu compile-kernels test-newest test-oldest lint format clean
+.PHONY: install demo test test-slow test-refusals test-gpu compile-kernels test-newest test-oldest lint format clean
 
 install: $(INSTALLED)
 
@@ -37,6 +37,10 @@ test: install
 # The long matrices that `make test` leaves out.
 test-slow: install
 	$(PYTEST) -n $(JOBS) -m slow
+
+# Wrong commands, calls and files alone: each ends in one line, and nothing is lost.
+test-refusals: install
+	$(PYTEST) -n $(JOBS) -k "refus or wrong or forged"
 
 # On a machine with a CUDA device: the kernels natively, all types and sizes against float64.
 test-gpu: install
