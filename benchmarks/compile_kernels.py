@@ -86,14 +86,12 @@ class Need(NamedTuple):
 
 
 def mhla_case(name: str, dtype: str, dim: int, grid: tuple[int, ...], block_grid: tuple[int, ...], regime: str,
-              prefix: int = 0, **options: Any) -> Case:  # fmt: skip
+              prefix: int = 0, value_dim: int | None = None, **options: Any) -> Case:  # fmt: skip
     def call() -> None:
         blocks = TokenBlocks.from_grid(grid, block_grid, prefix)
-        value_dim = options.get("value_dim", dim)
-        leaves = [torch.empty(1, blocks.num_tokens, 2, d, dtype=TYPES[dtype]) for d in (dim, dim, value_dim)]
+        leaves = [torch.empty(1, blocks.num_tokens, 2, d, dtype=TYPES[dtype]) for d in (dim, dim, value_dim or dim)]
         leaves.append(torch.empty(blocks.num_blocks, blocks.num_blocks))
-        out = mhla(*(x.requires_grad_() for x in leaves), blocks, impl=f"triton_{regime}",
-                   **{k: v for k, v in options.items() if k != "value_dim"})  # fmt: skip
+        out = mhla(*(x.requires_grad_() for x in leaves), blocks, impl=f"triton_{regime}", **options)
         out.backward(torch.empty_like(out))
 
     return Case(f"mhla {name}", call, dtype, dim)

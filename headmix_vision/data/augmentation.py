@@ -1,11 +1,10 @@
 """Augments, crops and normalises images for classifiers, by timm's transforms."""
 
-import math
 import re
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
+from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.datasets.base import Transform
 from headmix_vision.errors import InputError
 
@@ -61,17 +60,18 @@ class Augmentation:
     def check(self) -> None:
         """Raise InputError, naming the option, for a value that is out of range."""
         for name in ("hflip", "vflip", "reprob", "translate"):
-            _require(0 <= _number(getattr(self, name)) <= 1, name, getattr(self, name), "in [0, 1]")
+            check_numbers(0, 1, **{f"augmentation.{name}": getattr(self, name)})
         for name in ("scale", "ratio", "rescale"):
             given = getattr(self, name)
-            bounds = tuple(map(_number, given)) if isinstance(given, (tuple, list)) else ()
-            rising = len(bounds) == 2 and 0 < bounds[0] <= bounds[1] < math.inf
-            _require(rising, name, getattr(self, name), "(low, high) with 0 < low <= high, both finite")
+            bounds = given if isinstance(given, (tuple, list)) else ()
+            check_numbers(0, **{f"augmentation.{name}[{place}]": bound for place, bound in enumerate(bounds)})
+            rising = len(bounds) == 2 and 0 < bounds[0] <= bounds[1]
+            _require(rising, name, given, "(low, high) with 0 < low <= high")
         _require(self.scale[1] <= 1, "scale", self.scale, "at most 1")
         for name in ("recount", "repeats"):
-            _require(_whole(getattr(self, name)) >= 1, name, getattr(self, name), "at least 1, and whole")
+            check_counts(1, **{f"augmentation.{name}": getattr(self, name)})
         for name in ("color_jitter", "degrees"):
-            _require(0 <= _number(getattr(self, name)) < math.inf, name, getattr(self, name), "at least 0 and finite")
+            check_numbers(0, **{f"augmentation.{name}": getattr(self, name)})
         _require(self.remode in ERASE_MODES, "remode", self.remode, f"one of {', '.join(ERASE_MODES)}")
         if self.auto_augment is not None:
             # timm leaves out what it does not understand
@@ -92,23 +92,15 @@ class Augmentation:
         return not (any(random) or self.is_affine) and tuple(self.scale) == tuple(self.ratio) == (1.0, 1.0)
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-
-
-def _whole(value: object) -> float:
-    return _number(value) if isinstance(value, Integral) else math.nan
-
-
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
     if not condition:
-        raise InputError(f"augmentation.{name} is {value}, it must be {allowed}")
+        raise InputError(f"augmentation.{name} must be {allowed}, got {value}")
 
 
 def check_interpolation(option: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise InputError unless `value` is an allowed interpolation."""
     if value not in allowed:
-        raise InputError(f"{option} is {value!r}, it must be one of {', '.join(allowed)}")
+        raise InputError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 def check_tensor_images(dataset: str, augmentation: Augmentation, interpolation: str) -> None:

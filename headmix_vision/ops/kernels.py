@@ -103,7 +103,7 @@ def why_not_here(device: torch.device) -> str | None:
             f" the kernels need {LEAST_SHARED_MEMORY >> 10} KB"
         )
     if gpu.capability[0] in TENSOR_MEMORY and not os.environ.get(ALLOW_UNTESTED):
-        # Triton before 3.8 pipelines two products into one accumulator wrongly there (triton #10821).
+        # Triton 3.6 pipelines two products into one accumulator wrongly there (triton #10821).
         return (
             f"q is on {gpu.name} of compute capability {capability}, where nobody has tested the kernels yet"
             f" ({ALLOW_UNTESTED}=1 runs them all the same)"
