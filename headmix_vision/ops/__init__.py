@@ -2,6 +2,7 @@
 
 from headmix_vision.ops.head_in_head import HeadInHeadOutput, head_in_head, head_in_head_rwkv7
 from headmix_vision.ops.mhla import mhla
+from headmix_vision.ops.mix_heads import mix_heads
 from headmix_vision.ops.token_blocks import BlockTables, TokenBlocks
 from headmix_vision.ops.token_grid import TokenGrid
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
@@ -16,4 +17,5 @@ __all__ = [
     "head_in_head",
     "head_in_head_rwkv7",
     "mhla",
+    "mix_heads",
 ]

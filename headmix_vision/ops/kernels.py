@@ -28,12 +28,12 @@ Run = TypeVar("Run", bound=Callable[..., object])
 def why_no_kernels() -> str | None:
     """Return why the kernels cannot be loaded, or None; an older Triton lacks language that they use."""
     if find_spec("triton") is None:
-        return "q cannot reach the kernels: the package triton is not installed"
+        return "cannot reach the kernels: the package triton is not installed"
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
-        return f"q cannot reach the kernels: they need triton {oldest} (torch 2.11), installed is {triton.__version__}"
+        return f"cannot reach the kernels: they need triton {oldest} (torch 2.11), installed is {triton.__version__}"
     return None
 
 
@@ -87,41 +87,41 @@ def gpu_of(x: Tensor) -> Gpu:
 
 
 @torch.compiler.assume_constant_result
-def why_not_here(device: torch.device) -> str | None:
-    """Return why no kernel can run on a device, or None."""
+def why_not_here(device: torch.device, name: str = "q") -> str | None:
+    """Return why no kernel can run on the device of a named argument, or None."""
     gpu = find_gpu(device)
     if gpu is None and device.type == "cuda":
-        return f"q is on {device} of a ROCm build of torch: the kernels are written for NVIDIA GPUs"
+        return f"{name} is on {device} of a ROCm build of torch: the kernels are written for NVIDIA GPUs"
     if gpu is None:
-        return f"q is on {device}: the kernels need a CUDA device"
+        return f"{name} is on {device}: the kernels need a CUDA device"
     capability = ".".join(map(str, gpu.capability))
     if gpu.capability < (8, 0):
-        return f"q is on {gpu.name} of compute capability {capability}: the kernels need 8.0"
+        return f"{name} is on {gpu.name} of compute capability {capability}: the kernels need 8.0"
     if gpu.shared_memory < LEAST_SHARED_MEMORY:
         return (
-            f"q is on {gpu.name}, where a program may have {gpu.shared_memory >> 10} KB of shared memory:"
+            f"{name} is on {gpu.name}, where a program may have {gpu.shared_memory >> 10} KB of shared memory:"
             f" the kernels need {LEAST_SHARED_MEMORY >> 10} KB"
         )
     if gpu.capability[0] in TENSOR_MEMORY and not os.environ.get(ALLOW_UNTESTED):
         # Triton 3.6 pipelines two products into one accumulator wrongly there (triton #10821).
         return (
-            f"q is on {gpu.name} of compute capability {capability}, where nobody has tested the kernels yet"
+            f"{name} is on {gpu.name} of compute capability {capability}, where nobody has tested the kernels yet"
             f" ({ALLOW_UNTESTED}=1 runs them all the same)"
         )
     return None
 
 
-def why_not_triton(q: Tensor, v: Tensor) -> str | None:
+def why_not_triton(q: Tensor, v: Tensor, names: tuple[str, str] = ("q", "v")) -> str | None:
     """Return the reason, naming the argument, why no kernel can run on these inputs; None if one can."""
     if NO_KERNELS is not None:
-        return NO_KERNELS
-    if reason := why_not_here(q.device):
+        return f"{names[0]} {NO_KERNELS}"
+    if reason := why_not_here(q.device, names[0]):
         return reason
     if is_transforming():
-        return "q is under a transformation of torch.func: the kernels have none"
+        return f"{names[0]} is under a transformation of torch.func: the kernels have none"
     if q.dtype not in _DTYPES:
-        return f"q has type {q.dtype}: the kernels take bfloat16, float16 and float32"
-    for name, x in (("q", q), ("v", v)):
+        return f"{names[0]} has type {q.dtype}: the kernels take bfloat16, float16 and float32"
+    for name, x in zip(names, (q, v), strict=True):
         if x.shape[-1] > MAX_DIM:
             return f"{name} has head dim {x.shape[-1]}: the kernels take up to {MAX_DIM}"
     return None

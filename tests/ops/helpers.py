@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from headmix_vision import ops
-from headmix_vision.ops import mhla
+from headmix_vision.ops import mhla, mix_heads
 from headmix_vision.ops.mhla.settings import apply_feature_map
 
 HEAD_IN_HEAD_NAMES = ("q", "k", "v", "beta", "log_decay", "mask", "initial_state")
@@ -39,10 +39,11 @@ def relative_error(x, reference):
 
 
 def run(op, inputs, d_out):
-    """Output and gradients of all inputs."""
+    """Output, or all of several outputs, and gradients of all inputs."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = op(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))
+    outs, d_outs = (x if isinstance(x, (tuple, list)) else (x,) for x in (op(*leaves), d_out))
+    d_outs = [d.to(out.dtype) for d, out in zip(d_outs, outs, strict=True)]
+    return *(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, d_outs)
 
 
 def eager_pairwise(q, k, v, mixing, blocks, normalizer, feature_map, eps=1e-6):
@@ -153,3 +154,20 @@ def assert_head_in_head_within_budget(inputs, weights, scan=None):
     exact = values_and_gradients(head_in_head, [x.double() for x in inputs], "torch", weights, scan=scan)
     eager = values_and_gradients(eager_head_in_head, [x.to(inputs[0].dtype) for x in inputs], "", weights, scan=scan)
     assert_errors_within(("out", "state", *(f"d{name}" for name in HEAD_IN_HEAD_NAMES)), ours, eager, exact)
+
+
+def make_mix_heads_inputs(count, batch, tokens, heads, out_heads, dim, dtype=torch.float64, seed=0):
+    """The inputs and weights of `mix_heads`, and output gradients."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    inputs = [normal(batch, tokens, heads, dim) for _ in range(count)]
+    weights = normal(count, out_heads, heads)
+    return [*inputs, weights], [normal(batch, tokens, out_heads, dim) for _ in range(count)]
+
+
+def mix_heads_call(impl):
+    """`mix_heads` with its weights as the last of its tensors."""
+    return lambda *tensors: mix_heads(tensors[:-1], tensors[-1], impl=impl)

@@ -1,0 +1,44 @@
+"""The public entry of the head mixing op: it validates the arguments and chooses the implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from headmix_vision.ops.kernels import select
+from headmix_vision.ops.mix_heads.reference import mix_heads_reference
+from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
+from headmix_vision.ops.mix_heads.validation import validate_mix_heads
+
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "reference": mix_heads_reference,
+    "torch": mix_heads_torch,
+}
+
+
+def mix_heads(inputs: Sequence[Tensor], weights: Tensor, *, impl: str = "auto") -> tuple[Tensor, ...]:
+    r"""Mix the heads of C tensors, each with weights of its own::
+
+        out_c[b, n, g] = sum_h weights[c, g, h] inputs_c[b, n, h]
+
+    This makes the pseudo-heads of interleaved head attention (C = 3: queries, keys and values; arXiv 2602.21371), and
+    collapses them (C = 1); it composes the keys and values of multi-head explicit attention (C = 2; arXiv 2601.19611).
+    Sums run in float32 (float64 for float64 inputs) whatever the input type, also under autocast.
+
+    Args:
+        inputs: C tensors [B, N, H, D] of one shape; any floating type, any strides.
+        weights: [C, G, H]; floating type, not necessarily that of the inputs.
+        impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: one kernel for all C
+            tensors and one for all gradients, for bfloat16, float16 and float32 and head dims up to 128, differentiable
+            once. ``"torch"``: batched products, any device. ``"reference"``: a specification.
+
+    Returns:
+        C contiguous tensors [B, N, G, D] of the inputs' type.
+
+    Raises:
+        InputError: naming the argument, if shapes, types or devices do not fit, or ``impl`` cannot run them.
+    """
+    validate_mix_heads(inputs, weights, impl)
+    run = select(impl, IMPLEMENTATIONS, False, lambda: "inputs[0] has no kernels yet")
+    return run(tuple(inputs), weights)
