@@ -4,7 +4,7 @@ from headmix_vision.layers.attention import HeadMixAttention
 from headmix_vision.layers.block_mixing import MixingMatrix, resample_mixing
 from headmix_vision.layers.cores import CORES, AttentionCore, HeadInHeadCore, LinearCore, MHLACore, SoftmaxCore
 from headmix_vision.layers.grid_convolution import ConvPositionEncoding
-from headmix_vision.layers.head_mixes import HEAD_MIXES, HeadMix
+from headmix_vision.layers.head_mixes import HEAD_MIXES, ExplicitHeads, HeadMix, InterleavedHeads
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.layers.sub_head_mask import SubHeadMask
 from headmix_vision.layers.weight_decay import undecayed_parameters
@@ -14,9 +14,11 @@ __all__ = [
     "HEAD_MIXES",
     "AttentionCore",
     "ConvPositionEncoding",
+    "ExplicitHeads",
     "HeadInHeadCore",
     "HeadMix",
     "HeadMixAttention",
+    "InterleavedHeads",
     "LayerSpec",
     "LinearCore",
     "MHLACore",

@@ -93,7 +93,8 @@ class HeadMixAttention(nn.Module):
         head_dim = dim // num_heads
         self.num_heads, self.head_dim = num_heads, head_dim
         self.grid = TokenGrid.of(grid, num_prefix_tokens)
-        spec = LayerSpec(dim, num_heads, head_dim, self.grid, tuple(block_grid), attn_drop, device, dtype)
+        averages = CORES[core].averages_places
+        spec = LayerSpec(dim, num_heads, head_dim, self.grid, tuple(block_grid), attn_drop, averages, device, dtype)
         factory = spec.factory
 
         self.cpe = ConvPositionEncoding(dim, len(self.grid.shape), **factory) if cpe else None
@@ -112,6 +113,19 @@ class HeadMixAttention(nn.Module):
         self.norm = (norm_layer or nn.LayerNorm)(dim, **factory) if scale_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    def flops(self, grid: tuple[int, ...] | None = None) -> int:
+        """Return the operations of one image of this grid, or of another, multiply and add as two.
+
+        Counted are projections, convolutions, the head mix and the core's method, whatever kernel computes it; norms,
+        activations and other work on single numbers are not.
+        """
+        tokens = self.grid if grid is None else replace(self.grid, shape=tuple(grid))
+        projections = [self.qkv, self.proj, *([] if self.gate is None else [self.gate])]
+        total = 2 * tokens.num_tokens * sum(projection.weight.numel() for projection in projections)
+        total += self.core.flops(tokens.repeat(self.repeats))
+        total += 0 if self.head_mix is None else self.head_mix.flops(tokens)
+        return total + (0 if self.cpe is None else self.cpe.flops(tokens))
 
     def set_grid(self, grid: tuple[int, ...]) -> None:
         """Use another token grid; the weights do not change."""

@@ -116,38 +116,41 @@ class _ClipKeepInwardGradient(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(weight: Tensor) -> Tensor:
-        return weight.clamp(LOWER, UPPER)
+    def forward(weight: Tensor, lower: float, upper: float) -> Tensor:
+        return weight.clamp(lower, upper)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.bounds = inputs[1:]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (weight,), (grad,) = ctx.saved_tensors, grads
-        outward = ((weight <= LOWER) & (grad > 0)) | ((weight >= UPPER) & (grad < 0))
-        return grad.masked_fill(outward, 0)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (weight,), (grad,), (lower, upper) = ctx.saved_tensors, grads, ctx.bounds
+        outward = ((weight <= lower) & (grad > 0)) | ((weight >= upper) & (grad < 0))
+        return grad.masked_fill(outward, 0), None, None
 
 
 class _ClipWithTangents(_ClipKeepInwardGradient):
     """Adds the derivative in forward mode, which torch.compile cannot trace: that of clipping itself."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+        ctx.bounds = inputs[1:]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        (weight,) = ctx.saved_tensors
-        return tangents[0].masked_fill((weight < LOWER) | (weight > UPPER), 0)
+        (weight,), (lower, upper) = ctx.saved_tensors, ctx.bounds
+        return tangents[0].masked_fill((weight < lower) | (weight > upper), 0)
 
 
 @torch.fx.wrap
-def clip_keep_inward_gradient(weight: Tensor) -> Tensor:
-    """Clip weights to (0, 1); pass the gradient, except where its step would leave the interval."""
-    return (_ClipKeepInwardGradient if torch.compiler.is_compiling() else _ClipWithTangents).apply(weight)
+def clip_keep_inward_gradient(weight: Tensor, lower: float = LOWER, upper: float = UPPER) -> Tensor:
+    """Clip weights to an interval, (0, 1); pass the gradient, except where its step would leave the interval."""
+    clip = _ClipKeepInwardGradient if torch.compiler.is_compiling() else _ClipWithTangents
+    return clip.apply(weight, lower, upper)
 
 
 def locality_weights(blocks: TokenBlocks) -> Tensor:

@@ -48,6 +48,10 @@ class GridConvolution(nn.Module):
             tokens = tokens.unflatten(0, (-1, repeats)).transpose(1, 2).flatten(1, 2)
         return torch.cat([prefix, tokens], dim=1) if num_prefix_places else tokens
 
+    def flops(self, grid: TokenGrid) -> int:
+        """Return the operations for the tokens of one image, multiply and add as two."""
+        return 2 * grid.repeats * grid.num_grid_tokens * self.proj.weight.numel()
+
     def combine(self, tokens: Tensor, convolved: Tensor) -> Tensor:
         """Return the result for the tokens of the grid: here their convolution alone."""
         return convolved

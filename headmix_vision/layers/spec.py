@@ -21,6 +21,7 @@ class LayerSpec:
         grid: the tokens that it gets, prefix tokens and repeats included.
         block_grid: blocks along each axis of the grid; only block-wise cores read it.
         attn_drop: dropout on attention weights; only a core that forms them accepts more than 0.
+        averages_places: of the core, see :class:`~headmix_vision.layers.AttentionCore`.
         device, dtype: of the parameters.
     """
 
@@ -30,6 +31,7 @@ class LayerSpec:
     grid: TokenGrid
     block_grid: tuple[int, ...]
     attn_drop: float = 0.0
+    averages_places: bool = True
     device: torch.device | None = None
     dtype: torch.dtype | None = None
 

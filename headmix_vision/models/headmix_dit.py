@@ -19,6 +19,7 @@ from headmix_vision.checks import check_counts, check_flags, check_numbers, pair
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, MixingMatrix, undecayed_parameters
 from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
+from headmix_vision.models.depth import attention_of_layer
 
 
 class PatchEmbedding(nn.Module):
@@ -85,6 +86,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
         cpe, output_gate, output_norm, qk_norm: options of :class:`~headmix_vision.layers.HeadMixAttention`.
         head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
+        global_every: k for a plain layer, without head mix and window, as the last of each k; 0 for none.
         device, dtype: of the parameters; they are no part of the configuration.
 
     Shape:
@@ -123,6 +125,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         output_norm: bool = False,
         qk_norm: bool = False,
         head_mix_args: dict[str, Any] | None = None,
+        global_every: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -157,12 +160,10 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
                 HeadMixAttention(
                     embed_dim,
                     num_heads,
+                    **attention_of_layer(index, global_every, head_mix, head_mix_args, core_args),
                     core=core,
-                    head_mix=head_mix,
                     grid=self.base_grid,
                     block_grid=blocks,
-                    core_args=core_args,
-                    head_mix_args=head_mix_args,
                     qk_norm=qk_norm,
                     cpe=cpe,
                     output_norm=output_norm,
@@ -172,7 +173,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
                 ),
                 **factory,
             )
-            for _ in range(depth)
+            for index in range(depth)
         )
         self.final_layer = FinalLayer(embed_dim, patch_size, self.out_channels, **factory)
         self.gradient_checkpointing = False

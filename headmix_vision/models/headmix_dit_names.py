@@ -44,7 +44,7 @@ def _cfg(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _members(core: str) -> Iterator[tuple[str, Variant]]:
+def _members(core: str, head_mix: str | None) -> Iterator[tuple[str, Variant]]:
     """Yield each size with each patch size, for the usual latents of 256 px, and the model of the embedded digits."""
     for size, dims in SIZES.items():
         for patch_size in PATCH_SIZES:

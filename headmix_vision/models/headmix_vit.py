@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from headmix_vision.checks import check_choice, check_counts, check_keywords, check_numbers, keywords, pair
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
+from headmix_vision.models.depth import attention_of_layer
 from headmix_vision.models.names import Variant, register_family
 
 __all__ = ["HeadMixVisionTransformer"]  # timm appends the registered names
@@ -46,6 +47,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         block_grid: token blocks along height and width, for block-wise cores.
         core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
         head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
+        global_every: k for a plain layer, without head mix and window, as the last of each k; 0 for none.
         cpe, output_norm, output_gate: options of :class:`~headmix_vision.layers.HeadMixAttention`.
         kwargs: arguments of timm's VisionTransformer, except ``attn_layer``, and ``patch_drop_rate``, which must be 0.
             ``qk_norm`` normalises over the full width.
@@ -63,6 +65,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         block_grid: int | tuple[int, int] = (4, 4),
         core_args: dict[str, Any] | None = None,
         head_mix_args: dict[str, Any] | None = None,
+        global_every: int = 0,
         cpe: bool = False,
         output_norm: bool = False,
         output_gate: bool = False,
@@ -74,16 +77,14 @@ class HeadMixVisionTransformer(VisionTransformer):
         if not (kwargs.get("dynamic_img_size") or kwargs.get("dynamic_img_pad")):
             _check_image_fits(kwargs.get("img_size", 224), kwargs.get("patch_size", 16))
         super().__init__(attn_layer=_AttentionArguments, weight_init="skip", **kwargs)
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
             block.attn = HeadMixAttention(
                 **cast(_AttentionArguments, block.attn).arguments,
+                **attention_of_layer(index, global_every, head_mix, head_mix_args, core_args),
                 core=core,
-                head_mix=head_mix,
                 grid=self.patch_embed.grid_size,
                 block_grid=blocks,
                 num_prefix_tokens=self.num_prefix_tokens,
-                core_args=core_args,
-                head_mix_args=head_mix_args,
                 cpe=cpe,
                 output_norm=output_norm,
                 output_gate=output_gate,
@@ -260,17 +261,17 @@ DIGITS_CFG = _cfg(
 )
 
 
-def _members(family: str) -> Callable[[str], Iterator[tuple[str, Variant]]]:
+def _members(family: str) -> Callable[[str, str | None], Iterator[tuple[str, Variant]]]:
     """Return a function that yields the sizes and resolutions of a family; a size without a resolution means 224 px."""
     inception = {"mean": IMAGENET_INCEPTION_MEAN, "std": IMAGENET_INCEPTION_STD} if family == "vit" else {}
     mean = {"class_token": False, "global_pool": "avg"}
 
-    def members(core: str) -> Iterator[tuple[str, Variant]]:
+    def members(core: str, head_mix: str | None) -> Iterator[tuple[str, Variant]]:
         # DeiT pools by the mean as in the MHLA paper; with softmax it reads a class token as in timm, and so does ViT.
         pooling = mean if family == "deit" and core != "softmax" else {}
         for size, dims in SIZES.items():
             arguments = {"patch_size": 16, **dims, **pooling}
-            published = PUBLISHED.get((core, size)) if family == "deit" else None
+            published = PUBLISHED.get((core, size)) if family == "deit" and head_mix is None else None
             notes = published and (f"The {published} % of arXiv 2601.07832 are with cpe=True; a name alone has none.",)
             for suffix, pixels, crop in (("", 224, 0.9), ("_patch16_224", 224, 0.9), ("_patch16_384", 384, 1.0)):
                 cfg = _cfg(input_size=(3, pixels, pixels), crop_pct=crop, notes=notes, **inception)

@@ -40,7 +40,7 @@ def attentions() -> dict[str, dict[str, Any]]:
 
 def register_family(
     family: str,
-    members: Callable[[str], Iterable[tuple[str, Variant]]],
+    members: Callable[[str, str | None], Iterable[tuple[str, Variant]]],
     create: Callable[..., nn.Module],
     module: str,
 ) -> None:
@@ -48,14 +48,14 @@ def register_family(
 
     Args:
         family: first part of the names.
-        members: gives, for a core, the last part of each name and what it stands for, attention left out.
+        members: gives, for a core and a mix, the last part of each name and what it stands for, attention left out.
         create: makes a model: ``create(name, pretrained, **arguments)``.
         module: ``__name__`` of the model's module, whose ``default_cfgs`` gets the configurations.
     """
     variants = FAMILIES[family] = {
         f"{family}_{attention}_{member}": Variant({**variant.arguments, **arguments}, variant.cfg)
         for attention, arguments in attentions().items()
-        for member, variant in members(arguments["core"])
+        for member, variant in members(arguments["core"], arguments.get("head_mix"))
     }
     home = vars(sys.modules[module])
     configurations = generate_default_cfgs(

@@ -6,6 +6,7 @@ from headmix_vision.ops.mix_heads import mix_heads
 from headmix_vision.ops.token_blocks import BlockTables, TokenBlocks
 from headmix_vision.ops.token_grid import TokenGrid
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
+from headmix_vision.ops.token_window import TokenWindow
 
 __all__ = [
     "BlockTables",
@@ -14,6 +15,7 @@ __all__ = [
     "TokenBlocks",
     "TokenGrid",
     "TokenScan",
+    "TokenWindow",
     "head_in_head",
     "head_in_head_rwkv7",
     "mhla",

@@ -44,15 +44,15 @@ class TokenScan:
     """An order of the tokens of a :class:`~headmix_vision.ops.TokenGrid`.
 
     A scan that is not reversed reads the grid and then the prefix tokens (class, register, distillation), which so see
-    the whole grid. Its reverse is the exact reverse: it reads the prefix tokens first and then the grid. A scan reads
-    the repeated places of a token one after the other.
+    the whole grid. Its reverse reads all tokens the other way round: the prefix tokens first and then the grid. The
+    repeated places of a token are read one after the other, first to last in either direction.
 
     Instances are hashable and compare by value.
 
     Args:
         grid: the tokens.
         order: ``"row_major"``, the last axis runs fastest, or ``"column_major"``, the first axis runs fastest.
-        reverse: read the whole sequence backwards.
+        reverse: read the tokens backwards.
 
     Raises:
         InputError: if the order is unknown.
@@ -145,10 +145,12 @@ def _build_tables(scan: TokenScan, device: torch.device) -> ScanTables:
         steps = steps.view(shape[::-1]).permute(axes).flatten()
     first = torch.arange(prefix, device=device)
     order, inverse = torch.cat([order + prefix, first]), torch.cat([first + tokens, steps])
+    if scan.reverse:
+        order, inverse = order.flip(0), prefix + tokens - 1 - inverse
     if scan.grid.repeats > 1:
         each = torch.arange(scan.grid.repeats, device=device)
         order, inverse = ((x[:, None] * scan.grid.repeats + each).flatten() for x in (order, inverse))
-    return ScanTables(order.flip(0), scan.num_tokens - 1 - inverse) if scan.reverse else ScanTables(order, inverse)
+    return ScanTables(order, inverse)
 
 
 @cached_tables

@@ -118,7 +118,7 @@ def test_autocast_keeps_accumulation_in_float32(core, op, monkeypatch):
     [
         ({"num_heads": 5}, "num_heads=5 does not divide the width dim=24"),
         ({"core": "quadratic"}, "core must be one of .*'mhla'.* got 'quadratic'"),
-        ({"head_mix": "mea"}, "head_mix must be None"),
+        ({"head_mix": "mae"}, "head_mix must be None"),
         *(({"block_grid": blocks}, "one whole number for each axis") for blocks in (None, 4, "22", (2.0, 3))),
         *(({name: "no"}, f"{name} must be true or false, got 'no'") for name in ("cpe", "qk_norm", "output_gate")),
         ({"core_args": {"mixing_trainable": "false"}}, "mixing_trainable must be true or false, got 'false'"),

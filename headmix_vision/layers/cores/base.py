@@ -25,6 +25,8 @@ class AttentionCore(nn.Module):
         forms_weights: the core forms a weight for each pair of tokens; it accepts ``attn_drop`` and is called with the
             further arguments ``attn_mask`` and ``is_causal``.
         reads_input: the core is called with the further argument ``x``, the layer's input [B, N / repeats, C].
+        averages_places: where the places of a token have equal keys, the core reads the mean of their values; False
+            where the first place alone is written at the start.
         layer_options: options of the layer that models of this core have on unless told otherwise.
 
     Raises:
@@ -33,6 +35,7 @@ class AttentionCore(nn.Module):
 
     forms_weights: ClassVar[bool] = False
     reads_input: ClassVar[bool] = False
+    averages_places: ClassVar[bool] = True
     layer_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -40,6 +43,11 @@ class AttentionCore(nn.Module):
         if spec.attn_drop and not self.forms_weights:
             name = type(self).__name__
             raise InputError(f"attn_drop={spec.attn_drop} needs the 'softmax' core: {name} forms no weights.")
+        self.dim, self.num_heads, self.head_dim = spec.dim, spec.num_heads, spec.head_dim
+
+    def flops(self, grid: TokenGrid) -> int:
+        """Return the operations of the method for one image, multiply and add as two, whatever kernel computes it."""
+        raise NotImplementedError
 
     def set_grid(self, grid: TokenGrid) -> None:
         """Adopt another token grid; most cores do not depend on it."""

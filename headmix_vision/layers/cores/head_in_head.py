@@ -1,6 +1,6 @@
 """Runs Head-in-Head as an attention core: scans the token grid with a memory whose sub-heads correct each other.
 
-B batch, N tokens, C width, H heads, D = C / H head dim, r sub-heads.
+B batch, N tokens, C width, H heads, D = C / H head dim, r sub-heads, P places of a token.
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ import math
 from typing import Any, ClassVar
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmix_vision.checks import check_choice, check_counts, check_numbers
 from headmix_vision.errors import InputError
+from headmix_vision.layers.block_mixing import clip_keep_inward_gradient
 from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.grid_convolution import GridConvolution
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.layers.sub_head_mask import SubHeadMask
 from headmix_vision.ops import TokenGrid, TokenScan, head_in_head
 from headmix_vision.ops.head_in_head.validation import check_impl
+
+torch.fx.wrap("clip_keep_inward_gradient")  # of the module that calls it
 
 # (order, reverse) of each scan; their outputs are summed.
 SCANS = {
@@ -39,6 +43,11 @@ class HeadInHeadCore(AttentionCore):
     exp(-exp(A_log) softplus(linear(x) + dt_bias)).
     Scans share all weights; prefix tokens are read after the grid in a scan and before it in its reverse.
 
+    Where a head mix makes P places of a token, these share its gates: the memory decays once, before the first place,
+    and place p writes with a learned share in [0, 1] of the token's strength (``shares``, [H, P]). All scans read the
+    places of a token in the same order. At the start the first place alone writes, so that every place reads what a
+    token without a mix does: a second write of the same key and value would change the memory.
+
     Args:
         spec: sizes of the layer; blocks are not read.
         num_sub_heads: r, a divisor of D.
@@ -55,6 +64,8 @@ class HeadInHeadCore(AttentionCore):
     """
 
     reads_input = True
+    averages_places = False
+    undecayed = ("shares",)
     layer_options: ClassVar[dict[str, Any]] = {"output_norm": True}
 
     def __init__(
@@ -82,7 +93,7 @@ class HeadInHeadCore(AttentionCore):
         if beta_max == 0:
             raise InputError(f"beta_max must be above 0 and at most 2, got {beta_max}.")
         dim, heads, factory = spec.dim, spec.num_heads, spec.factory
-        self.head_dim, self.scans, self.beta_max, self.impl = spec.head_dim, scans, beta_max, impl
+        self.scans, self.beta_max, self.impl = scans, beta_max, impl
         self.conv: GridConvolution | None = None
         if conv_size:
             axes = len(spec.grid.shape)
@@ -92,6 +103,8 @@ class HeadInHeadCore(AttentionCore):
         self.decay = nn.Linear(dim, heads, bias=False, **factory)
         self.A_log = nn.Parameter(torch.empty(heads, **factory))
         self.dt_bias = nn.Parameter(torch.empty(heads, **factory))
+        places = spec.grid.repeats
+        self.shares = nn.Parameter(torch.empty(heads, places, **factory)) if places > 1 else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -100,6 +113,8 @@ class HeadInHeadCore(AttentionCore):
         self.A_log.uniform_(0, 16).clamp_(min=1e-3).log_()
         step = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_()
         self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+        if self.shares is not None:
+            self.shares.zero_()[:, 0] = 1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, x: Tensor) -> Tensor:
         if self.conv is not None:
@@ -110,10 +125,20 @@ class HeadInHeadCore(AttentionCore):
         beta = self.beta_max * torch.sigmoid(self.beta(x))
         log_decay = -torch.exp(self.A_log) * F.softplus(self.decay(x) + self.dt_bias)
         mask = self.mask(x)
-        if grid.repeats > 1:  # all places of a token share its gates
-            beta, log_decay = (y.repeat_interleave(grid.repeats, 1) for y in (beta, log_decay))
+        if self.shares is not None:
+            shares = clip_keep_inward_gradient(self.shares, 0.0, 1.0)
+            beta = (beta.unsqueeze(2) * shares.mT).flatten(1, 2)
+            log_decay = F.pad(log_decay.unsqueeze(2), (0, 0, 0, grid.repeats - 1)).flatten(1, 2)
             mask = mask.repeat_interleave(grid.repeats, 1) if self.mask.per_token else mask
         return _sum_of_scans(q, k, v, beta, log_decay, mask, grid, self.scans, self.impl)
+
+    def flops(self, grid: TokenGrid) -> int:
+        """Count the recurrence: r readings of errors, their rank-r correction and one reading for each place."""
+        r, inner = self.mask.num_sub_heads, self.num_heads * self.head_dim
+        scan = 2 * grid.num_tokens * inner * self.head_dim * (r + 2) * len(SCANS[self.scans])
+        extent = self.conv.flops(grid) if self.conv is not None else 0
+        gates = self.num_heads * (2 + (r * r if self.mask.per_token else 0))
+        return scan + extent + 2 * grid.num_tokens // grid.repeats * self.dim * gates
 
     def extra_repr(self) -> str:
         return f"scans={self.scans}, beta_max={self.beta_max}, impl={self.impl}"

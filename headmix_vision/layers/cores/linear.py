@@ -45,12 +45,27 @@ class LinearCore(AttentionCore):
         }
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
-        return _linear_attention(q, k, v, self.options)
+        return _linear_attention(q, k, v, grid, self.options)
+
+    def flops(self, grid: TokenGrid) -> int:
+        """Count each token's part of the memory and its query of it, with their normaliser."""
+        return 4 * self.num_heads * grid.num_tokens * self._memory
+
+    @property
+    def _memory(self) -> int:
+        """Numbers in the memory of a head: D x D, and D of the normaliser."""
+        return self.head_dim * (self.head_dim + (self.options["normalizer"] is not None))
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
 
 @torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
-def _linear_attention(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    return mhla(q, k, v, q.new_ones(1, 1), TokenBlocks.from_grid((q.shape[1],), (1,)), **options)
+def _linear_attention(q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, options: dict[str, Any]) -> Tensor:
+    mixing = per_token(q.new_ones(1, 1), grid, options)
+    return mhla(q, k, v, mixing, TokenBlocks.from_grid((q.shape[1],), (1,)), **options)
+
+
+def per_token(mixing: Tensor, grid: TokenGrid, options: dict[str, Any]) -> Tensor:
+    """Weigh the places of a token as one where no normaliser does: outputs do not grow with the repeats."""
+    return mixing if options["normalizer"] is not None or grid.repeats == 1 else mixing / grid.repeats

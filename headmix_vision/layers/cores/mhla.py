@@ -10,7 +10,7 @@ from torch import Tensor
 from headmix_vision.checks import check_flags
 from headmix_vision.layers.block_mixing import MixingMatrix
 from headmix_vision.layers.cores.base import CORES
-from headmix_vision.layers.cores.linear import LinearCore
+from headmix_vision.layers.cores.linear import LinearCore, per_token
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
 
@@ -46,6 +46,10 @@ class MHLACore(LinearCore):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
         return _mhla(q, k, v, self.mixing(), grid, self.mixing.blocks.block_grid, self.options)
 
+    def flops(self, grid: TokenGrid) -> int:
+        """Count linear attention, and the mixing of the memories of all blocks."""
+        return super().flops(grid) + 2 * self.num_heads * self.mixing.blocks.num_blocks**2 * self._memory
+
     def set_grid(self, grid: TokenGrid) -> None:
         """Adopt another token grid: blocks change their size, their number stays."""
         self.mixing.set_blocks(TokenBlocks(grid, self.mixing.blocks.block_grid))
@@ -65,4 +69,4 @@ def _mhla(
     block_grid: tuple[int, ...],
     options: dict[str, Any],
 ) -> Tensor:
-    return mhla(q, k, v, mixing, TokenBlocks(grid, block_grid), **options)
+    return mhla(q, k, v, per_token(mixing, grid, options), TokenBlocks(grid, block_grid), **options)

@@ -9,30 +9,65 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.spec import LayerSpec
-from headmix_vision.ops import TokenGrid
+from headmix_vision.ops import TokenGrid, TokenWindow
 
 
 @CORES.register("softmax")
 class SoftmaxCore(AttentionCore):
-    """Computes scaled dot-product attention; PyTorch picks the kernel."""
+    """Computes scaled dot-product attention; PyTorch picks the kernel.
+
+    Args:
+        spec: sizes of the layer.
+        window: None for attention to all tokens; an odd number of tokens along each axis, or one for each axis, for
+            attention to the tokens around one alone (:class:`~headmix_vision.ops.TokenWindow`).
+
+    Raises:
+        InputError: if the window is even or larger than the grid, and, when called, for a mask beside a window.
+    """
 
     forms_weights = True
 
-    def __init__(self, spec: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec, window: int | tuple[int, ...] | None = None) -> None:
         super().__init__(spec)
         self.attn_drop = spec.attn_drop
+        self.window = None if window is None else TokenWindow.of(spec.grid, window).extent
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, attn_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
         _check_mask(attn_mask, q)
+        if self.window is not None:
+            attn_mask = _window_mask(attn_mask, is_causal, grid, self.window, q)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         dropout = self.attn_drop if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal)
         return out.transpose(1, 2)
 
+    def set_grid(self, grid: TokenGrid) -> None:
+        """Adopt another token grid; a window must fit it."""
+        if self.window is not None:
+            TokenWindow(grid, self.window)
 
-@torch.fx.wrap  # torch.fx records the call whole: the check needs real arguments
+    def flops(self, grid: TokenGrid) -> int:
+        """Count scores and outputs of the pairs of places that see each other."""
+        pairs = grid.num_tokens**2 if self.window is None else TokenWindow(grid, self.window).num_pairs
+        return 4 * pairs * self.num_heads * self.head_dim
+
+    def extra_repr(self) -> str:
+        return "" if self.window is None else f"window={self.window}"
+
+
+# torch.fx records these calls whole: checks need real arguments.
+@torch.fx.wrap
+def _window_mask(
+    attn_mask: Tensor | None, is_causal: bool, grid: TokenGrid, extent: tuple[int, ...], like: Tensor
+) -> Tensor:
+    if attn_mask is not None or is_causal:
+        raise InputError("attn_mask and is_causal cannot be joined with a window.")
+    return TokenWindow(grid, extent).mask(like)
+
+
+@torch.fx.wrap
 def _check_mask(attn_mask: Tensor | None, q: Tensor) -> None:
     if attn_mask is None:
         return

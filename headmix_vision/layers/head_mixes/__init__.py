@@ -6,3 +6,5 @@ it works over every core. The models and their names follow from ``HEAD_MIXES``.
 
 from headmix_vision.layers.head_mixes.base import HEAD_MIXES as HEAD_MIXES
 from headmix_vision.layers.head_mixes.base import HeadMix as HeadMix
+from headmix_vision.layers.head_mixes.explicit import ExplicitHeads as ExplicitHeads
+from headmix_vision.layers.head_mixes.interleaved import InterleavedHeads as InterleavedHeads

@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch.fx
 from torch import Tensor, nn
 
+from headmix_vision.checks import check_choice
 from headmix_vision.layers.spec import LayerSpec
+from headmix_vision.ops import TokenGrid, mix_heads
+from headmix_vision.ops.mix_heads.validation import IMPL_NAMES
 from headmix_vision.registry import Registry
 
 
 class HeadMix(nn.Module):
     """Mixes information across feature heads, on both sides of the core.
 
-    A mix is built from the :class:`LayerSpec` of its layer, and from options of its own. It overrides what it changes;
+    A mix is built from the :class:`LayerSpec` of its layer, the ``impl`` of :func:`headmix_vision.ops.mix_heads` and
+    options of its own. It overrides what it changes;
     this base class changes nothing.
 
     Shape:
@@ -32,10 +37,12 @@ class HeadMix(nn.Module):
 
     layer_options: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, spec: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec, impl: str = "auto") -> None:
         super().__init__()
+        check_choice("impl", impl, IMPL_NAMES)
+        self.impl = impl
         self.projected_heads: tuple[int, int, int] = (spec.num_heads,) * 3
-        self.core_heads = spec.num_heads
+        self.core_heads, self.head_dim = spec.num_heads, spec.head_dim
         self.repeats = 1
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,9 +53,22 @@ class HeadMix(nn.Module):
         """Turn the core's heads into those of the layer."""
         return out
 
+    def mixed(self, inputs: tuple[Tensor, ...], weights: Tensor) -> tuple[Tensor, ...]:
+        """Mix the heads of C tensors [B, N, H, D] by weights [C, G, H] in one call of the op: C of [B, N, G, D]."""
+        return _mix_heads(inputs, weights, self.impl)
+
+    def flops(self, grid: TokenGrid) -> int:
+        """Return the operations of both sides for one image, whose tokens are not repeated, multiply and add as two."""
+        return 0
+
     def core_spec(self, spec: LayerSpec) -> LayerSpec:
         """Return the sizes that the core is built for, given those of the layer."""
         return replace(spec, num_heads=self.core_heads, grid=spec.grid.repeat(self.repeats))
 
 
 HEAD_MIXES: Registry[type[HeadMix]] = Registry()
+
+
+@torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
+def _mix_heads(inputs: tuple[Tensor, ...], weights: Tensor, impl: str) -> tuple[Tensor, ...]:
+    return mix_heads(inputs, weights, impl=impl)

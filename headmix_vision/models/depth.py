@@ -1,0 +1,37 @@
+"""Tells the layers of a model apart: which of them mix heads, and which attend to all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headmix_vision.checks import check_counts
+from headmix_vision.errors import InputError
+
+
+def attention_of_layer(
+    index: int,
+    global_every: int,
+    head_mix: str | None,
+    head_mix_args: dict[str, Any] | None,
+    core_args: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the head mix and the options of the core of a layer.
+
+    With ``global_every`` k the last of each k layers is the core alone, without head mix and window. The paper of IHA
+    (arXiv 2602.21371) so follows four windowed layers of IHA by one of plain global attention, k = 5.
+
+    Args:
+        index: of the layer, from 0.
+        global_every: k, or 0 for layers that are all alike.
+        head_mix, head_mix_args, core_args: of the other layers.
+
+    Raises:
+        InputError: if ``global_every`` is no whole number of at least 0, or there is nothing that it would leave out.
+    """
+    check_counts(0, global_every=global_every)
+    if global_every and head_mix is None and "window" not in (core_args or {}):
+        raise InputError(f"global_every={global_every} needs a head_mix or a window: all layers are alike without.")
+    if global_every and (index + 1) % global_every == 0:
+        plain = {name: value for name, value in (core_args or {}).items() if name != "window"}
+        return {"head_mix": None, "head_mix_args": None, "core_args": plain}
+    return {"head_mix": head_mix, "head_mix_args": head_mix_args, "core_args": core_args}
