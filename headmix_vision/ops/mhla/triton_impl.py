@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
 from headmix_vision.ops.kernels import numerics
 from headmix_vision.ops.mhla import triton_launch as launch
 from headmix_vision.ops.mhla.regimes import choose_regime
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, is_pairwise, unpack, unpack_cached
 from headmix_vision.ops.mhla.torch_impl import source_block_denominator, to_blocks
+from headmix_vision.ops.packed_parts import are_traced_parts, split_parts
 from headmix_vision.ops.precision import autocast_off
 
 
@@ -190,30 +190,12 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Any, .
         return (None,) * 6
     q, k, v, *saved = ctx.saved_tensors
     arguments = (d_out, q, k, v, *saved, ctx.settings)
-    if _are_traced_parts(q, k, v):
+    if are_traced_parts((q, k, v)):
         d_qkv, d_mixing, d_denominator = _packed_gradients_op(*arguments)
-        sizes = [q.shape[2] * q.shape[3]] * 3
-        # Inductor leaves out a concatenation of these three if it and the split name the dim by one number, not -1.
-        d_q, d_k, d_v = (x.view(q.shape) for x in torch.split_with_sizes(d_qkv.flatten(2), sizes, 2))
+        d_q, d_k, d_v = split_parts(d_qkv)
     else:
         d_q, d_k, d_v, d_mixing, d_denominator = _gradients_op(*arguments)
     return d_q, d_k, d_v, d_mixing, d_denominator if ctx.given else None, None
-
-
-def _are_traced_parts(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Tell whether a tracer shows q, k and v as the parts into which a packed projection [B, N, 3 H D] was cut.
-
-    The adjoint of ``chunk`` and ``split`` concatenates gradients; Inductor leaves this out for all parts of one
-    tensor. Plain tensors are never packed: PyTorch copies parts of one tensor more slowly than three tensors.
-    """
-    if type(q) in (Tensor, torch.nn.Parameter):
-        return False
-    width, first = q.shape[2] * q.shape[3], q.storage_offset()
-    layout = (*q.shape, q.stride(0), 3 * width, q.shape[3], 1)
-    return all(
-        guard_or_false(sym_eq((*x.shape, *x.stride(), x.storage_offset()), (*layout, first + part * width)))
-        for part, x in enumerate((q, k, v))
-    )
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from headmix_vision.ops.kernels import select
+from headmix_vision.ops.kernels import NO_KERNELS, select, why_not_triton
 from headmix_vision.ops.mix_heads.reference import mix_heads_reference
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
 from headmix_vision.ops.mix_heads.validation import validate_mix_heads
@@ -15,6 +15,10 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "reference": mix_heads_reference,
     "torch": mix_heads_torch,
 }
+if NO_KERNELS is None:
+    from headmix_vision.ops.mix_heads.triton_impl import mix_heads_triton
+
+    IMPLEMENTATIONS["triton"] = mix_heads_triton
 
 
 def mix_heads(inputs: Sequence[Tensor], weights: Tensor, *, impl: str = "auto") -> tuple[Tensor, ...]:
@@ -40,5 +44,9 @@ def mix_heads(inputs: Sequence[Tensor], weights: Tensor, *, impl: str = "auto") 
         InputError: naming the argument, if shapes, types or devices do not fit, or ``impl`` cannot run them.
     """
     validate_mix_heads(inputs, weights, impl)
-    run = select(impl, IMPLEMENTATIONS, False, lambda: "inputs[0] has no kernels yet")
+    run = select(impl, IMPLEMENTATIONS, inputs[0].is_cuda, lambda: _why_not_triton(inputs[0]))
     return run(tuple(inputs), weights)
+
+
+def _why_not_triton(x: Tensor) -> str | None:
+    return why_not_triton(x, x, ("inputs[0]", "inputs[0]"))

@@ -1,0 +1,94 @@
+"""Runs head mixing in Triton kernels, as ``torch.library`` ops with gradients. README.md derives the kernels.
+
+B batch, N tokens, H input heads, G output heads, D head dim, C inputs. For the backward pass the ops save the inputs
+and the weights. Sums have a fixed order: repeated calls are bit-equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmix_vision.ops.mix_heads import triton_launch as launch
+from headmix_vision.ops.packed_parts import are_traced_parts, split_parts
+
+
+def mix_heads_triton(inputs: tuple[Tensor, ...], weights: Tensor) -> tuple[Tensor, ...]:
+    """Compute :func:`headmix_vision.ops.mix_heads` in kernels."""
+    return tuple(_forward_op(list(inputs), weights))
+
+
+# Cached compiled graphs do not notice a change of an op's gradients: when their arguments change, rename the ops.
+@torch.library.custom_op("headmix_vision::mix_heads", mutates_args=())
+def _forward_op(inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """Compute the C mixed tensors."""
+    outs = _outputs(inputs, weights)
+    if outs[0].numel():
+        with torch.cuda.device_of(weights):
+            launch.mix(inputs, weights, outs)
+    return outs
+
+
+@_forward_op.register_fake
+def _(inputs, weights):  # type: ignore[no-untyped-def]
+    return _outputs(inputs, weights)
+
+
+def _outputs(inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+    B, N, _, D = inputs[0].shape
+    return [x.new_empty(B, N, weights.shape[1], D) for x in inputs]
+
+
+@torch.library.custom_op("headmix_vision::mix_heads_gradients", mutates_args=())
+def _gradients_op(d_outs: list[Tensor], inputs: list[Tensor], weights: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Compute the gradients of the inputs and of the weights."""
+    d_inputs = [x.new_empty(x.shape) for x in inputs]
+    return d_inputs, _fill_gradients(d_outs, inputs, weights, d_inputs, pack=1)
+
+
+@_gradients_op.register_fake
+def _(d_outs, inputs, weights):  # type: ignore[no-untyped-def]
+    return [x.new_empty(x.shape) for x in inputs], weights.new_empty(weights.shape)
+
+
+@torch.library.custom_op("headmix_vision::mix_heads_packed_gradients", mutates_args=())
+def _packed_gradients_op(d_outs: list[Tensor], inputs: list[Tensor], weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute ``mix_heads_gradients``, those of the inputs as one tensor [B, N, C, H, D]."""
+    packed = _packed_gradient(inputs)
+    return packed, _fill_gradients(d_outs, inputs, weights, packed.unbind(2), pack=len(inputs))
+
+
+@_packed_gradients_op.register_fake
+def _(d_outs, inputs, weights):  # type: ignore[no-untyped-def]
+    return _packed_gradient(inputs), weights.new_empty(weights.shape)
+
+
+def _packed_gradient(inputs: list[Tensor]) -> Tensor:
+    B, N, H, D = inputs[0].shape
+    return inputs[0].new_empty(B, N, len(inputs), H, D)
+
+
+def _fill_gradients(d_outs: list[Tensor], inputs: list[Tensor], weights: Tensor, d_inputs: Any, pack: int) -> Tensor:
+    """Fill the gradients of the inputs, and return that of the weights."""
+    if inputs[0].numel() == 0:
+        return torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    with torch.cuda.device_of(weights):
+        return launch.mix_backward(d_outs, inputs, weights, d_inputs, pack)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, weights = inputs
+    ctx.save_for_backward(*tensors, weights)
+
+
+def _backward(ctx: Any, d_outs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    *inputs, weights = ctx.saved_tensors
+    if len(inputs) > 1 and are_traced_parts(inputs):
+        packed, d_weights = _packed_gradients_op(d_outs, inputs, weights)
+        return split_parts(packed), d_weights
+    return _gradients_op(d_outs, inputs, weights)
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,119 @@
+"""Launches the Triton kernels of head mixing: chooses tiles, computes strides and grids, and allocates sums.
+
+B batch, N tokens, H input heads, G output heads, D head dim, C inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmix_vision.ops.kernels import alignment
+from headmix_vision.ops.mix_heads import triton_backward as backward
+from headmix_vision.ops.mix_heads import triton_forward as forward
+from headmix_vision.ops.mix_heads import triton_tiles as shared
+
+AT_ONCE = 3  # tensors of a launch
+LEAST_ROWS = 16  # no side of a product may be shorter
+MOST_ROWS = 64  # of a tile; more heads take several
+SUM_ROWS, SUM_COLUMNS = 64, 32
+SUM_SHARE = 256  # rows that a program sums
+Tiles = dict[str, int]
+# With up to two warps a program has no products of four, of which narrow ones are wrong (Triton 3.6 on Hopper).
+FORWARD = Tiles(COLUMNS=256, num_warps=1, num_stages=1)
+BACKWARD = Tiles(COLUMNS=256, TILES=4, num_warps=1, num_stages=1)
+
+
+def _tiles(tiles: Tiles, heads: Sequence[int], dtype: torch.dtype) -> Tiles:
+    """Add the rows of the tiles, and take fewer columns where rows or numbers are large."""
+    shares = max(1, LEAST_ROWS // min(heads))
+    G, H = (min(MOST_ROWS, max(LEAST_ROWS, _power_of_two(shares * n))) for n in heads)
+    columns = tiles["COLUMNS"]
+    if dtype == torch.float32 or max(G, H) > 32:
+        columns //= 2
+    return tiles | Tiles(SHARES=shares, BG=G, BH=H, COLUMNS=columns)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Fill up to three tensors, as the kernels take them, by the first."""
+    return [*tensors, *tensors[:1] * (AT_ONCE - len(tensors))]
+
+
+def _strides(align: int, tensors: Sequence[Tensor]) -> list[int]:
+    return [stride // align for x in _three(tensors) for stride in x.stride()[:3]]
+
+
+def _rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy the tensors whose rows are not contiguous."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _constants(x: Tensor, weights: Tensor, align: int, tiles: Tiles) -> dict[str, Any]:
+    C, G, H = weights.shape
+    split = weights.dtype != x.dtype and x.dtype != torch.float32
+    return dict(C=C, G=G, H=H, D=x.shape[-1], ALIGN=align, SPLIT=split, **tiles)
+
+
+def mix(inputs: Sequence[Tensor], weights: Tensor, outs: Sequence[Tensor]) -> None:
+    """Fill ``outs``, C contiguous tensors [B, N, G, D]."""
+    inputs = _rows(inputs)
+    B, N, H, D = inputs[0].shape
+    tiles = _tiles(FORWARD, weights.shape[1:], inputs[0].dtype)
+    per_image = _ceil(N * D, tiles["SHARES"] * tiles["COLUMNS"])
+    for first in range(0, len(inputs), AT_ONCE):
+        some, some_weights, some_outs = (x[first : first + AT_ONCE] for x in (inputs, weights, outs))
+        align = alignment(*some)
+        forward.mix_kernel[(len(some) * B * per_image,)](
+            *_three(some), some_weights, *_three(some_outs),
+            *_strides(align, some), *some_weights.stride(), N, per_image,
+            **_constants(some[0], some_weights, align, tiles),
+        )  # fmt: skip
+
+
+def mix_backward(
+    d_outs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Tensor, d_inputs: Sequence[Tensor], pack: int
+) -> Tensor:
+    """Fill ``d_inputs``, C tensors [B, N, H, D] that are contiguous or, with ``pack`` > 1, parts of [B, N, pack, H, D].
+
+    Returns:
+        The gradient of the weights, [C, G, H] of their type.
+    """
+    inputs, d_outs = _rows(inputs), _rows(d_outs)
+    (B, N, H, D), G = inputs[0].shape, weights.shape[1]
+    tiles = _tiles(BACKWARD, weights.shape[1:], inputs[0].dtype)
+    S, per_program = tiles["SHARES"], tiles["TILES"] if max(G, H) * tiles["SHARES"] <= MOST_ROWS else 1
+    per_image = _ceil(N * D, S * tiles["COLUMNS"])
+    parts = _ceil(per_image, per_program)
+    d_weights = weights.new_empty(len(inputs), B * parts * S, G * H, dtype=torch.float32)
+    for first in range(0, len(inputs), AT_ONCE):
+        some = slice(first, first + AT_ONCE)
+        align = alignment(*inputs[some], *d_outs[some])
+        backward.mix_backward_kernel[(len(inputs[some]) * B * parts,)](
+            *_three(d_outs[some]), *_three(inputs[some]), weights[some], *_three(d_inputs[some]), d_weights[some],
+            *_strides(align, d_outs[some]), *_strides(align, inputs[some]), *weights.stride(),
+            N, per_image, parts, PACK=pack,
+            **_constants(inputs[0], weights[some], align, tiles),
+        )  # fmt: skip
+    return _sum_parts(d_weights, weights.dtype).view(weights.shape)
+
+
+def _sum_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum [C, parts, columns] over the parts, in an order fixed by the shape: [C, columns]."""
+    C, rows, columns = x.shape
+    shares = _ceil(rows, SUM_SHARE)
+    sums = x.new_empty(C, shares, columns, dtype=dtype if shares == 1 else torch.float32)
+    shared.sum_parts_kernel[(_ceil(columns, SUM_COLUMNS), shares, C)](
+        x, sums, rows, columns, SUM_SHARE, BR=SUM_ROWS, BC=SUM_COLUMNS, num_warps=4
+    )
+    return sums if shares == 1 else _sum_parts(sums, dtype)
