@@ -47,7 +47,7 @@ def _ceil(a: int, b: int) -> int:
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Fill up to three tensors, as the kernels take them, by the first."""
-    return [*tensors, *tensors[:1] * (AT_ONCE - len(tensors))]
+    return [*tensors, *[tensors[0]] * (AT_ONCE - len(tensors))]
 
 
 def _strides(align: int, tensors: Sequence[Tensor]) -> list[int]:
@@ -72,12 +72,12 @@ def mix(inputs: Sequence[Tensor], weights: Tensor, outs: Sequence[Tensor]) -> No
     tiles = _tiles(FORWARD, weights.shape[1:], inputs[0].dtype)
     per_image = _ceil(N * D, tiles["SHARES"] * tiles["COLUMNS"])
     for first in range(0, len(inputs), AT_ONCE):
-        some, some_weights, some_outs = (x[first : first + AT_ONCE] for x in (inputs, weights, outs))
-        align = alignment(*some)
-        forward.mix_kernel[(len(some) * B * per_image,)](
-            *_three(some), some_weights, *_three(some_outs),
-            *_strides(align, some), *some_weights.stride(), N, per_image,
-            **_constants(some[0], some_weights, align, tiles),
+        some = slice(first, first + AT_ONCE)
+        align = alignment(*inputs[some])
+        forward.mix_kernel[(len(inputs[some]) * B * per_image,)](
+            *_three(inputs[some]), weights[some], *_three(outs[some]),
+            *_strides(align, inputs[some]), *weights.stride(), N, per_image,
+            **_constants(inputs[0], weights[some], align, tiles),
         )  # fmt: skip
 
 
