@@ -106,6 +106,7 @@ class HeadMixAttention(nn.Module):
         self.q_norm = nn.RMSNorm(q_dim, eps=1e-6, **factory) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(k_dim, eps=1e-6, **factory) if qk_norm else nn.Identity()
         self.repeats = self.head_mix.repeats if self.head_mix else 1
+        self.folds = self.head_mix is not None and self.head_mix.folds and not qk_norm
         core_spec = self.head_mix.core_spec(spec) if self.head_mix else spec
         self.core = CORES[core](core_spec, **(core_args or {}))
         self.output_norm = nn.RMSNorm(head_dim, eps=1e-6, **factory) if output_norm else nn.Identity()
@@ -126,6 +127,16 @@ class HeadMixAttention(nn.Module):
         total += self.core.flops(tokens.repeat(self.repeats))
         total += 0 if self.head_mix is None else self.head_mix.flops(tokens)
         return total + (0 if self.cpe is None else self.cpe.flops(tokens))
+
+    @property
+    def _folded(self) -> bool:
+        """Tell whether the projection does what the head mix does before the core; an adapter in its place does not."""
+        return self.folds and type(self.qkv) is nn.Linear
+
+    def _project(self, x: Tensor) -> Tensor:
+        if self.head_mix is not None and self._folded:
+            return F.linear(x, *self.head_mix.fold(self.qkv.weight, self.qkv.bias))
+        return self.qkv(x)
 
     def set_grid(self, grid: tuple[int, ...]) -> None:
         """Use another token grid; the weights do not change."""
@@ -161,10 +172,10 @@ class HeadMixAttention(nn.Module):
         _check_tokens(x, tokens)
         if self.cpe is not None:
             x = self.cpe(x, tokens)
-        q, k, v = self.qkv(x).split(self.projected_dims, dim=-1)
+        q, k, v = self._project(x).split(self.projected_dims, dim=-1)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
-        if self.head_mix is not None:
+        if self.head_mix is not None and not self._folded:
             q, k, v = self.head_mix.before(q, k, v)
             _assert_mixed(self.head_mix.core_heads, self.repeats * x.shape[1], q, k, v)
         needed: dict[str, Any] = {"x": x} if self.core.reads_input else {}

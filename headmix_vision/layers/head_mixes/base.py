@@ -33,6 +33,7 @@ class HeadMix(nn.Module):
         projected_heads: heads that the projections of q, k and v make.
         core_heads: heads of the core.
         repeats: places which stand for a token in the core.
+        folds: ``fold`` can put all that ``before`` does into the weights of the projection.
     """
 
     layer_options: ClassVar[dict[str, Any]] = {}
@@ -44,10 +45,15 @@ class HeadMix(nn.Module):
         self.projected_heads: tuple[int, int, int] = (spec.num_heads,) * 3
         self.core_heads, self.head_dim = spec.num_heads, spec.head_dim
         self.repeats = 1
+        self.folds = False
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Turn projected heads into those of the core."""
         return q, k, v
+
+    def fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return weight [3 * H * D, C] and bias of a projection that makes what ``before`` makes of this one's."""
+        raise NotImplementedError
 
     def after(self, out: Tensor) -> Tensor:
         """Turn the core's heads into those of the layer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from headmix_vision.checks import check_counts
@@ -15,6 +16,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.layers.head_mixes.base import HEAD_MIXES, HeadMix
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid
+from headmix_vision.ops.precision import autocast_off
 
 
 @HEAD_MIXES.register("mea")
@@ -22,8 +24,10 @@ class ExplicitHeads(HeadMix):
     """Multi-head explicit attention, MEA (arXiv 2601.19611): head-level linear composition of keys and values.
 
     Each head's keys and values are learned compositions of those of h' component heads, to which the projections of
-    keys and values shrink. An RMSNorm of each head follows the core (the layer's ``output_norm``, on by default in
-    models of this mix): without it the composition is a part of the projections, and the layer is its core alone.
+    keys and values shrink. With as many components as heads the weights of the projections are composed instead, which
+    is the same and costs next to nothing (unless ``impl`` is named, or a norm stands between the two). An RMSNorm of
+    each head follows the core (the layer's ``output_norm``, on by default in models of this mix): without it the
+    composition is a part of the projections, and the layer is its core alone.
 
     Args:
         spec: sizes of the layer.
@@ -59,6 +63,7 @@ class ExplicitHeads(HeadMix):
         if components > composed:
             raise InputError(f"component_heads must be from 1 to {composed}, the heads composed, got {components}.")
         self.projected_heads = (spec.num_heads, components, components)
+        self.folds = components == spec.num_heads and impl == "auto"
         self.queries_per_head = spec.num_heads // composed
         self.mix = nn.Parameter(torch.empty(2, composed, components, **spec.factory))
         self.reset_parameters()
@@ -76,8 +81,19 @@ class ExplicitHeads(HeadMix):
         k, v = self.mixed((k, v), weight)
         return q, k, v
 
+    def fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return _compose_rows(weight, self.mix), None if bias is None else _compose_rows(bias, self.mix)
+
     def flops(self, grid: TokenGrid) -> int:
         return 2 * grid.num_tokens * self.head_dim * self.core_heads * self.mix.shape[2] * len(self.mix)
 
     def extra_repr(self) -> str:
         return f"component_heads={self.mix.shape[2]}, key_value_heads={self.mix.shape[1]}, impl={self.impl}"
+
+
+@torch.fx.wrap
+def _compose_rows(weight: Tensor, mix: Tensor) -> Tensor:
+    """Compose the heads of keys and values in the rows of queries, keys and values: [3 * H * D, ...] -> the same."""
+    with autocast_off(weight):
+        heads = weight.view(3, mix.shape[1], -1)
+        return torch.cat([heads[:1], mix @ heads[1:]]).view(weight.shape)
