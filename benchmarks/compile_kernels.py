@@ -38,7 +38,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenBlocks, TokenScan, head_in_head, kernels, mhla
+from headmix_vision.ops import TokenBlocks, TokenScan, head_in_head, kernels, mhla, mix_heads
 
 # Compute capability, and shared memory that a program may ask for: the CUDA programming guide, compute capabilities.
 GPUS = {
@@ -152,6 +152,28 @@ def hih_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
             yield hih_case(f"values of {192 - dim}", dtype, dim, r, value_dim=192 - dim)
 
 
+def mix_heads_case(dtype: str, dim: int, heads: int, out_heads: int, tokens: int, count: int = 3) -> Case:
+    def call() -> None:
+        packed = torch.empty(1, tokens, count, heads, dim, dtype=TYPES[dtype])
+        leaves = [x.requires_grad_() for x in packed.unbind(2)]
+        outs = mix_heads(leaves, torch.empty(count, out_heads, heads).requires_grad_(), impl="triton")
+        torch.autograd.backward(outs, [torch.empty_like(x) for x in outs])
+
+    return Case(f"mix_heads {heads} to {out_heads} heads", call, dtype, dim)
+
+
+def mix_heads_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
+    """Yield what interleaved and explicit head attention need, and with two head dims each form of the tiles."""
+    case = partial(mix_heads_case, dtype, dim, tokens=197)
+    yield case(6, 12)
+    yield case(24, 6, count=1)
+    if not everything or dim not in (64, 72):
+        return
+    for heads, out_heads in ((1, 2), (3, 6), (6, 6), (12, 48), (16, 32), (16, 64), (32, 64), (32, 256)):
+        yield case(heads, out_heads)
+        yield case(out_heads, heads, count=1)
+
+
 PART = (("bfloat16", 64), ("float32", 128))
 
 
@@ -161,6 +183,7 @@ def all_cases(everything: bool) -> Iterator[Case]:
     for dtype, dim in shapes:
         yield from mhla_cases(dtype, dim, everything)
         yield from hih_cases(dtype, dim, everything)
+        yield from mix_heads_cases(dtype, dim, everything)
 
 
 @contextmanager
