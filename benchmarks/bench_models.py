@@ -2,6 +2,8 @@
 
     python benchmarks/bench_models.py                          # deit_mhla_small against timm's softmax DeiT-S
     python benchmarks/bench_models.py --models deit_mhla_small deit_linear_small --sizes 224 512 --batch 256 64
+    python benchmarks/bench_models.py --baseline deit_iha_small:head_mix_args.pseudo_heads=4 \
+        --models deit_mhla_iha_small:head_mix_args.pseudo_heads=4 --sizes 512 --batch 64
     python benchmarks/bench_models.py --models dit_mhla_xl_2 --baseline dit_softmax_xl_2 --sizes 64 --batch 32
     python benchmarks/bench_models.py --device cpu --tiny      # tries the script itself where there is no GPU
 
@@ -10,6 +12,8 @@ forward, loss, backward and a fused AdamW step; inference is a forward pass in i
 window by window, and each figure is the median of its windows. Peak memory is what a model needs beyond the data: its
 weights, gradients, optimizer states (training) and activations. Where a batch does not fit, all models of that size
 are measured again at half of it.
+
+Options of a model follow its name and a colon, separated by commas; a dot stands for a mapping inside an option.
 
 Before inference with a compiled model is timed its output is compared with the uncompiled one, and after all windows
 losses and outputs must be finite; otherwise the script ends with exit code 1 and writes nothing.
@@ -29,8 +33,10 @@ from typing import Any
 import timm
 import torch
 from measuring import device_slug, environment, format_table, open_device, release_memory, write_csv
-from model_families import family_of
+from model_families import family_of, make_model, read_spelling
 from torch import Tensor, nn
+
+from headmix_vision.layers.head_mixes import HEAD_MIXES
 
 MAX_COMPILE_ERROR = 0.05  # relative, of two bf16 forward passes
 MODES = ("train", "inference")
@@ -78,7 +84,7 @@ class Contestant:
         on_gpu = self.device.type == "cuda"
         before = torch.cuda.memory_allocated(self.device) if on_gpu else 0
         torch.manual_seed(0)
-        self.model = family_of(name).make(name, size).to(self.device).train(mode == "train")
+        self.model = make_model(name, size).to(self.device).train(mode == "train")
         _fill_zeros(self.model)
         self.call: Callable[..., Tensor] = self.model
         if compile_mode != "none":
@@ -200,7 +206,9 @@ def format_row(row: Row) -> list[str]:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", help="names known to timm, by default deit_mhla_small")
+    parser.add_argument(
+        "--models", nargs="+", help="names known to timm, by default deit_mhla_small; options follow a colon, see above"
+    )
     parser.add_argument("--baseline", help="by default deit_small_patch16_224")
     parser.add_argument("--sizes", type=int, nargs="+", help="pixels, or latents of a dit_*, by default 224 512")
     parser.add_argument("--batch", type=int, nargs="+", help="one for each size, or one for all, by default 256 64")
@@ -225,7 +233,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"error: --batch needs one value, or one for each of {len(sizes)} --sizes, got {len(batch)}.")
     if min(*sizes, *batch, arguments.windows) < 1 or arguments.window_s <= 0:
         raise SystemExit("error: --sizes, --batch, --windows and --window_s must be positive.")
-    for name in names:
+    for spelling in names:
+        try:
+            name, _ = read_spelling(spelling)
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from None
         if not timm.is_model(name):
             raise SystemExit(f"error: timm knows no model {name!r}.")
     if len(set(names)) < len(names):
@@ -234,6 +246,13 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise SystemExit("error: dit_* models cannot be compared with image classifiers.")
     if arguments.compile not in ("none", "default", *torch._inductor.list_mode_options()):
         raise SystemExit(f"error: --compile {arguments.compile!r} is no mode of torch.compile, nor none.")
+
+
+def name_of_results(spellings: Sequence[str]) -> str:
+    """Name the file of a run by the family of the baseline, and by the head mixes of all models."""
+    words = [read_spelling(spelling)[0].split("_") for spelling in spellings]
+    mixes = sorted({word for name in words for word in name if word in HEAD_MIXES})
+    return "_".join(["models", words[0][0], *mixes])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -256,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows += [row | facts for row in found]
     out = arguments.out or (None if arguments.tiny else Path("docs"))
     if out is not None:
-        path = out / f"models_{arguments.baseline.split('_')[0]}_{device_slug(facts['device'])}.csv"
+        path = out / f"{name_of_results(names)}_{device_slug(facts['device'])}.csv"
         write_csv(path, rows)
         print(f"\nwritten to {path}")
 

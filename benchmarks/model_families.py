@@ -1,9 +1,11 @@
-"""The kinds of models that bench_models.py knows: what they are made from, called with and trained by."""
+"""The kinds of models that bench_models.py knows: how they are spelled, made, called and trained."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import timm
 import torch
@@ -17,9 +19,9 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between kinds of models: how one is made for a size, what it is called with, its loss."""
+    """What differs between kinds of models: how their size is called, what they are called with, their loss."""
 
-    make: Callable[[str, int], nn.Module]
+    size: str
     inputs: Callable[[int, int, torch.Generator], tuple[Tensor, ...]]
     loss: Callable[[Tensor, tuple[Tensor, ...]], Tensor]
 
@@ -48,11 +50,46 @@ def _latent_loss(prediction: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 FAMILIES = {
-    "dit": Family(lambda name, size: timm.create_model(name, input_size=size), _latent_inputs, _latent_loss),
-    "image": Family(lambda name, size: timm.create_model(name, img_size=size), _image_inputs, _image_loss),
+    "dit": Family("input_size", _latent_inputs, _latent_loss),
+    "image": Family("img_size", _image_inputs, _image_loss),
 }
 
 
 def family_of(name: str) -> Family:
     """``dit_*`` are called with latents, times and labels, everything else with images."""
     return FAMILIES["dit" if name.startswith("dit_") else "image"]
+
+
+def read_spelling(spelling: str) -> tuple[str, dict[str, Any]]:
+    """Read a name and options: ``deit_mhla_iha_small:head_mix_args.pseudo_heads=4,global_every=5``.
+
+    A dot stands for a mapping inside an option. Values are those of Python, or texts.
+
+    Raises:
+        ValueError: for an option without a value.
+    """
+    name, _, given = spelling.partition(":")
+    options: dict[str, Any] = {}
+    for option in given.split(",") if given else ():
+        path, equals, value = option.partition("=")
+        if not (path and equals and value):
+            raise ValueError(f"an option of {name} must be name=value, got {option!r}.")
+        *outer, last = path.split(".")
+        inside = options
+        for key in outer:
+            inside = inside.setdefault(key, {})
+        inside[last] = _value(value)
+    return name, options
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def make_model(spelling: str, size: int) -> nn.Module:
+    """Make a model for a size of images or latents."""
+    name, options = read_spelling(spelling)
+    return timm.create_model(name, **{family_of(name).size: size}, **options)

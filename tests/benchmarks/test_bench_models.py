@@ -31,3 +31,20 @@ def test_bench_models_halves_a_batch_that_does_not_fit(load, monkeypatch, capsys
     monkeypatch.setattr(bench, "compare", compare)
     assert bench.compare_at_largest_batch(["a"], 224, 64, "train", None) == 8
     assert "batch 32 instead" in capsys.readouterr().out
+
+
+def test_options_follow_the_name_of_a_model(load):
+    read = load("model_families").read_spelling
+    assert read("deit_mhla_small") == ("deit_mhla_small", {})
+    spelled = "deit_mhla_iha_small:head_mix_args.pseudo_heads=4,global_every=5,head_mix_args.collapse=across_heads"
+    name, options = read(spelled)
+    assert name == "deit_mhla_iha_small"
+    assert options == {"head_mix_args": {"pseudo_heads": 4, "collapse": "across_heads"}, "global_every": 5}
+    model = load("model_families").make_model("deit_mhla_iha_tiny:head_mix_args.pseudo_heads=3,depth=1", 64)
+    assert model.blocks[0].attn.head_mix.repeats == 3
+
+
+def test_comparisons_of_head_mixes_have_a_file_of_their_own(load):
+    name_of = load("bench_models").name_of_results
+    assert name_of(["deit_small_patch16_224", "deit_mhla_small"]) == "models_deit"
+    assert name_of(["dit_softmax_s_2", "dit_mhla_mea_s_2", "dit_iha_s_2:global_every=5"]) == "models_dit_iha_mea"

@@ -31,6 +31,7 @@ def test_measuring(load, tmp_path: Path):
         ("bench_hih", ["--columns", "r1,r3"], "'r3'"),
         ("bench_hih", ["--jobs", "0"], "positive"),
         ("bench_models", ["--models", "deit_mhla_huge"], "'deit_mhla_huge'"),
+        ("bench_models", ["--models", "deit_mhla_small:depth"], "'depth'"),
         ("bench_models", ["--batch", "1", "2", "3"], "--batch"),
         ("bench_models", ["--baseline", "deit_mhla_small"], "twice"),
         ("bench_models", ["--compile", "fast"], "'fast'"),
