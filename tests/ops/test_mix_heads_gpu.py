@@ -87,7 +87,8 @@ def test_weights_keep_their_digits():
     (*inputs, weights), _ = make(3, 2, 197, 6, 12, 64)
     exact = mix_heads([x.double() for x in inputs], weights.double(), impl="torch")
     for ours, reference in zip(mix_heads(inputs, weights, impl="triton"), exact, strict=True):
-        assert torch.equal(ours, reference.to(BF16)) or ((ours != reference.to(BF16)).float().mean() < 1e-3)
+        error, rounding = (x.double().sub(reference).abs().mean() for x in (ours, reference.to(BF16)))
+        assert error < 1.01 * rounding
 
 
 @pytest.mark.parametrize("heads", [(6, 12), (70, 140)], ids=str)

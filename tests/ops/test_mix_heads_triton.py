@@ -54,10 +54,22 @@ def test_any_number_of_tensors(count):
 
 
 def test_images_of_several_parts_and_sums_in_several_steps(monkeypatch):
-    monkeypatch.setattr(triton_launch, "BACKWARD", triton_launch.BACKWARD | {"COLUMNS": 32, "TILES": 2})
-    monkeypatch.setattr(triton_launch, "FORWARD", triton_launch.FORWARD | {"COLUMNS": 32})
+    monkeypatch.setattr(triton_launch, "PART_TILES", 2)
     monkeypatch.setattr(triton_launch, "SUM_SHARE", 3)
+    for table in ("FORWARD", "BACKWARD"):
+        rows = [row | {"COLUMNS": 32} for row in getattr(triton_launch, table)]
+        monkeypatch.setattr(triton_launch, table, rows)
     assert_agrees(*make(2, 2, 23, 3, 6, 24))
+
+
+@pytest.mark.parametrize(("heads", "out_heads"), [(3, 6), (16, 48), (70, 20)], ids=lambda n: str(n))
+@pytest.mark.parametrize("row", [0, 1])
+def test_tiles_of_narrow_types(monkeypatch, row, heads, out_heads):
+    """As in bf16, with sums over several tiles; here in float32, for the interpreter."""
+    for table in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(triton_launch, table, [getattr(triton_launch, table)[row]] * 3)
+    monkeypatch.setattr(triton_launch, "EXACT", torch.float64)
+    assert_agrees(*make(2, 2, 23, heads, out_heads, 24))
 
 
 def test_strided_views_and_gradients():

@@ -19,15 +19,15 @@ def _store_part(base, total, part, first_g, first_h, G: tl.constexpr, H: tl.cons
 def mix_backward_kernel(
     g0, g1, g2, x0, x1, x2, weights, d_x0, d_x1, d_x2, d_weights,
     g0_b, g0_n, g0_h, g1_b, g1_n, g1_h, g2_b, g2_n, g2_h, x0_b, x0_n, x0_h, x1_b, x1_n, x1_h, x2_b, x2_n, x2_h,
-    weight_c, weight_g, weight_h, N, tiles, parts,
+    weight_c, weight_g, weight_h, N, tiles, parts, per_part,
     C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SHARES: tl.constexpr, ALIGN: tl.constexpr,
-    SPLIT: tl.constexpr, PACK: tl.constexpr, TILES: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
+    SPLIT: tl.constexpr, PACK: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the inputs [B, N, (PACK,) H, D], and of the weights by parts.
 
-    A program makes one of the parts [C, B * parts, SHARES, G, H] from TILES tiles of columns of an image, or from one
-    tile where heads need several tiles of rows.
+    A program makes one of the parts [C, B * parts, SHARES, G, H] from ``per_part`` tiles of columns of an image, or
+    from one tile where heads need several tiles of rows.
     """
     c = tl.program_id(0) % C
     part = tl.program_id(0) // C % parts
@@ -43,7 +43,7 @@ def mix_backward_kernel(
     if SHARES * G <= BG and SHARES * H <= BH:
         w = load_weights(weights, weight_h, weight_g, 0, 0, H, G, SHARES, BH, BG)
         total = tl.zeros((BG, BH), tl.float32)
-        for tile in range(part * TILES, tl.minimum(part * TILES + TILES, tiles)):
+        for tile in range(part * per_part, tl.minimum(part * per_part + per_part, tiles)):
             # [BG, COLUMNS], [BH, COLUMNS]
             some_d_out = load_tile(d_out, g_n, g_h, tile, 0, N, G, SHARES, D, ALIGN, BG, COLUMNS)
             some_x = load_tile(x, x_n, x_h, tile, 0, N, H, SHARES, D, ALIGN, BH, COLUMNS)

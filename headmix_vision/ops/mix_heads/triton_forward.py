@@ -20,11 +20,16 @@ def mix_kernel(
     x = pick(c, x0, x1, x2) + b * pick(c, x0_b, x1_b, x2_b) * ALIGN
     x_n, x_h = pick(c, x0_n, x1_n, x2_n), pick(c, x0_h, x1_h, x2_h)
     out = pick(c, out0, out1, out2) + b * N * (G * D)
+    if SHARES * H <= BH:
+        # [BH, COLUMNS]
+        all_heads = load_tile(x, x_n, x_h, tile, 0, N, H, SHARES, D, ALIGN, BH, COLUMNS)
     for g in tl.static_range(0, SHARES * G, BG):
         mixed = tl.zeros((BG, COLUMNS), tl.float32)
         for h in tl.static_range(0, SHARES * H, BH):
-            # [BH, COLUMNS]
-            some = load_tile(x, x_n, x_h, tile, h, N, H, SHARES, D, ALIGN, BH, COLUMNS)
+            if SHARES * H <= BH:
+                heads = all_heads
+            else:
+                heads = load_tile(x, x_n, x_h, tile, h, N, H, SHARES, D, ALIGN, BH, COLUMNS)
             w = load_weights(weights + c * weight_c, weight_g, weight_h, g, h, G, H, SHARES, BG, BH)
-            mixed = dot_weights(w, some, mixed, SPLIT)
+            mixed = dot_weights(w, heads, mixed, SPLIT)
         store_tile(out, mixed, tile, g, N, G, SHARES, D, 1)

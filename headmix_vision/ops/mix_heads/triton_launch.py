@@ -18,23 +18,35 @@ from headmix_vision.ops.mix_heads import triton_tiles as shared
 
 AT_ONCE = 3  # tensors of a launch
 LEAST_ROWS = 16  # no side of a product may be shorter
-MOST_ROWS = 64  # of a tile; more heads take several
+PART_TILES = 8  # tiles of columns whose weight gradients a program sums, whatever the device and the batch
 SUM_ROWS, SUM_COLUMNS = 64, 32
 SUM_SHARE = 256  # rows that a program sums
 Tiles = dict[str, int]
-# With up to two warps a program has no products of four, of which narrow ones are wrong (Triton 3.6 on Hopper).
-FORWARD = Tiles(COLUMNS=256, num_warps=1, num_stages=1)
-BACKWARD = Tiles(COLUMNS=256, TILES=4, num_warps=1, num_stages=1)
+EXACT = torch.float32  # this type has exact products, which want smaller tiles, and short sums
+# The best of sweeps on an H200 for bfloat16, for few and for many heads, and what suits float32. ROWS is the most that a
+# tile has. Four warps have up to 32 output heads: beyond, their product is another instruction, whose narrow forms
+# Triton 3.6 gets wrong.
+FORWARD = (
+    Tiles(ROWS=32, COLUMNS=128, num_warps=1, num_stages=1),
+    Tiles(ROWS=32, COLUMNS=512, num_warps=4, num_stages=1),
+    Tiles(ROWS=32, COLUMNS=128, num_warps=2, num_stages=1),
+)
+BACKWARD = (
+    Tiles(ROWS=64, COLUMNS=128, num_warps=1, num_stages=2),
+    Tiles(ROWS=64, COLUMNS=128, num_warps=2, num_stages=1),
+    Tiles(ROWS=64, COLUMNS=64, num_warps=2, num_stages=1),
+)
+FEW_HEADS = 8
 
 
-def _tiles(tiles: Tiles, heads: Sequence[int], dtype: torch.dtype) -> Tiles:
-    """Add the rows of the tiles, and take fewer columns where rows or numbers are large."""
-    shares = max(1, LEAST_ROWS // min(heads))
-    G, H = (min(MOST_ROWS, max(LEAST_ROWS, _power_of_two(shares * n))) for n in heads)
-    columns = tiles["COLUMNS"]
-    if dtype == torch.float32 or max(G, H) > 32:
-        columns //= 2
-    return tiles | Tiles(SHARES=shares, BG=G, BH=H, COLUMNS=columns)
+def _tiles(table: tuple[Tiles, Tiles, Tiles], weights: Tensor, dtype: torch.dtype) -> Tiles:
+    """Choose tiles, with the rows that the heads need, and as many shares as fit the least rows."""
+    _, G, H = weights.shape
+    few = min(G, H) <= FEW_HEADS
+    tiles = dict(table[2 if dtype == EXACT else 0 if few else 1])
+    most, shares = tiles.pop("ROWS"), max(1, LEAST_ROWS // max(G, H))
+    rows = [min(most, max(LEAST_ROWS, _power_of_two(shares * n))) for n in (G, H)]
+    return tiles | Tiles(SHARES=shares, BG=rows[0], BH=rows[1])
 
 
 def _power_of_two(n: int) -> int:
@@ -69,7 +81,7 @@ def mix(inputs: Sequence[Tensor], weights: Tensor, outs: Sequence[Tensor]) -> No
     """Fill ``outs``, C contiguous tensors [B, N, G, D]."""
     inputs = _rows(inputs)
     B, N, H, D = inputs[0].shape
-    tiles = _tiles(FORWARD, weights.shape[1:], inputs[0].dtype)
+    tiles = _tiles(FORWARD, weights, inputs[0].dtype)
     per_image = _ceil(N * D, tiles["SHARES"] * tiles["COLUMNS"])
     for first in range(0, len(inputs), AT_ONCE):
         some = slice(first, first + AT_ONCE)
@@ -91,10 +103,13 @@ def mix_backward(
     """
     inputs, d_outs = _rows(inputs), _rows(d_outs)
     (B, N, H, D), G = inputs[0].shape, weights.shape[1]
-    tiles = _tiles(BACKWARD, weights.shape[1:], inputs[0].dtype)
-    S, per_program = tiles["SHARES"], tiles["TILES"] if max(G, H) * tiles["SHARES"] <= MOST_ROWS else 1
+    tiles = _tiles(BACKWARD, weights, inputs[0].dtype)
+    S = tiles["SHARES"]
     per_image = _ceil(N * D, S * tiles["COLUMNS"])
-    parts = _ceil(per_image, per_program)
+    whole = S * G <= tiles["BG"] and S * H <= tiles["BH"]
+    # Parts of equal length; long sums of float32 would lose digits.
+    per_part = _ceil(per_image, max(1, per_image // PART_TILES)) if whole and inputs[0].dtype != EXACT else 1
+    parts = _ceil(per_image, per_part)
     d_weights = weights.new_empty(len(inputs), B * parts * S, G * H, dtype=torch.float32)
     for first in range(0, len(inputs), AT_ONCE):
         some = slice(first, first + AT_ONCE)
@@ -102,7 +117,7 @@ def mix_backward(
         backward.mix_backward_kernel[(len(inputs[some]) * B * parts,)](
             *_three(d_outs[some]), *_three(inputs[some]), weights[some], *_three(d_inputs[some]), d_weights[some],
             *_strides(align, d_outs[some]), *_strides(align, inputs[some]), *weights.stride(),
-            N, per_image, parts, PACK=pack,
+            N, per_image, parts, per_part, PACK=pack,
             **_constants(inputs[0], weights[some], align, tiles),
         )  # fmt: skip
     return _sum_parts(d_weights, weights.dtype).view(weights.shape)
