@@ -23,8 +23,8 @@ SUM_ROWS, SUM_COLUMNS = 64, 32
 SUM_SHARE = 256  # rows that a program sums
 Tiles = dict[str, int]
 EXACT = torch.float32  # this type has exact products, which want smaller tiles, and short sums
-# The best of sweeps on an H200 for bfloat16, for few and for many heads, and what suits float32. ROWS is the most that a
-# tile has. Four warps have up to 32 output heads: beyond, their product is another instruction, whose narrow forms
+# The best of sweeps on an H200 for bfloat16, for few and for many heads, and what suits float32. ROWS is the most that
+# a tile has. Four warps have up to 32 output heads: beyond, their product is another instruction, whose narrow forms
 # Triton 3.6 gets wrong.
 FORWARD = (
     Tiles(ROWS=32, COLUMNS=128, num_warps=1, num_stages=1),
