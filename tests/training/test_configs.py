@@ -8,6 +8,7 @@ import timm.data
 import torch
 import yaml
 
+from headmix_vision.layers import CORES, HEAD_MIXES
 from headmix_vision.training.classification_cli import ClassificationCLI
 
 from .helpers import run
@@ -16,6 +17,12 @@ CONFIGS = Path(__file__).parents[2] / "headmix_vision" / "configs" / "cls"
 RECIPES = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "imagenet")]
 IMAGENET = RECIPES[-1]
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
+MIXED = [model for model in MODELS if set(HEAD_MIXES) & set(model.stem.split("_"))]
+TRAINED = [  # one batch of each core, of each mix and of the windows; the rest are built
+    *(model for model in MODELS if model.stem.startswith("deit_tiny") and model not in MIXED),
+    *(CONFIGS / "models" / f"deit_{name}.yaml" for name in ("tiny_mhla_iha", "tiny_linear_mea")),
+    CONFIGS / "models" / "deit_small_softmax_iha_local.yaml",
+]
 LARGE = CONFIGS / "384px.yaml"
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 ONE_BATCH = (
@@ -30,15 +37,31 @@ def files(*paths: Path) -> list[object]:
     return [part for path in paths for part in ("-c", path)]
 
 
+def _options(model: Path) -> list[str]:
+    """What a file's name says after the core: a head mix, `cpe`, `local`."""
+    return model.stem.split("_")[3:]
+
+
 def _name(model: Path, pixels: int) -> str:
     """timm's name of the model that a file is for."""
-    _, size, core, *_ = model.stem.split("_")
-    return f"deit_{core}_{size}_patch16_{pixels}"
+    _, size, core, *options = model.stem.split("_")
+    attention = "_".join([core, *(option for option in options if option in HEAD_MIXES)])
+    return f"deit_{attention}_{size}_patch16_{pixels}"
+
+
+def _arguments(model: Path) -> dict[str, object]:
+    """Arguments of the model that a file is for."""
+    arguments: dict[str, object] = {"drop_path_rate": 0.1}
+    if "cpe" in _options(model):
+        arguments["cpe"] = True
+    if "local" in _options(model):
+        arguments |= {"head_mix_args": {"pseudo_heads": 2}, "core_args": {"window": 5}, "global_every": 5}
+    return arguments
 
 
 def test_no_recipe_is_forgotten():
     assert {*RECIPES, *MODELS, *OVERLAYS, LARGE} == set(CONFIGS.rglob("*.yaml"))
-    assert len(MODELS) == 10
+    assert len(MODELS) == 10 + len(MIXED)
 
 
 def test_recipe_of_the_paper_trains_the_papers_model():
@@ -50,7 +73,7 @@ def test_recipe_of_the_paper_trains_the_papers_model():
 
 @pytest.mark.parametrize(
     "paths",
-    [*([recipe] for recipe in RECIPES), *([IMAGENET, model] for model in MODELS if model.stem.startswith("deit_tiny"))],
+    [*([recipe] for recipe in RECIPES), *([IMAGENET, model] for model in TRAINED)],
     ids=lambda paths: paths[-1].stem,
 )
 def test_recipe_trains_one_batch(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +90,10 @@ def test_recipe_trains_one_batch(paths: list[Path], tmp_path: Path, monkeypatch:
     [
         pytest.param(model, pixels, id=f"{model.stem}-{pixels}", marks=marks)
         for model in MODELS
-        for pixels, marks in ((224, ()), (384, () if "small" in model.stem else pytest.mark.slow))
+        for pixels, marks in (
+            (224, ()),
+            (384, () if "small" in model.stem and model not in MIXED else pytest.mark.slow),
+        )
     ],
 )
 def test_family_is_built_at_its_true_size(
@@ -82,10 +108,10 @@ def test_family_is_built_at_its_true_size(
         assert run("fit", *files(*paths), "--trainer.accelerator", "cpu") == 0
         namesake = timm.create_model(_name(model, pixels))
     (cli,) = seen
-    size, _, *options = model.stem.removeprefix("deit_").split("_")
+    _, size, core, *options = model.stem.split("_")
     net, config = cli.model.net, cli.config.fit
     assert config.model.name == _name(model, 224)
-    assert config.model.model_args == {"drop_path_rate": 0.1, **({"cpe": True} if "cpe" in options else {})}
+    assert config.model.model_args == _arguments(model)
     assert (net.embed_dim, net.num_classes) == ({"tiny": 192, "small": 384}[size], 1000)
     assert net.patch_embed.img_size == namesake.patch_embed.img_size == (pixels, pixels)
     ours, theirs = (
@@ -94,6 +120,15 @@ def test_family_is_built_at_its_true_size(
     )
     assert ours == theirs and ours["input_size"] == (3, pixels, pixels)
     assert (net.blocks[0].attn.cpe is not None) == ("cpe" in options)
+    mixes = [
+        next((mix for mix in HEAD_MIXES if isinstance(b.attn.head_mix, HEAD_MIXES[mix])), None) for b in net.blocks
+    ]
+    whole = [4, 9] if "local" in options else []
+    named = next((mix for mix in HEAD_MIXES if mix in options), None)
+    assert mixes == [None if index in whole else named for index in range(12)]
+    assert all(isinstance(block.attn.core, CORES[core]) for block in net.blocks)
+    windows = [getattr(block.attn.core, "window", None) for block in net.blocks]
+    assert windows == [(5, 5) if "local" in options and index not in whole else None for index in range(12)]
     assert net.blocks[-1].drop_path1.drop_prob == pytest.approx(0.1)
     assert config.data.batch_size * cli.trainer.accumulate_grad_batches == 1024
     assert (cli.trainer.max_epochs, cli.model.optimizer_config.lr) == (300, 1e-3)

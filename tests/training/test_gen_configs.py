@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from headmix_vision.layers import HEAD_MIXES
 from headmix_vision.training.generation_cli import GenerationCLI
 
 from .gen_helpers import run
 
 CONFIGS = Path(__file__).parents[2] / "headmix_vision" / "configs" / "gen"
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
+MIXED = [model for model in MODELS if set(HEAD_MIXES) & set(model.stem.split("_"))]
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 IMAGENET = [CONFIGS / f"imagenet{pixels}.yaml" for pixels in (256, 512)]
 ALONE = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "folder")]
@@ -30,7 +32,7 @@ def files(*paths: Path) -> list[object]:
 def test_no_recipe_is_forgotten():
     known = {*MODELS, *OVERLAYS, *IMAGENET, *ALONE, CONFIGS / "ddpm.yaml"}
     assert known == set(CONFIGS.rglob("*.yaml"))
-    assert len(MODELS) == 10
+    assert len(MODELS) == 10 + len(MIXED)
 
 
 @pytest.mark.parametrize("recipe", [*ALONE, IMAGENET[0]], ids=lambda path: path.stem)
@@ -44,7 +46,8 @@ def test_recipe_trains_one_batch(recipe: Path, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("model", "recipe", "ddpm"),
     [
-        pytest.param(*case, marks=() if i % 4 in (0, 3) else pytest.mark.slow)  # each file, in half of its combinations
+        # each file, in half of its combinations, or in one if it mixes heads
+        pytest.param(*case, marks=() if i % 4 in ((0,) if case[0] in MIXED else (0, 3)) else pytest.mark.slow)
         for i, case in enumerate(product(MODELS, IMAGENET, (False, True)))
     ],
     ids=lambda v: getattr(v, "stem", str(v)),
@@ -64,8 +67,10 @@ def test_family_is_built_at_its_true_size(
     core, *options, size, patch = model.stem.removeprefix("dit_").split("_")
     config = module.net.config
     assert (config.core, config.patch_size, config.num_classes) == (core, int(patch), 1000)
+    mix = options[0] if model in MIXED else None
+    assert config.head_mix == mix
     assert config.embed_dim == {"s": 384, "xl": 1152}[size] and config.input_size == int(recipe.stem[8:]) // 8
-    assert (config.cpe, config.output_gate) == ((True, True) if options else (False, False))
+    assert (config.cpe, config.output_gate) == (("cpe" in options,) * 2)
     assert module.net.out_channels == (8 if ddpm else 4)
     assert cli.config.fit.data.batch_size * trainer.accumulate_grad_batches == 256
     assert (trainer.max_steps, module.optimizer_config.lr, module.optimizer_config.weight_decay) == (400000, 1e-4, 0)
