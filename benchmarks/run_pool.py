@@ -6,13 +6,14 @@ import csv
 import hashlib
 import json
 import logging
+import math
 import multiprocessing
 import os
 import queue
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def recipe(run: Run) -> str:
 
 
 class Workers:
-    """Worker processes of one thread each: some on the CPU, some on the GPUs, which they take in turn.
+    """Worker processes of one thread each: some on the CPU, some on each GPU.
 
     Args:
         cpu_jobs, gpu_jobs: How many; without GPU workers the CPU's do their work.
@@ -86,14 +87,12 @@ class Workers:
     """
 
     def __init__(self, cpu_jobs: int, gpu_jobs: int, deadline_s: float) -> None:
-        context: Any = multiprocessing.get_context("spawn")
-        started, gpus = context.Value("i", 0), gpu_names() if gpu_jobs else []
+        gpus = gpu_names() if gpu_jobs else []
         self.deadline_s = deadline_s
-        self.pools: dict[str, Any] = {"cpu": context.Pool(cpu_jobs, _start_worker, (started, []))}
-        if gpus:
-            self.pools["gpu"] = context.Pool(gpu_jobs, _start_worker, (started, gpus))
-        self.running = 0
-        self._finished: queue.SimpleQueue[tuple[Run, Any]] = queue.SimpleQueue()
+        self.pools = {"": _start_pool("", cpu_jobs)}
+        self.pools |= {gpu: _start_pool(gpu, math.ceil(gpu_jobs / len(gpus))) for gpu in gpus}
+        self.load = dict.fromkeys(self.pools, 0)
+        self._finished: queue.SimpleQueue[tuple[Run, str, Any]] = queue.SimpleQueue()
         self._runs = tempfile.TemporaryDirectory()
 
     def __enter__(self) -> Workers:
@@ -105,31 +104,47 @@ class Workers:
             pool.join()
         self._runs.cleanup()
 
+    @property
+    def running(self) -> int:
+        """Runs that have not ended."""
+        return sum(self.load.values())
+
     def submit(self, run: Run, on_gpu: bool) -> None:
-        """Start a run as soon as a worker is free."""
-        device = "gpu" if on_gpu and "gpu" in self.pools else "cpu"
+        """Start a run as soon as a worker is free, on the GPU that has least to do."""
+        gpus = [name for name in self.pools if name] if on_gpu else []
+        place = min(gpus, key=lambda name: self.load[name]) if gpus else ""
 
         def finished(outcome: Any) -> None:
-            self._finished.put((run, outcome))
+            self._finished.put((run, place, outcome))
 
-        arguments = (run, Path(self._runs.name) / recipe(run), device)
-        self.pools[device].apply_async(_work, arguments, callback=finished, error_callback=finished)
-        self.running += 1
+        arguments = (run, Path(self._runs.name) / recipe(run), "gpu" if place else "cpu")
+        self.pools[place].apply_async(_work, arguments, callback=finished, error_callback=finished)
+        self.load[place] += 1
 
     def results(self) -> Iterator[tuple[Run, Result | Exception]]:
         """Results and errors as they come, until nothing runs or the time is over."""
         while self.running:
             try:
-                yield self._finished.get(timeout=max(0.0, self.deadline_s - time.monotonic()))
+                run, place, outcome = self._finished.get(timeout=max(0.0, self.deadline_s - time.monotonic()))
             except queue.Empty:
                 return
-            self.running -= 1
+            self.load[place] -= 1
+            yield run, outcome
 
 
-def _start_worker(started: Any, gpus: Sequence[str]) -> None:
-    with started.get_lock():
-        index, started.value = started.value, started.value + 1
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)] if gpus else ""
+def _start_pool(gpu: str, jobs: int) -> Any:
+    """Start processes that see one GPU, or none for an empty name; CUDA reads that from what they inherit."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ |= {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"}
+    try:
+        return multiprocessing.get_context("spawn").Pool(jobs, _start_worker)
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _start_worker() -> None:
     torch.set_num_threads(1)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # they write past what `fit` redirects

@@ -1,0 +1,199 @@
+"""`compare_head_mixes.py` and `stable_rates.py`: equal budgets, splits, choice of rates, verdicts, resuming."""
+
+import csv
+import math
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.data.datasets.digits import Digits
+
+
+@pytest.fixture
+def without_training(load, monkeypatch):
+    """Replace the worker processes by a function of the run; returns the runs that were asked for."""
+    pool, asked = load("run_pool"), []
+
+    def install(outcome):
+        class Workers:
+            running = 0
+
+            def __init__(self, *_):
+                self.todo = []
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                pass
+
+            def submit(self, run, on_gpu):
+                self.todo.append(run)
+                asked.append((run, on_gpu))
+
+            def results(self):
+                while self.todo:
+                    run = self.todo.pop(0)
+                    value = outcome(run)
+                    yield run, value if isinstance(value, Exception) else pool.Result(value, 0.5, run.epochs, value)
+
+        for script in ("compare_head_mixes", "stable_rates"):
+            monkeypatch.setattr(load(script), "Workers", Workers)
+        return asked
+
+    return install
+
+
+def test_networks_are_equal_in_parameters_or_in_flops(load):
+    runs = load("head_mix_runs")
+    narrowed = set()
+    for task, core, mix in product(runs.SHAPES, runs.CORES, runs.MIXES):
+        network = runs.Network(task, core, mix)
+        runs.check_equal(network, "parameters")
+        equal = runs.of_equal_flops(network)
+        runs.check_equal(equal, "flops")
+        if equal != network:
+            narrowed.add(mix)
+            with pytest.raises(AssertionError, match="differs in flops"):
+                runs.check_equal(network, "flops")
+    assert narrowed == {"iha"}
+
+
+def test_counted_flops_are_those_of_the_products(load):
+    """Against PyTorch's counter, which sees the products of softmax attention as they are run."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    runs = load("head_mix_runs")
+    network = runs.Network("digits", "softmax", "plain")
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        network.build()(torch.rand(1, 1, 8, 8))
+    assert runs.size_of(network).flops == counter.get_total_flops()
+
+
+def test_no_image_that_is_reported_is_tuned_on(load):
+    runs = load("head_mix_runs")
+    train, held_out = (
+        runs.open_digits_for_tuning(SplitRequest("digits-tuning", split, (1, 8, 8), "classification"))
+        for split in ("train", "validation")
+    )
+    pictures = [
+        {image.numpy().tobytes() for image, _ in map(part.read, range(len(part)))} for part in (train, held_out)
+    ]
+    reported = {image.numpy().tobytes() for image in Digits("validation").images}
+    assert len(train) + len(held_out) == len(Digits("train")) and len(train) == 4 * len(held_out) - 3
+    assert not pictures[0] & pictures[1] and not (pictures[0] | pictures[1]) & reported
+
+    boards, others = (
+        runs.open_canvas_for_tuning(SplitRequest("canvas-tuning", split, (1, 60, 60), "classification"))
+        for split in ("train", "validation")
+    )
+    assert (boards.split, others.split) == ("train", "train") and boards.seed != others.seed
+    assert not torch.equal(boards.read_batch([0])[0], others.read_batch([0])[0])
+
+
+def test_training_stops_on_a_plateau_but_not_on_the_first_one(load):
+    rule = load("head_mix_runs").StopOnPlateau(patience=2, min_epochs=5)
+    trainer = SimpleNamespace(sanity_checking=False, should_stop=False, callback_metrics={}, current_epoch=0)
+    for epoch, top1 in enumerate((0.1, 0.1, 0.1, 0.3, 0.8, 0.804, 0.9, 0.902, 0.9049)):
+        assert not trainer.should_stop
+        trainer.current_epoch, trainer.callback_metrics = epoch, {"val/top1": torch.tensor(top1)}
+        rule.on_validation_end(trainer, None)
+    assert trainer.should_stop
+
+
+def test_rates_are_chosen_on_the_tuning_split_and_the_rest_is_left_for_the_next_call(
+    load, without_training, tmp_path, capsys
+):
+    script, out = load("compare_head_mixes"), tmp_path / "head_mixes.csv"
+
+    def accuracy(run):
+        if run.dataset == "digits-tuning":
+            return 100 - abs(run.rate - 4e-3) * 1e3
+        if run.network.mix == "mea" and run.seed == 1:
+            return RuntimeError("no memory")
+        return {"plain": 90, "iha": 95, "mea": 40}[run.network.mix] + run.seed / 10
+
+    asked = without_training(accuracy)
+    arguments = ["--out", str(out), "--plot", str(tmp_path / "plot.png"), "--cores", "softmax", "hih"]
+    with pytest.raises(SystemExit):
+        script.main([*arguments, "--tasks", "digits", "--seeds", "0", "1"])
+    captured = capsys.readouterr()
+    assert "no memory" in captured.err and (tmp_path / "plot.png").stat().st_size > 10_000
+    assert "IHA is ahead of softmax (+5.00), hih (+5.00)." in captured.out
+    assert "40.00 (has not learned)" in captured.out
+    final = [run for run, _ in asked if run.dataset == "digits"]
+    assert {run.rate for run in final} == {4e-3}
+    assert len(final) == 2 * (3 + 1) * 2, "three mixes, and IHA with narrower MLPs"
+    assert {run.network.core for run, on_gpu in asked if on_gpu} == {"hih"}
+
+    written, count = out.read_text(), len(asked)
+    with pytest.raises(SystemExit):
+        script.main([*arguments, "--tasks", "digits", "--seeds", "0", "1"])
+    assert {(run.network.mix, run.seed) for run, _ in asked[count:]} == {("mea", 1)} and out.read_text() == written
+
+    out.write_text("something,else\n1,2\n")
+    with pytest.raises(SystemExit, match="no table of runs"):
+        script.main(arguments)
+
+
+def test_a_tuned_canvas_run_is_a_reported_one(load, without_training, tmp_path, capsys):
+    script = load("compare_head_mixes")
+    asked = without_training(lambda run: 80 - 1e3 * run.rate)
+    arguments = ["--out", str(tmp_path / "x.csv"), "--cores", "mhla", "--tasks", "canvas", "--seeds", "0", "1"]
+    script.main(arguments)
+    assert len(asked) == len({run for run, _ in asked}) == 3 * 3 + 3 + 2
+    assert all(on_gpu for _, on_gpu in asked)
+    assert "MEA is level with mhla" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("edges", "said"),
+    [
+        ({"MEA": 4, "core with norm": 2}, "times as large holds: MEA is stable up to 3 times"),
+        ({"MEA": 3, "core with norm": 3}, "times as large does not hold: MEA is stable up to 1.7 times"),
+        ({"MEA": 4, "core with norm": 4}, "the norm alone does as much"),
+    ],
+)
+def test_verdict_counts_steps_above_the_core_alone(load, without_training, tmp_path, capsys, edges, said):
+    script = load("stable_rates")
+    edges = {"core alone": 2, "MEA without norm": 2, **edges}
+    known = {settings: variant for variant, settings in script.VARIANTS.items()}
+
+    def accuracy(run):
+        index = round(math.log(run.rate / 2e-3, script.STEP))
+        edge = edges[known[run.network.mix, run.network.options]]
+        return 90 + index if index <= edge - 1 else 92 if index == edge else math.nan
+
+    asked = without_training(accuracy)
+    script.main(
+        ["--out", str(tmp_path / "x.csv"), "--plot", str(tmp_path / "x.png"), "--steps", "6", "--seeds", "0", "1"]
+    )
+    printed = capsys.readouterr().out
+    assert len(asked) == 2 * 4 * 6 * 2 and printed.count(said) == 2
+    assert printed.count("| 0.006 |\n") == 2 * sum(edge == 2 for edge in edges.values())
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_both_scripts_train(load, tmp_path: Path, capsys):
+    short = ["--options", "--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "1"]
+    rates, mixes = tmp_path / "rates.csv", tmp_path / "mixes.csv"
+    load("stable_rates").main(
+        ["--out", str(rates), "--cores", "mhla", "--steps", "1", "--seeds", "0", "--epochs", "1", *short]
+    )
+    with rates.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4 and all(0 <= float(row["top1_percent"]) <= 100 for row in rows)
+    assert "MEA without norm" in capsys.readouterr().out
+    arguments = ["--out", str(mixes), "--cores", "linear", "--seeds", "0", "--digits-rates", "1e-3"]
+    arguments += ["--canvas-rates", "1e-3", "--digits-epochs", "1", "--canvas-epochs", "1"]
+    load("compare_head_mixes").main([*arguments, *short])
+    with mixes.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["dataset"] for row in rows} == {"digits", "digits-tuning", "canvas-tuning"} and len(rows) == 3 + 4 + 4
