@@ -172,7 +172,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--plot", type=Path, help="PNG to write")
     add("--cores", nargs="+", choices=CORES, default=list(CORES))
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(0 1 2)")
-    add("--lowest", type=float, default=2e-3, help="lowest rate (%(default)s)")
+    add("--lowest", type=float, default=1e-3, help="lowest rate (%(default)s)")
     add("--steps", type=int, default=8, help="number of rates, each the square root of 3 above the last (%(default)s)")
     add("--epochs", type=int, default=40, help="epochs of a run (%(default)s)")
     add("--margin", type=float, default=2.0, help="points below the best rate at which one is stable (%(default)s)")

@@ -113,7 +113,7 @@ def test_rates_are_chosen_on_the_tuning_split_and_the_rest_is_left_for_the_next_
 
     def accuracy(run):
         if run.dataset == "digits-tuning":
-            return 100 - abs(run.rate - 4e-3) * 1e3
+            return 100 - abs(run.rate - 3e-3) * 1e3
         if run.network.mix == "mea" and run.seed == 1:
             return RuntimeError("no memory")
         return {"plain": 90, "iha": 95, "mea": 40}[run.network.mix] + run.seed / 10
@@ -127,7 +127,7 @@ def test_rates_are_chosen_on_the_tuning_split_and_the_rest_is_left_for_the_next_
     assert "IHA is ahead of softmax (+5.00), hih (+5.00)." in captured.out
     assert "40.00 (has not learned)" in captured.out
     final = [run for run, _ in asked if run.dataset == "digits"]
-    assert {run.rate for run in final} == {4e-3}
+    assert {run.rate for run in final} == {3e-3}
     assert len(final) == 2 * (3 + 1) * 2, "three mixes, and IHA with narrower MLPs"
     assert {run.network.core for run, on_gpu in asked if on_gpu} == {"hih"}
 
@@ -165,7 +165,7 @@ def test_verdict_counts_steps_above_the_core_alone(load, without_training, tmp_p
     known = {settings: variant for variant, settings in script.VARIANTS.items()}
 
     def accuracy(run):
-        index = round(math.log(run.rate / 2e-3, script.STEP))
+        index = round(math.log(run.rate / 1e-3, script.STEP))
         edge = edges[known[run.network.mix, run.network.options]]
         return 90 + index if index <= edge - 1 else 92 if index == edge else math.nan
 
@@ -175,7 +175,7 @@ def test_verdict_counts_steps_above_the_core_alone(load, without_training, tmp_p
     )
     printed = capsys.readouterr().out
     assert len(asked) == 2 * 4 * 6 * 2 and printed.count(said) == 2
-    assert printed.count("| 0.006 |\n") == 2 * sum(edge == 2 for edge in edges.values())
+    assert printed.count("| 0.003 |\n") == 2 * sum(edge == 2 for edge in edges.values())
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
