@@ -1,0 +1,162 @@
+"""The runs of `counting.py`: their CSV, the choice among learning rates, tables and plot."""
+
+import csv
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from training_runs import markdown_table, mean_and_deviation
+
+from headmix_vision.files.atomic import atomic_path
+
+RESULTS = ("step", "loss", "tuning_percent", "exact_percent", "floor_percent", "parameters", "attention_flops")
+DEGENERATE = 2  # heads up to which P = H is a model that also has another name
+
+
+class Setting(NamedTuple):
+    """One run; its fields are columns of the CSV, and runs with equal ones are the same."""
+
+    encoding: str
+    modulus: int
+    core: str
+    pseudo_heads: int
+    heads: int
+    width: int
+    grid: int
+    steps: int
+    batch_size: int
+    lr: float
+    seed: int
+
+
+FIELDS = (*Setting._fields, *RESULTS)
+Row = dict[str, str]
+Runs = dict[Setting, list[Row]]
+"""Rows of each run, in the order of its steps."""
+Models = dict[Setting, list[list[Row]]]
+"""Runs of each model, one for each seed; its setting names neither learning rate nor seed."""
+
+
+def read_runs(path: Path) -> Runs:
+    """The runs that a CSV holds; none if there is no such file."""
+    runs: Runs = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                kinds = Setting.__annotations__
+                setting = Setting(**{name: kinds[name](row[name]) for name in Setting._fields})
+                runs.setdefault(setting, []).append(row)
+    return runs
+
+
+def write_runs(path: Path, runs: Runs) -> None:
+    with atomic_path(path) as temporary, temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        for setting in sorted(runs):
+            writer.writerows(runs[setting])
+
+
+def unseeded(setting: Setting) -> Setting:
+    """The model of a run: its setting without learning rate and seed."""
+    return setting._replace(lr=0.0, seed=0)
+
+
+def tuned(runs: Runs) -> Models:
+    """Models with the runs at that learning rate which is best on the images for tuning, in the mean over seeds."""
+    by_rate: dict[Setting, dict[float, list[list[Row]]]] = {}
+    for setting, rows in runs.items():
+        by_rate.setdefault(unseeded(setting), {}).setdefault(setting.lr, []).append(rows)
+
+    def score(seeds: list[list[Row]]) -> float:
+        return statistics.mean(last(seeds, "tuning_percent"))
+
+    return {model: max(rates.values(), key=score) for model, rates in by_rate.items()}
+
+
+def last(seeds: list[list[Row]], name: str) -> list[float]:
+    """A column's values after the last step, one for each seed."""
+    return [float(rows[-1][name]) for rows in seeds]
+
+
+def column(model: Setting, width: int) -> str:
+    """Name of the column and of the line that a model belongs to."""
+    if model.encoding == "symbol":
+        return "plain, symbols"
+    if model.width != width:
+        return "plain, twice the width"
+    return {1: "plain", 2: "P = 2"}.get(model.pseudo_heads, "P = H")
+
+
+def accuracy_table(models: Models, width: int) -> str:
+    """Counts exactly right by modulus, core and number of heads."""
+    columns = list(dict.fromkeys(column(model, width) for model in models))
+    lines: dict[tuple[int, str, int], dict[str, str]] = {}
+    for model, seeds in models.items():
+        line = lines.setdefault((model.modulus, model.core, model.heads), {})
+        line[column(model, width)] = mean_and_deviation(last(seeds, "exact_percent"))
+    rows = [[*map(str, key), *(lines[key].get(name, "") for name in columns)] for key in sorted(lines)]
+    return markdown_table(["M", "core", "heads", *columns], rows)
+
+
+def training_table(models: Models, width: int) -> str:
+    """Learning rate, training loss in the last two tenths of the steps, and sizes of each model."""
+    rows = []
+    for model, seeds in sorted(
+        models.items(), key=lambda item: (item[0].modulus, item[0].core, column(item[0], width))
+    ):
+        losses = [statistics.mean(float(rows[index]["loss"]) for rows in seeds) for index in (-2, -1)]
+        final = seeds[0][-1]
+        name, flops = column(model, width), int(final["attention_flops"])
+        sizes = [f"{int(final['parameters']):,}", f"{flops / 1e6:.2f}"]
+        rows.append([str(model.modulus), model.core, name, str(model.heads), final["lr"]])
+        rows[-1] += [", ".join(f"{loss:.3f}" for loss in losses), *sizes]
+    header = ["M", "core", "model", "heads", "rate", "loss, last two tenths", "parameters", "attention, MFLOP"]
+    return markdown_table(header, rows)
+
+
+def plot(path: Path, models: Models, width: int) -> None:
+    """Counts exactly right against heads, a panel for each modulus and core; lines are means, bands extremes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    moduli, cores = (list(dict.fromkeys(getattr(model, name) for model in models)) for name in ("modulus", "core"))
+    heads = sorted({model.heads for model in models})
+    figure = Figure(figsize=(1 + 4 * len(cores), 0.8 + 2.9 * len(moduli)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(moduli), len(cores), sharex=True, sharey=True, squeeze=False)
+    for modulus, line in zip(sorted(moduli), panels, strict=True):
+        for core, axes in zip(cores, line, strict=True):
+            some = {model: runs for model, runs in models.items() if (model.modulus, model.core) == (modulus, core)}
+            draw_lines(axes, some, width)
+            axes.set(title=f"{core}, M = {modulus}", ylim=(0, 102))
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(heads, map(str, heads))
+            axes.grid(alpha=0.3)
+        line[0].set_ylabel("counts exactly right, %")
+    for axes in panels[-1]:
+        axes.set_xlabel("heads")
+    panels[0, 0].legend(loc="lower right", fontsize="small")
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+
+
+def draw_lines(axes: Any, models: Models, width: int) -> None:
+    """Lines over heads; models that are controls at one or two numbers of heads are points."""
+    points: dict[str, dict[int, list[float]]] = {}
+    for model, seeds in models.items():
+        name = column(model, width)
+        names = [name] if name in ("plain, symbols", "plain, twice the width") else [name, "P = H"]
+        for place in names if model.pseudo_heads == model.heads <= DEGENERATE else names[:1]:
+            points.setdefault(place, {})[model.heads] = last(seeds, "exact_percent")
+    for index, (name, values) in enumerate(points.items()):
+        heads = sorted(values)
+        means = [statistics.mean(values[count]) for count in heads]
+        if name.startswith("plain,"):
+            axes.plot(heads, means, "o", color=f"C{index}", markerfacecolor="none", label=name)
+            continue
+        axes.plot(heads, means, ".-", color=f"C{index}", label=name)
+        lows, highs = ([extreme(values[count]) for count in heads] for extreme in (min, max))
+        axes.fill_between(heads, lows, highs, color=f"C{index}", alpha=0.2)
+    floor = max(last(seeds, "floor_percent")[0] for seeds in models.values())
+    axes.axhline(floor, color="grey", linestyle=":", label="commonest count")
