@@ -11,13 +11,15 @@ two controls: plain at twice the width with sqrt(N) heads, and plain on one-hot 
 Rule of training, the same for all: a fixed number of steps, warm-up, half a cosine to zero. Where several learning
 rates are given, the best on the first half of the held-out images is taken for each model; the second half is what is
 reported. Runs that the CSV holds are not repeated. Prints a table of counts that are exactly right (mean ± standard
-deviation over seeds) and one of losses and sizes, and draws the former.
+deviation over seeds) and one of losses and sizes, and draws the former; models whose seeds are not complete are left
+out of them.
 """
 
 import argparse
 import math
 import multiprocessing
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -52,14 +54,14 @@ TINY = {"grid": 2, "heads": [1, 2], "moduli": [3], "width": 8, "seeds": [0, 1], 
 
 
 def plan(options: argparse.Namespace) -> Iterator[Setting]:
-    """Yield all runs: those of the first learning rate, of values and of the last modulus first."""
+    """Yield all runs: the last modulus first, all seeds of a model one after the other."""
     size = (options.grid, options.steps, options.batch_size)
-    for lr in options.lr:
-        for encoding in ENCODINGS:
-            for modulus in reversed(options.moduli):
-                for seed in options.seeds:
-                    for core in options.cores:
-                        for pseudo, heads, width in sizes(encoding, options.grid, options.heads, options.width):
+    for modulus in reversed(options.moduli):
+        for lr in options.lr:
+            for encoding in ENCODINGS:
+                for core in options.cores:
+                    for pseudo, heads, width in sizes(encoding, options.grid, options.heads, options.width):
+                        for seed in options.seeds:
                             yield Setting(encoding, modulus, core, pseudo, heads, width, *size, lr, seed)
 
 
@@ -185,8 +187,13 @@ def exact_percents(model: nn.Module, images: Tensor, counts: Tensor, batch_size:
     return [f"{100 * share.item():.2f}" for share in (tuning.double().mean(), reported.double().mean(), commonest)]
 
 
-def train_on(setting: Setting, eval_images: int, device_name: str) -> list[dict[str, Any]]:
-    """Train in a process of its own; on a GPU on a stream of its own, as the default stream cannot be recorded."""
+def train_on(setting: Setting, eval_images: int, device_name: str, deadline_s: float) -> list[dict[str, Any]]:
+    """Train in a process of its own; on a GPU on a stream of its own, as the default stream cannot be recorded.
+
+    Returns no rows after the deadline, a time of the clock.
+    """
+    if time.time() > deadline_s:
+        return []
     device = torch.device(device_name)
     if device.type != "cuda":
         return train(setting, eval_images, device)
@@ -195,31 +202,32 @@ def train_on(setting: Setting, eval_images: int, device_name: str) -> list[dict[
 
 
 def run_all(settings: list[Setting], options: argparse.Namespace) -> Runs:
-    """Train what the CSV does not hold yet, and write it anew after each run."""
+    """Train what the CSV does not hold yet, as far as time allows, and write it anew after each run."""
     runs = read_runs(options.out)
     missing = [setting for setting in settings if setting not in runs]
     devices = [options.device]
     if options.device == "cuda":
         devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    deadline_s, failed = time.time() + options.limit_s, 0
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         waiting = {
-            pool.submit(train_on, setting, options.eval_images, devices[index % len(devices)]): setting
+            pool.submit(train_on, setting, options.eval_images, devices[index % len(devices)], deadline_s): setting
             for index, setting in enumerate(missing)
         }
-        failed = 0
         for count, future in enumerate(as_completed(waiting), start=1):
             setting = waiting[future]
             name = f"{count} of {len(missing)}: {' '.join(map(str, setting))}"
             if (error := future.exception()) is not None:  # the others go on
                 failed += 1
                 print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-                continue
-            runs[setting] = [{name: str(value) for name, value in row.items()} for row in future.result()]
-            write_runs(options.out, runs)
-            print(name, file=sys.stderr, flush=True)
-    if failed:
-        raise SystemExit(f"error: {failed} of {len(missing)} runs failed")
-    return {setting: runs[setting] for setting in settings}
+            elif rows := future.result():
+                runs[setting] = [{key: str(value) for key, value in row.items()} for row in rows]
+                write_runs(options.out, runs)
+                print(name, file=sys.stderr, flush=True)
+    done = {setting: runs[setting] for setting in settings if setting in runs}
+    if len(done) < len(settings):
+        print(f"{len(settings) - len(done)} runs are missing, {failed} of them failed", file=sys.stderr)
+    return done
 
 
 def positive(text: str) -> int:
@@ -245,6 +253,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--eval_images", type=positive, default=4096, help="one half for tuning, one to report")
     parser.add_argument("--jobs", type=positive, default=1, help="runs at a time, spread over the GPUs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--limit_s", type=float, default=math.inf, help="begin no run after so many seconds")
     parser.add_argument("--tiny", action="store_true", help="other defaults, for a trial of seconds")
     if parser.parse_args().tiny:
         parser.set_defaults(**TINY, eval_images=16)
@@ -261,7 +270,9 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = read_arguments()
-    models = tuned(run_all(list(plan(arguments)), arguments))
+    models = tuned(run_all(list(plan(arguments)), arguments), len(arguments.seeds))
+    if not models:
+        raise SystemExit("error: no model has been trained with all seeds")
     print(accuracy_table(models, arguments.width), training_table(models, arguments.width), sep="\n\n")
     if arguments.plot:
         plot(arguments.plot, models, arguments.width)

@@ -62,16 +62,24 @@ def unseeded(setting: Setting) -> Setting:
     return setting._replace(lr=0.0, seed=0)
 
 
-def tuned(runs: Runs) -> Models:
-    """Models with the runs at that learning rate which is best on the images for tuning, in the mean over seeds."""
-    by_rate: dict[Setting, dict[float, list[list[Row]]]] = {}
+def tuned(runs: Runs, num_seeds: int) -> Models:
+    """Models with the runs at that learning rate which is best on the images for tuning, in the mean over seeds.
+
+    Rates without runs of all seeds do not count.
+    """
+    by_rate: dict[tuple[Setting, float], list[list[Row]]] = {}
     for setting, rows in runs.items():
-        by_rate.setdefault(unseeded(setting), {}).setdefault(setting.lr, []).append(rows)
+        by_rate.setdefault((unseeded(setting), setting.lr), []).append(rows)
+    models: Models = {}
+    for (model, _), seeds in by_rate.items():
+        if len(seeds) == num_seeds and score(seeds) > score(models.get(model, [])):
+            models[model] = seeds
+    return models
 
-    def score(seeds: list[list[Row]]) -> float:
-        return statistics.mean(last(seeds, "tuning_percent"))
 
-    return {model: max(rates.values(), key=score) for model, rates in by_rate.items()}
+def score(seeds: list[list[Row]]) -> float:
+    """What learning rates are compared by; -1 without runs."""
+    return statistics.mean(last(seeds, "tuning_percent")) if seeds else -1.0
 
 
 def last(seeds: list[list[Row]], name: str) -> list[float]:
