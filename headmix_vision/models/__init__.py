@@ -7,12 +7,13 @@ from headmix_vision.extras import require_extra
 require_extra("models", __name__)
 
 import headmix_vision.models.headmix_dit_names  # noqa: F401  (registers them)
+from headmix_vision.models.compress import compress_heads
 from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
 
 if TYPE_CHECKING:
     from headmix_vision.models.headmix_dit import HeadMixDiT
 
-__all__ = ["HeadMixDiT", "HeadMixVisionTransformer"]
+__all__ = ["HeadMixDiT", "HeadMixVisionTransformer", "compress_heads"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Turns the weights of a trained softmax DeiT or ViT into those of a mixed-head model."""
+"""Turns the weights of a trained DeiT or ViT, timm's or one of ours, into those of a mixed-head model."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransform
     """Map a state dict with timm's DeiT or ViT keys onto ``model``.
 
     All weights that both have are taken over: projections, MLPs, norms (the final norm moves to ``fc_norm`` when the
-    model pools by the mean), the head if the class counts agree, position embeddings resampled to the model's
-    resolution. A class, register or distillation token the model lacks is left out together with its position; one that
-    the source lacks keeps the model's token and position.
+    model pools by the mean), what the core of one of our models has learned, the head if the class counts agree,
+    position embeddings resampled to the model's resolution. A class, register or distillation token the model lacks is
+    left out together with its position; one that the source lacks keeps the model's token and position.
     For example::
 
         source = timm.create_model("deit_small_patch16_224", pretrained=True).state_dict()
@@ -39,12 +39,18 @@ def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransform
         converted = convert_state_dict(source, model)
         model.load_state_dict(converted.state_dict)
 
+    A model without a head mix becomes one with it in the same way, and computes the same function until it is trained
+    on, since a new mix starts as its core alone. The norm that models of explicit heads have on changes the function
+    where it is new, that is over every core but ``"hih"``; ``output_norm=False`` leaves it out.
+
     Args:
         state_dict: weights of a timm ViT, or a checkpoint holding them under ``model`` or ``state_dict``.
         model: the model to fill; it is not changed.
 
     Raises:
-        InputError: if the source is no ViT with timm's keys, or its width, depth, patch size or input channels differ.
+        InputError: if the source is no ViT with timm's keys, its width, depth, patch size or input channels differ, or
+            the model projects to fewer heads than the source
+            (:func:`~headmix_vision.models.compress_heads` makes these).
     """
     source = dict(state_dict.get("model", state_dict.get("state_dict", state_dict)))
     if "patch_embed.proj.weight" not in source or "blocks.0.attn.qkv.weight" not in source:
@@ -68,12 +74,25 @@ def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransform
         unused.append(name)
         del source[name]
     for name, value in source.items():
-        if value.shape != target[name].shape:
-            raise InputError(
-                f"{name} has shape {tuple(value.shape)}, the model needs {tuple(target[name].shape)}: "
-                "width, depth, patch size and input channels must agree."
-            )
+        check_shape(name, value, target[name], "width, depth, patch size and input channels must agree")
     return merge(source, target, unused)
+
+
+_ATTENTION_HINTS = {
+    ".attn.head_mix.": "head_mix_args must agree",
+    ".attn.core.": "core_args and block_grid must agree",
+}
+
+
+def check_shape(name: str, value: Tensor, wanted: Tensor, hint: str) -> None:
+    """Raise InputError for a weight of another shape than the model's, with a hint to what must agree."""
+    if value.shape == wanted.shape:
+        return
+    for part, of_attention in _ATTENTION_HINTS.items():
+        hint = of_attention if part in name else hint
+    if ".attn.qkv." in name and value.shape[1:] == wanted.shape[1:] and len(value) > len(wanted):
+        hint = "fewer component_heads are for headmix_vision.models.compress_heads, which computes them"
+    raise InputError(f"{name} has shape {tuple(value.shape)}, the model needs {tuple(wanted.shape)}: {hint}.")
 
 
 def merge(source: dict[str, Tensor], target: dict[str, Tensor], unused: list[str]) -> Conversion:

@@ -6,7 +6,6 @@ import argparse
 import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.layers.embeddings import sincos_positions
-from headmix_vision.models.convert import Conversion, merge
+from headmix_vision.models.convert import Conversion, check_shape, merge
 from headmix_vision.models.headmix_dit import HeadMixDiT
 
 # Fixed sine-cosine positions, which the official model stores and ours computes.
@@ -58,8 +57,9 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT) -> 
     """Map a state dict with the official DiT's keys onto ``model``.
 
     The names agree, so a model with the softmax core takes every weight and computes what the official model does.
-    Mixing matrices, CPE and gates, which the source lacks, keep the model's present values. Fixed positions are
-    compared and left out; those of another resolution are the model's own. For example::
+    Mixing matrices, CPE and gates, which the source lacks, keep the model's present values. So do head mixes, which
+    start as their core alone: the model computes what it would without one, explicit heads with ``output_norm=False``.
+    Fixed positions are compared and left out; those of another resolution are the model's own. For example::
 
         model = timm.create_model("dit_mhla_xl_2", learned_variance=True)
         converted = convert_dit_state_dict(read_dit_weights("DiT-XL-2-256x256.pt"), model)
@@ -71,7 +71,8 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT) -> 
         model: the model to fill; it is not changed.
 
     Raises:
-        InputError: if the source is no DiT, or its depth, width, patch size, channels, classes or variance differ.
+        InputError: if the source is no DiT, its depth, width, patch size, channels, classes or variance differ, or the
+            model projects to fewer heads than the source (:func:`~headmix_vision.models.compress_heads` makes these).
     """
     source = dict(state_dict)
     for name in ("x_embedder.proj.weight", "blocks.0.attn.qkv.weight", "final_layer.linear.weight"):
@@ -87,7 +88,7 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT) -> 
     for name in unused:
         del source[name]
     for name, value in source.items():
-        _check_shape(name, value, target[name])
+        check_shape(name, value, target[name], _HINTS.get(name.rpartition(".")[0], "width and MLP width must agree"))
     return merge(source, target, unused)
 
 
@@ -96,12 +97,6 @@ _HINTS = {
     "y_embedder.embedding_table": "num_classes and class_dropout > 0, one more row for the null class, must agree",
     "x_embedder.proj": "patch_size, in_channels and embed_dim must agree",
 }
-
-
-def _check_shape(name: str, value: Tensor, wanted: Tensor) -> None:
-    if value.shape != wanted.shape:
-        hint: Any = _HINTS.get(name.rpartition(".")[0], "width and MLP width must agree")
-        raise InputError(f"{name} has shape {tuple(value.shape)}, the model needs {tuple(wanted.shape)}: {hint}.")
 
 
 def _check_positions(stored: Tensor, model: HeadMixDiT) -> None:

@@ -11,6 +11,7 @@ from timm.models import get_pretrained_cfg, is_model_pretrained
 from headmix_vision.checks import suggest
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.models.flops import count_flops
 from headmix_vision.models.names import FAMILIES
 
 
@@ -20,12 +21,14 @@ class Listed(NamedTuple):
     Args:
         name: Its name in timm.
         parameters: Their number.
+        flops: Operations of a forward pass for one input, see `headmix_vision.models.flops`.
         input_size: Channels, height and width of images or latents.
         pretrained: Whether weights come with the package.
     """
 
     name: str
     parameters: int
+    flops: int
     input_size: tuple[int, int, int]
     pretrained: bool
 
@@ -54,7 +57,8 @@ def describe(names: Sequence[str]) -> Iterator[Listed]:
             model = timm.create_model(name)
         cfg = get_pretrained_cfg(name)
         assert cfg is not None
-        yield Listed(name, sum(p.numel() for p in model.parameters()), cfg.input_size, is_model_pretrained(name))
+        parameters = sum(p.numel() for p in model.parameters())
+        yield Listed(name, parameters, count_flops(model), cfg.input_size, is_model_pretrained(name))
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -70,5 +74,6 @@ def main(args: Sequence[str] | None = None) -> None:
         width = max(map(len, names), default=0)
         for model in describe(names):
             size = " x ".join(map(str, model.input_size))
-            line = f"{model.name:{width}}  {model.parameters / 1e6:7.2f} M  {size:13}"
+            cost = f"{model.parameters / 1e6:7.2f} M  {model.flops / 1e9:8.2f} GFLOPs"
+            line = f"{model.name:{width}}  {cost}  {size:13}"
             print(f"{line} pretrained" if model.pretrained else line.rstrip(), flush=True)

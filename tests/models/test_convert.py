@@ -2,8 +2,9 @@ import pytest
 import timm
 import torch
 
-import headmix_vision  # noqa: F401
+from headmix_vision.layers import CORES
 from headmix_vision.models.convert import convert_state_dict
+from headmix_vision.models.convert_dit import convert_dit_state_dict
 
 SMALL = {"img_size": 64, "depth": 2, "num_classes": 7}
 
@@ -160,3 +161,101 @@ def test_positions_of_a_grid_that_is_no_square():
         convert_state_dict(source.state_dict(), create("vit_mhla_tiny"))
     with pytest.raises(ValueError, match="28 stored positions are no square grid"):
         create("vit_softmax_tiny").load_state_dict(source.state_dict())
+
+
+MIXES = [
+    pytest.param("iha", {"pseudo_heads": pseudo_heads, "collapse": collapse}, id=f"iha{pseudo_heads}-{collapse}")
+    for pseudo_heads in (2, 3)
+    for collapse in ("per_head", "across_heads")
+]
+MIXES.append(pytest.param("mea", {}, id="mea"))
+SMALL_DIT = {"input_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5, "block_grid": (2, 2)}
+OPTIONS = {"cpe": True, "output_gate": True, "qk_norm": True}
+
+
+def trained(model):
+    """Stands in for training: every parameter with a share of noise, so that none is at its start."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def check_equal(model, source, *inputs):
+    """Two models compute the same to the rounding of float32, in which perturbations of a new mix cancel."""
+    with torch.no_grad():
+        out, expected = model(*inputs), source(*inputs)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+
+
+def parts_of_the_mix(core, mix, depth=2):
+    """The parameters that a mix adds."""
+    names = ["head_mix.mix"]
+    if mix == "iha":
+        names += ["head_mix.collapse", *(["core.shares"] if core == "hih" else [])]
+    return {f"blocks.{i}.attn.{name}" for i in range(depth) for name in names}
+
+
+@pytest.mark.parametrize(("mix", "mix_args"), MIXES)
+@pytest.mark.parametrize("core", CORES)
+def test_a_mix_starts_with_the_function_of_the_trained_model(core, mix, mix_args):
+    source = trained(create(f"deit_{core}_tiny", **OPTIONS))
+    norm = {"output_norm": core == "hih"}
+    model = create(f"deit_{core}_{mix}_tiny", head_mix_args=mix_args, **norm, **OPTIONS).eval()
+    conversion = convert_state_dict(source.state_dict(), model)
+    model.load_state_dict(conversion.state_dict)
+    assert set(conversion.new_parameters) == parts_of_the_mix(core, mix) and not conversion.unused
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    check_equal(model, source, images)
+
+
+@pytest.mark.parametrize(("mix", "mix_args"), MIXES)
+@pytest.mark.parametrize("core", CORES)
+def test_a_mix_starts_with_the_function_of_the_trained_generator(core, mix, mix_args):
+    def create(name, **kwargs):
+        return timm.create_model(name, **SMALL_DIT, **OPTIONS, **kwargs)
+
+    source = trained(create(f"dit_{core}_s_2"))
+    norm = {"output_norm": core == "hih"}
+    model = create(f"dit_{core}_{mix}_s_2", head_mix_args=mix_args, **norm).eval()
+    conversion = convert_dit_state_dict(source.state_dict(), model)
+    model.load_state_dict(conversion.state_dict)
+    assert set(conversion.new_parameters) == parts_of_the_mix(core, mix) and not conversion.unused
+    latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    check_equal(model, source, latents, torch.tensor([3.0, 800.0]), torch.tensor([1, 4]))
+
+
+def test_timm_weights_start_a_mix():
+    source = create("deit_tiny_patch16_224").eval()
+    model = converted(source, create("deit_softmax_iha_tiny", global_every=2).eval())
+    assert model.blocks[0].attn.head_mix is not None and model.blocks[1].attn.head_mix is None
+    check_equal(model, source, torch.randn(2, 3, 64, 64))
+
+
+def test_the_norm_of_explicit_heads_is_new():
+    source, model = create("deit_mhla_tiny"), create("deit_mhla_mea_tiny")
+    new = convert_state_dict(source.state_dict(), model).new_parameters
+    assert set(new) == parts_of_the_mix("mhla", "mea") | {f"blocks.{i}.attn.output_norm.weight" for i in range(2)}
+
+
+def test_fewer_heads_are_for_compression():
+    arguments = {"head_mix_args": {"component_heads": 1}}
+    message = r"attn\.qkv\.weight has shape .*: fewer component_heads are for headmix_vision\.models\.compress_heads"
+    with pytest.raises(ValueError, match=message):
+        convert_state_dict(create("deit_tiny_patch16_224").state_dict(), create("deit_softmax_mea_tiny", **arguments))
+    source, model = (
+        timm.create_model(name, **SMALL_DIT, **options)
+        for name, options in (("dit_mhla_s_2", {}), ("dit_mhla_mea_s_2", arguments))
+    )
+    with pytest.raises(ValueError, match=message):
+        convert_dit_state_dict(source.state_dict(), model)
+
+
+def test_another_mix_is_refused():
+    source, model = (create("deit_softmax_iha_tiny", head_mix_args={"pseudo_heads": p}) for p in (2, 3))
+    with pytest.raises(ValueError, match=r"head_mix\.mix has shape .*: head_mix_args must agree"):
+        convert_state_dict(source.state_dict(), model)
+    source, model = create("deit_mhla_tiny", block_grid=(2, 2)), create("deit_mhla_iha_tiny")
+    with pytest.raises(ValueError, match=r"mixing\.weight has shape .*: core_args and block_grid must agree"):
+        convert_state_dict(source.state_dict(), model)

@@ -3,6 +3,7 @@
 import pytest
 import timm
 
+from headmix_vision.models.flops import count_flops
 from headmix_vision.models.listing import describe, find_names, main
 from headmix_vision.models.names import FAMILIES
 
@@ -15,15 +16,16 @@ def test_names_are_those_that_timm_knows():
 
 def test_sizes_are_those_of_the_models():
     (model,) = describe(["deit_mhla_digits"])
-    parameters = sum(p.numel() for p in timm.create_model("deit_mhla_digits").parameters())
-    assert model == ("deit_mhla_digits", parameters, (1, 8, 8), True)
+    made = timm.create_model("deit_mhla_digits")
+    parameters = sum(p.numel() for p in made.parameters())
+    assert model == ("deit_mhla_digits", parameters, count_flops(made), (1, 8, 8), True)
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]):
     main(["deit_softmax_tiny", "deit_softmax_digits"])
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["deit_softmax_digits", "0.21", "M", *["1", "x", "8", "x", "8"], "pretrained"],
-        ["deit_softmax_tiny", "5.72", "M", *["3", "x", "224", "x", "224"]],
+        ["deit_softmax_digits", "0.21", "M", "0.03", "GFLOPs", *["1", "x", "8", "x", "8"], "pretrained"],
+        ["deit_softmax_tiny", "5.72", "M", "2.51", "GFLOPs", *["3", "x", "224", "x", "224"]],
     ]
     with pytest.raises(SystemExit, match="2"):
         main(["deit_mlha_small"])
