@@ -141,7 +141,7 @@ def plot(path: Path, rows: list[Row]) -> None:
     from matplotlib.figure import Figure
 
     cores = list(dict.fromkeys(row["core"] for row in rows))
-    figure = Figure(figsize=(4.5 * len(cores), 3.6), layout="constrained")
+    figure = Figure(figsize=(4.5 * len(cores), 4), layout="constrained")
     FigureCanvasAgg(figure)
     labels = ("all heads", "compressed", "compressed, trained on", "new weights, trained as long")
     for axes, core in zip(figure.subplots(1, len(cores), sharey=True, squeeze=False)[0], cores, strict=True):
@@ -151,10 +151,10 @@ def plot(path: Path, rows: list[Row]) -> None:
             style = {"color": "gray", "linestyle": "--"} if name == "base_top1_percent" else {"marker": "."}
             (line,) = axes.plot(x, [statistics.mean(v) for v in values], label=label, **style)
             axes.fill_between(x, [min(v) for v in values], [max(v) for v in values], color=line.get_color(), alpha=0.2)
-        axes.set(title=core, xlabel=f"component heads of keys and values, of {HEADS}")
+        axes.set(title=core, xlabel=f"component heads of keys and values, of {HEADS}", xticks=x)
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
     figure.axes[0].set_ylabel("top-1 on held-out digits, %")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
