@@ -6,14 +6,14 @@ H heads, D head dim, C width, h' component heads.
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from headmix_vision.checks import check_counts
 from headmix_vision.errors import InputError
-from headmix_vision.layers import ExplicitHeads, HeadMixAttention, LayerSpec
+from headmix_vision.layers import ExplicitHeads, HeadMixAttention
 
 
 class LayerErrors(NamedTuple):
@@ -111,27 +111,40 @@ def _check_layer(name: str, layer: HeadMixAttention, component_heads: int) -> No
 
 def _compress_layer(layer: HeadMixAttention, component_heads: int) -> tuple[HeadMixAttention, float, float]:
     """Return a compressed copy of a layer, and the errors of its keys and values."""
-    weight, bias, head_dim = layer.qkv.weight, layer.qkv.bias, layer.head_dim
+    weight, bias = layer.qkv.weight, layer.qkv.bias
     rows = weight if bias is None else torch.cat([weight, bias[:, None]], 1)
-    q, k, v = rows.cpu().double().unflatten(0, (3, layer.num_heads, head_dim)).flatten(2)
-    (k, mix_k, error_k), (v, mix_v, error_v) = (_compress(y, component_heads) for y in (k, v))
+    q, k, v = rows.cpu().double().unflatten(0, (3, layer.num_heads, layer.head_dim)).flatten(2)
+    (k, mix_k, error_k), (v, mix_v, error_v) = (_factorise(heads, component_heads) for heads in (k, v))
+    rows = torch.cat([q, k, v]).unflatten(1, (layer.head_dim, -1)).flatten(0, 1)
+    return _with_components(layer, rows, torch.stack([mix_k, mix_v])), error_k, error_v
 
-    factory: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-    blocks = (1,) * len(layer.grid.shape)  # only block-wise cores read them
-    spec = LayerSpec(layer.proj.in_features, layer.num_heads, head_dim, layer.grid, blocks, **factory)
-    new = copy.deepcopy(layer)
-    new.head_mix = ExplicitHeads(spec, component_heads=component_heads)
-    new.head_mix.mix.copy_(torch.stack([mix_k, mix_v]))
-    new.projected_dims = [heads * head_dim for heads in new.head_mix.projected_heads]
-    new.qkv = nn.Linear(weight.shape[1], sum(new.projected_dims), bias=bias is not None, **factory)
-    rows = torch.cat([q, k, v]).unflatten(1, (head_dim, -1)).flatten(0, 1)
+
+def _with_components(layer: HeadMixAttention, rows: Tensor, mix: Tensor) -> HeadMixAttention:
+    """Return a copy of a layer that projects by rows [(H + 2 h') D, C], or C + 1 with a bias, and mixes [2, H, h']."""
+    weight, bias = layer.qkv.weight, layer.qkv.bias
+    new = HeadMixAttention(
+        weight.shape[1],
+        layer.num_heads,
+        core="softmax",  # until it is replaced by the layer's own
+        head_mix="mea",
+        head_mix_args={"component_heads": mix.shape[2]},
+        grid=layer.grid.shape,
+        num_prefix_tokens=layer.grid.num_prefix_tokens,
+        qkv_bias=bias is not None,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    for name, module in layer.named_children():
+        if name != "qkv":
+            setattr(new, name, copy.deepcopy(module))
+    cast(ExplicitHeads, new.head_mix).mix.copy_(mix)
     new.qkv.weight.copy_(rows[:, : weight.shape[1]])
     if bias is not None:
         new.qkv.bias.copy_(rows[:, -1])
-    return new.train(layer.training), error_k, error_v
+    return new.train(layer.training)
 
 
-def _compress(heads: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
+def _factorise(heads: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
     """Factorise heads, float64 [H, features]: components [h', features], their composition [H, h'], relative error.
 
     The sign of a component is that with which its largest weight in the composition is positive.

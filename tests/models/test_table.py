@@ -26,6 +26,7 @@ def counted_by_torch(model):
 
 
 ACROSS = {"head_mix_args": {"pseudo_heads": 3, "collapse": "across_heads"}}
+UNFOLDED = {"head_mix_args": {"impl": "torch"}}  # else weights are composed, not tokens
 COUNTED = [
     ("deit_softmax_small", {}),
     ("deit_softmax_iha_small", ACROSS),
@@ -35,9 +36,9 @@ COUNTED = [
     ("vit_softmax_tiny", {"reg_tokens": 4, "output_gate": True, "cpe": True, "qkv_bias": False}),
     ("dit_softmax_s_2", {}),
     ("dit_softmax_iha_s_4", ACROSS),
-    ("dit_softmax_mea_s_2", {"learned_variance": True}),
+    ("dit_softmax_mea_s_2", {"learned_variance": True, **UNFOLDED}),
     ("dit_mhla_s_2", {}),  # its blocks are equal: none is filled up
-    ("dit_mhla_mea_s_2", {}),
+    ("dit_mhla_mea_s_2", UNFOLDED),
 ]
 
 
