@@ -4,7 +4,6 @@ Shapes: B samples, C channels, *grid their axes (H and W pixels of images), D fe
 """
 
 import io
-import json
 import pickle
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -18,12 +17,12 @@ from torch.nn.functional import interpolate
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.console.devices import open_device
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
 from headmix_vision.files.hashes import file_sha256, state_sha256
 from headmix_vision.files.tensor_files import header_of, open_tensors
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, find_checkpoint
-from headmix_vision.runs.networks import create_network, load_network
+from headmix_vision.runs.networks import load_network
+from headmix_vision.runs.opening import load_export
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
@@ -225,22 +224,13 @@ def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtra
         device: Where to run.
 
     Raises:
-        InputError: No such file, or neither of the two.
+        InputError: No such file, or neither of the two, or an export that is damaged or of a generator.
     """
     header = header_of(path) if path.suffix == ".safetensors" and path.is_file() else {}
     if "model_name" not in header:
         return InceptionExtractor(path, device)
-    name = header["model_name"]
-    try:
-        arguments = check_fields(f"model_args of {path}", json.loads(header.get("model_args", "{}")), {})
-    except json.JSONDecodeError as error:
-        raise InputError(f"model_args of {path} is damaged: {error}") from None
-    if not timm.is_model(name):
-        raise InputError(f"{path} is of the model {name!r}, which timm does not know here")
-    if name.startswith("dit_"):
-        raise InputError(f"{path} is of the generator {name}, features come from a classifier")
-    size = {key: arguments.pop(key, None) for key in ("num_classes", "img_size")}
-    return ClassifierExtractor(create_network(name, **size, model_args=arguments, checkpoint=str(path)), name, device)
+    name, network = load_export(path)
+    return ClassifierExtractor(network, name, device)
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

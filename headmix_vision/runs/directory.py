@@ -1,4 +1,4 @@
-"""The names of the files in a run directory, and how to find a checkpoint there."""
+"""The names of the files in a run directory and of the index of an export, and how to find a checkpoint."""
 
 import csv
 import os
@@ -13,6 +13,7 @@ TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 PREDICTIONS = "predictions.csv"
 SAMPLES = "samples"
+INDEX = "model_index.json"  # of a pipeline, in its own directory
 REPLACED = ".replaced"  # the earlier run, until the one that takes its place has a checkpoint
 
 BEST, LAST = f"{CHECKPOINTS}/best.ckpt", f"{CHECKPOINTS}/last.ckpt"

@@ -19,10 +19,8 @@ from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.files.atomic import check_place
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
-from headmix_vision.runs.directory import find_checkpoint
+from headmix_vision.runs.directory import INDEX, find_checkpoint
 from headmix_vision.runs.networks import load_network
-
-_PIPELINE = "model_index.json"
 
 # They act while training only, and change no weight's name or shape.
 _TRAINING_ARGUMENTS = ("drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate")
@@ -116,7 +114,7 @@ def export_pipeline(
 
     if out.suffix == ".safetensors":
         raise InputError(f"--out is {out}, but a generator is exported to a directory")
-    replaceable = (out / _PIPELINE).is_file()
+    replaceable = (out / INDEX).is_file()
     if out.exists() and not (overwrite and replaceable):
         hint = ", or replace it with --overwrite" if replaceable else ", it holds no pipeline that could be replaced"
         raise InputError(f"--out {out} already exists; choose another one{hint}")

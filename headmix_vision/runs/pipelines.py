@@ -20,10 +20,9 @@ from headmix_vision.files.hashes import state_sha256
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
-from headmix_vision.runs.directory import CHECKPOINTS, find_checkpoint
+from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint
 from headmix_vision.runs.networks import load_network
 
-INDEX = "model_index.json"
 _ENTRIES = {
     "_class_name": str,
     "transformer": list,
@@ -80,6 +79,18 @@ def load_pipeline(
         "vae": None if autoencoder is None else autoencoder.description,
         **about,
     }
+
+
+def load_exported_network(folder: Path) -> HeadMixDiT:
+    """Loads the network of an exported pipeline alone, without its scheduler and autoencoder.
+
+    Raises:
+        InputError: If the directory holds no network of this package, or its weights are damaged or not finite.
+    """
+    with _refused(f"{folder} is no pipeline of this package"):
+        network = _read_network(folder / "transformer")
+    check_finite(network.state_dict(), str(folder))
+    return network
 
 
 Loaded = tuple[HeadMixDiTPipeline, Autoencoder | None, dict[str, Any]]
