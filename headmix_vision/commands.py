@@ -46,6 +46,14 @@ def export(args: Sequence[str] | None = None) -> None:
     main(args)
 
 
+def analyze(args: Sequence[str] | None = None) -> None:
+    """Draws what a network has learned to mix."""
+    with one_line_errors():
+        require_extra("analysis", "headmix-analyze")
+        from headmix_vision.analysis.command import main
+    main(args)
+
+
 def cache_latents(args: Sequence[str] | None = None) -> None:
     """Encodes images into latents."""
     with one_line_errors():

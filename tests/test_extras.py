@@ -59,22 +59,22 @@ def test_generators_need_diffusers_and_say_so(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("command", "package", "module", "extra"),
+    ("command", "package", "what", "extra"),
     [
-        (commands.train_cls, "lightning", "training", "train"),
-        (commands.train_gen, "jsonargparse", "training", "train"),
-        (commands.sample, "diffusers", "sampling", "diffusion"),
-        (commands.evaluate, "torch_fidelity", "evaluation", "eval"),
-        (commands.cache_latents, "rich", None, "diffusion"),
+        (commands.train_cls, "lightning", "headmix_vision.training", "train"),
+        (commands.train_gen, "jsonargparse", "headmix_vision.training", "train"),
+        (commands.sample, "diffusers", "headmix_vision.sampling", "diffusion"),
+        (commands.evaluate, "torch_fidelity", "headmix_vision.evaluation", "eval"),
+        (commands.analyze, "matplotlib", "headmix-analyze", "analysis"),
+        (commands.cache_latents, "rich", "headmix-cache-latents", "diffusion"),
     ],
 )
-def test_commands_end_with_what_to_install(command, package, module, extra, monkeypatch, capsys):
-    for name in [name for name in sys.modules if module and name.startswith(f"headmix_vision.{module}")]:
+def test_commands_end_with_what_to_install(command, package, what, extra, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith(what)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit, match="2"):
         command([])
-    what = f"headmix_vision.{module}" if module else "headmix-cache-latents"
     line = f"error: {what} needs the package {package}: pip install 'headmix_vision[{extra}]'\n"
     assert capsys.readouterr().err == line
 

@@ -52,6 +52,7 @@ FLOORS = [
     "runs",
     "evaluation",
     "sampling",
+    "analysis",
     "training",
 ]
 GROUND = ["checks", "errors", "extras", "recipes", "registry"]

@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 
-from headmix_vision import evaluation, runs, sampling
+from headmix_vision import analysis, evaluation, runs, sampling
 from headmix_vision.diffusion import ObjectiveConfig
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.runs.checkpoints import read_checkpoint
@@ -35,7 +35,7 @@ def save_checkpoint(path: Path, network: torch.nn.Module, **description: object)
 
 
 def test_finished_runs_are_read_without_lightning() -> None:
-    packages = (runs, evaluation, sampling)
+    packages = (runs, evaluation, sampling, analysis)
     modules = [
         f"{package.__name__}.{module.name}" for package in packages for module in pkgutil.iter_modules(package.__path__)
     ]

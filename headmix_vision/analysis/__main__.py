@@ -1,0 +1,6 @@
+"""`python -m headmix_vision.analysis RUN --out DIRECTORY`: see `headmix_vision.analysis.command`."""
+
+from headmix_vision.commands import analyze as main
+
+if __name__ == "__main__":
+    main()

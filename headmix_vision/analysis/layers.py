@@ -1,0 +1,36 @@
+"""The attention layers of a network."""
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from headmix_vision.layers import HeadMixAttention
+
+
+class Layer(NamedTuple):
+    """An attention layer of a network.
+
+    Attributes:
+        number: Its number among the attention layers, from 0.
+        name: Its name as a module, such as `blocks.0.attn`.
+        attention: The layer itself.
+    """
+
+    number: int
+    name: str
+    attention: HeadMixAttention
+
+    @property
+    def title(self) -> str:
+        """What stands above the layer's panels."""
+        return f"layer {self.number}"
+
+    def numbers(self, **numbers: Any) -> dict[str, Any]:
+        """Puts the layer's number and name in front of numbers."""
+        return {"layer": self.number, "name": self.name, **numbers}
+
+
+def attention_layers(network: nn.Module) -> list[Layer]:
+    """Lists the attention layers of a network in the order of its modules."""
+    found = [(name, module) for name, module in network.named_modules() if isinstance(module, HeadMixAttention)]
+    return [Layer(number, name, module) for number, (name, module) in enumerate(found)]
