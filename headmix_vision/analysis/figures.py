@@ -22,7 +22,7 @@ from headmix_vision.files.atomic import atomic_path
 _DPI = 120
 _SIGNED, _POSITIVE = "RdBu_r", "YlGnBu"  # both are white or nearly so at zero
 _TEXT_PT, _SMALL_PT = 9, 7
-_CHARACTER_IN, _TEXT_LINE_IN = 0.068, 0.17  # of text of that size
+_CHARACTER_IN, _BOLD_CHARACTER_IN, _TEXT_LINE_IN = 0.072, 0.08, 0.17  # of text of that size
 _MARGIN_IN, _TICKS_IN, _TITLE_IN = 0.12, 0.2, 0.22
 _MOST_WIDE_IN, _LEAST_WIDE_IN = 16.5, 5.0
 _BAR_IN, _BAR_PITCH_IN, _BARS_IN = 1.8, 2.4, 0.6  # width of a bar, with what parts it from the next, and height of all
@@ -93,16 +93,17 @@ class Panels:
         per_line = -(-len(titles) // lines)
         self._width = max(_LEAST_WIDE_IN, left + per_line * pitch, _BAR_PITCH_IN * len(scales) + 2 * _MARGIN_IN)
         first, *others = text.splitlines()
-        most = int((self._width - 2 * _MARGIN_IN) / _CHARACTER_IN)
-        broken = textwrap.wrap(" ".join(others), most)
-        top = _TEXT_LINE_IN * (1 + len(broken)) + 2 * _MARGIN_IN
+        room = self._width - 2 * _MARGIN_IN
+        title = textwrap.wrap(first, int(room / _BOLD_CHARACTER_IN))
+        paragraph = textwrap.wrap(" ".join(others), int(room / _CHARACTER_IN))
+        top = _TEXT_LINE_IN * len(title + paragraph) + 2 * _MARGIN_IN
         line_height = _TITLE_IN + sum(width_in * height + gap_in for height in rows.values()) + _TICKS_IN
         self._height = top + _BARS_IN + lines * line_height
 
         self.figure = Figure(figsize=(self._width, self._height))
         FigureCanvasAgg(self.figure)
-        self._write(first, _MARGIN_IN, va="top", weight="bold")
-        self._write("\n".join(broken), _MARGIN_IN + _TEXT_LINE_IN, va="top")
+        self._write("\n".join(title), _MARGIN_IN, va="top", weight="bold")
+        self._write("\n".join(paragraph), _MARGIN_IN + _TEXT_LINE_IN * len(title), va="top")
         for index, scale in enumerate(scales):
             self._add_bar(scale, _MARGIN_IN + 0.1 + index * _BAR_PITCH_IN, top)
         self.rows: list[list[Axes]] = [[] for _ in rows]

@@ -217,7 +217,7 @@ def test_nothing_overlaps(layers: dict[str, Any]):
     axes = len(layers.get("grid", (4, 4)))
     model = network(**{"block_grid": (2,) * axes, **layers})
     for kind, draw in PICTURES.items():
-        picture = draw(attention_layers(model), "a network")
+        picture = draw(attention_layers(model), "deit_softmax_iha_large_patch16_384, averaged weights, step 1,000,000")
         if picture is None:
             continue
         figure = picture.figure
