@@ -55,6 +55,7 @@ def draw_interleaved(layers: Sequence[Layer], title: str) -> Picture | None:
         f" ({_mean(numbers, name, 'distance_from_identity_at_start'):.2f} at the start)"
         for name in _ROWS[:3]
     ]
+    means.append(f"collapse {_mean(numbers, 'collapse', 'distance_from_first_pseudo_head'):.2f} from the first alone")
     return Picture(panels.figure, numbers, f"{len(mixed)} layers; mean distance from identity: {', '.join(means)}")
 
 
