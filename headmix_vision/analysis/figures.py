@@ -94,16 +94,16 @@ class Panels:
         self._width = max(_LEAST_WIDE_IN, left + per_line * pitch, _BAR_PITCH_IN * len(scales) + 2 * _MARGIN_IN)
         first, *others = text.splitlines()
         room = self._width - 2 * _MARGIN_IN
-        title = textwrap.wrap(first, int(room / _BOLD_CHARACTER_IN))
+        heading = textwrap.wrap(first, int(room / _BOLD_CHARACTER_IN))
         paragraph = textwrap.wrap(" ".join(others), int(room / _CHARACTER_IN))
-        top = _TEXT_LINE_IN * len(title + paragraph) + 2 * _MARGIN_IN
+        top = _TEXT_LINE_IN * len(heading + paragraph) + 2 * _MARGIN_IN
         line_height = _TITLE_IN + sum(width_in * height + gap_in for height in rows.values()) + _TICKS_IN
         self._height = top + _BARS_IN + lines * line_height
 
         self.figure = Figure(figsize=(self._width, self._height))
         FigureCanvasAgg(self.figure)
-        self._write("\n".join(title), _MARGIN_IN, va="top", weight="bold")
-        self._write("\n".join(paragraph), _MARGIN_IN + _TEXT_LINE_IN * len(title), va="top")
+        self._write("\n".join(heading), _MARGIN_IN, va="top", weight="bold")
+        self._write("\n".join(paragraph), _MARGIN_IN + _TEXT_LINE_IN * len(heading), va="top")
         for index, scale in enumerate(scales):
             self._add_bar(scale, _MARGIN_IN + 0.1 + index * _BAR_PITCH_IN, top)
         self.rows: list[list[Axes]] = [[] for _ in rows]
