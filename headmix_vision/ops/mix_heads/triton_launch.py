@@ -67,8 +67,8 @@ def _strides(align: int, tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy the tensors whose rows are not contiguous."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    """Copy the tensors whose rows are not contiguous, or whose heads lie further apart than the kernels count."""
+    return [x if x.stride(3) == 1 and (x.shape[2] - 1) * x.stride(2) < 2**31 else x.contiguous() for x in tensors]
 
 
 def _constants(x: Tensor, weights: Tensor, align: int, tiles: Tiles) -> dict[str, Any]:
