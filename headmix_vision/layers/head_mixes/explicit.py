@@ -82,7 +82,8 @@ class ExplicitHeads(HeadMix):
         return q, k, v
 
     def fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return _compose_rows(weight, self.mix), None if bias is None else _compose_rows(bias, self.mix)
+        composed = _compose_rows(weight, self.mix, self.head_dim)
+        return composed, None if bias is None else _compose_rows(bias, self.mix, self.head_dim)
 
     def flops(self, grid: TokenGrid) -> int:
         return 2 * grid.num_tokens * self.head_dim * self.core_heads * self.mix.shape[2] * len(self.mix)
@@ -92,8 +93,11 @@ class ExplicitHeads(HeadMix):
 
 
 @torch.fx.wrap
-def _compose_rows(weight: Tensor, mix: Tensor) -> Tensor:
+def _compose_rows(weight: Tensor, mix: Tensor, head_dim: int) -> Tensor:
     """Compose the heads of keys and values in the rows of queries, keys and values: [3 * H * D, ...] -> the same."""
     with autocast_off(weight):
-        heads = weight.view(3, mix.shape[1], -1)
-        return torch.cat([heads[:1], mix @ heads[1:]]).view(weight.shape)
+        heads = weight.view(3, mix.shape[1], head_dim, -1)
+        # One product for each dim of a head: the gradient of the composition, H x H sums over D * C numbers, would
+        # otherwise be a single product that occupies one multiprocessor.
+        composed = (mix.unsqueeze(1) @ heads[1:].transpose(1, 2)).transpose(1, 2)
+        return torch.cat([heads[:1], composed]).view(weight.shape)
