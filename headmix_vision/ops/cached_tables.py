@@ -11,15 +11,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def cached_tables(build: Callable[P, R]) -> Callable[P, R]:
-    """Cache the results of a function that builds tables on the CPU and copies them to a device.
+def cached_tables(build: Callable[P, R], size: int = 256) -> Callable[P, R]:
+    """Cache the last ``size`` results of a function that builds tables on the CPU and copies them to a device.
 
     It runs in a thread of its own. A table outlives the call that asks for it first, so nothing that holds in the
     caller's thread may reach it: neither inference mode, a tracer, a transformation or a default device, nor the memory
     pool of a CUDA graph that warms up, which is given away once the graph is captured.
     """
 
-    @lru_cache(maxsize=256)
+    @lru_cache(maxsize=size)
     def build_apart(*args: P.args, **kwargs: P.kwargs) -> R:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(build, *args, **kwargs).result()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from headmix_vision.checks import is_whole
 from headmix_vision.errors import InputError
 from headmix_vision.ops.arguments import as_axes
 from headmix_vision.ops.cached_tables import cached_tables
@@ -39,6 +41,8 @@ class TokenWindow:
     extent: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.grid, TokenGrid):
+            raise InputError(f"grid must be a TokenGrid, got {self.grid!r}.")
         as_axes("window", self.extent)
         shape = self.grid.shape
         if len(self.extent) != len(shape):
@@ -51,8 +55,7 @@ class TokenWindow:
     @classmethod
     def of(cls, grid: TokenGrid, extent: int | tuple[int, ...] | list[int]) -> TokenWindow:
         """Make a window of the same extent along all axes, or of one for each."""
-        alike = isinstance(extent, int) and not isinstance(extent, bool)
-        return cls(grid, as_axes("window", (extent,) * len(grid.shape) if alike else extent))
+        return cls(grid, as_axes("window", (extent,) * len(grid.shape) if is_whole(extent) else extent))
 
     @property
     def num_pairs(self) -> int:
@@ -83,6 +86,6 @@ def _build_mask(window: TokenWindow, device: torch.device) -> Tensor:
     return mask.repeat_interleave(repeats, 0).repeat_interleave(repeats, 1) if repeats > 1 else mask
 
 
-@cached_tables
+@partial(cached_tables, size=8)  # a mask has N x N numbers
 def _cached_mask(window: TokenWindow, device: torch.device) -> Tensor:
     return _build_mask(window, torch.device("cpu")).to(device)
