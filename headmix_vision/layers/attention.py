@@ -82,8 +82,8 @@ class HeadMixAttention(nn.Module):
         check_choice("core", core, tuple(CORES))
         if head_mix not in (None, *HEAD_MIXES):
             raise InputError(f"head_mix must be None or one of {tuple(HEAD_MIXES)}, got {head_mix!r}.")
-        if head_mix is None and head_mix_args:
-            raise InputError(f"head_mix_args={head_mix_args} needs a head_mix, one of {tuple(HEAD_MIXES)}.")
+        if head_mix is None and head_mix_args not in (None, {}):
+            raise InputError(f"head_mix_args={head_mix_args!r} needs a head_mix, one of {tuple(HEAD_MIXES)}.")
         _check_options("core_args", core, CORES[core], core_args)
         if head_mix is not None:
             _check_options("head_mix_args", head_mix, HEAD_MIXES[head_mix], head_mix_args)

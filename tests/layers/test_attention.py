@@ -6,7 +6,7 @@ import torch
 import torch._inductor.config
 
 from headmix_vision.layers import CORES, ConvPositionEncoding, HeadMixAttention
-from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenWindow, mhla
 from headmix_vision.ops.kernels import NO_KERNELS
 
 CORE_NAMES = tuple(CORES)
@@ -25,6 +25,45 @@ def test_softmax_core_equals_timms_attention():
     torch.testing.assert_close(ours(x), theirs(x))
     mask = torch.rand(2, 1, 30, 30) > 0.3
     torch.testing.assert_close(ours(x, attn_mask=mask), theirs(x, attn_mask=mask))
+
+
+@pytest.mark.parametrize(("grid", "window", "prefix"), [((5, 6), 3, 1), ((5, 6), (1, 5), 0), ((2, 4, 3), (1, 3, 3), 2)])
+def test_softmax_in_a_window(grid, window, prefix):
+    """The mask of the window (tests/ops/test_token_window.py) given to a layer without one."""
+    layer, plain = (
+        make_layer("softmax", grid=grid, block_grid=(1,) * len(grid), num_prefix_tokens=prefix, core_args=args).eval()
+        for args in ({"window": window}, {})
+    )
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, layer.grid.num_tokens, 24)
+    seen = TokenWindow.of(layer.grid, window)
+    assert not torch.equal(layer(x), plain(x))
+    torch.testing.assert_close(layer(x), plain(x, attn_mask=seen.mask(x)))
+    assert plain.flops() - layer.flops() == 4 * 24 * (layer.grid.num_tokens**2 - seen.num_pairs)
+    for arguments in ({"attn_mask": seen.mask(x)}, {"is_causal": True}):
+        with pytest.raises(ValueError, match="attn_mask and is_causal cannot be joined with a window"):
+            layer(x, **arguments)
+
+
+def test_a_window_that_reaches_all_tokens_changes_nothing():
+    sizes = {"grid": (1, 1), "num_prefix_tokens": 3, "block_grid": (1, 1)}
+    layer, plain = (make_layer("softmax", core_args=args, **sizes) for args in ({"window": 1}, {}))
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 4, 24)
+    torch.testing.assert_close(layer(x), plain(x))
+    assert layer.flops() == plain.flops()
+
+
+def test_a_window_larger_than_another_grid_is_refused_and_changes_nothing():
+    layer = make_layer("softmax", core_args={"window": 5})
+    x = torch.randn(2, 30, 24)
+    before = layer(x)
+    for use in (layer.set_grid, lambda grid: layer(torch.randn(2, 32, 24), grid=grid)):
+        with pytest.raises(ValueError, match=r"window \(5, 5\) is larger than the token grid \(4, 8\)"):
+            use((4, 8))
+    assert torch.equal(layer(x), before) and layer.grid.shape == (5, 6)
+    layer.set_grid((6, 7))
+    assert layer(torch.randn(2, 42, 24)).shape == (2, 42, 24)
 
 
 def test_mhla_core_is_the_op_between_two_projections():
@@ -128,6 +167,11 @@ def test_autocast_keeps_accumulation_in_float32(core, op, monkeypatch):
         ({"attn_drop": 0.1}, "needs the 'softmax' core"),
         ({"core_args": {"mixing_init": "none"}}, "mixing init must be one of"),
         ({"core_args": {"normalizer": "none"}}, "normalizer must be one of"),
+        ({"core": "mhla", "core_args": {"window": 3}}, "core_args of 'mhla' has no 'window'"),
+        ({"core": "softmax", "core_args": {"window": 4}}, r"window \(4, 4\) must be odd numbers of tokens"),
+        ({"core": "softmax", "core_args": {"window": 7}}, r"window \(7, 7\) is larger than the token grid \(5, 6\)"),
+        ({"core": "softmax", "core_args": {"window": True}}, "window must be one whole number for each axis, got True"),
+        ({"core": "softmax", "core_args": {"window": (3,)}}, "must have the same number of axes"),
         ({"core": "linear", "core_args": {"feature_map": "none"}}, "feature_map must be one of"),
         ({"core": "hih", "core_args": {"impl": "none"}}, "impl must be one of"),
     ],

@@ -67,5 +67,5 @@ def _linear_attention(q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, options:
 
 
 def per_token(mixing: Tensor, grid: TokenGrid, options: dict[str, Any]) -> Tensor:
-    """Weigh the places of a token as one where no normaliser does: outputs do not grow with the repeats."""
-    return mixing if options["normalizer"] is not None or grid.repeats == 1 else mixing / grid.repeats
+    """Weigh the places of a token as one: outputs do not grow with the repeats, nor denominators against ``eps``."""
+    return mixing if options["normalizer"] == "paper" or grid.repeats == 1 else mixing / grid.repeats

@@ -19,8 +19,7 @@ class HeadMix(nn.Module):
     """Mixes information across feature heads, on both sides of the core.
 
     A mix is built from the :class:`LayerSpec` of its layer, the ``impl`` of :func:`headmix_vision.ops.mix_heads` and
-    options of its own. It overrides what it changes;
-    this base class changes nothing.
+    options of its own. It overrides what it changes; this base class changes nothing.
 
     Shape:
         ``before(q, k, v)``: the projected q [B, N, Hq, D], k [B, N, Hk, D], v [B, N, Hv, D] with the numbers of heads

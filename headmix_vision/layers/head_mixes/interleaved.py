@@ -28,8 +28,8 @@ class InterleavedHeads(HeadMix):
 
     The layer starts as its core alone, with pseudo-heads that differ: copies which are alike in everything would get
     equal gradients and stay copies. Of the queries the first reads for the token and the others, perturbed, wait for a
-    collapse that is not zero. Keys are copies. Values are perturbed and average to the head's own; over a core which
-    writes the first place alone (``averages_places``) the first is the head's own.
+    collapse that is not zero. Keys are copies, and the values, perturbed, average to the head's own. Over a core that
+    does not average places, as only the first writes, the first key and value are the head's own, the others perturbed.
 
     Args:
         spec: sizes of the layer.
@@ -56,7 +56,7 @@ class InterleavedHeads(HeadMix):
         check_counts(1, pseudo_heads=pseudo_heads)
         check_choice("collapse", collapse, COLLAPSES)
         heads = spec.num_heads
-        self.repeats, self.averages_places = pseudo_heads, spec.averages_places
+        self.repeats, self.averages_places = int(pseudo_heads), spec.averages_places
         self.mix = nn.Parameter(torch.empty(3, pseudo_heads, heads, heads, **spec.factory))
         self.per_head = collapse == "per_head"
         shape = (heads, pseudo_heads) if self.per_head else (heads, pseudo_heads, heads)
@@ -67,11 +67,10 @@ class InterleavedHeads(HeadMix):
     def reset_parameters(self) -> None:
         """Set weights with which the layer computes what its core computes alone."""
         heads = self.core_heads
-        queries, keys, values = self.mix
-        for perturbed in (queries, values):
+        queries, keys, values = self.mix.zero_()
+        for perturbed in (queries, values) if self.averages_places else (queries, values, keys):
             perturbed.normal_(std=SPREAD * heads**-0.5)
             perturbed.sub_(perturbed.mean(0) if perturbed is values and self.averages_places else perturbed[0].clone())
-        keys.zero_()
         self.mix.diagonal(dim1=-2, dim2=-1).add_(1)
         self.collapse.zero_()
         first = self.collapse.select(1, 0)

@@ -1,0 +1,109 @@
+"""Multi-head explicit attention over every core: what it starts as, and what it computes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headmix_vision.layers import CORES, HeadMixAttention
+
+from .helpers import DIM, HEAD_DIM, HEADS, TOKENS, VARIANTS, make_layer, projected, tokens, transplant
+
+
+@pytest.mark.parametrize(("core", "core_args"), VARIANTS)
+def test_starts_as_its_core_alone(core, core_args):
+    """With the norm that its models have, and without."""
+    for options in ({"output_norm": True, "qk_norm": True, "cpe": True}, {}):
+        plain = make_layer(core, core_args=core_args, **options)
+        layer = transplant(make_layer(core, "mea", core_args=core_args, **options), plain)
+        torch.testing.assert_close(layer(tokens()), plain(tokens()), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_composition_without_a_norm_is_a_projection(core):
+    """The keys and values of the core are those of mixed projections, and the layer is its core alone."""
+    layer, plain = make_layer(core, "mea"), make_layer(core)
+    nn.init.normal_(layer.head_mix.mix)
+    state = layer.state_dict()
+    of_keys, of_values = (torch.kron(weight, torch.eye(HEAD_DIM).double()) for weight in state.pop("head_mix.mix"))
+    q, k, v = state["qkv.weight"].chunk(3)
+    plain.load_state_dict({**state, "qkv.weight": torch.cat([q, of_keys @ k, of_values @ v])})
+    torch.testing.assert_close(layer(tokens()), plain(tokens()))
+
+
+def test_the_norm_keeps_the_composition_from_being_a_projection():
+    """A factor of a head's values, which the projection after it could take up, is lost in the norm."""
+    x = 100 * tokens()  # beside which the norm's eps is small
+    for output_norm in (True, False):
+        layer = make_layer("softmax", "mea", output_norm=output_norm)
+        before = layer(x)
+        with torch.no_grad():
+            layer.head_mix.mix[1, 0] *= 3
+        change = (layer(x) - before).abs().max()
+        assert change < 1e-5 if output_norm else change > 1
+
+
+def rotate(y):
+    """Turn pairs of channels by the token's place, alike in all heads, as rotary embeddings do: [B, N, H, D]."""
+    angle = torch.arange(y.shape[1])[:, None, None] / 10 ** torch.arange(y.shape[3] // 2)
+    even, odd = y[..., ::2], y[..., 1::2]
+    pairs = (even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos())
+    return torch.stack(pairs, -1).flatten(-2)
+
+
+@pytest.mark.parametrize("args", [{}, {"component_heads": 2}, {"key_value_heads": 1}])
+def test_rotations_commute_with_the_composition(args):
+    layer = make_layer("softmax", "mea", args)
+    nn.init.normal_(layer.head_mix.mix)
+    q, k, v = projected(layer, tokens())
+    torch.testing.assert_close(layer.head_mix.before(q, rotate(k), v)[1], rotate(layer.head_mix.before(q, k, v)[1]))
+
+
+def wide(heads=4, dtype=torch.float64, **args):
+    torch.manual_seed(0)
+    return HeadMixAttention(32, heads, "softmax", "mea", grid=(4, 4), head_mix_args=args, dtype=dtype)
+
+
+@pytest.mark.parametrize("components", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_key_value_heads_are_shared_by_groups_of_queries(groups, components):
+    components = min(groups, components)
+    layer = wide(key_value_heads=groups, component_heads=components)
+    nn.init.normal_(layer.head_mix.mix)
+    x = torch.randn(2, 16, 32).double()
+    q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in layer.qkv(x).split(layer.projected_dims, -1))
+    assert k.shape[1] == v.shape[1] == components
+    k, v = (torch.einsum("gc,bcnd->bgnd", w, y) for w, y in zip(layer.head_mix.mix, (k, v), strict=True))
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(layer(x), layer.proj(out.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize(("heads", "components", "taken"), [(4, 2, [0, 0, 1, 1]), (8, 3, [0, 0, 0, 1, 1, 1, 2, 2])])
+def test_fewer_components_start_as_grouped_queries(heads, components, taken):
+    layer = wide(heads, component_heads=components)
+    k, v = torch.randn(2, 1, 16, components, 8).double()
+    _, keys, values = layer.head_mix.before(None, k, v)
+    assert torch.equal(keys, k[:, :, taken]) and torch.equal(values, v[:, :, taken])
+
+
+def test_projections_shrink_with_the_component_heads():
+    layer = make_layer("mhla", "mea", {"component_heads": 1}, qk_norm=True)
+    assert layer.qkv.weight.shape == (DIM + 2 * HEAD_DIM, DIM)
+    assert (layer.q_norm.weight.numel(), layer.k_norm.weight.numel()) == (DIM, HEAD_DIM)
+    assert layer.head_mix.mix.shape == (2, HEADS, 1) and layer(tokens()).shape == (2, TOKENS, DIM)
+    grouped = wide(key_value_heads=2)
+    assert grouped.qkv.weight.shape == (32 + 2 * 16, 32) and grouped.head_mix.mix.shape == (2, 2, 2)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_parameters_beyond_those_of_the_core(core):
+    plain, layer = (sum(p.numel() for p in make_layer(core, mix).parameters()) for mix in (None, "mea"))
+    assert layer - plain == 2 * HEADS**2
+
+
+def test_masks_are_taken():
+    mask = torch.rand(TOKENS, TOKENS) > 0.3
+    plain = make_layer("softmax")
+    layer = transplant(make_layer("softmax", "mea"), plain)
+    torch.testing.assert_close(layer(tokens(), attn_mask=mask), plain(tokens(), attn_mask=mask))
+    torch.testing.assert_close(layer(tokens(), is_causal=True), plain(tokens(), is_causal=True))
