@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from headmix_vision.checks import check_counts
@@ -22,16 +23,20 @@ def attention_of_layer(
 
     Args:
         index: of the layer, from 0.
-        global_every: k, or 0 for layers that are all alike.
+        global_every: k, at least 2, or 0 for layers that are all alike.
         head_mix, head_mix_args, core_args: of the other layers.
 
     Raises:
-        InputError: if ``global_every`` is no whole number of at least 0, or there is nothing that it would leave out.
+        InputError: if ``global_every`` is no whole number of at least 0, is 1, which would leave no other layer, or
+            there is nothing that it would leave out.
     """
     check_counts(0, global_every=global_every)
-    if global_every and head_mix is None and "window" not in (core_args or {}):
+    if global_every == 1:
+        raise InputError("global_every must be 0, or at least 2, got 1: no layer would have a head mix or a window.")
+    options = core_args if isinstance(core_args, Mapping) else {}  # the first layer refuses another type
+    if global_every and head_mix is None and options.get("window") is None:
         raise InputError(f"global_every={global_every} needs a head_mix or a window: all layers are alike without.")
     if global_every and (index + 1) % global_every == 0:
-        plain = {name: value for name, value in (core_args or {}).items() if name != "window"}
+        plain = {name: value for name, value in options.items() if name != "window"}
         return {"head_mix": None, "head_mix_args": None, "core_args": plain}
     return {"head_mix": head_mix, "head_mix_args": head_mix_args, "core_args": core_args}

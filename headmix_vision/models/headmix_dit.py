@@ -86,7 +86,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
         core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
         cpe, output_gate, output_norm, qk_norm: options of :class:`~headmix_vision.layers.HeadMixAttention`.
         head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
-        global_every: k for a plain layer, without head mix and window, as the last of each k; 0 for none.
+        global_every: k, at least 2, for a plain layer, without head mix and window, as the last of each k; 0 for none.
         device, dtype: of the parameters; they are no part of the configuration.
 
     Shape:

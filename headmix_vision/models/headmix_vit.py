@@ -47,7 +47,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         block_grid: token blocks along height and width, for block-wise cores.
         core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
         head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
-        global_every: k for a plain layer, without head mix and window, as the last of each k; 0 for none.
+        global_every: k, at least 2, for a plain layer, without head mix and window, as the last of each k; 0 for none.
         cpe, output_norm, output_gate: options of :class:`~headmix_vision.layers.HeadMixAttention`.
         kwargs: arguments of timm's VisionTransformer, except ``attn_layer``, and ``patch_drop_rate``, which must be 0.
             ``qk_norm`` normalises over the full width.

@@ -11,6 +11,7 @@ import timm
 import timm.optim
 import torch
 
+from headmix_vision.diffusion import HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.layers.embeddings import sincos_positions
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
@@ -18,6 +19,7 @@ from headmix_vision.models.names import FAMILIES
 
 SMALL = {"input_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
 CORES = ("softmax", "linear", "mhla", "hih")
+ATTENTIONS = (*CORES, *(f"{core}_{mix}" for core in CORES for mix in ("iha", "mea")))
 # A model is the same block many times: one is enough to try a name.
 DEPTHS = [pytest.param({"depth": 1}, id="block"), pytest.param({}, id="whole", marks=pytest.mark.slow)]
 
@@ -47,7 +49,10 @@ def test_every_registered_name(name, depth):
         x = torch.empty(2, *model.pretrained_cfg["input_size"])
         out = model(x, torch.zeros(2), torch.zeros(2, dtype=torch.long))
     assert out.shape == x.shape
-    assert timm.is_model(name) and model.config.core == name.split("_")[1]
+    words = name.split("_")
+    assert timm.is_model(name) and model.config.core == (words[1] if words[1] in CORES else "softmax")
+    assert model.config.head_mix == next((mix for mix in ("iha", "mea") if mix in words), None)
+    assert model.config.output_norm == ("mea" in words or "hih" in words)
 
 
 def test_sizes_are_the_official_ones():
@@ -58,10 +63,13 @@ def test_sizes_are_the_official_ones():
         assert round(sum(p.numel() for p in model.parameters()) / 1e6) == expected
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("core", ATTENTIONS)
 @pytest.mark.parametrize("options", [{}, {"cpe": True, "output_gate": True, "output_norm": True, "qk_norm": True}])
 def test_every_parameter_receives_a_gradient(core, options):
     model = create(f"dit_{core}_s_2", **options)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".shares"):  # inside their bounds, where every gradient passes
+            torch.nn.init.uniform_(parameter)
     x, t, y = batch()
     model(x, t, y).square().sum().backward()
     assert not [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
@@ -109,13 +117,21 @@ def test_initial_scales():
     assert not any(p.any() for block in model.blocks for p in block.adaLN_modulation.parameters())
 
 
-@pytest.mark.parametrize(("core", "matrix"), [("mhla", "core.mixing.weight"), ("hih", "core.mask.weight")])
-def test_mixing_masks_labels_and_biases_are_not_decayed(core, matrix):
+@pytest.mark.parametrize(
+    ("core", "matrices"),
+    [
+        ("mhla", ["core.mixing.weight"]),
+        ("hih", ["core.mask.weight"]),
+        ("hih_iha", ["core.mask.weight", "core.shares", "head_mix.mix", "head_mix.collapse"]),
+        ("mhla_mea", ["core.mixing.weight", "head_mix.mix"]),
+    ],
+)
+def test_mixing_masks_labels_and_biases_are_not_decayed(core, matrices):
     model = create(f"dit_{core}_s_2")
     optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=1.0, weight_decay=0.05)
     names = {p: n for n, p in model.named_parameters()}
     decayed = {names[p] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    own = {f"blocks.{i}.attn.{matrix}" for i in range(2)} | {"y_embedder.embedding_table.weight"}
+    own = {f"blocks.{i}.attn.{matrix}" for i in range(2) for matrix in matrices} | {"y_embedder.embedding_table.weight"}
     assert own <= set(names.values())
     assert decayed == {n for p, n in names.items() if p.ndim > 1} - own
 
@@ -142,7 +158,7 @@ def test_positions():
     assert fine[0, 2, 1] < coarse[0, 1, 1] < fine[0, 3, 1]
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("core", ATTENTIONS)
 def test_other_resolutions_in_one_model(core):
     model = create(f"dit_{core}_s_2", cpe=True).eval()
     for size in ((8, 8), (8, 16), (24, 8), (16, 16), (8, 8)):
@@ -155,7 +171,7 @@ def test_other_resolutions_in_one_model(core):
         torch.testing.assert_close(out, other(x, t, y))
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("core", [*CORES, "mhla_iha", "hih_mea"])
 def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(core):
     model = create(f"dit_{core}_s_2", class_dropout=0.0)
     calls = []
@@ -187,6 +203,38 @@ def test_save_and_load_as_a_diffusers_model(tmp_path):
     assert loaded.config.core_args == {"feature_map": "elu1"} and not loaded.training
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dit_iha_s_2", {"head_mix_args": {"pseudo_heads": 3}, "core_args": {"window": (3, 1)}, "global_every": 2}),
+        ("dit_mhla_mea_s_2", {"head_mix_args": {"component_heads": 1}, "global_every": 2}),
+        ("dit_hih_iha_s_2", {"head_mix_args": {"collapse": "across_heads"}}),
+    ],
+)
+def test_mixed_heads_come_back_with_the_pipeline(name, options, tmp_path):
+    """With their options and their schedule, of which the configuration tells."""
+    model = create(name, **options).eval()
+    HeadMixDiTPipeline(model, create_scheduler(None, ObjectiveConfig())).save_pretrained(tmp_path)
+    loaded = HeadMixDiTPipeline.from_pretrained(tmp_path).transformer
+    x, t, y = batch()
+    assert torch.equal(loaded(x, t, y), model(x, t, y))
+    given = {**options, "core_args": options.get("core_args") and {"window": [3, 1]}}
+    assert all(loaded.config[name] == value for name, value in given.items())
+    assert HeadMixDiT(**loaded.architecture).state_dict().keys() == model.state_dict().keys()
+    plain = [block.attn.head_mix is None for block in loaded.blocks]
+    assert plain == [False, "global_every" in options]
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_models_of_interleaved_heads_start_as_those_of_their_core_alone(core):
+    plain, mixed = create(f"dit_{core}_s_2", cpe=True).eval(), create(f"dit_{core}_iha_s_2", cpe=True).eval()
+    missing, unexpected = mixed.load_state_dict(plain.state_dict(), strict=False)
+    assert not unexpected and all(".head_mix." in key or key.endswith(".core.shares") for key in missing)
+    for size in ((8, 8), (8, 16)):
+        x, t, y = batch(size)
+        torch.testing.assert_close(mixed(x, t, y), plain(x, t, y), rtol=1e-4, atol=1e-5)
+
+
 def test_another_block_grid_is_stored():
     model = create().eval()
     model.set_block_grid((4, 4))
@@ -199,7 +247,7 @@ def test_another_block_grid_is_stored():
         create("dit_softmax_s_2").set_block_grid((2, 2))
 
 
-@pytest.mark.parametrize("core", ["mhla", "hih"])
+@pytest.mark.parametrize("core", ["mhla", "hih", "linear_iha", "softmax_mea"])
 def test_compiles_as_one_graph(core):
     model = create(f"dit_{core}_s_2", depth=1, cpe=True, output_gate=True).eval()
     x, t, y = batch()
@@ -361,6 +409,17 @@ def test_checkpoints_that_do_not_fit(tmp_path):
         ({"block_grid": (5, 4)}, "larger than the token grid"),
         ({"core": "none"}, "core must be one of"),
         ({"embed_dim": 34}, "multiple of 4"),
+        ({"head_mix_args": {"pseudo_heads": 2}}, "head_mix_args=.* needs a head_mix"),
+        (
+            {"head_mix": "iha", "head_mix_args": {"pseudo_heads": True}},
+            "pseudo_heads must be a whole number of at least 1",
+        ),
+        ({"head_mix": "iha", "head_mix_args": {"collapse": "sum"}}, "collapse must be one of"),
+        ({"head_mix": "mea", "head_mix_args": {"component_heads": 3}}, "component_heads must be from 1 to 2"),
+        ({"core": "softmax", "core_args": {"window": 5}}, r"window \(5, 5\) is larger than the token grid \(4, 4\)"),
+        ({"head_mix": "iha", "global_every": 1}, "global_every must be 0, or at least 2, got 1"),
+        ({"head_mix": "iha", "global_every": 2.0}, "global_every must be a whole number of at least 0, got 2.0"),
+        ({"global_every": 5}, "global_every=5 needs a head_mix or a window"),
         ({"in_chans": 4}, "takes in_channels, not in_chans"),
         ({"features_only": True}, "features_only"),
     ],
@@ -399,7 +458,7 @@ def test_wrong_calls_name_what_is_allowed():
             model(*arguments)
 
 
-@pytest.mark.parametrize("core", ["mhla", "hih"])
+@pytest.mark.parametrize("core", ["mhla", "hih", "hih_iha", "mhla_mea"])
 def test_device_and_type_are_no_part_of_the_configuration(core):
     model = create(f"dit_{core}_s_2", dtype=torch.bfloat16, device="cpu", cpe=True, output_gate=True)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 
-from headmix_vision.ops import token_blocks, token_scan
+from headmix_vision.ops import token_blocks, token_scan, token_window
 from headmix_vision.ops.head_in_head.chunks import invert_unit_lower
 
 
@@ -22,11 +22,14 @@ def inputs(name, batch):
     return (images, torch.linspace(1, 900, batch), torch.arange(batch)) if name.startswith("dit") else (images,)
 
 
-@pytest.mark.parametrize("name", ["deit_mhla_digits", "deit_hih_digits", "dit_mhla_digits"])
+@pytest.mark.parametrize(
+    "name", ["deit_mhla_digits", "deit_hih_digits", "dit_mhla_digits", "deit_hih_iha_digits", "dit_mhla_mea_digits"]
+)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_trace_takes_any_batch(name):
     token_blocks._cached_tables.cache_clear()  # the first trace of a process finds no tables
     token_scan._cached_tables.cache_clear()
+    token_window._cached_mask.cache_clear()
     model = network(name)
     traced = torch.jit.trace(model, inputs(name, 2))
     for batch in (2, 3):
@@ -51,8 +54,20 @@ def test_inverse_of_unit_lower_triangular_matrices(size):
         )
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_trace_of_a_window_in_some_layers():
+    token_window._cached_mask.cache_clear()
+    options = {"core_args": {"window": 3}, "global_every": 2, "depth": 2}
+    model = timm.create_model("deit_iha_digits", embed_dim=16, **options).eval()
+    traced = torch.jit.trace(model, inputs("deit", 2))
+    images = inputs("deit", 3)
+    torch.testing.assert_close(traced(*images), model(*images))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deit_mhla_digits", "deit_hih_digits"])
+@pytest.mark.parametrize(
+    "name", ["deit_mhla_digits", "deit_hih_digits", "deit_iha_digits", "deit_mhla_mea_digits", "deit_hih_iha_digits"]
+)
 def test_onnx_computes_the_same(name, tmp_path):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

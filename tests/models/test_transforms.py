@@ -17,7 +17,18 @@ def network(name):
     return model
 
 
-@pytest.mark.parametrize("name", ["deit_linear_digits", "deit_mhla_digits", "deit_hih_digits", "dit_mhla_digits"])
+# PyTorch's softmax attention on a CPU, which torch.func calls image by image
+slowly = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+@slowly
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deit_linear_digits", "deit_mhla_digits", "deit_hih_digits", "dit_mhla_digits"),
+        *("deit_iha_digits", "deit_hih_iha_digits", "dit_mhla_mea_digits"),
+    ],
+)
 def test_gradients_of_each_sample(name):
     model = network(name)
     x, labels = torch.randn(3, 1, 8, 8, dtype=torch.float64), torch.arange(3)
@@ -36,12 +47,16 @@ def test_gradients_of_each_sample(name):
 
 
 # mixing weights inside their bounds and smooth features: differences meet no kink
+@pytest.mark.parametrize("head_mix", [None, "iha", "mea"])
 @pytest.mark.parametrize(
     ("core", "core_args"), [("mhla", {"feature_map": "elu1", "mixing_init": "uniform"}), ("hih", {"conv_size": 0})]
 )
-def test_forward_mode_agrees_with_differences_and_with_the_gradient(core, core_args):
+def test_forward_mode_agrees_with_differences_and_with_the_gradient(core, core_args, head_mix):
     torch.manual_seed(0)
-    layer = HeadMixAttention(8, 2, core=core, grid=(3, 3), block_grid=(2, 2), core_args=core_args, dtype=torch.float64)
+    sizes = {"grid": (3, 3), "block_grid": (2, 2), "dtype": torch.float64}
+    layer = HeadMixAttention(8, 2, core, head_mix, core_args=core_args, **sizes)
+    if core == "hih" and head_mix == "iha":
+        torch.nn.init.uniform_(layer.core.shares, 0.2, 0.8)
     x = torch.randn(1, 9, 8, dtype=torch.float64)
     parameters = {key: value.detach() for key, value in layer.named_parameters()}
     first, second = ({key: 0.1 * torch.randn_like(value) for key, value in parameters.items()} for _ in range(2))
@@ -63,10 +78,13 @@ def test_forward_mode_agrees_with_differences_and_with_the_gradient(core, core_a
     torch.testing.assert_close(times(product, second), times(other, first))
 
 
-@pytest.mark.parametrize(("core", "grid"), [("mhla", (5, 7)), ("hih", (7, 5))])
-def test_tables_of_a_transformed_call_are_not_kept(core, grid):
+@slowly
+@pytest.mark.parametrize(
+    ("core", "grid", "core_args"), [("mhla", (5, 7), {}), ("hih", (7, 5), {}), ("softmax", (5, 7), {"window": 5})]
+)
+def test_tables_of_a_transformed_call_are_not_kept(core, grid, core_args):
     """The first call with these sizes is a transformed one; the next one is not, and stands in a graph."""
-    layer = HeadMixAttention(8, 2, core=core, grid=grid, block_grid=(2, 3))
+    layer = HeadMixAttention(8, 2, core=core, grid=grid, block_grid=(2, 3), core_args=core_args)
     x = torch.randn(2, 35, 8, requires_grad=True)
     each = vmap(grad(lambda x: layer(x[None]).square().sum()))(x)
     (expected,) = torch.autograd.grad(layer(x).square().sum(), x)

@@ -11,10 +11,11 @@ import torch
 import torch.fx
 
 import headmix_vision
+from headmix_vision.layers import CORES, HEAD_MIXES
 from headmix_vision.models.names import FAMILIES
 
 NAMES = sorted({**FAMILIES["deit"], **FAMILIES["vit"]})
-# One of every family and core, small enough to run.
+# One of every family and core, and of every core and mix, small enough to run.
 SMALL = [
     "deit_softmax_tiny",
     "deit_linear_tiny",
@@ -24,12 +25,28 @@ SMALL = [
     "vit_linear_tiny",
     "vit_mhla_tiny",
     "vit_hih_tiny",
+    "deit_iha_tiny",
+    "vit_mea_tiny",
+    "vit_linear_iha_tiny",
+    "deit_linear_mea_tiny",
+    "vit_mhla_iha_tiny",
+    "deit_mhla_mea_tiny",
+    "deit_hih_iha_tiny",
+    "vit_hih_mea_tiny",
 ]
 
 
 slow = pytest.mark.slow
 # A model is the same block many times: one is enough to try a name.
 DEPTHS = [pytest.param({"depth": 1}, id="block"), pytest.param({}, id="whole", marks=pytest.mark.slow)]
+
+
+def core_and_mix(name):
+    """Read a core and a mix, or None, from a name of which a mix alone stands for that mix over softmax."""
+    first, second = name.split("_")[1:3]
+    if first in HEAD_MIXES:
+        return "softmax", first
+    return first, second if second in HEAD_MIXES else None
 
 
 def create(name, **kwargs):
@@ -52,6 +69,8 @@ def test_every_registered_name(name, depth):
     assert out.shape == (2, model.num_classes) == (2, model.pretrained_cfg["num_classes"])
     assert model.pretrained_cfg["architecture"] == name
     assert timm.is_model(name) and name in timm.list_models("*_" + name.split("_")[1] + "_*")
+    assert {type(block.attn.core) for block in model.blocks} == {CORES[core_and_mix(name)[0]]}
+    assert {type(block.attn.head_mix) for block in model.blocks} == {HEAD_MIXES.get(core_and_mix(name)[1], type(None))}
     assert timm.data.resolve_model_data_config(model)["input_size"] == (chans, height, width)
 
 
@@ -61,9 +80,23 @@ def test_names_of_the_zoo():
             for size in ("tiny", "small", "base", "large"):
                 short = f"{family}_{core}_{size}"
                 assert {short, f"{short}_patch16_224", f"{short}_patch16_384"} <= set(timm.list_models("*"))
+                for mix in ("iha", "mea"):
+                    assert f"{family}_{core}_{mix}_{size}" in timm.list_models(f"{family}_*_{mix}_*")
     assert FAMILIES["deit"]["deit_mhla_small"] == FAMILIES["deit"]["deit_mhla_small_patch16_224"]
+    for family, variants in FAMILIES.items():  # a mix alone is short for that mix over softmax
+        for mix in ("iha", "mea"):
+            short, full = f"{family}_{mix}_", f"{family}_softmax_{mix}_"
+            alone = {name: variant for name, variant in variants.items() if name.startswith(short)}
+            assert len(alone) == len(variants) / 14
+            assert all(variants[name.replace(short, full)] == variant for name, variant in alone.items())
+    assert len(timm.list_models("deit_mhla_*_small")) == 2 and len(timm.list_models("*_hih_iha_tiny")) == 2
     assert "headmix_vit" in timm.list_modules()
     assert inspect.getmodule(timm.model_entrypoint("deit_mhla_small")) is headmix_vision.models.headmix_vit
+
+
+def test_published_accuracies_are_those_of_models_without_a_mix():
+    noted = {name for name in NAMES if timm.get_pretrained_cfg(name).notes}
+    assert {core_and_mix(name)[1] for name in noted} == {None} and "deit_mhla_small" in noted
 
 
 def test_sizes_are_the_official_ones():
@@ -86,10 +119,15 @@ def test_softmax_models_are_timms_own():
 @pytest.mark.parametrize("options", [{}, {"cpe": True, "output_gate": True, "output_norm": True, "qk_norm": True}])
 def test_every_parameter_receives_a_gradient(name, options):
     model = create(name, drop_path_rate=0.1, **options)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(".shares"):  # inside their bounds, where every gradient passes
+            torch.nn.init.uniform_(parameter)
+    torch.manual_seed(1)  # of drop path, which leaves out no layer in all images
     out = model(images())
     out.square().sum().backward()
     assert out.shape == (2, 7)
-    assert not [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert not [n for n, p in model.named_parameters() if not p.grad.any()]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -154,13 +192,21 @@ def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "matrix"), [("deit_mhla_tiny", "mixing"), ("vit_mhla_tiny", "mixing"), ("deit_hih_tiny", "mask")]
+    ("name", "matrices"),
+    [
+        ("deit_mhla_tiny", ["core.mixing.weight"]),
+        ("vit_mhla_tiny", ["core.mixing.weight"]),
+        ("deit_hih_tiny", ["core.mask.weight"]),
+        ("deit_hih_iha_tiny", ["core.mask.weight", "core.shares", "head_mix.mix", "head_mix.collapse"]),
+        ("vit_mhla_mea_tiny", ["core.mixing.weight", "head_mix.mix"]),
+    ],
 )
-def test_weight_decay_and_layer_decay(name, matrix):
+def test_weight_decay_and_layer_decay(name, matrices):
     model = create(name)
     skipped = model.no_weight_decay()
-    first, second = (f"blocks.{i}.attn.core.{matrix}.weight" for i in range(2))
-    assert {"pos_embed", first, second} <= skipped
+    assert {n for n in skipped if ".attn." in n} == {f"blocks.{i}.attn.{m}" for i in range(2) for m in matrices}
+    assert "pos_embed" in skipped
+    first = f"blocks.0.attn.{matrices[-1]}"
     optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=1.0, weight_decay=0.05, layer_decay=0.5)
     names = {p: n for n, p in model.named_parameters()}
     decay, scale = {}, {}
@@ -270,8 +316,10 @@ def test_torch_fx(name):
     ("name", "core_args"),
     [
         *((name, {}) for name in SMALL[:4]),
-        *(pytest.param(name, {}, marks=slow) for name in SMALL[4:]),
+        ("vit_mhla_iha_tiny", {}),
+        *(pytest.param(name, {}, marks=slow) for name in SMALL[4:] if name != "vit_mhla_iha_tiny"),
         pytest.param("vit_hih_tiny", {"mask": "token", "scans": "cross"}, marks=slow),
+        pytest.param("vit_softmax_iha_tiny", {"window": 3}, marks=slow),
     ],
 )
 def test_torch_export_with_a_dynamic_batch(name, core_args):
@@ -283,7 +331,10 @@ def test_torch_export_with_a_dynamic_batch(name, core_args):
 
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(name, marks=slow) for name in SMALL[:3]), "vit_mhla_tiny", "vit_hih_tiny"],
+    [
+        *(pytest.param(name, marks=slow) for name in [*SMALL[:3], *SMALL[8:]]),
+        *("vit_mhla_tiny", "vit_hih_tiny", "deit_mhla_iha_tiny", "vit_softmax_mea_tiny"),
+    ],
 )
 def test_torch_compile_as_one_graph(name):
     model = create(name, depth=1, cpe=True, output_gate=True)
@@ -326,6 +377,10 @@ def test_ema_copies_and_reinitialisation(name):
     assert all(p.isfinite().all() for p in empty.parameters())
     if "mhla" in name:
         torch.testing.assert_close(empty.blocks[0].attn.core.mixing(), create(name).blocks[0].attn.core.mixing())
+    if "iha" in name:
+        torch.testing.assert_close(empty.blocks[0].attn.head_mix.collapse[:, 1], torch.zeros(3))
+    if "mea" in name:
+        assert torch.equal(empty.blocks[0].attn.head_mix.mix, torch.eye(3).expand(2, 3, 3))
 
 
 def test_save_for_hub_and_local_dir(tmp_path):
@@ -357,10 +412,25 @@ def test_every_parameter_of_head_in_head_receives_a_gradient(name, core_args):
     assert not [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
 
 
-def test_head_in_head_models_normalise_the_output_of_heads():
-    for name, on in (("deit_hih_tiny", True), ("deit_mhla_tiny", False)):
-        assert isinstance(create(name).blocks[0].attn.output_norm, torch.nn.RMSNorm) is on
-    assert isinstance(create("deit_hih_tiny", output_norm=False).blocks[0].attn.output_norm, torch.nn.Identity)
+def test_models_of_head_in_head_and_of_explicit_heads_normalise_the_output_of_heads():
+    for name in SMALL:
+        on = isinstance(create(name).blocks[0].attn.output_norm, torch.nn.RMSNorm)
+        assert on is ("hih" in name or "mea" in name)
+    for name in ("deit_hih_tiny", "deit_mhla_mea_tiny"):
+        assert isinstance(create(name, output_norm=False).blocks[0].attn.output_norm, torch.nn.Identity)
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if "iha" in name])
+def test_models_of_interleaved_heads_start_as_those_of_their_core_alone(name):
+    """With a class token and registers too, at another resolution, and with more pseudo-heads."""
+    sizes = {"class_token": True, "reg_tokens": 1, "dynamic_img_size": True}
+    args = {"pseudo_heads": 3, "collapse": "across_heads"}
+    plain = create(f"{name.split('_')[0]}_{core_and_mix(name)[0]}_tiny", **sizes).eval()
+    mixed = create(name, head_mix_args=args, **sizes).eval()
+    missing, unexpected = mixed.load_state_dict(plain.state_dict(), strict=False)
+    assert not unexpected and all(".head_mix." in key or key.endswith(".core.shares") for key in missing)
+    for size in ((64, 64), (96, 64)):
+        torch.testing.assert_close(mixed(images(size=size)), plain(images(size=size)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -392,11 +462,28 @@ def test_head_in_head_models_normalise_the_output_of_heads():
         ({"weight_init": "none"}, "weight_init must be one of"),
         ({"act_layer": "none"}, "timm has no act_layer 'none'"),
         ({"attn_drop_rate": 0.2}, "needs the 'softmax' core"),
+        (
+            {"head_mix_args": {"pseudo_heads": 2}},
+            r"head_mix_args=\{'pseudo_heads': 2\} needs a head_mix, one of .*'iha'",
+        ),
+        (
+            {"head_mix": "iha", "head_mix_args": {"pseudo_heads": 0}},
+            "pseudo_heads must be a whole number of at least 1",
+        ),
+        ({"head_mix": "iha", "head_mix_args": {"heads": 2}}, "head_mix_args of 'iha' has no 'heads'.*pseudo_heads"),
+        ({"head_mix": "iha", "head_mix_args": "two"}, "head_mix_args of 'iha' must be a mapping"),
+        ({"head_mix": "mea", "head_mix_args": {"component_heads": 4}}, "component_heads must be from 1 to 3"),
+        ({"head_mix": "mea", "head_mix_args": {"key_value_heads": 2}}, "key_value_heads=2 does not divide the 3 heads"),
+        ({"core_args": {"window": 3}}, "core_args of 'mhla' has no 'window'"),
+        ({"core": "softmax", "core_args": {"window": 5}}, r"window \(5, 5\) is larger than the token grid \(4, 4\)"),
+        ({"core": "softmax", "core_args": {"window": 2}}, r"window \(2, 2\) must be odd"),
+        ({"globalevery": 2}, "has no 'globalevery'; did you mean global_every"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         create("deit_mhla_tiny", **arguments)
+    assert "\n" not in str(error.value)
 
 
 def test_wrong_images_are_refused():
