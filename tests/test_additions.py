@@ -23,7 +23,7 @@ same = {"deit_swap_small": "deit_softmax_swap_small_patch16_224", "dit_swap_s_2"
 for name, full in same.items():
     one, other = (sorted(p.shape for p in timm.create_model(n, **small).parameters()) for n in (name, full))
     assert one == other
-for core in ("toy", "toy_swap", "softmax_swap", "linear_swap", "mhla_swap", "hih_swap"):
+for core in ("toy", "toy_swap", "toy_iha", "toy_mea", "softmax_swap", "linear_swap", "mhla_swap", "hih_swap"):
     for family in ("deit", "vit"):
         model = timm.create_model(f"{family}_{core}_tiny", img_size=64, **small, **options)
         model(image).square().sum().backward()
