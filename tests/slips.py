@@ -44,6 +44,9 @@ LAYER, CROP = "tests/layers/test_attention.py -k autocast", "tests/data/test_dat
 SCORES = "tests/evaluation/test_scores.py -k without_options or antialiasing"
 RUNS, SAMPLING = "tests/runs/test_runs.py -k as_it_was_trained", "tests/sampling/test_sample.py -k another_seed"
 ATOMIC = "tests/test_atomic.py"
+IHA, MEA = "tests/layers/test_interleaved_heads.py", "tests/layers/test_explicit_heads.py"
+WINDOW, DEPTH = "tests/ops/test_token_window.py", "tests/models/test_depth.py"
+MIX_NAMES = "tests/models/test_zoo.py -k names or published or decay"
 PROCESSES, FIT = "tests/training/test_processes.py -k one_rank", "tests/training/test_fit.py -k seed"
 
 SLIPS = [
@@ -295,6 +298,93 @@ SLIPS = [
         "self.attn_drop if self.training else 0.0",
         "0.0",
         ZOO,
+    ),
+    # head mixes
+    Slip(
+        "pseudo-heads are the paper's",
+        "layers/head_mixes/interleaved.py",
+        "self.mix.flatten",
+        "self.mix.mT.flatten",
+        IHA,
+    ),
+    Slip(
+        "interleaved heads start as their core",
+        "layers/head_mixes/interleaved.py",
+        "(queries, values) if self.averages_places",
+        "(queries, values, keys) if self.averages_places",
+        IHA,
+    ),
+    Slip("pseudo-heads part", "layers/head_mixes/interleaved.py", "perturbed.mean(0) if", "perturbed if", IHA),
+    Slip("a mix is not decayed", "layers/head_mixes/interleaved.py", '("mix", "collapse")', '("mix",)', MIX_NAMES),
+    Slip("grouped queries", "layers/head_mixes/explicit.py", "components // composed", "components % composed", MEA),
+    Slip(
+        "grouped queries",
+        "layers/head_mixes/explicit.py",
+        "self.mix.repeat_interleave(self.queries_per_head, 1)",
+        "self.mix.repeat(1, self.queries_per_head, 1)",
+        MEA,
+    ),
+    Slip(
+        "places weigh as one token",
+        "layers/cores/linear.py",
+        'options["normalizer"] == "paper"',
+        'options["normalizer"] is not None',
+        IHA,
+    ),
+    Slip(
+        "one decay for a token",
+        "layers/cores/head_in_head.py",
+        "F.pad(log_decay.unsqueeze(2), (0, 0, 0, grid.repeats - 1)).flatten(1, 2)",
+        "log_decay.repeat_interleave(grid.repeats, 1)",
+        IHA,
+    ),
+    Slip(
+        "shares are from 0 to 1",
+        "layers/cores/head_in_head.py",
+        "clip_keep_inward_gradient(self.shares, 0.0, 1.0)",
+        "self.shares",
+        IHA,
+    ),
+    Slip(
+        "places are read first to last",
+        "ops/token_scan.py",
+        "scan.grid.repeats + each)",
+        "scan.grid.repeats + (each.flip(0) if scan.reverse else each))",
+        "tests/ops/test_token_blocks.py -k scans",
+    ),
+    Slip("extent of a window", "ops/token_window.py", "<= extent // 2", "<= extent", WINDOW),
+    Slip(
+        "prefix tokens see all",
+        "ops/token_window.py",
+        "0, prefix, 0), value=True",
+        "0, prefix, 0), value=False",
+        WINDOW,
+    ),
+    Slip("pairs of a window", "ops/token_window.py", "half * (half + 1)", "half * half", WINDOW),
+    Slip(
+        "a window fits the grid",
+        "layers/cores/softmax.py",
+        "            TokenWindow(grid, self.window)\n",
+        "            pass\n",
+        DEPTH,
+    ),
+    Slip(
+        "the last of each k layers is plain",
+        "models/depth.py",
+        "(index + 1) % global_every",
+        "index % global_every",
+        DEPTH,
+    ),
+    Slip("plain layers have no window", "models/depth.py", ' if name != "window"', "", DEPTH),
+    Slip(
+        "a mix alone is over softmax", "models/names.py", 'named[f"softmax_{mix}"]', 'named[f"mhla_{mix}"]', MIX_NAMES
+    ),
+    Slip(
+        "published accuracies are of plain models",
+        "models/headmix_vit.py",
+        " and head_mix is None else None",
+        " else None",
+        MIX_NAMES,
     ),
     Slip("float32 under autocast", "ops/precision.py", "enabled=False", "enabled=True", LAYER),
     Slip("float32 under autocast", "ops/precision.py", "torch.promote_types(dtype, torch.float32)", "dtype", LAYER),
