@@ -11,6 +11,9 @@ from headmix_vision.files.atomic import atomic_path
 
 RESULTS = ("step", "loss", "tuning_percent", "exact_percent", "floor_percent", "parameters", "attention_flops")
 DEGENERATE = 2  # heads up to which P = H is a model that also has another name
+WIDER, SYMBOLS = "plain, twice the width", "plain, symbols"  # controls, at one or two numbers of heads
+FLOOR = "commonest count"
+COLOURS = {"plain": "C0", "P = 2": "C2", "P = H": "C1", WIDER: "C3", SYMBOLS: "C4"}
 
 
 class Setting(NamedTuple):
@@ -90,9 +93,9 @@ def last(seeds: list[list[Row]], name: str) -> list[float]:
 def column(model: Setting, width: int) -> str:
     """Name of the column and of the line that a model belongs to."""
     if model.encoding == "symbol":
-        return "plain, symbols"
+        return SYMBOLS
     if model.width != width:
-        return "plain, twice the width"
+        return WIDER
     return {1: "plain", 2: "P = 2"}.get(model.pseudo_heads, "P = H")
 
 
@@ -124,7 +127,13 @@ def training_table(models: Models, width: int) -> str:
 
 
 def plot(path: Path, models: Models, width: int) -> None:
-    """Counts exactly right against heads, a panel for each modulus and core; lines are means, bands extremes."""
+    """Write `draw` as a PNG."""
+    with atomic_path(path) as temporary:
+        draw(models, width).savefig(temporary, dpi=110, format="png")
+
+
+def draw(models: Models, width: int) -> Any:
+    """Counts exactly right against heads, a panel for each modulus and core: means, and extremes as bands and bars."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -144,27 +153,33 @@ def plot(path: Path, models: Models, width: int) -> None:
         line[0].set_ylabel("counts exactly right, %")
     for axes in panels[-1]:
         axes.set_xlabel("heads")
-    panels[0, 0].legend(loc="lower right", fontsize="small")
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+    names = {}
+    for axes in panels.flat:  # a panel may lack what another shows
+        handles, labels = axes.get_legend_handles_labels()
+        names.update(zip(labels, handles, strict=True))
+    order = [name for name in (*COLOURS, FLOOR) if name in names]
+    panels[0, 0].legend([names[name] for name in order], order, loc="center right", fontsize="small")
+    return figure
 
 
 def draw_lines(axes: Any, models: Models, width: int) -> None:
-    """Lines over heads; models that are controls at one or two numbers of heads are points."""
+    """Lines over heads; models that are controls at one or two numbers of heads are points with bars."""
     points: dict[str, dict[int, list[float]]] = {}
     for model, seeds in models.items():
         name = column(model, width)
-        names = [name] if name in ("plain, symbols", "plain, twice the width") else [name, "P = H"]
+        names = [name] if name in (WIDER, SYMBOLS) else [name, "P = H"]
         for place in names if model.pseudo_heads == model.heads <= DEGENERATE else names[:1]:
             points.setdefault(place, {})[model.heads] = last(seeds, "exact_percent")
-    for index, (name, values) in enumerate(points.items()):
+    for name, values in points.items():
         heads = sorted(values)
         means = [statistics.mean(values[count]) for count in heads]
-        if name.startswith("plain,"):
-            axes.plot(heads, means, "o", color=f"C{index}", markerfacecolor="none", label=name)
-            continue
-        axes.plot(heads, means, ".-", color=f"C{index}", label=name)
         lows, highs = ([extreme(values[count]) for count in heads] for extreme in (min, max))
-        axes.fill_between(heads, lows, highs, color=f"C{index}", alpha=0.2)
+        if name in (WIDER, SYMBOLS):
+            spans = [[abs(mean - end) for mean, end in zip(means, ends, strict=True)] for ends in (lows, highs)]
+            style = {"fmt": "o", "markerfacecolor": "white", "capsize": 3, "elinewidth": 1}
+            axes.errorbar(heads, means, spans, color=COLOURS[name], label=name, **style)
+            continue
+        axes.plot(heads, means, ".-", color=COLOURS[name], label=name)
+        axes.fill_between(heads, lows, highs, color=COLOURS[name], alpha=0.2)
     floor = max(last(seeds, "floor_percent")[0] for seeds in models.values())
-    axes.axhline(floor, color="grey", linestyle=":", label="commonest count")
+    axes.axhline(floor, color="grey", linestyle=":", label=FLOOR)

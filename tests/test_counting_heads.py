@@ -100,6 +100,19 @@ def test_the_script_trains_writes_and_goes_on(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_legend_names_models_of_every_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    from counting_report import Setting, draw
+
+    rows = [{"exact_percent": "50", "floor_percent": "20"}]
+    plain = Setting("value", 3, "softmax", 1, 4, 8, 2, 12, 8, 0.0, 0)
+    elsewhere = plain._replace(modulus=5)
+    settings = (plain, elsewhere, elsewhere._replace(width=16), elsewhere._replace(encoding="symbol"))
+    legend = draw({setting: [rows] for setting in settings}, 8).axes[0].get_legend()
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["plain", "plain, twice the width", "plain, symbols", "commonest count"]
+
+
 def test_the_script_refuses_in_one_line_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["counting.py", "--out", str(tmp_path / "counting.csv"), "--heads", "3"]
     monkeypatch.setattr(sys, "argv", arguments)
