@@ -128,15 +128,16 @@ class HeadMixAttention(nn.Module):
         total += 0 if self.head_mix is None else self.head_mix.flops(tokens)
         return total + (0 if self.cpe is None else self.cpe.flops(tokens))
 
-    @property
-    def _folded(self) -> bool:
-        """Tell whether the projection does what the head mix does before the core; an adapter in its place does not."""
-        return self.folds and type(self.qkv) is nn.Linear
-
-    def _project(self, x: Tensor) -> Tensor:
-        if self.head_mix is not None and self._folded:
-            return F.linear(x, *self.head_mix.fold(self.qkv.weight, self.qkv.bias))
-        return self.qkv(x)
+    def _project(self, x: Tensor) -> list[Tensor]:
+        """Make queries, keys and values of the core's heads, [B, N * repeats, heads, D] each."""
+        # An adapter in the projection's place computes something else than its weights say.
+        if self.head_mix is not None and self.folds and type(self.qkv) is nn.Linear:
+            qkv = F.linear(x, *self.head_mix.fold(self.qkv.weight, self.qkv.bias))
+            return [y.unflatten(-1, (-1, self.head_dim)) for y in qkv.split([self.proj.in_features] * 3, dim=-1)]
+        q, k, v = self.qkv(x).split(self.projected_dims, dim=-1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        heads = [y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)]
+        return heads if self.head_mix is None else list(self.head_mix.before(*heads))
 
     def set_grid(self, grid: tuple[int, ...]) -> None:
         """Use another token grid; the weights do not change."""
@@ -172,11 +173,8 @@ class HeadMixAttention(nn.Module):
         _check_tokens(x, tokens)
         if self.cpe is not None:
             x = self.cpe(x, tokens)
-        q, k, v = self._project(x).split(self.projected_dims, dim=-1)
-        q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
-        if self.head_mix is not None and not self._folded:
-            q, k, v = self.head_mix.before(q, k, v)
+        q, k, v = self._project(x)
+        if self.head_mix is not None:
             _assert_mixed(self.head_mix.core_heads, self.repeats * x.shape[1], q, k, v)
         needed: dict[str, Any] = {"x": x} if self.core.reads_input else {}
         if self.core.forms_weights:

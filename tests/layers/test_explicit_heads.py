@@ -107,3 +107,31 @@ def test_masks_are_taken():
     layer = transplant(make_layer("softmax", "mea"), plain)
     torch.testing.assert_close(layer(tokens(), attn_mask=mask), plain(tokens(), attn_mask=mask))
     torch.testing.assert_close(layer(tokens(), is_causal=True), plain(tokens(), is_causal=True))
+
+
+@pytest.mark.parametrize("qkv_bias", [False, True])
+@pytest.mark.parametrize("args", [{}, {"component_heads": 2}, {"key_value_heads": 1}])
+def test_composing_weights_is_composing_keys_and_values(args, qkv_bias):
+    results = []
+    for fold in (True, False):
+        layer = make_layer("mhla", "mea", {**args, "fold": fold}, qkv_bias=qkv_bias, output_norm=True)
+        nn.init.normal_(layer.head_mix.mix, generator=torch.Generator().manual_seed(2))
+        out = layer(tokens())
+        out.square().sum().backward()
+        results.append([out, *(parameter.grad for parameter in layer.parameters())])
+    torch.testing.assert_close(*results)
+
+
+def test_weights_are_composed_where_nothing_stands_between():
+    class Adapted(nn.Linear):
+        """Adds to what its weights say, as an adapter does."""
+
+        def forward(self, x):
+            return super().forward(x) + x.sum()
+
+    assert make_layer("softmax", "mea").folds and not make_layer("softmax", "mea", qk_norm=True).folds
+    assert not make_layer("softmax", "mea", {"component_heads": 2}).folds
+    layer, adapted = make_layer("softmax", "mea"), make_layer("softmax", "mea")
+    adapted.qkv = Adapted(DIM, 3 * DIM, bias=False, dtype=torch.float64)
+    adapted.load_state_dict(layer.state_dict())
+    assert (adapted(tokens()) - layer(tokens())).abs().max() > 1e-3

@@ -26,7 +26,7 @@ def counted_by_torch(model):
 
 
 ACROSS = {"head_mix_args": {"pseudo_heads": 3, "collapse": "across_heads"}}
-UNFOLDED = {"head_mix_args": {"impl": "torch"}}  # else weights are composed, not tokens
+UNFOLDED = {"head_mix_args": {"fold": False}}  # else weights are composed, not tokens
 COUNTED = [
     ("deit_softmax_small", {}),
     ("deit_softmax_iha_small", ACROSS),

@@ -32,7 +32,8 @@ class HeadMix(nn.Module):
         projected_heads: heads that the projections of q, k and v make.
         core_heads: heads of the core.
         repeats: places which stand for a token in the core.
-        folds: ``fold`` can put all that ``before`` does into the weights of the projection.
+        folds: the layer takes the weights of its projection from ``fold`` and leaves ``before`` out; not where a norm
+            stands between the two.
     """
 
     layer_options: ClassVar[dict[str, Any]] = {}
@@ -51,7 +52,7 @@ class HeadMix(nn.Module):
         return q, k, v
 
     def fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return weight [3 * H * D, C] and bias of a projection that makes what ``before`` makes of this one's."""
+        """Return the weight [3 * H * D, C] and bias of a projection that makes what ``before`` makes of this one's."""
         raise NotImplementedError
 
     def after(self, out: Tensor) -> Tensor:
