@@ -23,18 +23,19 @@ SUM_ROWS, SUM_COLUMNS = 64, 32
 SUM_SHARE = 256  # rows that a program sums
 Tiles = dict[str, int]
 EXACT = torch.float32  # this type has exact products, which want smaller tiles, and short sums
-# The best of sweeps on an H200 for bfloat16, for few and for many heads, and what suits float32. ROWS is the most that
-# a tile has. Four warps have up to 32 output heads: beyond, their product is another instruction, whose narrow forms
-# Triton 3.6 gets wrong.
+# The best of sweeps on an H200 for bfloat16, for few and for many heads, and what suits float32. BG and BH are the most
+# rows that tiles of output and of input heads have. Four warps have up to 32 output heads: beyond, their product is
+# another instruction, whose narrow forms Triton 3.6 gets wrong. A product of float32 adds its heads one by one, to an
+# error that grows with their number: it has LEAST_ROWS of them, and several products are added.
 FORWARD = (
-    Tiles(ROWS=32, COLUMNS=128, num_warps=1, num_stages=1),
-    Tiles(ROWS=32, COLUMNS=512, num_warps=4, num_stages=1),
-    Tiles(ROWS=32, COLUMNS=128, num_warps=2, num_stages=1),
+    Tiles(BG=32, BH=32, COLUMNS=128, num_warps=1, num_stages=1),
+    Tiles(BG=32, BH=32, COLUMNS=512, num_warps=4, num_stages=1),
+    Tiles(BG=32, BH=LEAST_ROWS, COLUMNS=128, num_warps=2, num_stages=1),
 )
 BACKWARD = (
-    Tiles(ROWS=64, COLUMNS=128, num_warps=1, num_stages=2),
-    Tiles(ROWS=64, COLUMNS=128, num_warps=2, num_stages=1),
-    Tiles(ROWS=64, COLUMNS=64, num_warps=2, num_stages=1),
+    Tiles(BG=64, BH=64, COLUMNS=128, num_warps=1, num_stages=2),
+    Tiles(BG=64, BH=64, COLUMNS=128, num_warps=2, num_stages=1),
+    Tiles(BG=LEAST_ROWS, BH=64, COLUMNS=64, num_warps=2, num_stages=1),
 )
 FEW_HEADS = 8
 
@@ -43,10 +44,10 @@ def _tiles(table: tuple[Tiles, Tiles, Tiles], weights: Tensor, dtype: torch.dtyp
     """Choose tiles, with the rows that the heads need, and as many shares as fit the least rows."""
     _, G, H = weights.shape
     few = min(G, H) <= FEW_HEADS
-    tiles = dict(table[2 if dtype == EXACT else 0 if few else 1])
-    most, shares = tiles.pop("ROWS"), max(1, LEAST_ROWS // max(G, H))
-    rows = [min(most, max(LEAST_ROWS, _power_of_two(shares * n))) for n in (G, H)]
-    return tiles | Tiles(SHARES=shares, BG=rows[0], BH=rows[1])
+    most = table[2 if dtype == EXACT else 0 if few else 1]
+    shares = max(1, LEAST_ROWS // max(G, H))
+    rows = {name: min(most[name], max(LEAST_ROWS, _power_of_two(shares * n))) for name, n in (("BG", G), ("BH", H))}
+    return most | rows | Tiles(SHARES=shares)
 
 
 def _power_of_two(n: int) -> int:

@@ -57,12 +57,16 @@ def load_weights(base, stride_row, stride_column, first_row, first_column, ROW_H
 def dot_weights(weights, x, accumulator, SPLIT: tl.constexpr):
     """Add weights times x to the accumulator. SPLIT: weights have more digits than x, and are a sum of two of x's type.
 
-    A product of float32 is exact here: heads are so few that memory, not arithmetic, takes the time.
+    A product of float32 is exact here: heads are so few that memory, not arithmetic, takes the time. It sums on its
+    own what the accumulator then takes as one term.
     """
+    if x.dtype == tl.float32:
+        # Were it added, the compiler would let the product begin with the accumulator: one long sum.
+        return accumulator - tl.dot(-weights, x, input_precision="ieee")
     high = weights.to(x.dtype)
     if SPLIT:
         accumulator = tl.dot((weights - high.to(tl.float32)).to(x.dtype), x, accumulator)
-    return tl.dot(high, x, accumulator, input_precision="ieee")
+    return tl.dot(high, x, accumulator)
 
 
 @triton.jit
