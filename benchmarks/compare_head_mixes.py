@@ -228,7 +228,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--digits-rates", type=float, nargs="+", default=[1.5e-3, 3e-3, 6e-3], help="to choose from (%(default)s)")
     add("--canvas-rates", type=float, nargs="+", default=[1e-3, 2e-3], help="to choose from (%(default)s)")
     add("--digits-epochs", type=int, default=80, help="epochs of a run (%(default)s)")
-    add("--canvas-epochs", type=int, default=200, help="epochs of a run, 15 steps each, at most (%(default)s)")
+    add("--canvas-epochs", type=int, default=150, help="epochs of a run, 15 steps each, at most (%(default)s)")
     add("--only", choices=("cpu", "gpu"), help="train the runs of one place, and leave the others to another call")
     add("--cpu-jobs", type=int, default=1, help="runs at a time on the CPU, one thread each (%(default)s)")
     add("--gpu-jobs", type=int, default=0, help="runs at a time on the GPUs: canvases, Head-in-Head (%(default)s)")

@@ -113,14 +113,19 @@ class Sweep:
         return [index for index, scores in known.items() if index > best and rule.score(scores) < bar]
 
     def wanted(self, core: str, variant: str) -> list[Run]:
-        """The runs of a variant that may start, the highest rates first: they are what others wait for."""
+        """The runs of a variant that may start."""
         known, fallen = self.known(core, variant), self.fallen(core, variant, MEAN_RULE)
         return [
             run
-            for index in reversed(range(len(self.rates)))
+            for index in range(len(self.rates))
             if index < LOW_RATES or (index - 1 in known and sum(i < index for i in fallen) < FALLEN_RATES)
             for run in self.runs(core, variant, self.rates[index])
         ]
+
+    def wanted_by_all(self) -> list[Run]:
+        """The runs of all variants that may start, the highest rates first: they are what others wait for."""
+        runs = [run for core, variant in self.variants for run in self.wanted(core, variant)]
+        return sorted(runs, key=lambda run: run.rate, reverse=True)
 
     def follow(self, run: Run) -> Iterable[Run]:
         """The runs that may start now that this one has ended."""
@@ -217,7 +222,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--steps",
         type=int,
-        default=10,
+        default=9,
         help="number of rates at most, each the square root of 3 above the last (%(default)s)",
     )
     add("--epochs", type=int, default=40, help="epochs of a run (%(default)s)")
@@ -234,8 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with open_table(arguments.out) as table:
         sweep = Sweep(arguments, table)
         with Workers(arguments.cpu_jobs, 0, deadline_s) as workers:
-            runs = [run for core, variant in sweep.variants for run in sweep.wanted(core, variant)]
-            completion = complete(table, workers, runs, on_gpu=lambda run: False, follow=sweep.follow)
+            completion = complete(table, workers, sweep.wanted_by_all(), on_gpu=lambda run: False, follow=sweep.follow)
     print(f"\n{report(sweep)}")
     if arguments.plot:
         plot(sweep, arguments.plot)
