@@ -128,7 +128,7 @@ class Comparison:
 
 
 def for_gpus(run: Run) -> bool:
-    """Whether a run is meant for the GPUs; Head-in-Head takes ten times as long on a CPU as softmax attention."""
+    """Whether a run is meant for the GPUs; on a CPU Head-in-Head takes six times as long as softmax attention."""
     return run.network.task == "canvas" or run.network.core == "hih"
 
 

@@ -10,8 +10,8 @@ norm 1 (--clip none trains without), but for the epochs: a claim of stability is
 
 A rate is stable if the mean of the test accuracies over seeds is at most 10 points below that at the variant's best
 rate; a run whose numbers stop being finite counts as 0. The highest stable rate is the last before the first that is
-not, counted from the best rate upward. At high rates accuracy falls step by step, no run breaks off, and at one rate
-seeds lie up to 4 points apart even near the best: 10 points are more than the choice of seeds explains. A stricter
+not, counted from the best rate upward. At high rates accuracy falls step by step, hardly a run collapses, and at one
+rate seeds lie up to 4 points apart even near the best: 10 points are more than the choice of seeds explains. A stricter
 rule, which every seed has to pass with 2 points, mostly measures that spread; its verdict stands beside the other.
 
 The claim holds for a core if MEA's highest stable rate is at least two steps above that of the core alone; it is the
