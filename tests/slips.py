@@ -324,6 +324,7 @@ SLIPS = [
         "self.mix.repeat(1, self.queries_per_head, 1)",
         MEA,
     ),
+    Slip("hooks of a projection act", "layers/attention.py", " and not any(hooks)", "", MEA),
     Slip(
         "places weigh as one token",
         "layers/cores/linear.py",

@@ -130,8 +130,7 @@ class HeadMixAttention(nn.Module):
 
     def _project(self, x: Tensor) -> list[Tensor]:
         """Make queries, keys and values of the core's heads, [B, N * repeats, heads, D] each."""
-        # An adapter in the projection's place computes something else than its weights say.
-        if self.head_mix is not None and self.folds and type(self.qkv) is nn.Linear:
+        if self.head_mix is not None and self.folds and _is_bare(self.qkv):
             qkv = F.linear(x, *self.head_mix.fold(self.qkv.weight, self.qkv.bias))
             return [y.unflatten(-1, (-1, self.head_dim)) for y in qkv.split([self.proj.in_features] * 3, dim=-1)]
         q, k, v = self.qkv(x).split(self.projected_dims, dim=-1)
@@ -195,6 +194,20 @@ def _check_options(name: str, of: str, cls: type[nn.Module], options: object) ->
     check_keywords(f"{name} of {of!r}", {} if options is None else options, keywords(cls, leave_out=("spec",)))
 
 
+def _is_bare(projection: nn.Module) -> bool:
+    """Tell whether a projection is its weight and bias alone, which others may then apply in its place.
+
+    Adapters, hooks and a replaced ``forward`` act when the module is called: pruning and offloading make weights there.
+    """
+    hooks = (
+        projection._forward_pre_hooks,
+        projection._forward_hooks,
+        projection._backward_pre_hooks,
+        projection._backward_hooks,
+    )
+    return type(projection) is nn.Linear and "forward" not in vars(projection) and not any(hooks)
+
+
 # torch.fx records these calls whole: checks need real arguments.
 @torch.fx.wrap
 def _check_tokens(x: Tensor, grid: TokenGrid) -> None:
@@ -217,4 +230,5 @@ def _assert_mixed(heads: int, places: int, *tensors: Tensor) -> None:
 def _refuse_masks(attn_mask: Tensor | None, is_causal: bool, core: str, repeats: int) -> None:
     if attn_mask is not None or is_causal:
         alone = " whose tokens are not repeated by a head mix" if repeats > 1 else ""
-        raise InputError(f"attn_mask and is_causal need the 'softmax' core{alone}, not {core}.")
+        places = f" with {repeats} places of a token" if repeats > 1 else ""
+        raise InputError(f"attn_mask and is_causal need the 'softmax' core{alone}, not {core}{places}.")

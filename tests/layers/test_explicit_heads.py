@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import nn
 
 from headmix_vision.layers import CORES, HeadMixAttention
@@ -41,6 +42,52 @@ def test_the_norm_keeps_the_composition_from_being_a_projection():
             layer.head_mix.mix[1, 0] *= 3
         change = (layer(x) - before).abs().max()
         assert change < 1e-5 if output_norm else change > 1
+
+
+def change_by_hook(qkv):
+    qkv.register_forward_hook(lambda _, inputs, out: 2 * out)
+
+
+def change_by_call(qkv):
+    """As offloading does, and the casting of stored weights."""
+    qkv.forward = lambda x: 2 * F.linear(x, qkv.weight)
+
+
+def change_by_adapter(qkv):
+    class Adapter(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    qkv.__class__ = Adapter
+
+
+@pytest.mark.parametrize("change", [change_by_hook, change_by_call, change_by_adapter])
+def test_what_acts_on_the_call_of_the_projection_acts(change):
+    """The composed projection does not call it, and is not used then."""
+    layer, doubled = make_layer("mhla", "mea"), make_layer("mhla", "mea")
+    for one in (layer, doubled):
+        nn.init.normal_(one.head_mix.mix, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        doubled.qkv.weight *= 2
+    change(layer.qkv)
+    torch.testing.assert_close(layer(tokens()), doubled(tokens()))
+
+
+def test_a_pruned_projection_is_trained():
+    """Its weight is made anew before each call; with the one of the last step, a second step would fail."""
+    layer = make_layer("mhla", "mea")
+    nn.utils.prune.l1_unstructured(layer.qkv, "weight", 0.5)
+    for _ in range(2):
+        layer(tokens()).square().sum().backward()
+    assert layer.qkv.weight_orig.grad.any()
+
+
+def test_the_composition_may_have_another_type_than_the_projection():
+    for low, high in ((torch.bfloat16, torch.float32), (torch.float32, torch.float64)):
+        layer = make_layer("linear", "mea").to(low)
+        expected = layer(tokens().to(low))
+        layer.head_mix.to(high)
+        torch.testing.assert_close(layer(tokens().to(low)), expected)
 
 
 def rotate(y):

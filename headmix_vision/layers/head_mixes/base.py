@@ -33,7 +33,7 @@ class HeadMix(nn.Module):
         core_heads: heads of the core.
         repeats: places which stand for a token in the core.
         folds: the layer takes the weights of its projection from ``fold`` and leaves ``before`` out; not where a norm
-            stands between the two.
+            stands between the two, or the projection has an adapter or a hook.
     """
 
     layer_options: ClassVar[dict[str, Any]] = {}

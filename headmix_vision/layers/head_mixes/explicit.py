@@ -34,7 +34,8 @@ class ExplicitHeads(HeadMix):
         key_value_heads: g, a divisor of H; H by default. Each is shared by H / g queries, as in the paper.
         fold: compose the weights of the projections instead of keys and values, which is the same: for a few sums over
             weights the projections then make all heads. By default where h' = H, so that they do that anyway. Where
-            queries and keys are normed before the composition, it stays with these.
+            queries and keys are normed before the composition, or the projection has an adapter or a hook, it stays
+            with these.
         impl: of :func:`headmix_vision.ops.mix_heads`, for keys and values.
 
     Attributes:
@@ -108,5 +109,5 @@ def _compose_rows(weight: Tensor, mix: Tensor, head_dim: int) -> Tensor:
         k_v = k_v.view(2, components, head_dim, -1).transpose(1, 2)
         # One product for each dim of a head: the gradient of the composition, H x h' sums over D * C numbers, would
         # otherwise be a single product that occupies one multiprocessor.
-        k_v = (mix.unsqueeze(1) @ k_v).transpose(1, 2)
+        k_v = (mix.to(weight.dtype).unsqueeze(1) @ k_v).transpose(1, 2)
         return torch.cat([q, k_v.reshape(2 * heads * head_dim, *weight.shape[1:])])
