@@ -70,8 +70,9 @@ def compress_heads(model: nn.Module, component_heads: int) -> Compression:
         component_heads: h', from 1 to H.
 
     Raises:
-        InputError: if ``model`` has no attention layers of this package, a head mix, or ``qk_norm``: a norm of all H
-            key heads, with a weight for each channel, is none of h' heads. If ``component_heads`` is out of range.
+        InputError: if ``model`` has no attention layers of this package, a head mix, an adapter or parametrization of
+            its projections, or ``qk_norm``: a norm of all H key heads, with a weight for each channel, is none of h'
+            heads. If ``component_heads`` is out of range.
     """
     layers = _layers_to_compress(model)
     for name, layer in layers.items():
@@ -105,6 +106,8 @@ def _check_layer(name: str, layer: HeadMixAttention, component_heads: int) -> No
     check_counts(1, layer.num_heads, component_heads=component_heads)
     if layer.head_mix is not None:
         raise InputError(f"{name} has a head mix, {type(layer.head_mix).__name__}: only plain heads are compressed.")
+    if type(layer.qkv) is not nn.Linear:
+        raise InputError(f"{name}.qkv is a {type(layer.qkv).__name__}, no plain projection: merge or remove it first.")
     if not isinstance(layer.k_norm, nn.Identity):
         raise InputError(f"{name} has qk_norm, a norm over all {layer.num_heads} key heads, which fewer cannot have.")
 

@@ -147,6 +147,18 @@ def test_wrong_input_is_refused(options, heads, message):
         compress_heads(create("deit_softmax_small", depth=1, **options), component_heads=heads)
 
 
+def test_an_adapter_is_refused_not_lost():
+    """An adapter has the weight of the projection that it changes, without its own part."""
+
+    class Adapter(torch.nn.Linear):
+        pass
+
+    model = create("deit_softmax_small", depth=1)
+    model.blocks[0].attn.qkv.__class__ = Adapter
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.qkv is a Adapter, no plain projection"):
+        compress_heads(model, component_heads=2)
+
+
 def test_what_is_no_model_is_refused():
     with pytest.raises(ValueError, match="str holds no attention layers"):
         compress_heads("deit_softmax_small", component_heads=1)
