@@ -19,7 +19,8 @@ class SoftmaxCore(AttentionCore):
     Args:
         spec: sizes of the layer.
         window: None for attention to all tokens; an odd number of tokens along each axis, or one for each axis, for
-            attention to the tokens around one alone (:class:`~headmix_vision.ops.TokenWindow`).
+            attention to the tokens around one alone (:class:`~headmix_vision.ops.TokenWindow`). It is a mask: the
+            kernels of PyTorch compute all pairs, so a window changes what is learned and saves no time.
 
     Raises:
         InputError: if the window is even or larger than the grid, and, when called, for a mask beside a window.
