@@ -150,7 +150,7 @@ class _ClipWithTangents(_ClipKeepInwardGradient):
 def clip_keep_inward_gradient(weight: Tensor, lower: float = LOWER, upper: float = UPPER) -> Tensor:
     """Clip weights to an interval, (0, 1); pass the gradient, except where its step would leave the interval.
 
-    Whether it would is decided for each backward pass: of a weight at a bound, gradients of parts of a batch, on several
+    Whether it would is decided in each backward pass: of a weight at a bound, gradients of parts of a batch, on several
     devices or accumulated, need not sum to that of the whole.
     """
     clip = _ClipKeepInwardGradient if torch.compiler.is_compiling() else _ClipWithTangents
