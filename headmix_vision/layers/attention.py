@@ -131,12 +131,12 @@ class HeadMixAttention(nn.Module):
     def _project(self, x: Tensor) -> list[Tensor]:
         """Make queries, keys and values of the core's heads, [B, N * repeats, heads, D] each."""
         if self.head_mix is not None and self.folds and _is_bare(self.qkv):
-            qkv = F.linear(x, *self.head_mix.fold(self.qkv.weight, self.qkv.bias))
+            qkv = F.linear(x, *self.head_mix("fold", self.qkv.weight, self.qkv.bias))
             return [y.unflatten(-1, (-1, self.head_dim)) for y in qkv.split([self.proj.in_features] * 3, dim=-1)]
         q, k, v = self.qkv(x).split(self.projected_dims, dim=-1)
         q, k = self.q_norm(q), self.k_norm(k)
         heads = [y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)]
-        return heads if self.head_mix is None else list(self.head_mix.before(*heads))
+        return heads if self.head_mix is None else list(self.head_mix("before", *heads))
 
     def set_grid(self, grid: tuple[int, ...]) -> None:
         """Use another token grid; the weights do not change."""
@@ -182,7 +182,7 @@ class HeadMixAttention(nn.Module):
             _refuse_masks(attn_mask, is_causal, type(self.core).__name__, self.repeats)
         out = self.core(q, k, v, tokens.repeat(self.repeats), **needed)
         if self.head_mix is not None:
-            out = self.head_mix.after(out)
+            out = self.head_mix("after", out)
             _assert_mixed(self.num_heads, x.shape[1], out)
         out = self.output_norm(out).flatten(2)
         if self.gate is not None:

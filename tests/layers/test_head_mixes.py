@@ -137,6 +137,41 @@ def test_operations_of_a_layer_are_those_of_its_parts():
     assert per_head == 2 * TOKENS * 8 * 3 * HEADS * (3 * HEADS + 1)
 
 
+def keep_away(layer):
+    """Keep the weights of each module elsewhere but for its call, as offloading and sharding do."""
+    for module in layer.modules():
+        own = dict(module.named_parameters(recurse=False))
+        away = {name: nn.Parameter(p.detach().to("meta")) for name, p in own.items()}
+
+        def call(*args, module=module, own=own, away=away, forward=module.forward, **kwargs):
+            module._parameters.update(own)
+            out = forward(*args, **kwargs)
+            module._parameters.update(away)
+            return out
+
+        if own:
+            module._parameters.update(away)
+            module.forward = call
+
+
+@pytest.mark.parametrize("head_mix", ["iha", "mea"])
+@pytest.mark.parametrize("core", CORES)
+def test_weights_are_used_in_the_call_of_their_module(core, head_mix):
+    layer = make_layer(core, head_mix, cpe=True, qk_norm=True, output_norm=True, output_gate=True)
+    expected = layer(tokens())
+    keep_away(layer)
+    torch.testing.assert_close(layer(tokens()), expected)
+
+
+def test_a_composed_projection_calls_its_mix():
+    layer, calls = make_layer("mhla", "mea"), []
+    expected = layer(tokens())
+    keep_away(layer.head_mix)
+    layer.head_mix.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0]))
+    torch.testing.assert_close(layer(tokens()), expected)
+    assert calls == ["fold", "after"]
+
+
 @pytest.mark.parametrize(("head_mix", "option"), [("iha", "pseudo_heads"), ("mea", "component_heads")])
 def test_sizes_of_numpy_are_sizes(head_mix, option):
     numpy = pytest.importorskip("numpy")

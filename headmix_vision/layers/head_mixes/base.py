@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch.fx
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ class HeadMix(nn.Module):
     """Mixes information across feature heads, on both sides of the core.
 
     A mix is built from the :class:`LayerSpec` of its layer, the ``impl`` of :func:`headmix_vision.ops.mix_heads` and
-    options of its own. It overrides what it changes; this base class changes nothing.
+    options of its own. It overrides what it changes of ``before``, ``after`` and ``fold``; this base class changes
+    nothing. The layer calls the mix itself, with the name of one of them and its arguments, since offloading, sharding
+    and hooks act on the call of a module.
 
     Shape:
         ``before(q, k, v)``: the projected q [B, N, Hq, D], k [B, N, Hk, D], v [B, N, Hv, D] with the numbers of heads
@@ -46,6 +48,10 @@ class HeadMix(nn.Module):
         self.core_heads, self.head_dim = spec.num_heads, spec.head_dim
         self.repeats = 1
         self.folds = False
+
+    def forward(self, side: Literal["before", "fold", "after"], *tensors: Tensor | None) -> Any:
+        """Run one side of the mix: the method of this name."""
+        return getattr(self, side)(*tensors)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Turn projected heads into those of the core."""
