@@ -132,7 +132,8 @@ class HeadMixAttention(nn.Module):
         """Make queries, keys and values of the core's heads, [B, N * repeats, heads, D] each."""
         if self.head_mix is not None and self.folds and _is_bare(self.qkv):
             qkv = F.linear(x, *self.head_mix("fold", self.qkv.weight, self.qkv.bias))
-            return [y.unflatten(-1, (-1, self.head_dim)) for y in qkv.split([self.proj.in_features] * 3, dim=-1)]
+            q, k, v = qkv.split([self.proj.in_features] * 3, dim=-1)  # unpacked, which torch.fx can trace
+            return [y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)]
         q, k, v = self.qkv(x).split(self.projected_dims, dim=-1)
         q, k = self.q_norm(q), self.k_norm(k)
         heads = [y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)]
