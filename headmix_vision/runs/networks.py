@@ -96,7 +96,7 @@ def create_generator(
 
     Raises:
         InputError: If the name is unknown or that of a classifier, the model refuses an argument, or the start weights
-            do not fit.
+            do not fit or mix heads which the model does not.
     """
     _check_name(name)
     if not name.startswith("dit_"):
@@ -115,7 +115,14 @@ def create_generator(
         ours = Path(checkpoint).suffix == ".ckpt"
         state = model_state(read_checkpoint(checkpoint)) if ours else read_dit_weights(checkpoint)
         check_finite(state, checkpoint)
-        model.load_state_dict(convert_dit_state_dict(state, model).state_dict)
+        converted = convert_dit_state_dict(state, model)
+        mixed = [entry for entry in converted.unused if ".attn.head_mix." in entry]
+        if mixed:  # heads that were trained to be mixed compute something else without
+            raise InputError(
+                f"{checkpoint} mixes heads where {name} does not, first {mixed[0]}"
+                " (options model.name, model.model_args)"
+            )
+        model.load_state_dict(converted.state_dict)
     return model
 
 

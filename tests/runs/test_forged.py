@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 
@@ -127,6 +128,23 @@ def test_networks_that_cannot_be_made(
     torch.save([1], other)
     with pytest.raises(InputError, match=r"other\.pth holds no"):
         create_network("deit_linear_digits", checkpoint=str(other))
+
+
+@pytest.mark.parametrize("mix", ["iha", "mea"])
+def test_a_generator_without_a_mix_refuses_weights_of_one(mix: str, tmp_path: Path) -> None:
+    mixed, plain = f"dit_linear_{mix}_digits", "dit_linear_digits"
+    weights = create_generator(mixed, model_args=SMALL).state_dict()
+    start = str(tmp_path / "mixed.safetensors")
+    safetensors.torch.save_file(weights, start)
+    with pytest.raises(InputError, match=rf"mixes heads where {plain} does not, first blocks\.0\.attn\.head_mix\."):
+        create_generator(plain, model_args=SMALL, checkpoint=start)
+    loaded = create_generator(mixed, model_args=SMALL, checkpoint=start).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+
+    weights = create_generator(plain, model_args=SMALL).state_dict()
+    safetensors.torch.save_file(weights, start)
+    loaded = create_generator(mixed, model_args=SMALL, checkpoint=start).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
 
 
 def test_an_export_of_a_classifier_loses_nothing(
