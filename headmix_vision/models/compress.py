@@ -66,7 +66,7 @@ def compress_heads(model: nn.Module, component_heads: int) -> Compression:
     window out of some layers, these stay as they are.
 
     Args:
-        model: a ViT or DiT of this package without a head mix; it is not changed.
+        model: a ViT or DiT of this package without a head mix, of finite weights; it is not changed.
         component_heads: h', from 1 to H.
 
     Raises:
@@ -110,6 +110,9 @@ def _check_layer(name: str, layer: HeadMixAttention, component_heads: int) -> No
         raise InputError(f"{name}.qkv is a {type(layer.qkv).__name__}, no plain projection: merge or remove it first.")
     if not isinstance(layer.k_norm, nn.Identity):
         raise InputError(f"{name} has qk_norm, a norm over all {layer.num_heads} key heads, which fewer cannot have.")
+    for kind, weight in layer.qkv.named_parameters():
+        if weight.is_meta or not weight.isfinite().all():
+            raise InputError(f"{name}.qkv.{kind} must hold finite numbers to be compressed.")
 
 
 def _compress_layer(layer: HeadMixAttention, component_heads: int) -> tuple[HeadMixAttention, float, float]:

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 
+from headmix_vision.errors import InputError
 from headmix_vision.layers import CORES
 from headmix_vision.models import HeadMixDiT, compress_heads
 from headmix_vision.models.convert import convert_state_dict
@@ -162,3 +163,13 @@ def test_an_adapter_is_refused_not_lost():
 def test_what_is_no_model_is_refused():
     with pytest.raises(ValueError, match="str holds no attention layers"):
         compress_heads("deit_softmax_small", component_heads=1)
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_weights_that_are_not_finite_are_refused(kind):
+    model = create("deit_softmax_small", depth=1)
+    getattr(model.blocks[0].attn.qkv, kind).data.view(-1)[0] = torch.nan
+    with pytest.raises(InputError, match=rf"blocks\.0\.attn\.qkv\.{kind} must hold finite numbers"):
+        compress_heads(model, component_heads=2)
+    with pytest.raises(InputError, match=r"blocks\.0\.attn\.qkv\.weight must hold finite numbers"):
+        compress_heads(model.to("meta"), component_heads=2)
