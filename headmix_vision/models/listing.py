@@ -51,14 +51,18 @@ def find_names(patterns: Sequence[str]) -> list[str]:
 
 
 def describe(names: Sequence[str]) -> Iterator[Listed]:
-    """Build each model, without memory for its weights, and tell its size."""
+    """Build each model, without memory for its weights, and tell its size; once where several names mean the same."""
+    sizes: dict[str, tuple[int, int]] = {}
+    means = {name: f"{family} {v.arguments}" for family, variants in FAMILIES.items() for name, v in variants.items()}
     for name in names:
-        with torch.device("meta"):
-            model = timm.create_model(name)
         cfg = get_pretrained_cfg(name)
         assert cfg is not None
-        parameters = sum(p.numel() for p in model.parameters())
-        yield Listed(name, parameters, count_flops(model), cfg.input_size, is_model_pretrained(name))
+        model_of_size = f"{means[name]} {cfg.input_size}"
+        if model_of_size not in sizes:
+            with torch.device("meta"):
+                model = timm.create_model(name)
+            sizes[model_of_size] = sum(p.numel() for p in model.parameters()), count_flops(model)
+        yield Listed(name, *sizes[model_of_size], cfg.input_size, is_model_pretrained(name))
 
 
 def main(args: Sequence[str] | None = None) -> None:
