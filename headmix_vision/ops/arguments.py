@@ -17,6 +17,23 @@ def check_tensors(**tensors: object) -> None:
             raise InputError(f"{name} must be a tensor, got {type(value).__name__}.")
 
 
+def check_types(same_type: dict[str, torch.Tensor], any_type: dict[str, torch.Tensor]) -> None:
+    """Raise InputError unless tensors have floating types, and the device of the first, some of them its type too."""
+    first_name, first = next(iter(same_type.items()))
+    for name, x in {**same_type, **any_type}.items():
+        if not x.is_floating_point():
+            raise InputError(f"{name} must have a floating type, got {x.dtype}.")
+        if x.device != first.device:
+            raise InputError(
+                f"{name} is on {x.device}, {first_name} on {first.device}: all inputs must share one device."
+            )
+    for name, x in same_type.items():
+        if x.dtype != first.dtype:
+            raise InputError(
+                f"{name} has type {x.dtype}, {first_name} {first.dtype}: {', '.join(same_type)} must share one type."
+            )
+
+
 def as_axes(name: str, numbers: object) -> tuple[int, ...]:
     """Return a tuple or list of one whole number for each axis as a tuple.
 

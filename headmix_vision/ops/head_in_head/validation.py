@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.arguments import check_tensors
+from headmix_vision.ops.arguments import check_tensors, check_types
 from headmix_vision.ops.token_scan import TokenScan
 from headmix_vision.ops.tracing import is_plain
 
@@ -36,7 +36,7 @@ def validate_head_in_head(
     for name, x in (("beta", beta), ("log_decay", log_decay)):
         if x.shape != q.shape[:3]:
             raise InputError(f"{name} must be [B, N, H] = {tuple(q.shape[:3])}, got shape {tuple(x.shape)}.")
-    _check_types(q, {"k": k, "v": v}, {"beta": beta, "log_decay": log_decay})
+    check_types({"q": q, "k": k, "v": v}, {"beta": beta, "log_decay": log_decay})
     _check_common(q, v, log_decay, mask, initial_state, scan)
 
 
@@ -59,7 +59,7 @@ def validate_head_in_head_rwkv7(
     for name, x in (("a", a), ("b", b), ("log_decay", log_decay)):
         if x.shape != q.shape:
             raise InputError(f"{name} must have the shape of q, {tuple(q.shape)}, got {tuple(x.shape)}.")
-    _check_types(q, {"k": k, "v": v, "a": a, "b": b}, {"log_decay": log_decay})
+    check_types({"q": q, "k": k, "v": v, "a": a, "b": b}, {"log_decay": log_decay})
     _check_common(q, v, log_decay, mask, initial_state, scan)
 
 
@@ -83,17 +83,6 @@ def _check_features(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InputError(f"{name} must have a head dim of at least 1, got shape {tuple(x.shape)}.")
 
 
-def _check_types(q: Tensor, same_type: dict[str, Tensor], any_type: dict[str, Tensor]) -> None:
-    for name, x in {"q": q, **same_type, **any_type}.items():
-        if not x.is_floating_point():
-            raise InputError(f"{name} must have a floating type, got {x.dtype}.")
-        if x.device != q.device:
-            raise InputError(f"{name} is on {x.device}, q on {q.device}: all inputs must share one device.")
-    for name, x in same_type.items():
-        if x.dtype != q.dtype:
-            raise InputError(f"{name} has type {x.dtype}, q {q.dtype}: they must share one type.")
-
-
 def _check_common(
     q: Tensor,
     v: Tensor,
@@ -103,7 +92,7 @@ def _check_common(
     scan: TokenScan | Tensor | None,
 ) -> None:
     _check_mask(mask, q)
-    _check_types(q, {}, {"mask": mask})
+    check_types({"q": q}, {"mask": mask})
     if initial_state is not None:
         check_tensors(initial_state=initial_state)
         expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
@@ -111,7 +100,7 @@ def _check_common(
             raise InputError(
                 f"initial_state must be [B, H, Dk, Dv] = {expected}, got shape {tuple(initial_state.shape)}."
             )
-        _check_types(q, {}, {"initial_state": initial_state})
+        check_types({"q": q}, {"initial_state": initial_state})
     _check_scan(scan, q)
     if _values_are_at_hand(log_decay) and (log_decay > 0).any():
         raise InputError(f"log_decay must not be above 0, got {log_decay.max().item():.4g}: the state would grow.")

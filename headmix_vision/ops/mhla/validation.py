@@ -6,7 +6,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_numbers
 from headmix_vision.errors import InputError
-from headmix_vision.ops.arguments import check_tensors
+from headmix_vision.ops.arguments import check_tensors, check_types
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings
 from headmix_vision.ops.token_blocks import TokenBlocks
 
@@ -57,11 +57,4 @@ def validate_mhla(
             f"got shape {tuple(mixing.shape)}."
         )
 
-    for name, x in (("q", q), ("k", k), ("v", v), ("mixing", mixing)):
-        if not x.is_floating_point():
-            raise InputError(f"{name} must have a floating type, got {x.dtype}.")
-        if x.device != q.device:
-            raise InputError(f"{name} is on {x.device}, q on {q.device}: all inputs must share one device.")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise InputError(f"{name} has type {x.dtype}, q {q.dtype}: q, k and v must share one type.")
+    check_types({"q": q, "k": k, "v": v}, {"mixing": mixing})

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_choice
 from headmix_vision.errors import InputError
-from headmix_vision.ops.arguments import check_tensors
+from headmix_vision.ops.arguments import check_tensors, check_types
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton")
 
@@ -36,11 +36,4 @@ def validate_mix_heads(inputs: Sequence[Tensor], weights: Tensor, impl: str) -> 
             f"weights must be [C, G, H] with C = {C} inputs and H = {H} heads, got shape {tuple(weights.shape)}."
         )
 
-    for name, x in (*named.items(), ("weights", weights)):
-        if not x.is_floating_point():
-            raise InputError(f"{name} must have a floating type, got {x.dtype}.")
-        if x.device != first.device:
-            raise InputError(f"{name} is on {x.device}, inputs[0] on {first.device}: all must share one device.")
-    for name, x in named.items():
-        if x.dtype != first.dtype:
-            raise InputError(f"{name} has type {x.dtype}, inputs[0] {first.dtype}: the inputs must share one type.")
+    check_types(named, {"weights": weights})
