@@ -11,6 +11,7 @@ from headmix_vision.errors import InputError
 
 def attention_of_layer(
     index: int,
+    depth: int,
     global_every: int,
     head_mix: str | None,
     head_mix_args: dict[str, Any] | None,
@@ -23,12 +24,13 @@ def attention_of_layer(
 
     Args:
         index: of the layer, from 0.
-        global_every: k, at least 2, or 0 for layers that are all alike.
+        depth: layers of the model.
+        global_every: k, from 2 to the depth, or 0 for layers that are all alike.
         head_mix, head_mix_args, core_args: of the other layers.
 
     Raises:
-        InputError: if ``global_every`` is no whole number of at least 0, is 1, which would leave no other layer, or
-            there is nothing that it would leave out.
+        InputError: if ``global_every`` is no whole number of at least 0, is 1, which would leave no other layer, is
+            above the depth, which would leave no such layer, or there is nothing that it would leave out.
     """
     check_counts(0, global_every=global_every)
     if global_every == 1:
@@ -36,6 +38,8 @@ def attention_of_layer(
     options = core_args if isinstance(core_args, Mapping) else {}  # the first layer refuses another type
     if global_every and head_mix is None and options.get("window") is None:
         raise InputError(f"global_every={global_every} needs a head_mix or a window: all layers are alike without.")
+    if global_every > depth:
+        raise InputError(f"global_every={global_every} is above the depth {depth}: no layer would be the core alone.")
     if global_every and (index + 1) % global_every == 0:
         plain = {name: value for name, value in options.items() if name != "window"}
         return {"head_mix": None, "head_mix_args": None, "core_args": plain}

@@ -160,7 +160,7 @@ class HeadMixDiT(ModelMixin, ConfigMixin):
                 HeadMixAttention(
                     embed_dim,
                     num_heads,
-                    **attention_of_layer(index, global_every, head_mix, head_mix_args, core_args),
+                    **attention_of_layer(index, depth, global_every, head_mix, head_mix_args, core_args),
                     core=core,
                     grid=self.base_grid,
                     block_grid=blocks,

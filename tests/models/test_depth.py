@@ -30,7 +30,7 @@ def test_every_kth_layer_is_plain():
     assert layers(model) == [mixed, mixed, plain, mixed, mixed, plain, mixed]
     assert [block.attn.core.window for block in model.blocks] == [(3, 3), (3, 3), None, (3, 3), (3, 3), None, (3, 3)]
     assert layers(create("deit_softmax_tiny", depth=4, core_args={"window": 1}, global_every=2)) == [(1, 1), None] * 2
-    assert layers(create("vit_hih_mea_tiny", depth=3, global_every=4)) == ["ExplicitHeads"] * 3
+    assert layers(create("vit_hih_mea_tiny", depth=3, global_every=3)) == ["ExplicitHeads"] * 2 + [None]
     assert layers(create("vit_mhla_iha_tiny", depth=3)) == [mixed] * 3
     model(images(size=(96, 96))).square().sum().backward()
     assert not [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
@@ -68,6 +68,7 @@ def test_an_image_below_the_window_is_refused_and_changes_nothing():
             for k in (-1, 2.0, True, "2")
         ),
         ({"head_mix": "iha", "global_every": 1}, "global_every must be 0, or at least 2, got 1: no layer would have"),
+        ({"head_mix": "iha", "global_every": 3, "depth": 2}, "global_every=3 is above the depth 2: no layer would be"),
         ({"global_every": 2}, "global_every=2 needs a head_mix or a window"),
         ({"core": "softmax", "global_every": 2, "core_args": {"window": None}}, "needs a head_mix or a window"),
         ({"head_mix": "iha", "global_every": 2, "core_args": ["window"]}, "core_args of 'mhla' must be a mapping"),
