@@ -1,15 +1,11 @@
 """Cores without a head mix, with IHA and with MEA: digits without CPE, and canvases until they are learned.
 
-    python benchmarks/compare_head_mixes.py --out docs/head_mixes.csv --only cpu --cpu-jobs 60
-    python benchmarks/compare_head_mixes.py --out docs/head_mixes.csv --only gpu --gpu-jobs 48 \
-        --plot docs/images/head_mixes.png
-
-The first trains what is meant for CPUs, digits but for Head-in-Head, the second the rest; a call without --only trains
-all, each run where it is meant to be if there is such a place.
+    python benchmarks/compare_head_mixes.py --out docs/head_mixes.csv --plot docs/images/head_mixes.png
 
 Each core is compared with itself under a mix, once at equal parameters (2 %) and once at equal FLOPs (5 %), for which
 the MLPs of a network that costs more are narrowed. All networks have width 64, 4 blocks and 4 heads of 16 dims, those
-of canvases CPE; runs are `headmix-train-cls fit -c digits` (or canvas) with the options of head_mix_runs.py.
+of canvases CPE; runs are `headmix-train-cls fit -c digits` (or canvas) with the options of head_mix_runs.py, trained
+side by side as graphed_training.py describes.
 
 Learning rates: each core and mix takes the one with the highest accuracy at seed 0 on a split that is not reported, of
 the recipe's, half and twice that for digits, of the recipe's and twice that for canvases. Digits are tuned on a fifth
@@ -23,7 +19,7 @@ The rule of stopping: digits train for all epochs. A canvas run is validated eve
 accuracy has not risen by 0.5 points for 4 validations, not before a third of --canvas-epochs and not after all of them.
 One that ends below 50 % has not learned, and is marked.
 
-Rows are written as runs end; the same command started again does what is missing.
+Rows are written as groups of runs end; the same command started again does what is missing.
 """
 
 from __future__ import annotations
@@ -31,12 +27,11 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from head_mix_runs import CORES, MIXES, Network, Run, check_equal, of_equal_flops, size_of
-from run_pool import Workers, complete
+from run_groups import add_options, check_options, complete
 from run_table import RunTable, open_table
 from training_runs import markdown_table, mean_and_deviation
 
@@ -48,8 +43,8 @@ LEARNED_PERCENT = 50
 PATIENCE = 4
 # A rule of stopping needs a rate that does not depend on the end, which is unknown.
 CANVAS_OPTIONS = (
-    *("--model.schedule.sched", "constant", "--model.schedule.warmup_epochs", "1", "--ema.decay", "0.99"),
-    *("--trainer.precision", "32-true", "--data.batch_size", "64"),
+    *("--model.schedule.sched", "constant", "--model.schedule.warmup_epochs", "1"),
+    *("--ema.decay", "0.99", "--data.batch_size", "64"),
 )
 
 
@@ -125,11 +120,6 @@ class Comparison:
     def scores(self, task: str, core: str, mix: str, budget: str) -> list[float]:
         """Reported accuracies over seeds."""
         return self.table.values(self.final(self.network(task, core, mix, budget)), "test_top1_percent")
-
-
-def for_gpus(run: Run) -> bool:
-    """Whether a run is meant for the GPUs; on a CPU Head-in-Head takes six times as long as softmax attention."""
-    return run.network.task == "canvas" or run.network.core == "hih"
 
 
 def _finite(value: float) -> float:
@@ -229,29 +219,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--canvas-rates", type=float, nargs="+", default=[1e-3, 2e-3], help="to choose from (%(default)s)")
     add("--digits-epochs", type=int, default=80, help="epochs of a run (%(default)s)")
     add("--canvas-epochs", type=int, default=150, help="epochs of a run, 15 steps each, at most (%(default)s)")
-    add("--only", choices=("cpu", "gpu"), help="train the runs of one place, and leave the others to another call")
-    add("--cpu-jobs", type=int, default=1, help="runs at a time on the CPU, one thread each (%(default)s)")
-    add("--gpu-jobs", type=int, default=0, help="runs at a time on the GPUs: canvases, Head-in-Head (%(default)s)")
-    add("--minutes", type=float, default=1440.0, help="time after which the rest is left to the next call")
-    add("--options", nargs=argparse.REMAINDER, default=[], help="further options of headmix-train-cls, as the last")
+    add_options(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    deadline_s, arguments = time.monotonic(), parse_arguments(argv)
-    deadline_s += 60 * arguments.minutes
+    arguments = parse_arguments(argv)
+    check_options(arguments)
     with open_table(arguments.out) as table:
         comparison = Comparison(arguments, table)
-        with Workers(arguments.cpu_jobs, arguments.gpu_jobs, deadline_s) as workers:
-            tuning = [run for network in comparison.networks() for run in comparison.tuning(network)]
-            completion = complete(
-                table,
-                workers,
-                tuning,
-                on_gpu=for_gpus,
-                follow=comparison.follow,
-                wanted=lambda run: arguments.only is None or for_gpus(run) == (arguments.only == "gpu"),
-            )
+        tuning = [run for network in comparison.networks() for run in comparison.tuning(network)]
+        completion = complete(table, arguments, tuning, comparison.follow)
     print(f"\n{report(comparison)}")
     if arguments.plot:
         plot(comparison, arguments.plot)

@@ -1,6 +1,6 @@
 """What is lost when the key and value heads of trained classifiers are compressed, and what more training recovers.
 
-    python benchmarks/compress_digits.py --out docs/compress.csv --plot docs/images/compress.png --jobs 64
+    python benchmarks/compress_digits.py --out docs/compress.csv --plot docs/images/compress.png
     python benchmarks/compress_digits.py --out docs/compress.csv --cores softmax --seeds 0 --heads 4  # one short chain
 
 For each core and seed a digits model of 8 heads is trained by the recipe `digits`, its keys and values are compressed
@@ -9,31 +9,30 @@ weights for a short schedule: an eighth of the steps is warm-up, a third of the 
 of 32, and else the recipe. All 8 heads, that is the same function trained further in the same way, are the ceiling; the
 same model trained for the short schedule alone, from new weights, is the floor. Prints a table (top-1 on the held-out
 digits after the last epoch, mean ± standard deviation over seeds; the base model and all that follows from it share a
-seed) and writes a CSV and a plot. With `--runs` finished runs are kept there and not repeated.
+seed) and writes a CSV and a plot. Runs are trained side by side, see graphed_training.py.
 """
 
 import argparse
 import csv
+import logging
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import timm
 import timm.data
 import torch
+from graphed_training import Trained, train_side_by_side
 from torch import nn
-from training_runs import RunFailed, markdown_table, mean_and_deviation, read_metric, train
+from training_runs import markdown_table, mean_and_deviation
 
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.models import compress_heads
-from headmix_vision.runs.checkpoints import read_checkpoint
-from headmix_vision.runs.networks import load_network
 
 CORES = ("softmax", "mhla")
 HEADS = 8
@@ -43,58 +42,46 @@ FIELDS = ("core", "component_heads", "seed", "parameters", "keys_error_percent",
 Row = dict[str, Any]
 
 
-class Case(NamedTuple):
-    """A core and a seed, and everything that is trained with them."""
-
-    core: str
-    seed: int
-    arguments: argparse.Namespace
-
-    def directory(self, name: str, epochs: int) -> Path:
-        """Run directory of a training of so many epochs."""
-        return self.arguments.runs / f"{self.core}-seed_{self.seed}" / f"base_{self.arguments.epochs}-{name}-{epochs}"
-
-    def train(self, name: str, epochs: int, model: str, options: Sequence[object]) -> float:
-        """Train, and return top-1 of the last epoch in percent."""
-        run = self.directory(name, epochs)
-        shared: list[object] = ["--model.name", model, "--model.model_args.num_heads", HEADS]
-        shared += ["--seed_everything", self.seed, "--trainer.max_epochs", epochs, "--trainer.devices", 1]
-        shared += ["--trainer.enable_progress_bar", "false"]
-        train("train_cls.py", "digits", run, [*shared, *options], one_thread=self.arguments.jobs > 1)
-        return 100 * read_metric(run, "val/top1")[-1]
-
-    def train_base(self) -> float:
-        """Train all heads by the recipe."""
-        warmup = min(3, self.arguments.epochs / 8)
-        options = ["--model.schedule.warmup_epochs", warmup]
-        return self.train("base", self.arguments.epochs, f"deit_{self.core}_digits", options)
-
-    def base(self) -> nn.Module:
-        """The trained network, with its averaged weights."""
-        run = self.directory("base", self.arguments.epochs)
-        return load_network(read_checkpoint(run / "checkpoints" / "last.ckpt")).eval()
-
-    def train_compressed(self, heads: int, weights: Path | None) -> float:
-        """Train h' component heads by the short schedule, from compressed weights or from new ones."""
-        epochs = self.arguments.recovery_epochs
-        options: list[object] = ["--model.model_args.head_mix_args", f"{{component_heads: {heads}}}"]
-        options += ["--model.model_args.output_norm", "false"]  # the base has none
-        options += ["--model.optimizer.lr", RECOVERY_LR, "--model.schedule.warmup_epochs", epochs / 8]
-        if weights is not None:
-            options += ["--model.checkpoint", weights.absolute()]
-        name = f"{'scratch' if weights is None else 'recovered'}_{heads}"
-        return self.train(name, epochs, f"deit_{self.core}_mea_digits", options)
+def command(model: str, seed: int, epochs: int, warmup_epochs: float, *options: object) -> list[str]:
+    """Options of `headmix-train-cls fit` for a training of so many epochs."""
+    shared = ["-c", "digits", "--model.name", model, "--model.model_args.num_heads", HEADS, "--seed_everything", seed]
+    shared += ["--trainer.max_epochs", epochs, "--model.schedule.warmup_epochs", warmup_epochs]
+    return list(map(str, (*shared, *options)))
 
 
-def compress(case: Case, heads: int) -> tuple[Path, Row]:
-    """Compress a trained model: the file of its weights, and what is known of them without training."""
-    compressed, errors = compress_heads(case.base(), heads)
-    path = case.directory(f"compressed_{heads}", 0).with_suffix(".safetensors")
+def base_command(core: str, seed: int, epochs: int) -> list[str]:
+    """Train all heads by the recipe."""
+    return command(f"deit_{core}_digits", seed, epochs, min(3, epochs / 8))
+
+
+def short_command(core: str, heads: int, seed: int, epochs: int) -> list[str]:
+    """Train h' component heads by the short schedule."""
+    network = ["--model.model_args.head_mix_args", f"{{component_heads: {heads}}}"]
+    network += ["--model.model_args.output_norm", "false"]  # the base has none
+    rate = ["--model.optimizer.lr", RECOVERY_LR]
+    return command(f"deit_{core}_mea_digits", seed, epochs, epochs / 8, *network, *rate)
+
+
+def train(commands: Sequence[list[str]], arguments: argparse.Namespace) -> list[Trained]:
+    """Train in groups, and bring the networks to the CPU."""
+    trained: list[Trained] = []
+    for first in range(0, len(commands), arguments.group):
+        group = train_side_by_side(commands[first : first + arguments.group], torch.device(arguments.device))
+        trained += [each._replace(net=each.net.cpu()) for each in group]
+        print(f"trained {len(trained)} of {len(commands)} runs", flush=True)
+    return trained
+
+
+def compress(base: Trained, heads: int, path: Path) -> Row:
+    """Compress a trained model: write its weights, and return what is known of them without training."""
+    compressed, errors = compress_heads(base.net, heads)
     write_tensors(path, {name: value.contiguous() for name, value in compressed.state_dict().items()}, {})
-    return path, {
+    return {
+        "component_heads": heads,
         "parameters": sum(parameter.numel() for parameter in compressed.parameters()),
         "keys_error_percent": 100 * statistics.mean(error.keys for error in errors),
         "values_error_percent": 100 * statistics.mean(error.values for error in errors),
+        "base_top1_percent": 100 * base.top1,
         "compressed_top1_percent": top1(compressed),
     }
 
@@ -107,13 +94,22 @@ def top1(model: nn.Module) -> float:
     return 100 * (predictions == torch.tensor(digits.targets)).float().mean().item()
 
 
-def measure(case: Case, heads: int, base_top1: float) -> Row:
-    """Compress to one number of heads, train on, and train the same from new weights."""
-    weights, row = compress(case, heads)
-    row |= {"core": case.core, "component_heads": heads, "seed": case.seed, "base_top1_percent": base_top1}
-    row["recovered_top1_percent"] = case.train_compressed(heads, weights)
-    row["scratch_top1_percent"] = case.train_compressed(heads, None)
-    return {name: f"{row[name]:.2f}" if "percent" in name else row[name] for name in FIELDS}
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """Train the bases, compress each to all numbers of heads, train on, and train the same from new weights."""
+    cases = list(product(arguments.cores, arguments.seeds))
+    bases = train([base_command(core, seed, arguments.epochs) for core, seed in cases], arguments)
+    rows, recovered, scratch = [], [], []
+    with TemporaryDirectory() as folder:
+        for ((core, seed), base), heads in product(zip(cases, bases, strict=True), arguments.heads):
+            weights = Path(folder) / f"{core}_{seed}_{heads}.safetensors"
+            rows.append({"core": core, "seed": seed, **compress(base, heads, weights)})
+            scratch.append(short_command(core, heads, seed, arguments.recovery_epochs))
+            recovered.append([*scratch[-1], "--model.checkpoint", str(weights)])
+        trained = train([*recovered, *scratch], arguments)
+    for row, on, anew in zip(rows, trained[: len(rows)], trained[len(rows) :], strict=True):
+        row |= {"recovered_top1_percent": 100 * on.top1, "scratch_top1_percent": 100 * anew.top1}
+    rows.sort(key=lambda row: (arguments.cores.index(row["core"]), row["component_heads"], row["seed"]))
+    return [{name: f"{row[name]:.2f}" if "percent" in name else row[name] for name in FIELDS} for row in rows]
 
 
 def groups(rows: list[Row]) -> Iterator[tuple[str, int, Callable[[str], list[float]]]]:
@@ -168,40 +164,21 @@ def read_arguments(args: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=32, help="of the models with all heads")
     parser.add_argument("--recovery-epochs", type=int, default=8)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
-    parser.add_argument("--runs", type=Path, help="directory of the runs; a temporary one by default")
+    parser.add_argument("--group", type=int, default=24, help="runs side by side (%(default)s)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=device, help="(%(default)s)")
     arguments = parser.parse_args(args)
     if not set(arguments.heads) <= set(range(1, HEADS + 1)):
         raise SystemExit(f"error: --heads must be from 1 to {HEADS}, got {arguments.heads}")
-    if min(arguments.epochs, arguments.recovery_epochs, arguments.jobs) < 1:
-        raise SystemExit("error: --epochs, --recovery-epochs and --jobs must be positive")
+    if min(arguments.epochs, arguments.recovery_epochs, arguments.group) < 1:
+        raise SystemExit("error: --epochs, --recovery-epochs and --group must be positive")
     return arguments
-
-
-@contextmanager
-def directory_of_runs(arguments: argparse.Namespace) -> Iterator[None]:
-    """Hold a temporary directory for the runs where none is given."""
-    if arguments.runs is not None:
-        yield
-        return
-    with tempfile.TemporaryDirectory() as arguments.runs:
-        arguments.runs = Path(arguments.runs)
-        yield
 
 
 def main(args: Sequence[str] | None = None) -> None:
     arguments = read_arguments(args)
-    torch.set_num_threads(1 if arguments.jobs > 1 else torch.get_num_threads())
-    cases = [Case(core, seed, arguments) for core in arguments.cores for seed in arguments.seeds]
-    with directory_of_runs(arguments), ThreadPoolExecutor(arguments.jobs) as pool:
-        try:
-            bases = list(pool.map(Case.train_base, cases))
-            settings = [(*chain, heads) for heads in arguments.heads for chain in zip(cases, bases, strict=True)]
-            found = list(pool.map(lambda setting: measure(setting[0], setting[2], setting[1]), settings))
-        except RunFailed as error:
-            pool.shutdown(cancel_futures=True)
-            raise SystemExit(f"error: {error}") from None
-    rows = sorted(found, key=lambda row: (arguments.cores.index(row["core"]), row["component_heads"], row["seed"]))
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on devices
+    rows = measure(arguments)
     with atomic_path(arguments.out) as temporary, temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from training_runs import fit, read_metric
+from graphed_training import Plateau, train_side_by_side
+from torch import nn
 
 from headmix_vision.data.datasets import DATASETS
 from headmix_vision.data.datasets.base import BatchSource, DatasetEntry, Source, SplitRequest
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.runs.directory import LAST
 from headmix_vision.runs.networks import create_network
 
 CORES = ("softmax", "linear", "mhla", "hih")
@@ -43,6 +40,7 @@ STOPPING_LENGTH = 1000
 # With the 50,000 canvases of the recipe every network is right in more than 99 % of all cases; so few leave a gap.
 TRAINING_BOARDS = 1000
 VALIDATION_EPOCHS = 5
+REPORTED = "reported"  # split of the canvases of other handwriting
 
 
 class Network(NamedTuple):
@@ -69,9 +67,9 @@ class Network(NamedTuple):
         mix = {"head_mix_args": {"pseudo_heads": PSEUDO_HEADS}} if self.mix == "iha" else {}
         return {**SHAPES[self.task], "mlp_ratio": self.mlp_ratio, **mix, **dict(self.options)}
 
-    def build(self, checkpoint: str | None = None) -> nn.Module:
+    def build(self) -> nn.Module:
         """Create the module."""
-        return create_network(self.name, CLASSES[self.task], IMAGE_SIZES[self.task], self.arguments, checkpoint)
+        return create_network(self.name, CLASSES[self.task], IMAGE_SIZES[self.task], self.arguments)
 
 
 class Size(NamedTuple):
@@ -146,9 +144,11 @@ def open_digits_for_tuning(request: SplitRequest) -> Source:
 
 
 def open_few_canvases(request: SplitRequest) -> BatchSource:
-    """A few of the training canvases, and for validation others of the same handwriting."""
+    """A few of the training canvases, for validation others of the same handwriting, for scores those of other."""
     if request.split == request.train_split:
         return CanvasDigits("train", IMAGE_SIZES["canvas"], channels=request.channels, length=TRAINING_BOARDS)
+    if request.split == REPORTED:
+        return CanvasDigits("validation", IMAGE_SIZES["canvas"], channels=request.channels)
     return CanvasDigits(
         "train", IMAGE_SIZES["canvas"], STOPPING_SEED, channels=request.channels, length=STOPPING_LENGTH
     )
@@ -157,30 +157,6 @@ def open_few_canvases(request: SplitRequest) -> BatchSource:
 # The data sets of tuning and of stopping rules: none of their images is one that a score is reported on.
 DATASETS["digits-tuning"] = DatasetEntry("head_mix_runs:open_digits_for_tuning", uses=("classification",), exact=True)
 DATASETS["canvas-few"] = DatasetEntry("head_mix_runs:open_few_canvases", uses=("classification",), exact=True)
-
-
-class StopOnPlateau(Callback):
-    """Ends training when the validation accuracy has not risen for some validations.
-
-    Args:
-        patience: Validations without a rise.
-        min_epochs: Epochs that are trained in any case.
-        rise: What counts as a rise of the highest accuracy so far, as a share.
-    """
-
-    def __init__(self, patience: int, min_epochs: int, rise: float = 0.005) -> None:
-        self.patience, self.min_epochs, self.rise = patience, min_epochs, rise
-        self.best, self.waited = 0.0, 0
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compares the accuracy of this validation."""
-        if trainer.sanity_checking:
-            return
-        top1 = float(trainer.callback_metrics["val/top1"])
-        self.waited = 0 if top1 >= self.best + self.rise else self.waited + 1
-        self.best = max(self.best, top1) if not self.waited else self.best
-        if self.waited >= self.patience and trainer.current_epoch + 1 >= self.min_epochs:
-            trainer.should_stop = True
 
 
 class Run(NamedTuple):
@@ -205,26 +181,27 @@ class Run(NamedTuple):
     patience: int = 0
     options: tuple[str, ...] = ()
 
-    def command(self, device: str) -> list[object]:
-        """Options of `headmix-train-cls fit -c TASK`."""
+    @property
+    def kind(self) -> Run:
+        """What runs that can be trained side by side share: the data and the number of steps."""
+        anything = Network(self.network.task, "softmax", "plain")
+        return self._replace(network=anything, rate=0.0, seed=0)
+
+    def command(self) -> list[str]:
+        """Options of `headmix-train-cls fit`."""
         network = self.network
-        options: list[object] = ["--model.name", network.name, "--model.model_args", json.dumps(network.arguments)]
+        options: list[object] = ["-c", network.task, "--model.name", network.name]
+        options += ["--model.model_args", json.dumps(network.arguments)]
         options += ["--model.num_classes", CLASSES[network.task], "--model.img_size", IMAGE_SIZES[network.task]]
         options += ["--data.dataset", self.dataset, "--model.optimizer.lr", self.rate, "--seed_everything", self.seed]
-        options += ["--trainer.max_epochs", self.epochs, "--trainer.accelerator", device, "--trainer.devices", 1]
-        options += ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
-        if self.patience:
-            rule = {"patience": self.patience, "min_epochs": self.epochs // 3}
-            stop = [{"class_path": f"{__name__}.{StopOnPlateau.__name__}", "init_args": rule}]
-            options += ["--trainer.callbacks", json.dumps(stop), "--trainer.check_val_every_n_epoch"]
-            options += [min(VALIDATION_EPOCHS, self.epochs)]
-        else:
-            options += ["--trainer.check_val_every_n_epoch", self.epochs]
-        return [*options, *self.options]
+        options += ["--trainer.max_epochs", self.epochs]
+        if network.task == "canvas":
+            options += ["--data.test_split", REPORTED]
+        return [*map(str, options), *self.options]
 
 
 class Result(NamedTuple):
-    """What a run came to.
+    """What a run came to; all nan if its numbers stopped being finite.
 
     Args:
         top1: Accuracy on the validation split of its data set after the last epoch, in percent.
@@ -239,25 +216,14 @@ class Result(NamedTuple):
     test_top1: float
 
 
-def train(run: Run, directory: Path, device: str) -> Result:
-    """Train and score; a run whose numbers stop being finite raises `RunFailed`."""
-    fit(run.network.task, directory, run.command(device))
-    (*_, top1), losses = read_metric(directory, "val/top1"), read_metric(directory, "train/loss")
-    tested = score_canvas(run.network, directory) if run.network.task == "canvas" else top1
-    return Result(100 * top1, losses[-1], len(losses), 100 * tested)
-
-
-@torch.no_grad()
-def score_canvas(network: Network, directory: Path, length: int | None = None) -> float:
-    """Share of the validation canvases, of handwriting not trained on, that the averaged weights classify."""
-    module: Any = network.build(str(directory / LAST)).eval()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module.to(device)
-    canvases = CanvasDigits("validation", IMAGE_SIZES["canvas"], length=length)
-    mean, std = module.pretrained_cfg["mean"][0], module.pretrained_cfg["std"][0]
-    right = 0
-    for indices in torch.arange(len(canvases)).split(500):
-        images, labels = canvases.read_batch(indices.tolist())
-        logits: Tensor = module(((images - mean) / std).to(device))
-        right += int((logits.argmax(-1).cpu() == labels).sum())
-    return right / len(canvases)
+def train_group(runs: list[Run], device: str) -> list[Result]:
+    """Train and score runs of one kind side by side on a device."""
+    patience, epochs = runs[0].patience, runs[0].epochs
+    every = min(VALIDATION_EPOCHS, epochs) if patience else None
+    trained = train_side_by_side(
+        [run.command() for run in runs],
+        torch.device(device),
+        rules=[Plateau(patience, epochs // 3) for _ in runs],
+        validate_every_n_epochs=every,
+    )
+    return [Result(100 * each.top1, each.loss, each.epochs, 100 * each.test_top1) for each in trained]

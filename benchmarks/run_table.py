@@ -78,7 +78,7 @@ def open_table(path: Path) -> Iterator[RunTable]:
 
 def recipe(run: Run) -> str:
     """Hash of everything that the row of a run depends on."""
-    return hashlib.sha256(shlex.join(map(str, run.command("any"))).encode()).hexdigest()[:8]
+    return hashlib.sha256(shlex.join([*run.command(), f"patience={run.patience}"]).encode()).hexdigest()[:8]
 
 
 def describe(run: Run) -> str:

@@ -1,6 +1,6 @@
 """MEA's claim of stability: how large a learning rate does it bear, and is it the mix or the norm that bears it?
 
-    python benchmarks/stable_rates.py --out docs/stable_rates.csv --plot docs/images/stable_rates.png --cpu-jobs 60
+    python benchmarks/stable_rates.py --out docs/stable_rates.csv --plot docs/images/stable_rates.png
 
 Softmax attention and MHLA on digits without CPE (networks of head_mix_runs.py), each in four variants: the core alone;
 the core with MEA's norm and no mix, which says what the norm does; MEA; MEA without its norm, which the paper says
@@ -20,7 +20,8 @@ mix that does it, and not the norm, if MEA's is also above that of the core with
 The four lowest rates of a variant are all run. One above follows if the one before it is known and fewer than two of
 the known rates below it, above the best, are unstable: two steps after a variant fell, no higher rate is tried.
 
-Rows are written as runs end; the same command started again does what is missing.
+Runs are trained side by side, see graphed_training.py. Rows are written as groups of them end; the same command
+started again does what is missing.
 """
 
 from __future__ import annotations
@@ -28,13 +29,12 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from head_mix_runs import Network, Run
-from run_pool import Workers, complete
+from run_groups import add_options, check_options, complete
 from run_table import RunTable, open_table
 from training_runs import markdown_table, mean_and_deviation
 
@@ -227,19 +227,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--epochs", type=int, default=40, help="epochs of a run (%(default)s)")
     add("--clip", type=lambda text: None if text == "none" else float(text), default=1.0, help="gradient norm, or none")
-    add("--cpu-jobs", type=int, default=1, help="runs at a time, one thread each (%(default)s)")
-    add("--minutes", type=float, default=1440.0, help="time after which the rest is left to the next call")
-    add("--options", nargs=argparse.REMAINDER, default=[], help="further options of headmix-train-cls, as the last")
+    add_options(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    deadline_s, arguments = time.monotonic(), parse_arguments(argv)
-    deadline_s += 60 * arguments.minutes
+    arguments = parse_arguments(argv)
+    check_options(arguments)
     with open_table(arguments.out) as table:
         sweep = Sweep(arguments, table)
-        with Workers(arguments.cpu_jobs, 0, deadline_s) as workers:
-            completion = complete(table, workers, sweep.wanted_by_all(), on_gpu=lambda run: False, follow=sweep.follow)
+        completion = complete(table, arguments, sweep.wanted_by_all(), sweep.follow)
     print(f"\n{report(sweep)}")
     if arguments.plot:
         plot(sweep, arguments.plot)

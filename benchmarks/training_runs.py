@@ -1,14 +1,13 @@
 """Training runs of a comparison: starting the scripts of the repository, and tables over seeds."""
 
 import csv
-import io
 import os
 import statistics
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -98,28 +97,6 @@ def train(script: str, config: str, run: Path, options: Sequence[object], *, one
         arguments = [script, "fit", "-c", config, *place, "--overwrite", "true", *options]
     run_script(arguments, one_thread=one_thread)
     (run / FINISHED).touch()
-
-
-def fit(recipe: str, run: Path, options: Sequence[object]) -> None:
-    """Train a classifier in this process, which spares the start of another; what it prints is dropped.
-
-    Args:
-        recipe: The recipe.
-        run: Run directory; an earlier run in it is deleted.
-        options: Further options.
-
-    Raises:
-        RunFailed: Training failed; the message ends with what it printed last.
-    """
-    from headmix_vision.training.classification_cli import main
-
-    printed = io.StringIO()
-    try:
-        with redirect_stdout(printed), redirect_stderr(printed):
-            main(["fit", "-c", recipe, "--run_dir", str(run), "--overwrite", "true", *map(str, options)])
-    except SystemExit as stop:
-        if stop.code:
-            raise RunFailed(f"{run.name} ended with {stop.code}:\n{printed.getvalue()[-3000:]}") from None
 
 
 def read_metric(run: Path, name: str) -> list[float]:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.data.datasets.digits import Digits
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -16,3 +19,15 @@ def load(monkeypatch):
     yield importlib.import_module
     for path in FOLDER.glob("*.py"):
         sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture
+def few_digits(monkeypatch):
+    """Leave 64 images in each split of the digits: reading and augmenting them takes its time."""
+
+    def open_few(request: SplitRequest) -> Digits:
+        digits = Digits(request.split, request.channels)
+        digits.images, digits.targets = digits.images[:64], digits.targets[:64]
+        return digits
+
+    monkeypatch.setattr("headmix_vision.data.datasets.digits.open_digits", open_few)

@@ -1,4 +1,4 @@
-"""`compress_digits.py`: the chain of runs, its table and its plot."""
+"""`compress_digits.py`: the chain of trainings, its table and its plot."""
 
 import csv
 from pathlib import Path
@@ -8,65 +8,54 @@ import timm
 
 from headmix_vision.models import compress_heads
 
+SMALL = ("--model.model_args.depth", "1", "--model.model_args.patch_size", "4", "--model.model_args.block_grid", "2")
+
 
 @pytest.fixture
 def compression(load):
     return load("compress_digits")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_chain_of_runs(compression, tmp_path: Path, capsys):
-    arguments = ["--out", str(tmp_path / "x.csv"), "--plot", str(tmp_path / "x.png"), "--runs", str(tmp_path / "runs")]
-    arguments += ["--cores", "softmax", "--seeds", "3", "--heads", "2", "--epochs", "1", "--recovery-epochs", "1"]
-    compression.main(arguments)
-    (row,) = csv.DictReader((tmp_path / "x.csv").read_text().splitlines())
-    assert (row["core"], row["component_heads"], row["seed"]) == ("softmax", "2", "3")
-    assert 0 < float(row["keys_error_percent"]) < 100
-    assert f"| softmax | 2 | {int(row['parameters']):,} |" in capsys.readouterr().out
-    assert (tmp_path / "x.png").stat().st_size > 1000
+def test_what_is_compressed_and_trained(compression, few_digits, tmp_path: Path, monkeypatch, capsys):
+    """Both chains of a base, and the options and weights that their trainings are given."""
+    groups, train = [], compression.train_side_by_side
 
+    def train_small_networks(commands, device):
+        groups.append(commands)
+        return train([[*command, *SMALL] for command in commands], device)
 
-def stand_in(name, heads):
-    """What a run would have left."""
-    return timm.create_model(name, num_heads=heads).eval()
+    monkeypatch.setattr(compression, "train_side_by_side", train_small_networks)
+    out, epochs = tmp_path / "x.csv", ["--epochs", "2", "--recovery-epochs", "1", "--group", "3"]
+    arguments = ["--out", str(out), "--plot", str(tmp_path / "x.png"), "--cores", "mhla", "--seeds", "3"]
+    compression.main([*arguments, "--heads", "8", "1", *epochs])
+    assert list(map(len, groups)) == [1, 3, 1]
+    given = [dict(zip(command[::2], command[1::2], strict=True)) for group in groups for command in group]
+    base, *recovered, all_heads, one_head = given
+    assert (base["--model.name"], base["--trainer.max_epochs"]) == ("deit_mhla_digits", "2")
+    assert (one_head["--model.name"], one_head["--trainer.max_epochs"]) == ("deit_mhla_mea_digits", "1")
+    assert one_head["--model.model_args.head_mix_args"] == "{component_heads: 1}"
+    assert {options["--seed_everything"] for options in given} == {"3"}
+    weights = [options.pop("--model.checkpoint") for options in recovered]
+    assert recovered == [all_heads, one_head] and len(set(weights)) == 2
 
-
-def test_what_is_compressed_and_trained(compression, tmp_path: Path, monkeypatch, capsys):
-    """All runs of a chain, with the models and weights that they are given."""
-    calls = []
-
-    def train(script, recipe, run, options, one_thread):
-        given = dict(zip(options[::2], options[1::2], strict=True))
-        run.mkdir(parents=True)
-        (run / "metrics.csv").write_text(f"step,val/top1\n1,0.1\n2,0.{len(calls) + 1}\n")
-        calls.append((run.name, given))
-
-    monkeypatch.setattr(compression, "train", train)
-    monkeypatch.setattr(compression.Case, "base", lambda case: stand_in(f"deit_{case.core}_digits", compression.HEADS))
-    out = tmp_path / "x.csv"
-    compression.main(["--out", str(out), "--plot", str(tmp_path / "x.png"), "--cores", "mhla", "--heads", "8", "1"])
-    runs = {(name, given["--seed_everything"]): given for name, given in calls}
-    names = ["base_32-base-32", *(f"base_32-{start}_{h}-8" for start in ("recovered", "scratch") for h in (8, 1))]
-    assert set(runs) == {(name, seed) for name in names for seed in range(3)}
-    assert {given["--model.name"] for given in runs.values()} == {"deit_mhla_digits", "deit_mhla_mea_digits"}
-    recovered, scratch = (runs[f"base_32-{start}_1-8", 2] for start in ("recovered", "scratch"))
-    assert Path(recovered.pop("--model.checkpoint")).name == "base_32-compressed_1-0.safetensors"
-    assert recovered == scratch and scratch["--model.model_args.head_mix_args"] == "{component_heads: 1}"
-    rows = list(csv.DictReader(out.read_text().splitlines()))
-    assert [(row["component_heads"], row["seed"]) for row in rows] == [(h, s) for h in "18" for s in "012"]
-    assert all(float(row["keys_error_percent"]) == 0 for row in rows[3:]) and float(rows[0]["keys_error_percent"]) > 50
-    table = capsys.readouterr().out.splitlines()
-    assert len(table) == 4 and table[3].startswith("| mhla | 8 | ") and "| 0.0 ± 0.0 |" in table[3]
+    one, eight = csv.DictReader(out.read_text().splitlines())
+    assert [(row["core"], row["component_heads"], row["seed"]) for row in (one, eight)] == [
+        ("mhla", h, "3") for h in "18"
+    ]
+    assert float(eight["keys_error_percent"]) == 0 and float(one["keys_error_percent"]) > 50
+    assert all(0 < float(row[name]) < 100 for row in (one, eight) for name in compression.RESULTS)
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"| mhla | 1 | {int(one['parameters']):,} | ") and second.startswith("| mhla | 8 | ")
+    assert "| 0.0 | 0.0 |" in second and (tmp_path / "x.png").stat().st_size > 1000
 
 
 def test_accuracy_is_that_of_the_weights_of_the_package(compression):
+    """Of which as many heads as there were make the same function."""
     model = timm.create_model("deit_softmax_digits", pretrained=True).eval()
-    assert compression.top1(model) == pytest.approx(100 * 351 / 360)
-    assert compression.top1(compress_heads(model, 2).model) == compression.top1(model)
+    assert compression.top1(compress_heads(model, 2).model) == pytest.approx(100 * 351 / 360)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["--heads", "9"], "--heads"), (["--jobs", "0"], "--jobs")])
+@pytest.mark.parametrize(("arguments", "message"), [(["--heads", "9"], "--heads"), (["--group", "0"], "--group")])
 def test_wrong_arguments(compression, arguments, message):
     with pytest.raises(SystemExit, match=f"error: {message}|error: .*{message}"):
         compression.main(["--out", "x.csv", *arguments])

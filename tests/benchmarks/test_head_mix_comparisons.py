@@ -2,9 +2,9 @@
 
 import csv
 import math
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,34 +15,20 @@ from headmix_vision.data.datasets.digits import Digits
 
 @pytest.fixture
 def without_training(load, monkeypatch):
-    """Replace the worker processes by a function of the run; returns the runs that were asked for."""
-    pool, asked = load("run_pool"), []
+    """Replace the processes that train by a function of the run; returns the runs that were asked for."""
+    groups, asked = load("run_groups"), []
 
     def install(outcome):
-        class Workers:
-            to_go = 0
+        def train_group(runs, device):
+            asked.extend(runs)
+            return [groups.Result(value, 0.5, run.epochs, value) for run in runs for value in [outcome(run)]]
 
-            def __init__(self, *_):
-                self.todo = []
+        class Pool(ThreadPoolExecutor):
+            def __init__(self, jobs, **_):
+                super().__init__(jobs)
 
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *_):
-                pass
-
-            def submit(self, run, on_gpu):
-                self.todo.append(run)
-                asked.append((run, on_gpu))
-
-            def results(self):
-                while self.todo:
-                    run = self.todo.pop(0)
-                    value = outcome(run)
-                    yield run, value if isinstance(value, Exception) else pool.Result(value, 0.5, run.epochs, value)
-
-        for script in ("compare_head_mixes", "stable_rates"):
-            monkeypatch.setattr(load(script), "Workers", Workers)
+        monkeypatch.setattr(groups, "ProcessPoolExecutor", Pool)
+        monkeypatch.setattr(groups, "train_group", train_group)
         return asked
 
     return install
@@ -88,23 +74,14 @@ def test_no_image_that_is_reported_is_tuned_on(load):
     assert len(train) + len(held_out) == len(Digits("train")) and len(train) == 4 * len(held_out) - 3
     assert not pictures[0] & pictures[1] and not (pictures[0] | pictures[1]) & reported
 
-    boards, others = (
+    boards, others, reported_boards = (
         runs.open_few_canvases(SplitRequest("canvas-few", split, (1, 60, 60), "classification"))
-        for split in ("train", "validation")
+        for split in ("train", "validation", runs.REPORTED)
     )
     assert (boards.split, others.split) == ("train", "train") and boards.seed != others.seed
+    assert reported_boards.split == "validation" and len(reported_boards) == 5000
     assert len(boards) == runs.TRAINING_BOARDS and len(others) == runs.STOPPING_LENGTH
     assert not torch.equal(boards.read_batch([0])[0], others.read_batch([0])[0])
-
-
-def test_training_stops_on_a_plateau_but_not_on_the_first_one(load):
-    rule = load("head_mix_runs").StopOnPlateau(patience=2, min_epochs=5)
-    trainer = SimpleNamespace(sanity_checking=False, should_stop=False, callback_metrics={}, current_epoch=0)
-    for epoch, top1 in enumerate((0.1, 0.1, 0.1, 0.3, 0.8, 0.804, 0.9, 0.902, 0.9049)):
-        assert not trainer.should_stop
-        trainer.current_epoch, trainer.callback_metrics = epoch, {"val/top1": torch.tensor(top1)}
-        rule.on_validation_end(trainer, None)
-    assert trainer.should_stop
 
 
 def test_rates_are_chosen_on_the_tuning_split_and_the_rest_is_left_for_the_next_call(
@@ -116,26 +93,25 @@ def test_rates_are_chosen_on_the_tuning_split_and_the_rest_is_left_for_the_next_
         if run.dataset == "digits-tuning":
             return 100 - abs(run.rate - 3e-3) * 1e3
         if run.network.mix == "mea" and run.seed == 1:
-            return RuntimeError("no memory")
+            raise RuntimeError("no memory")
         return {"plain": 90, "iha": 95, "mea": 40}[run.network.mix] + run.seed / 10
 
     asked = without_training(accuracy)
     arguments = ["--out", str(out), "--plot", str(tmp_path / "plot.png"), "--cores", "softmax", "hih"]
     with pytest.raises(SystemExit, match="1"):
-        script.main([*arguments, "--tasks", "digits", "--seeds", "0", "1"])
+        script.main([*arguments, "--tasks", "digits", "--seeds", "0", "1", "--group", "1"])
     captured = capsys.readouterr()
     assert "no memory" in captured.err and (tmp_path / "plot.png").stat().st_size > 10_000
     assert "IHA is ahead of softmax (+5.00), hih (+5.00)." in captured.out
     assert "40.00 (has not learned)" in captured.out
-    final = [run for run, _ in asked if run.dataset == "digits"]
+    final = [run for run in asked if run.dataset == "digits"]
     assert {run.rate for run in final} == {3e-3}
     assert len(final) == 2 * (3 + 1) * 2, "three mixes, and IHA with narrower MLPs"
-    assert {run.network.core for run, on_gpu in asked if on_gpu} == {"hih"}
 
     written, count = out.read_text(), len(asked)
     with pytest.raises(SystemExit):
         script.main([*arguments, "--tasks", "digits", "--seeds", "0", "1"])
-    assert {(run.network.mix, run.seed) for run, _ in asked[count:]} == {("mea", 1)} and out.read_text() == written
+    assert {(run.network.mix, run.seed) for run in asked[count:]} == {("mea", 1)} and out.read_text() == written
 
     out.write_text("something,else\n1,2\n")
     with pytest.raises(SystemExit, match="no table of runs"):
@@ -147,29 +123,9 @@ def test_a_tuned_canvas_run_is_a_reported_one(load, without_training, tmp_path, 
     asked = without_training(lambda run: 80 - 1e3 * run.rate)
     arguments = ["--out", str(tmp_path / "x.csv"), "--cores", "mhla", "--tasks", "canvas", "--seeds", "0", "1"]
     script.main(arguments)
-    assert len(asked) == len({run for run, _ in asked}) == 3 * 2 + 3 + 2
-    assert all(on_gpu for _, on_gpu in asked)
-    assert all(run.command("cpu")[-3:] == [*("32-true", "--data.batch_size", "64")] for run, _ in asked)
+    assert len(asked) == len(set(asked)) == 3 * 2 + 3 + 2
+    assert all(run.command()[-4:] == ["--ema.decay", "0.99", "--data.batch_size", "64"] for run in asked)
     assert "MEA is level with mhla" in capsys.readouterr().out
-
-
-def test_a_call_leaves_the_runs_of_the_other_place(load, without_training, tmp_path):
-    script = load("compare_head_mixes")
-    asked = without_training(lambda run: 80)
-    arguments = ["--out", str(tmp_path / "x.csv"), "--cores", "linear", "hih", "--seeds", "0"]
-    script.main([*arguments, "--only", "cpu"])
-    cpu = [run for run, _ in asked]
-    assert {(run.network.task, run.network.core) for run in cpu} == {("digits", "linear")}
-    script.main([*arguments, "--only", "gpu"])
-    gpu = [run for run, _ in asked[len(cpu) :]]
-    assert {(run.network.task, run.network.core) for run in gpu} == {
-        ("canvas", "linear"),
-        ("canvas", "hih"),
-        ("digits", "hih"),
-    }
-    count = len(asked)
-    script.main(arguments)
-    assert len(asked) == count, "both together trained everything"
 
 
 @pytest.mark.parametrize(
@@ -214,17 +170,24 @@ def test_one_bad_seed_breaks_the_strict_rule_alone_and_a_variant_may_bear_all_ra
 
 def test_a_variant_that_is_not_complete_has_no_verdict(load, without_training, tmp_path, capsys):
     script = load("stable_rates")
-    without_training(lambda run: RuntimeError("no memory") if run.network.mix == "mea" else 90)
+
+    def accuracy(run):
+        if run.network.mix == "mea":
+            raise RuntimeError("no memory")
+        return 90
+
+    without_training(accuracy)
+    arguments = ["--out", str(tmp_path / "x.csv"), "--cores", "mhla", "--steps", "4", "--seeds", "0"]
     with pytest.raises(SystemExit, match="1"):
-        script.main(["--out", str(tmp_path / "x.csv"), "--cores", "mhla", "--steps", "4", "--seeds", "0"])
+        script.main([*arguments, "--group", "1"])
     assert "Verdict (mhla, mean within 10 points): runs are missing." in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_both_scripts_train(load, tmp_path: Path, capsys):
-    short = ["--options", "--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "1"]
     rates, mixes = tmp_path / "rates.csv", tmp_path / "mixes.csv"
+    short = ["--options", "--data.batch_size", "700"]
     load("stable_rates").main(
         ["--out", str(rates), "--cores", "mhla", "--steps", "1", "--seeds", "0", "--epochs", "1", *short]
     )
