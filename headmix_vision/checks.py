@@ -32,6 +32,14 @@ def check_numbers(least: float, most: float = math.inf, /, **numbers: object) ->
             raise InputError(f"{name} must be a finite number {limits}, got {value!r}.")
 
 
+def check_positive(**numbers: object) -> None:
+    """Raise InputError for what is no finite number above 0."""
+    for name, value in numbers.items():
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        if not 0 < number < math.inf:
+            raise InputError(f"{name} must be a finite number above 0, got {value!r}.")
+
+
 def check_flags(**flags: object) -> None:
     """Raise InputError for what is neither True nor False: the text "false" counts as true elsewhere."""
     for name, value in flags.items():
@@ -57,6 +65,20 @@ def pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
     check_counts(least, **{name: both[0]})
     check_counts(least, **{name: both[1]})
     return both
+
+
+def triple(name: str, value: Any, least: int = 1) -> tuple[int, int, int]:
+    """Return three whole numbers, of time, height and width, as a tuple.
+
+    Raises:
+        InputError: if they are not three, or a number is below ``least``.
+    """
+    numbers = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(numbers) != 3:
+        raise InputError(f"{name} must be three whole numbers, of time, height and width, got {value!r}.")
+    for number in numbers:
+        check_counts(least, **{name: number})
+    return numbers
 
 
 def keywords(owner: type, leave_out: tuple[str, ...] = ()) -> list[str]:
