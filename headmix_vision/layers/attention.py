@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from headmix_vision.checks import check_choice, check_counts, check_flags, check_keywords, keywords
 from headmix_vision.errors import InputError
 from headmix_vision.layers.cores import CORES
-from headmix_vision.layers.grid_convolution import ConvPositionEncoding
+from headmix_vision.layers.grid_convolution import POSITION_ENCODINGS
 from headmix_vision.layers.head_mixes import HEAD_MIXES
+from headmix_vision.layers.positions import Rotation
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid
 from headmix_vision.ops.arguments import as_axes
@@ -36,19 +37,20 @@ class HeadMixAttention(nn.Module):
         core_args: options of the core, such as ``normalizer`` or ``mixing_init`` for ``"mhla"``.
         head_mix_args: options of the head mix.
         qk_norm: RMSNorm of queries and keys over the full width.
-        cpe: depthwise convolutional positional encoding, of extent 3 along each axis, of the input.
+        cpe: depthwise convolutional positional encoding, of extent 3 along each axis, of the input; on a grid with time
+            ``"factorised"`` convolves in space, then in time.
         output_norm: RMSNorm of each head's output.
         output_gate: multiply the output by SiLU of a projection of the input, as in GLA.
         qkv_bias, proj_bias, scale_norm, attn_drop, proj_drop, norm_layer: as in timm's Attention.
 
     Shape:
         ``x`` [B, N, C] -> [B, N, C], tokens in raster order, prefix first. ``grid`` is another token grid for this
-        call alone.
+        call alone; ``rotation`` are its rotary positions (:func:`~headmix_vision.layers.positions.rotary_tables`).
 
     Raises:
         InputError: for an unknown core or head mix, an option that it does not take, heads not dividing the width,
-            blocks not fitting the grid, and, when called, a number of tokens that is not the grid's or a mask that the
-            core or the mix cannot take.
+            blocks not fitting the grid, and, when called, a number of tokens that is not the grid's, or a mask or
+            rotary positions that the core or the mix cannot take.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class HeadMixAttention(nn.Module):
         core_args: dict[str, Any] | None = None,
         head_mix_args: dict[str, Any] | None = None,
         qk_norm: bool = False,
-        cpe: bool = False,
+        cpe: bool | str = False,
         output_norm: bool = False,
         output_gate: bool = False,
         qkv_bias: bool = False,
@@ -87,7 +89,9 @@ class HeadMixAttention(nn.Module):
         _check_options("core_args", core, CORES[core], core_args)
         if head_mix is not None:
             _check_options("head_mix_args", head_mix, HEAD_MIXES[head_mix], head_mix_args)
-        check_flags(qk_norm=qk_norm, cpe=cpe, output_norm=output_norm, output_gate=output_gate)
+        if not isinstance(cpe, bool) and cpe != "factorised":
+            raise InputError(f"cpe must be true or false or 'factorised', got {cpe!r}.")
+        check_flags(qk_norm=qk_norm, output_norm=output_norm, output_gate=output_gate)
         for count in as_axes("block_grid", block_grid):
             check_counts(1, block_grid=count)
         head_dim = dim // num_heads
@@ -97,7 +101,7 @@ class HeadMixAttention(nn.Module):
         spec = LayerSpec(dim, num_heads, head_dim, self.grid, tuple(block_grid), attn_drop, averages, device, dtype)
         factory = spec.factory
 
-        self.cpe = ConvPositionEncoding(dim, len(self.grid.shape), **factory) if cpe else None
+        self.cpe = POSITION_ENCODINGS[cpe](dim, len(self.grid.shape), **factory) if cpe else None
         self.head_mix = None if head_mix is None else HEAD_MIXES[head_mix](spec, **(head_mix_args or {}))
         projected_heads = self.head_mix.projected_heads if self.head_mix else (num_heads,) * 3
         self.projected_dims = [heads * head_dim for heads in projected_heads]
@@ -168,6 +172,7 @@ class HeadMixAttention(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         grid: tuple[int, ...] | None = None,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         tokens = self.grid if grid is None else replace(self.grid, shape=tuple(grid))
         _check_tokens(x, tokens)
@@ -181,6 +186,9 @@ class HeadMixAttention(nn.Module):
             needed |= {"attn_mask": attn_mask, "is_causal": is_causal}
         if not self.core.forms_weights or self.repeats > 1:
             _refuse_masks(attn_mask, is_causal, type(self.core).__name__, self.repeats)
+        if rotation is not None:
+            self.core.check_rotation()
+            needed["rotation"] = rotation
         out = self.core(q, k, v, tokens.repeat(self.repeats), **needed)
         if self.head_mix is not None:
             out = self.head_mix("after", out)

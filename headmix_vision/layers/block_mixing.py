@@ -16,6 +16,12 @@ MIXING_INITS = ("locality", "uniform")
 LOWER, UPPER = 1e-6, 1.0
 
 
+def mixing_of_first(mixing: Tensor, blocks: TokenBlocks) -> Tensor:
+    """Return the part [..., M, M] of mixing weights that is of the first M blocks, for a clip that has no more."""
+    count = blocks.num_blocks
+    return mixing if mixing.shape[-1] == count else mixing[..., :count, :count]
+
+
 class MixingMatrix(nn.Module):
     """Holds the non-negative M x M weights of key blocks (columns) for query blocks (rows).
 

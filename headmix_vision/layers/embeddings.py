@@ -7,23 +7,27 @@ from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
+from headmix_vision.layers.positions import grid_places
 from headmix_vision.ops.cached_tables import cached_tables
 from headmix_vision.ops.tracing import is_plain
 
 
-def sincos_positions(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], like: Tensor) -> Tensor:
+def sincos_positions(
+    dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], like: Tensor, time_step: float = 1.0
+) -> Tensor:
     """Compute fixed sine-cosine position embeddings of a 1-D to 3-D grid.
 
     On two axes they are those of MAE and DiT: the first half of the channels tells the column, the second the row. A
-    grid other than ``base_grid`` covers the same extent more finely or coarsely: the centre of token ``i`` of ``g``
-    lies at ``(i + 1/2) * base / g - 1/2``. A third axis in front, time, adds its own embedding less that of its first
-    place, so that the first frame has the positions of an image; more frames extend it, they do not stretch it.
+    grid other than ``base_grid`` covers the same extent more finely or coarsely. A third axis in front, time, adds its
+    own embedding less that of its first place, so that the first frame has the positions of an image; more frames
+    extend it, they do not stretch it.
 
     Args:
         dim: channels C, a multiple of 4.
         grid: token grid, (H, W) for images or (T, H, W) for videos.
         base_grid: the grid on which positions are whole numbers.
         like: gives device and dtype.
+        time_step: places between two tokens along time, see :func:`~headmix_vision.layers.positions.grid_places`.
 
     Returns:
         [N, C] for the N tokens of the grid, in raster order.
@@ -34,34 +38,34 @@ def sincos_positions(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...]
     if dim % 4:
         raise InputError(f"sine-cosine positions need a width that is a multiple of 4, got {dim}.")
     if is_plain(like):
-        return _cached_sincos(dim, grid, base_grid, like.device).to(like.dtype)
-    return _sincos(dim, grid, base_grid, like.device).float().to(like.dtype)
+        return _cached_sincos(dim, grid, base_grid, time_step, like.device).to(like.dtype)
+    return _sincos(dim, grid_places(grid, base_grid, time_step, like.device)).float().to(like.dtype)
 
 
-def _sincos(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], device: torch.device) -> Tensor:
+def _sincos(dim: int, places: list[Tensor]) -> Tensor:
     """Compute the embeddings of ``sincos_positions`` in float64: [N, C]."""
-    if len(grid) == 1:
-        return _axis(dim, grid[0], base_grid[0], device)
-    if len(grid) == 3:
-        frames = _axis(dim, grid[0], grid[0], device)
-        image = _sincos(dim, grid[1:], base_grid[1:], device)
-        return (image + (frames - frames[:1])[:, None]).flatten(0, 1)
-    row, column = (_axis(dim // 2, size, base, device) for size, base in zip(grid, base_grid, strict=True))
-    column, row = column[None].expand(grid[0], -1, -1), row[:, None].expand(-1, grid[1], -1)
+    if len(places) == 1:
+        return _axis(dim, places[0])
+    if len(places) == 3:
+        frames = _axis(dim, places[0])
+        return (_sincos(dim, places[1:]) + (frames - frames[:1])[:, None]).flatten(0, 1)
+    row, column = (_axis(dim // 2, axis) for axis in places)
+    column, row = column[None].expand(len(row), -1, -1), row[:, None].expand(-1, len(column), -1)
     return torch.cat([column, row], dim=2).flatten(0, 1)
 
 
-def _axis(dim: int, size: int, base: int, device: torch.device) -> Tensor:
+def _axis(dim: int, places: Tensor) -> Tensor:
     """Compute sines, then cosines, of the places along one axis: float64 [size, dim]."""
-    frequencies = 10000 ** (-torch.arange(dim // 2, dtype=torch.float64, device=device) / (dim // 2))
-    centers = (torch.arange(size, dtype=torch.float64, device=device) + 0.5) * (base / size) - 0.5
-    angles = centers[:, None] * frequencies
+    frequencies = 10000 ** (-torch.arange(dim // 2, dtype=torch.float64, device=places.device) / (dim // 2))
+    angles = places[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 @cached_tables
-def _cached_sincos(dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], device: torch.device) -> Tensor:
-    return _sincos(dim, grid, base_grid, torch.device("cpu")).float().to(device)
+def _cached_sincos(
+    dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], time_step: float, device: torch.device
+) -> Tensor:
+    return _sincos(dim, grid_places(grid, base_grid, time_step, torch.device("cpu"))).float().to(device)
 
 
 class TimestepEmbedding(nn.Module):

@@ -1,4 +1,4 @@
-"""Tells the layers of a model apart: which of them mix heads, and which attend to all tokens."""
+"""Tells the layers of a model apart: which of them mix heads, which attend to all tokens, which are softmax."""
 
 from __future__ import annotations
 
@@ -16,21 +16,28 @@ def attention_of_layer(
     head_mix: str | None,
     head_mix_args: dict[str, Any] | None,
     core_args: dict[str, Any] | None,
+    core: str,
+    softmax_every: int = 0,
 ) -> dict[str, Any]:
-    """Return the head mix and the options of the core of a layer.
+    """Return the head mix, the core and its options of a layer.
 
     With ``global_every`` k the last of each k layers is the core alone, without head mix and window. The paper of IHA
     (arXiv 2602.21371) so follows four windowed layers of IHA by one of plain global attention, k = 5.
+
+    With ``softmax_every`` k the first of each k layers has the softmax core in place of another, without its options: a
+    hybrid, with k = 3 that of MHLA's paper on video (arXiv 2601.07832).
 
     Args:
         index: of the layer, from 0.
         depth: layers of the model.
         global_every: k, from 2 to the depth, or 0 for layers that are all alike.
-        head_mix, head_mix_args, core_args: of the other layers.
+        head_mix, head_mix_args, core_args, core: of the other layers.
+        softmax_every: k, from 2 to the depth, or 0 for one core.
 
     Raises:
-        InputError: if ``global_every`` is no whole number of at least 0, is 1, which would leave no other layer, is
-            above the depth, which would leave no such layer, or there is nothing that it would leave out.
+        InputError: if ``softmax_every`` is no such number, or the core is softmax; if ``global_every`` is no whole
+            number of at least 0, is 1, which would leave no other layer, is above the depth, which would leave no such
+            layer, or there is nothing that it would leave out.
     """
     check_counts(0, global_every=global_every)
     if global_every == 1:
@@ -40,7 +47,15 @@ def attention_of_layer(
         raise InputError(f"global_every={global_every} needs a head_mix or a window: all layers are alike without.")
     if global_every > depth:
         raise InputError(f"global_every={global_every} is above the depth {depth}: no layer would be the core alone.")
+    layer = {"head_mix": head_mix, "head_mix_args": head_mix_args, "core": core, "core_args": core_args}
     if global_every and (index + 1) % global_every == 0:
         plain = {name: value for name, value in options.items() if name != "window"}
-        return {"head_mix": None, "head_mix_args": None, "core_args": plain}
-    return {"head_mix": head_mix, "head_mix_args": head_mix_args, "core_args": core_args}
+        layer |= {"head_mix": None, "head_mix_args": None, "core_args": plain}
+    check_counts(0, softmax_every=softmax_every)
+    if softmax_every == 1 or softmax_every > depth:
+        raise InputError(f"softmax_every must be 0, or from 2 to the depth {depth}, got {softmax_every}.")
+    if softmax_every and core == "softmax":
+        raise InputError(f"softmax_every={softmax_every} needs another core than softmax.")
+    if softmax_every and index % softmax_every == 0:
+        layer |= {"core": "softmax", "core_args": None}
+    return layer

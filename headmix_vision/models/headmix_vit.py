@@ -80,8 +80,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         for index, block in enumerate(self.blocks):
             block.attn = HeadMixAttention(
                 **cast(_AttentionArguments, block.attn).arguments,
-                **attention_of_layer(index, len(self.blocks), global_every, head_mix, head_mix_args, core_args),
-                core=core,
+                **attention_of_layer(index, len(self.blocks), global_every, head_mix, head_mix_args, core_args, core),
                 grid=self.patch_embed.grid_size,
                 block_grid=blocks,
                 num_prefix_tokens=self.num_prefix_tokens,

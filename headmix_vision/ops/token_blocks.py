@@ -87,6 +87,17 @@ class TokenBlocks:
         """
         return cls(TokenGrid.of(grid, num_prefix_tokens), as_axes("block_grid", block_grid))
 
+    @classmethod
+    def of_clip(cls, grid: TokenGrid, block_grid: tuple[int, ...]) -> TokenBlocks:
+        """Divide a grid; a clip of fewer frames than there are blocks along time has the first of them, one a frame.
+
+        Raises:
+            InputError: if the axes do not match, or a block along another axis would hold no token.
+        """
+        if len(grid.shape) == len(block_grid) == 3 and grid.shape[0] < block_grid[0]:
+            block_grid = (grid.shape[0], *block_grid[1:])
+        return cls(grid, block_grid)
+
     @property
     def num_tokens(self) -> int:
         """N, prefix tokens and repeats included."""

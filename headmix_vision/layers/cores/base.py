@@ -19,7 +19,8 @@ class AttentionCore(nn.Module):
 
     Shape:
         ``q``, ``k`` [B, N, H, D] and ``v`` [B, N, H, Dv] in raster order -> [B, N, H, Dv]. ``grid`` holds the N tokens
-        of this call, which may be others than those of the spec.
+        of this call, which may be others than those of the spec. A core that can rotate (``check_rotation``) is called
+        with the further argument ``rotation`` where positions are rotary.
 
     Attributes:
         forms_weights: the core forms a weight for each pair of tokens; it accepts ``attn_drop`` and is called with the
@@ -48,6 +49,10 @@ class AttentionCore(nn.Module):
     def flops(self, grid: TokenGrid) -> int:
         """Return the operations of the method for one image, multiply and add as two, whatever kernel computes it."""
         raise NotImplementedError
+
+    def check_rotation(self) -> None:
+        """Raise InputError if the core cannot take rotary positions; it then has no argument ``rotation``."""
+        raise InputError(f"{type(self).__name__} takes no rotary positions.")
 
     def set_grid(self, grid: TokenGrid) -> None:
         """Adopt another token grid; most cores do not depend on it."""

@@ -18,6 +18,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.layers.block_mixing import clip_keep_inward_gradient
 from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.grid_convolution import GridConvolution
+from headmix_vision.layers.positions import Rotation, rotate
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.layers.sub_head_mask import SubHeadMask
 from headmix_vision.ops import TokenGrid, TokenScan, head_in_head
@@ -116,12 +117,22 @@ class HeadInHeadCore(AttentionCore):
         if self.shares is not None:
             self.shares.zero_()[:, 0] = 1
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, x: Tensor) -> Tensor:
+    def check_rotation(self) -> None:
+        """Refuse rotary positions where a pair of channels would lie in two sub-heads, whose products would mix."""
+        r = self.mask.num_sub_heads
+        if self.head_dim // r % 2:
+            raise InputError(f"rotary positions need sub-heads of even size, got {self.head_dim} / {r} channels.")
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, x: Tensor, rotation: Rotation | None = None
+    ) -> Tensor:
         if self.conv is not None:
             packed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], dim=-1)
             q, k, v = self.conv(packed, grid).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
         v = F.silu(v)
         q, k = (F.normalize(F.silu(y), dim=-1, eps=1e-6).type_as(v) for y in (q, k))
+        if rotation is not None:
+            q, k = (rotate(y, rotation, grid).type_as(v) for y in (q, k))
         beta = self.beta_max * torch.sigmoid(self.beta(x))
         log_decay = -torch.exp(self.A_log) * F.softplus(self.decay(x) + self.dt_bias)
         mask = self.mask(x)

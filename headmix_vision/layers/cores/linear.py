@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from headmix_vision.checks import check_numbers
+from headmix_vision.errors import InputError
 from headmix_vision.layers.cores.base import CORES, AttentionCore
+from headmix_vision.layers.positions import Rotation, rotate
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
+from headmix_vision.ops.mhla.settings import apply_feature_map
 from headmix_vision.ops.mhla.validation import check_options
+from headmix_vision.ops.precision import accumulation_dtype
 
 
 @CORES.register("linear")
@@ -44,8 +48,13 @@ class LinearCore(AttentionCore):
             "impl": impl,
         }
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
-        return _linear_attention(q, k, v, grid, self.options)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, rotation: Rotation | None = None) -> Tensor:
+        return _linear_attention(q, k, v, grid, rotation, self.options)
+
+    def check_rotation(self) -> None:
+        """Refuse rotary positions beside the normalizer of the released code, which has no rotated form."""
+        if self.options["normalizer"] == "source_block":
+            raise InputError("rotary positions need the normalizer 'paper' or None, not 'source_block'.")
 
     def flops(self, grid: TokenGrid) -> int:
         """Count each token's part of the memory and its query of it, with their normaliser."""
@@ -61,9 +70,43 @@ class LinearCore(AttentionCore):
 
 
 @torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
-def _linear_attention(q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, options: dict[str, Any]) -> Tensor:
-    mixing = per_token(q.new_ones(1, 1), grid, options)
-    return mhla(q, k, v, mixing, TokenBlocks.from_grid((q.shape[1],), (1,)), **options)
+def _linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, rotation: Rotation | None, options: dict[str, Any]
+) -> Tensor:
+    mixing, blocks = per_token(q.new_ones(1, 1), grid, options), TokenBlocks.from_grid((q.shape[1],), (1,))
+    if rotation is not None:
+        return rotated_mhla(q, k, v, mixing, blocks, rotation, grid, **options)
+    return mhla(q, k, v, mixing, blocks, **options)
+
+
+def rotated_mhla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    blocks: TokenBlocks,
+    rotation: Rotation,
+    grid: TokenGrid,
+    *,
+    normalizer: str | None,
+    feature_map: str,
+    eps: float,
+    impl: str,
+) -> Tensor:
+    """Compute :func:`headmix_vision.ops.mhla` with features rotated in the numerator, not in the denominator.
+
+    Rotated features may be negative: a denominator of them could be zero. In types below float32 both sums are rounded
+    before they are divided.
+    """
+    q, k = (apply_feature_map(y.to(accumulation_dtype(y.dtype)), feature_map, eps) for y in (q, k))
+    if normalizer is not None:
+        mixing = mixing / blocks.max_block_size  # cancels, and keeps sums within the range of float16
+
+    def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return mhla(q.type_as(v), k.type_as(v), v, mixing, blocks, normalizer=None, feature_map="identity", impl=impl)
+
+    out = mix(rotate(q, rotation, grid), rotate(k, rotation, grid), v)
+    return out if normalizer is None else out / mix(q, k, v.new_ones(*v.shape[:3], 1))
 
 
 def per_token(mixing: Tensor, grid: TokenGrid, options: dict[str, Any]) -> Tensor:

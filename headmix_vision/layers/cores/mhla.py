@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from headmix_vision.checks import check_flags
-from headmix_vision.layers.block_mixing import MixingMatrix
+from headmix_vision.layers.block_mixing import MixingMatrix, mixing_of_first
 from headmix_vision.layers.cores.base import CORES
-from headmix_vision.layers.cores.linear import LinearCore, per_token
+from headmix_vision.layers.cores.linear import LinearCore, per_token, rotated_mhla
+from headmix_vision.layers.positions import Rotation
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
 
@@ -18,6 +19,8 @@ from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
 @CORES.register("mhla")
 class MHLACore(LinearCore):
     """Computes multi-head linear attention (arXiv 2601.07832): linear attention whose block memories are mixed.
+
+    A clip of fewer frames than there are blocks along time has a block for each frame, mixed as the first blocks are.
 
     Args:
         spec: sizes of the layer, with the blocks along each axis of the grid.
@@ -43,8 +46,8 @@ class MHLACore(LinearCore):
         blocks = TokenBlocks(spec.grid, spec.block_grid)
         self.mixing = MixingMatrix(blocks, heads, mixing_init, mixing_trainable, **spec.factory)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
-        return _mhla(q, k, v, self.mixing(), grid, self.mixing.blocks.block_grid, self.options)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, rotation: Rotation | None = None) -> Tensor:
+        return _mhla(q, k, v, self.mixing(), grid, self.mixing.blocks.block_grid, rotation, self.options)
 
     def flops(self, grid: TokenGrid) -> int:
         """Count linear attention, and the mixing of the memories of all blocks."""
@@ -67,6 +70,11 @@ def _mhla(
     mixing: Tensor,
     grid: TokenGrid,
     block_grid: tuple[int, ...],
+    rotation: Rotation | None,
     options: dict[str, Any],
 ) -> Tensor:
-    return mhla(q, k, v, per_token(mixing, grid, options), TokenBlocks(grid, block_grid), **options)
+    blocks = TokenBlocks.of_clip(grid, block_grid)
+    mixing = per_token(mixing_of_first(mixing, blocks), grid, options)
+    if rotation is not None:
+        return rotated_mhla(q, k, v, mixing, blocks, rotation, grid, **options)
+    return mhla(q, k, v, mixing, blocks, **options)

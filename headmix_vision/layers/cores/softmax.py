@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.layers.cores.base import CORES, AttentionCore
+from headmix_vision.layers.positions import Rotation, rotate
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid, TokenWindow
 
@@ -34,15 +35,28 @@ class SoftmaxCore(AttentionCore):
         self.window = None if window is None else TokenWindow.of(spec.grid, window).extent
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, attn_mask: Tensor | None, is_causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid,
+        *,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         _check_mask(attn_mask, q)
+        if rotation is not None:
+            q, k = (rotate(y, rotation, grid).type_as(v) for y in (q, k))
         if self.window is not None:
             attn_mask = _window_mask(attn_mask, is_causal, grid, self.window, q)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         dropout = self.attn_drop if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal)
         return out.transpose(1, 2)
+
+    def check_rotation(self) -> None:
+        """Accept rotary positions, of queries and keys."""
 
     def set_grid(self, grid: TokenGrid) -> None:
         """Adopt another token grid; a window must fit it."""
