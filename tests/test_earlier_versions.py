@@ -66,7 +66,10 @@ def test_networks_compute_what_they_did(family: str, core: str, networks: dict[s
     conditions = (torch.tensor([10.0, 700.0]), torch.tensor([1, 2])) if family == "dit" else ()
     with torch.no_grad():
         output = model(networks[f"{name}/input"], *conditions)
-    torch.testing.assert_close(output, networks[f"{name}/output"], rtol=1e-5, atol=1e-5)
+    # Frequencies of times are float32, whose last bit is each processor's own: 4e-5 of an angle at time 700.
+    tolerances = (1e-5, 5e-4) if conditions else (1e-5,) * len(output)
+    for ours, theirs, atol in zip(output, networks[f"{name}/output"], tolerances, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
 
 
 def test_exported_classifier_loads_through_timm(networks: dict[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ def count_flops(model: nn.Module) -> int:
     tokens = layers[0].grid
     total = sum(layer.flops() for layer in layers)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and module not in inside:
-            places = tokens.num_grid_tokens if isinstance(module, nn.Conv2d) else tokens.num_tokens
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)) and module not in inside:
+            places = tokens.num_grid_tokens if isinstance(module, (nn.Conv2d, nn.Conv3d)) else tokens.num_tokens
             total += 2 * module.weight.numel() * (1 if _ONCE & {*name.split(".")} else places)
     return total

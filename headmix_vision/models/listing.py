@@ -22,14 +22,14 @@ class Listed(NamedTuple):
         name: Its name in timm.
         parameters: Their number.
         flops: Operations of a forward pass for one input, see `headmix_vision.models.flops`.
-        input_size: Channels, height and width of images or latents.
+        input_size: Channels, height and width of images or latents; of clips channels, frames, height and width.
         pretrained: Whether weights come with the package.
     """
 
     name: str
     parameters: int
     flops: int
-    input_size: tuple[int, int, int]
+    input_size: tuple[int, ...]
     pretrained: bool
 
 
@@ -54,6 +54,7 @@ def describe(names: Sequence[str]) -> Iterator[Listed]:
     """Build each model, without memory for its weights, and tell its size; once where several names mean the same."""
     sizes: dict[str, tuple[int, int]] = {}
     means = {name: f"{family} {v.arguments}" for family, variants in FAMILIES.items() for name, v in variants.items()}
+    clips = {name: variant.arguments["input_size"] for name, variant in FAMILIES["dit_video"].items()}
     for name in names:
         cfg = get_pretrained_cfg(name)
         assert cfg is not None
@@ -62,7 +63,8 @@ def describe(names: Sequence[str]) -> Iterator[Listed]:
             with torch.device("meta"):
                 model = timm.create_model(name)
             sizes[model_of_size] = sum(p.numel() for p in model.parameters()), count_flops(model)
-        yield Listed(name, *sizes[model_of_size], cfg.input_size, is_model_pretrained(name))
+        size = (cfg.input_size[0], *clips[name]) if name in clips else cfg.input_size
+        yield Listed(name, *sizes[model_of_size], size, is_model_pretrained(name))
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -1,0 +1,132 @@
+"""The diffusion transformer with mixed heads on videos, a model of diffusers.
+
+B batch, C latent channels, T x H x W latent frames and size, (t, p, p) a patch, N = T/t · H/p · W/p tokens, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import register_to_config
+from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeline looks for it beside the class
+from torch import Tensor
+
+from headmix_vision.checks import check_choice, check_positive, triple
+from headmix_vision.errors import InputError
+from headmix_vision.models.grid_dit import POSITIONS, GridDiT
+
+
+class HeadMixVideoDiT(GridDiT):
+    """A class-conditional diffusion transformer on clips: all tokens of space and time attend to each other.
+
+    Frames and sizes may change from call to call. In space positions cover the same extent; in time they are seconds,
+    so that more frames, or another frame rate, extend a clip or sample it otherwise and do not stretch it. A still is a
+    clip of one frame. A clip of fewer frames than there are blocks along time has a block for each frame.
+
+    Args:
+        input_size: latent frames, height and width in training.
+        patch_size: (t, p, p), divisors of every latent size; one number p is (1, p, p). With t = 1 a still is one
+            frame, and every frame has a noise level of its own.
+        frame_rate: frames of the input a second in training: those of the latents, where an autoencoder makes fewer.
+        positions: ``"sincos"``, added to the tokens, or ``"rope"``, three-dimensional rotations of queries and keys
+            (with a linear core of their features, in the numerator alone).
+        block_grid: token blocks along time, height and width, for block-wise cores.
+        cpe: False, True for a convolution over 3 x 3 x 3 tokens, or ``"factorised"`` for 3 x 3 and then 3 in time.
+        softmax_every: k, at least 2, for a layer of the softmax core as the first of each k; 0 for none.
+
+    The other arguments are those of :class:`~headmix_vision.models.HeadMixDiT`.
+
+    Shape:
+        ``x`` [B, C, T, H, W], ``t`` in [0, 1000], one number, [B] or, a noise level for each frame, [B, T], ``y`` [B]
+        int64 -> [B, C or 2C, T, H, W]. ``frame_rate`` is that of these clips, the one of training where it is None. A
+        patch of several frames has the mean of their noise levels.
+
+    Raises:
+        InputError: as :class:`~headmix_vision.models.HeadMixDiT`; if frames are no multiple of t; for ``"rope"`` with a
+            core that cannot rotate.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        input_size: tuple[int, int, int] = (16, 32, 32),
+        patch_size: int | tuple[int, int, int] = (1, 2, 2),
+        in_channels: int = 4,
+        embed_dim: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 101,
+        class_dropout: float = 0.1,
+        learned_variance: bool = False,
+        core: str = "mhla",
+        head_mix: str | None = None,
+        block_grid: tuple[int, int, int] = (4, 4, 4),
+        core_args: dict[str, Any] | None = None,
+        cpe: bool | str = False,
+        output_gate: bool = False,
+        output_norm: bool = False,
+        qk_norm: bool = False,
+        head_mix_args: dict[str, Any] | None = None,
+        global_every: int = 0,
+        softmax_every: int = 0,
+        frame_rate: float = 8.0,
+        positions: str = "sincos",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("positions", positions, POSITIONS)
+        check_positive(frame_rate=frame_rate)
+        self.frame_rate = float(frame_rate)
+        patch = (1, patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+        self.patch_size = triple("patch_size", patch)
+        self._build(
+            input_size=triple("input_size", input_size),
+            patch=self.patch_size,
+            block_grid=triple("block_grid", block_grid),
+            in_channels=in_channels,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            num_classes=num_classes,
+            class_dropout=class_dropout,
+            learned_variance=learned_variance,
+            core=core,
+            head_mix=head_mix,
+            core_args=core_args,
+            cpe=cpe,
+            output_gate=output_gate,
+            output_norm=output_norm,
+            qk_norm=qk_norm,
+            head_mix_args=head_mix_args,
+            global_every=global_every,
+            softmax_every=softmax_every,
+            device=device,
+            dtype=dtype,
+            positions=positions,
+        )
+
+    def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None, frame_rate: float | None = None) -> Tensor:
+        if frame_rate is None:
+            frame_rate = self.frame_rate
+        else:
+            check_positive(frame_rate=frame_rate)
+        return self._predict(x, t, y, self.patch[0] * (self.frame_rate / frame_rate))
+
+    def _embed_times(self, x: Tensor, t: Tensor) -> Tensor:
+        """Embed times as images have them, [B, D], or those of the frames, [B, T / t, D]."""
+        if t.ndim < 2:
+            return super()._embed_times(x, t)
+        batch, frames = x.shape[0], x.shape[2]
+        if t.ndim > 2 or t.shape[0] not in (1, batch) or t.shape[1] != frames:
+            raise InputError(f"t must be one number, [B] or [B, T] with B, T = {batch, frames}, got {tuple(t.shape)}.")
+        if self.patch[0] > 1:
+            t = t.double().unflatten(1, (-1, self.patch[0])).mean(2)
+        return self.t_embedder(t.expand(batch, -1).flatten()).unflatten(0, (batch, -1))
+
+    def set_block_grid(self, block_grid: tuple[int, int, int]) -> None:
+        """Change the number of token blocks and resample the mixing matrices."""
+        self._set_block_grid(triple("block_grid", block_grid))

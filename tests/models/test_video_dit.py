@@ -1,0 +1,390 @@
+"""The diffusion transformers on clips: shapes and times that change, positions in seconds, weights of image models."""
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+from headmix_vision.layers import HeadMixAttention
+from headmix_vision.layers.embeddings import sincos_positions
+from headmix_vision.layers.grid_convolution import FactorisedPositionEncoding
+from headmix_vision.layers.positions import rotary_tables
+from headmix_vision.models import HeadMixVideoDiT
+from headmix_vision.models.convert_dit import convert_dit_state_dict
+from headmix_vision.models.flops import count_flops
+from headmix_vision.models.names import FAMILIES, attentions
+from headmix_vision.ops import TokenGrid
+from headmix_vision.runs.networks import create_generator
+
+CORES = ("softmax", "linear", "mhla", "hih")
+SMALL = {"input_size": (6, 8, 8), "depth": 2, "embed_dim": 48, "num_heads": 2, "num_classes": 5, "in_channels": 2}
+CLIP = {**SMALL, "patch_size": (1, 2, 2), "block_grid": (4, 2, 2)}
+
+
+def create(core="mhla", filled=True, **options):
+    """A small model in float64; `filled` replaces the zeros of adaLN-Zero, with which the output would be zero."""
+    torch.manual_seed(0)
+    model = timm.create_model(f"dit_video_{core}_s_2", **{**CLIP, **options}).double().eval()
+    return fill(model) if filled else model
+
+
+def fill(model):
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def clip(frames=6, size=(8, 8)):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 2, frames, *size, generator=generator, dtype=torch.float64)
+    return x, torch.tensor([30.0, 800.0]), torch.tensor([0, 5])
+
+
+@pytest.mark.parametrize("attention", attentions())
+def test_every_registered_name(attention):
+    """One block at its true width and size, on the meta device; of each patch size one runs."""
+    for member in [*(f"{size}_{p}" for size in ("s", "b", "l", "xl") for p in (2, 4)), "digits"]:
+        name = f"dit_video_{attention}_{member}"
+        assert name in FAMILIES["dit_video"] and timm.is_model(name)
+        with torch.device("meta"):
+            model = timm.create_model(name, depth=1)
+        assert model.config.core == attentions()[attention]["core"]
+        assert model.input_size == (16, 32, 32) and model.frame_rate == 8
+        if member in ("s_4", "digits"):
+            x = torch.empty(2, model.in_channels, *model.input_size, device="meta")
+            assert model(x, torch.zeros(2), torch.zeros(2, dtype=torch.long, device="meta")).shape == x.shape
+
+
+@pytest.mark.parametrize("core", [*CORES, "mhla_iha"])
+@pytest.mark.parametrize("positions", ["sincos", "rope"])
+def test_one_time_is_that_time_for_every_frame(core, positions):
+    model = create(core, cpe=True, positions=positions)
+    for frames in (6, 1):
+        x, t, y = clip(frames)
+        expected = model(x, t, y)
+        assert expected.shape == x.shape and expected.any()
+        torch.testing.assert_close(model(x, t[:, None].expand(-1, frames), y), expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(model(x, 30.0, y), model(x, torch.full((1, 1), 30), y))
+
+
+def test_a_frame_is_modulated_by_its_own_time():
+    """Without attention tokens are apart, and so are frames."""
+    model = create()
+    for block in model.blocks:
+        for parameter in block.attn.proj.parameters():
+            torch.nn.init.zeros_(parameter)
+    x, _, y = clip(3)
+    times = torch.tensor([[0.0, 0.0, 500.0], [10.0, 300.0, 900.0]])
+    out = model(x, times, y)
+    for frame in range(3):
+        torch.testing.assert_close(out[:, :, frame], model(x, times[:, frame], y)[:, :, frame])
+
+
+def test_a_patch_of_frames_has_the_mean_of_their_times():
+    model = create(patch_size=(2, 2, 2), block_grid=(3, 2, 2))
+    x, _, y = clip()
+    times = torch.tensor([[0.0, 600.0, 20.0, 40.0, 5.0, 5.0]]).expand(2, -1)
+    mean = torch.tensor([[300.0, 300.0, 30.0, 30.0, 5.0, 5.0]])
+    torch.testing.assert_close(model(x, times, y), model(x, mean, y))
+    assert not torch.allclose(model(x, times, y), model(x, times.flip(1), y))
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3])
+def test_a_short_clip_has_a_block_for_each_frame_mixed_as_the_first(frames):
+    model, short = create(cpe=True), create(cpe=True, block_grid=(frames, 2, 2))
+    state = model.state_dict()
+    for name in [name for name in state if ".mixing." in name]:
+        whole = state[name]
+        state[name] = torch.tensor((frames, 2, 2)) if whole.ndim == 1 else whole[: 4 * frames, : 4 * frames]
+    short.load_state_dict(state)
+    x, t, y = clip(frames)
+    torch.testing.assert_close(model(x, t, y), short(x, t, y))
+
+
+@pytest.mark.parametrize("core", [*CORES, "linear_iha"])
+@pytest.mark.parametrize("options", [{"cpe": True, "output_gate": True}, {"cpe": "factorised", "positions": "rope"}])
+def test_every_parameter_receives_a_gradient(core, options):
+    model = create(core, **options).train()
+    x, t, y = clip()
+    model(x, t, y).square().sum().backward()
+    assert not [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+
+
+def test_starts_as_zero_at_the_published_scale():
+    model = create(filled=False, embed_dim=96)
+    x, t, y = clip()
+    assert not model(x, t, y).any()
+    weight = model.x_embedder.proj.weight.flatten(1)
+    assert weight.abs().max() <= (6 / sum(weight.shape)) ** 0.5 and not model.x_embedder.proj.bias.any()
+
+
+# positions
+
+
+@pytest.mark.parametrize("tables", [sincos_positions, lambda dim, *grid, like, time_step: torch.stack(
+    rotary_tables(dim, *grid, time_step, like), 2)])  # fmt: skip
+def test_time_is_in_seconds(tables):
+    """Half the frames a second are every other place; another length has the same places; space covers its extent."""
+    like = torch.empty(0)
+    whole = tables(24, (8, 2, 3), (8, 2, 3), like=like, time_step=1.0).unflatten(0, (8, 6))
+    half = tables(24, (4, 2, 3), (8, 2, 3), like=like, time_step=2.0).unflatten(0, (4, 6))
+    torch.testing.assert_close(half, whole[::2])
+    longer = tables(24, (11, 2, 3), (8, 2, 3), like=like, time_step=1.0).unflatten(0, (11, 6))
+    torch.testing.assert_close(longer[:8], whole)
+    assert not torch.allclose(whole[1], whole[0])
+
+
+@pytest.mark.parametrize("positions", ["sincos", "rope"])
+def test_the_frame_rate_is_relative_to_that_of_training(positions):
+    model = create(positions=positions, frame_rate=8.0)
+    twice = create(positions=positions, frame_rate=12.0)
+    x, t, y = clip(4)
+    torch.testing.assert_close(model(x, t, y, frame_rate=4), twice(x, t, y, frame_rate=6.0))
+    torch.testing.assert_close(model(x, t, y, frame_rate=8.0), model(x, t, y))
+    assert not torch.allclose(model(x, t, y, frame_rate=4.0), model(x, t, y))
+    tubes = create(positions=positions, patch_size=(2, 2, 2), block_grid=(2, 2, 2), frame_rate=8.0)
+    assert not torch.allclose(tubes(x, t, y, frame_rate=4.0), tubes(x, t, y))
+
+
+def rotated(x, cos, sin):
+    """The definition with complex numbers: [B, N, H, D]."""
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)[:, None]
+    return torch.view_as_real(turned).flatten(-2)
+
+
+@pytest.mark.parametrize("core", ["softmax", "linear", "mhla"])
+@pytest.mark.parametrize("normalizer", ["paper", None])
+def test_rotary_positions_against_the_dense_form(core, normalizer):
+    grid, args = TokenGrid.of((3, 4, 5)), {} if core == "softmax" else {"normalizer": normalizer}
+    layer = HeadMixAttention(48, 2, core, grid=grid.shape, block_grid=(2, 2, 2), core_args=args).double()
+    q, k, v = torch.randn(3, 2, 60, 2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cos, sin = (table.double() for table in rotary_tables(24, grid.shape, grid.shape, 1.0, like=q))
+    if core == "softmax":
+        scores = torch.einsum("bihd,bjhd->bhij", rotated(q, cos, sin), rotated(k, cos, sin)) / 24**0.5
+        weights = scores.softmax(-1)
+        out = layer.core(q, k, v, grid, attn_mask=None, is_causal=False, rotation=(cos.float(), sin.float()))
+    else:
+        q_, k_ = q.relu() + 1e-6, k.relu() + 1e-6
+        mixing = torch.ones(60, 60, dtype=torch.float64)
+        if core == "mhla":
+            block = layer.core.mixing.blocks.tables(q).block_of_token
+            mixing = layer.core.mixing()[block[:, None], block]
+        weights = mixing * torch.einsum("bihd,bjhd->bhij", rotated(q_, cos, sin), rotated(k_, cos, sin))
+        if normalizer:
+            weights = weights / (mixing * torch.einsum("bihd,bjhd->bhij", q_, k_)).sum(-1, keepdim=True)
+        out = layer.core(q, k, v, grid, rotation=(cos.float(), sin.float()))
+    torch.testing.assert_close(out, torch.einsum("bhij,bjhd->bihd", weights, v), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("core", [*CORES, "hih_iha", "mhla_mea"])
+def test_rotary_positions_are_relative(core):
+    """A clip that begins later is attended to alike; one of another rate is not."""
+    options = attentions()[core] | {"output_norm": False, "block_grid": (2, 2, 2)}
+    layer = fill(HeadMixAttention(48, 2, grid=(3, 2, 4), **options)).double()
+    x = torch.randn(2, 24, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    long = rotary_tables(24, (8, 2, 4), (3, 2, 4), 1.0, like=x)
+    first, later = ([table[start : start + 24] for table in long] for start in (0, 40))
+    expected = layer(x, rotation=first)
+    torch.testing.assert_close(layer(x, rotation=later), expected, rtol=1e-4, atol=1e-6)
+    slow = rotary_tables(24, (3, 2, 4), (3, 2, 4), 2.0, like=x)
+    assert not torch.allclose(layer(x, rotation=slow), expected, rtol=1e-3)
+    assert not torch.allclose(layer(x), expected, rtol=1e-3)
+
+
+def test_rotary_positions_in_low_precision():
+    """bfloat16 is as near to the truth as the same sums without rotation are."""
+    layer = HeadMixAttention(48, 2, grid=(4, 8, 8), block_grid=(2, 2, 2)).core.double()
+    q, k, v = torch.randn(3, 1, 256, 2, 24, generator=torch.Generator().manual_seed(0)).bfloat16().double()
+    grid = TokenGrid.of((4, 8, 8))
+    rotation = rotary_tables(24, grid.shape, grid.shape, 1.0, like=q)
+    errors = []
+    for given in (None, rotation):
+        exact = layer(q, k, v, grid, rotation=given)
+        low = layer(q.bfloat16(), k.bfloat16(), v.bfloat16(), grid, rotation=given)
+        assert low.dtype == torch.bfloat16
+        errors.append((low.double() - exact).abs().mean() / exact.abs().mean())
+    assert errors[1] < 3 * errors[0] < 0.02
+
+
+# convolution
+
+
+def test_factorised_convolution():
+    torch.manual_seed(0)
+    encoding = fill(FactorisedPositionEncoding(6)).double()
+    x, grid = torch.randn(2, 60, 6, dtype=torch.float64), TokenGrid.of((3, 4, 5))
+    images = x.mT.unflatten(2, (3, 4, 5))
+    space, time = encoding.proj, encoding.time
+    expected = F.conv3d(images, space.weight[:, :, None], space.bias, padding=(0, 1, 1), groups=6)
+    assert torch.equal(time.weight.flatten(1), torch.tensor([0.0, 1, 0]).expand(6, -1).double())
+    torch.nn.init.normal_(time.weight)
+    assert not torch.allclose(encoding(x, grid), x + expected.flatten(2).mT)
+    expected = F.conv3d(expected, time.weight[..., None], time.bias, padding=(1, 0, 0), groups=6)
+    torch.testing.assert_close(encoding(x, grid), x + expected.flatten(2).mT)
+    assert encoding.flops(grid) == 2 * 60 * 6 * 12
+
+
+# depth
+
+
+def test_hybrid_depth():
+    model = create("mhla_mea", depth=5, softmax_every=2, global_every=3, core_args={"feature_map": "elu1"})
+    cores = [type(block.attn.core).__name__ for block in model.blocks]
+    assert cores == ["SoftmaxCore", "MHLACore", "SoftmaxCore", "MHLACore", "SoftmaxCore"]
+    assert [block.attn.head_mix is None for block in model.blocks] == [False, False, True, False, False]
+    assert model.blocks[1].attn.core.options["feature_map"] == "elu1"
+    model.set_block_grid((2, 4, 4))
+    x, t, y = clip()
+    assert model(x, t, y).any() and model.config.block_grid == (2, 4, 4)
+    image = timm.create_model("dit_hih_s_2", input_size=8, depth=3, embed_dim=32, num_heads=2, softmax_every=3)
+    cores = [type(block.attn.core).__name__ for block in image.blocks]
+    assert cores == ["SoftmaxCore", "HeadInHeadCore", "HeadInHeadCore"]
+
+
+# ways of running
+
+
+def gradients(run, model, x, t, y, rate):
+    model.zero_grad()
+    run(x, t, y, rate).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_stills_and_clips_alternate_when_checkpointed():
+    model = create(positions="rope", softmax_every=2, class_dropout=0.0)
+    y = torch.tensor([0, 4])
+    for frames, rate in ((6, None), (1, None), (2, 4.0)):
+        x, t, _ = clip(frames)
+        t = t[:, None].expand(-1, frames) if rate else t
+        model.set_grad_checkpointing(False)
+        plain = gradients(model, model, x, t, y, rate)
+        model.set_grad_checkpointing()
+        for one, other in zip(plain, gradients(model, model, x, t, y, rate), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("core", ["mhla", pytest.param("hih", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_stills_and_clips_alternate_when_compiled(core, backend):
+    model = create(core, positions="rope", depth=1, cpe="factorised", class_dropout=0.0)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    y = torch.tensor([0, 4])
+    for frames, rate in ((2, 4.0), *([(1, None), (6, None), (6, 5.0)] if backend == "aot_eager" else [])):
+        x, t, _ = clip(frames)
+        t = t[:, None].expand(-1, frames) if rate else t
+        runs = [gradients(run, model, x, t, y, rate) for run in (model, compiled)]
+        for one, other in zip(*runs, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_save_load_and_make_by_name(tmp_path):
+    model = create(positions="rope", frame_rate=7.5, softmax_every=2, learned_variance=True)
+    model.save_pretrained(tmp_path)
+    loaded = HeadMixVideoDiT.from_pretrained(tmp_path, torch_dtype=torch.float64, low_cpu_mem_usage=False)
+    x, t, y = clip()
+    assert torch.equal(loaded(x, t, y), model(x, t, y)) and loaded(x, t, y).shape == (2, 4, 6, 8, 8)
+    assert (loaded.frame_rate, loaded.patch_size, loaded.input_size) == (7.5, (1, 2, 2), (6, 8, 8))
+    assert HeadMixVideoDiT(**loaded.architecture).architecture == model.architecture
+    made = create_generator("dit_video_mhla_digits", 7, [8, 16, 16], {"depth": 1, "frame_rate": 4})
+    assert isinstance(made, HeadMixVideoDiT) and made.input_size == (8, 16, 16) and made.num_classes == 7
+    with pytest.raises(ValueError, match=r"unknown argument 'framerate'.*did you mean frame_rate"):
+        create_generator("dit_video_mhla_digits", model_args={"framerate": 4})
+    assert {f"blocks.1.attn.core.mixing.{n}" for n in ("weight",)} <= model.no_weight_decay()
+
+
+def test_operations_are_those_that_torch_counts():
+    with torch.device("meta"):
+        model = timm.create_model("dit_video_softmax_digits", depth=2).eval()
+        x, t, y = torch.empty(1, 1, 16, 32, 32), torch.empty(1), torch.empty(1, dtype=torch.long)
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(x, t, y)
+    assert count_flops(model) == counter.get_total_flops()
+
+
+# from an image model
+
+
+@pytest.mark.parametrize("core", [*CORES, "mhla_iha"])
+@pytest.mark.parametrize(
+    "options", [{"cpe": True, "block_grid": (2, 4, 4)}, {"cpe": "factorised", "core_args": {}, "output_gate": True}]
+)
+def test_a_still_is_what_the_image_model_makes_of_it(core, options):
+    blocks = options.get("block_grid", (4, 2, 2))
+    sizes = {**SMALL, "input_size": (8, 8), "block_grid": blocks[1:], "output_gate": "output_gate" in options}
+    torch.manual_seed(1)
+    image = fill(timm.create_model(f"dit_{core}_s_2", **sizes, cpe=True).double().eval())
+    for name, weight in image.named_parameters():
+        if name.endswith("mixing.weight"):
+            torch.nn.init.uniform_(weight, 0.01, 0.9)
+    x, t, y = clip(1)
+    video = create(core, filled=False, **options)
+    video.load_state_dict(convert_dit_state_dict(image.state_dict(), video).state_dict)
+    torch.testing.assert_close(video(x, t, y)[:, :, 0], image(x[:, :, 0], t, y), rtol=1e-12, atol=1e-12)
+    tubes = create(core, filled=False, **{**options, "patch_size": (2, 2, 2), "block_grid": (1, *blocks[1:])})
+    tubes.load_state_dict(convert_dit_state_dict(image.state_dict(), tubes).state_dict)
+    out = tubes(x.repeat(1, 1, 2, 1, 1), t, y)
+    torch.testing.assert_close(out[:, :, 1], image(x[:, :, 0], t, y), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out[:, :, 0], out[:, :, 1], rtol=1e-12, atol=1e-12)
+
+
+def test_an_inflated_mixing_matrix_is_local_in_time():
+    image = timm.create_model("dit_mhla_s_2", **{**SMALL, "input_size": 8, "block_grid": 2})
+    video = create(core_args={"mixing_per_head": True})
+    with pytest.raises(ValueError, match="core_args and block_grid must agree"):
+        convert_dit_state_dict(image.state_dict(), video)
+    video = create()
+    converted = convert_dit_state_dict(image.state_dict(), video)
+    assert converted.new_parameters == [] == converted.unused
+    weight = converted.state_dict["blocks.0.attn.core.mixing.weight"].unflatten(0, (4, 4)).unflatten(2, (4, 4))
+    spatial = image.blocks[0].attn.core.mixing.weight
+    assert all(torch.equal(weight[t, :, t], spatial) for t in range(4))
+    torch.testing.assert_close(weight[0, :, 1], spatial * 2 / 3, rtol=0.2, atol=0)
+    assert (weight[0, :, 1] >= weight[0, :, 2]).all() and weight[0, :, 2].any() and not weight[0, :, 3].any()
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input_size": (7, 8)}, "input_size must be three whole numbers, of time, height and width"),
+        ({"input_size": 8}, "input_size must be three whole numbers"),
+        ({"patch_size": (4, 2, 2)}, "latent size 6x8x8 is no multiple of the patch size 4x2x2"),
+        ({"patch_size": 0}, "patch_size must be a whole number of at least 1, got 0"),
+        ({"block_grid": (7, 2, 2)}, "larger than the token grid"),
+        ({"frame_rate": 0}, "frame_rate must be a finite number above 0"),
+        ({"frame_rate": float("nan")}, "frame_rate must be a finite number"),
+        ({"positions": "learned"}, "positions must be one of"),
+        ({"positions": "rope", "embed_dim": 4, "num_heads": 2}, "even head dim of at least 6, got 2"),
+        ({"positions": "rope", "core_args": {"normalizer": "source_block"}}, "need the normalizer 'paper' or None"),
+        ({"positions": "rope", "core": "hih", "core_args": {"num_sub_heads": 8}}, "sub-heads of even size, got 24 / 8"),
+        ({"cpe": "separable"}, "cpe must be true or false or 'factorised'"),
+        ({"softmax_every": 1}, "softmax_every must be 0, or from 2 to the depth 2, got 1"),
+        ({"softmax_every": 3}, "from 2 to the depth 2, got 3"),
+        ({"softmax_every": True}, "softmax_every must be a whole number"),
+        ({"softmax_every": 2, "core": "softmax"}, "needs another core than softmax"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        create(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_wrong_calls_are_refused():
+    model, (x, t, y) = create(), clip()
+    for arguments, message in (
+        ((x[:, :, 0], t, y), r"x must be \[B, 2, T, H, W\], got \(2, 2, 8, 8\)"),
+        ((x[:, :, :0], t, y), "latent size 0x8x8 is no multiple"),
+        ((x[..., :7], t, y), "latent size 6x8x7 is no multiple of the patch size 1x2x2"),
+        ((x, t[:, None].expand(-1, 5), y), r"t must be one number, \[B\] or \[B, T\] with B, T = \(2, 6\)"),
+        ((x, t, y, -1.0), "frame_rate must be a finite number above 0"),
+        ((x, t, y, 0), "frame_rate must be a finite number above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(*arguments)
+    tubes = create(patch_size=(2, 2, 2), block_grid=(3, 2, 2))
+    with pytest.raises(ValueError, match="latent size 1x8x8 is no multiple of the patch size 2x2x2"):
+        tubes(x[:, :, :1], t, y)
