@@ -12,14 +12,15 @@ from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
 
 if TYPE_CHECKING:
     from headmix_vision.models.headmix_dit import HeadMixDiT
+    from headmix_vision.models.headmix_video_dit import HeadMixVideoDiT
 
-__all__ = ["HeadMixDiT", "HeadMixVisionTransformer", "compress_heads"]
+__all__ = ["HeadMixDiT", "HeadMixVideoDiT", "HeadMixVisionTransformer", "compress_heads"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "HeadMixDiT":  # loads diffusers
+    if name in ("HeadMixDiT", "HeadMixVideoDiT"):  # loads diffusers
         require_extra("diffusion", name)
-        from headmix_vision.models.headmix_dit import HeadMixDiT
+        from headmix_vision.models.headmix_dit_names import generator_class
 
-        return HeadMixDiT
+        return generator_class("dit_video_" if name == "HeadMixVideoDiT" else "dit_")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
-"""Image autoencoders of diffusers behind one face: pixels in, scaled latents out, and back.
+"""Autoencoders of diffusers, of images and of videos, behind one face: pixels in, scaled latents out, and back.
 
-Shapes: B images, C image channels, H and W pixels, c latent channels, h and w latent places.
+Shapes: B images or clips, C image channels, T frames, H and W pixels, c latent channels, t latent frames, h and w
+latent places.
 """
 
 from dataclasses import asdict, dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.hashes import state_sha256
@@ -43,13 +44,17 @@ class LatentScale:
 
 
 class Autoencoder:
-    """An image autoencoder of diffusers, or none.
+    """An autoencoder of images or of videos of diffusers, or none.
+
+    One of images takes clips frame by frame. One of videos takes an image as a clip of one frame; its first latent
+    frame stands for the first frame alone, each further one for as many frames as it compresses.
 
     Its module is kept out of `nn.Module`s that hold this object: it is neither trained, nor averaged, nor saved.
 
     Args:
-        module: `AutoencoderKL`, `AutoencoderDC` or one with their methods; None for pixels, which are scaled from
-            [0, 1] to [-1, 1].
+        module: `AutoencoderKL`, `AutoencoderDC`, `AutoencoderKLWan`, `AutoencoderKLLTXVideo`,
+            `AutoencoderKLCogVideoX` or one with their methods; None for pixels, which are scaled from [0, 1] to
+            [-1, 1].
         source: Where it came from, for the record.
         device: Where to run.
         dtype: Type to run in.
@@ -70,8 +75,10 @@ class Autoencoder:
         self.module = None if module is None else module.to(device).eval().requires_grad_(False)
         config: Any = {} if module is None else module.config
         self.downsampling = 1 if module is None else downsampling(module)
-        self.image_channels = int(config.get("in_channels", 3))
-        self.scale = latent_scale(config)
+        self.time_downsampling = None if module is None else time_downsampling(module)
+        channels = int(config.get("in_channels", 3))
+        self.image_channels = channels if channels in (1, 3) else 3  # Wan 2.2 counts those of its patches
+        self.scale = LatentScale() if module is None else latent_scale(module)
         self.sha256 = None if module is None else state_sha256(module.state_dict())
 
     @property
@@ -82,6 +89,7 @@ class Autoencoder:
             "class": type(self.module).__name__ if self.module is not None else None,
             "sha256": self.sha256,
             "downsampling": self.downsampling,
+            **({} if self.time_downsampling is None else {"time_downsampling": self.time_downsampling}),
             **asdict(self.scale),
         }
 
@@ -90,21 +98,59 @@ class Autoencoder:
         if height % self.downsampling or width % self.downsampling:
             raise InputError(f"image size {height}x{width} is no multiple of {self.downsampling}, the autoencoder's")
 
+    def check_frames(self, frames: int) -> None:
+        """Raises InputError if a number of frames does not divide into latent frames; it names the nearest that do."""
+        step = self.time_downsampling or 1
+        if (frames - 1) % step:
+            below = (frames - 1) // step * step + 1
+            raise InputError(
+                f"{frames} frames do not fit the autoencoder, which takes {step}n + 1: the nearest are {below} and"
+                f" {below + step}"
+            )
+
+    def latent_frames(self, frames: int) -> int:
+        """Counts the latent frames of a clip."""
+        return (frames - 1) // (self.time_downsampling or 1) + 1
+
+    def frames(self, latent_frames: int) -> int:
+        """Counts the frames that latent frames are decoded into."""
+        return (latent_frames - 1) * (self.time_downsampling or 1) + 1
+
     @torch.inference_mode()
     def moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Encodes images into mean and standard deviation of their latents, not yet scaled.
+        """Encodes images or clips into mean and standard deviation of their latents, not yet scaled.
 
         Args:
-            images: Float [B, C, H, W] in [0, 1].
+            images: Float [B, C, H, W] or [B, C, T, H, W] in [0, 1].
 
         Returns:
-            Mean, and standard deviation where the autoencoder has one, each float32 [B, c, h, w].
+            Mean, and standard deviation where the autoencoder has one, each float32 [B, c, h, w] or [B, c, t, h, w]; of
+            an autoencoder of videos always the latter.
+
+        Raises:
+            InputError: A size or a number of frames that does not fit the autoencoder.
         """
         self.check_size(*images.shape[-2:])
         pixels = images.to(self.device, self.dtype) * 2 - 1
         if self.module is None:
             return pixels.float(), None
-        encoded = self.module.encode(pixels)
+        if self.time_downsampling is None:
+            if pixels.ndim == 4:
+                return self._encode(pixels)
+            mean, std = self._encode(pixels.transpose(1, 2).flatten(0, 1))
+            return _to_clips(mean, len(images)), None if std is None else _to_clips(std, len(images))
+        pixels = pixels[:, :, None] if pixels.ndim == 4 else pixels
+        self.check_frames(pixels.shape[2])
+        mean, std = self._encode(pixels)
+        if mean.shape[2] != self.latent_frames(pixels.shape[2]):
+            raise InputError(
+                f"autoencoder {self.source!r} makes {mean.shape[2]} latent frames of {pixels.shape[2]}, a causal one"
+                f" {self.latent_frames(pixels.shape[2])}: it is not supported"
+            )
+        return mean, std
+
+    def _encode(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+        encoded = self.module.encode(pixels)  # type: ignore[union-attr]
         distribution = getattr(encoded, "latent_dist", None)
         if distribution is None:
             return encoded.latent.float(), None
@@ -112,17 +158,33 @@ class Autoencoder:
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decodes scaled latents [B, c, h, w] into images, float32 [B, C, H, W] in [0, 1]."""
-        latents = self.scale.undo(latents.to(self.device, torch.float32))
+        """Decodes scaled latents into pixels.
+
+        Args:
+            latents: [B, c, h, w] of images, [B, c, t, h, w] of clips.
+
+        Returns:
+            Float32 [B, C, H, W] or [B, C, T, H, W] in [0, 1].
+        """
+        x = self.scale.undo(latents.to(self.device, torch.float32))
         if self.module is not None:
-            latents = self.module.decode(latents.to(self.dtype)).sample.float()
-        return (latents / 2 + 0.5).clamp(0, 1)
+            x = self._decode(x.to(self.dtype)).float()
+        return (x / 2 + 0.5).clamp(0, 1)
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        module: Any = self.module
+        if latents.ndim == 5 and self.time_downsampling is None:
+            return _to_clips(module.decode(latents.transpose(1, 2).flatten(0, 1)).sample, len(latents))
+        arguments = {}
+        if module.config.get("timestep_conditioning"):  # of LTX from 0.9.1 on: it may denoise while it decodes
+            arguments["temb"] = torch.zeros(len(latents), dtype=latents.dtype, device=latents.device)
+        return module.decode(latents, **arguments).sample
 
 
 def load_autoencoder(
     source: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, subfolder: str | None = None
 ) -> Autoencoder:
-    """Loads an image autoencoder of diffusers.
+    """Loads an autoencoder of images or of videos of diffusers.
 
     Args:
         source: A local directory with `config.json` and weights, also a pipeline's directory with `vae/`; a hub id,
@@ -132,7 +194,7 @@ def load_autoencoder(
         subfolder: Folder within the directory or repository.
 
     Raises:
-        InputError: No autoencoder there, or one that is none of images.
+        InputError: No autoencoder there.
     """
     if source == PIXELS:
         return Autoencoder(None, device=device, dtype=dtype)
@@ -163,10 +225,32 @@ def downsampling(module: Any) -> int:
     return int(ratio or 2 ** (len(module.config.block_out_channels) - 1))
 
 
-def latent_scale(config: Any) -> LatentScale:
-    """Reads the scale that a configuration states, by the rule of diffusers' pipelines."""
+def time_downsampling(module: Any) -> int | None:
+    """Counts the frames of a clip per latent frame after the first; None of an autoencoder of images."""
+    if not any(isinstance(part, nn.Conv3d) for part in module.modules()):
+        return None
+    levels = module.config.get("temperal_downsample")  # of Wan, whose stated factor need not be that of its levels
+    if levels is not None:
+        return 2 ** sum(map(bool, levels))
+    name = "temporal_compression_ratio"
+    return int(module.config.get(name) or getattr(module, name, None) or 1)
+
+
+def latent_scale(module: Any) -> LatentScale:
+    """Reads the scale that an autoencoder states, by the rule of diffusers' pipelines.
+
+    Args:
+        module: The autoencoder; its configuration will do, but for LTX, whose means lie among the weights.
+    """
+    config = getattr(module, "config", module)
     factor = float(config.get("scaling_factor") or 1.0)
-    mean, std = config.get("latents_mean"), config.get("latents_std")
+    names = ("latents_mean", "latents_std")
+    mean, std = (config[name] if name in config else getattr(module, name, None) for name in names)
     if mean is not None and std is not None:
         return LatentScale([factor / float(value) for value in std], [float(value) for value in mean])
     return LatentScale(factor, float(config.get("shift_factor") or 0.0))
+
+
+def _to_clips(frames: Tensor, count: int) -> Tensor:
+    """Joins frames [B T, C, H, W] to clips [B, C, T, H, W]."""
+    return frames.unflatten(0, (count, -1)).transpose(1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -144,3 +145,10 @@ def _num_prefix_positions(source: dict[str, Any], num_patches: int) -> int:
         f"pos_embed of {positions} positions holds neither a square grid nor the model's {num_patches} patches, "
         f"with or without {tokens} prefix tokens."
     )
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("wan_to_mhla", "sana_to_mhla"):  # load diffusers
+        module = importlib.import_module(f"headmix_vision.models.convert_{name.split('_')[0]}")
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

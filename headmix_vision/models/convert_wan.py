@@ -1,0 +1,330 @@
+"""Turns a Wan video transformer of diffusers into one with MHLA self-attention, and maps published weights of such.
+
+B batch, N = T * H * W tokens, C width, H heads, D head dim, M blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from diffusers import WanTransformer3DModel
+from diffusers.configuration_utils import register_to_config
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # loading a pipeline, diffusers looks for it here
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from torch import Tensor, nn
+
+from headmix_vision.checks import check_choice, check_flags, check_numbers
+from headmix_vision.errors import InputError
+from headmix_vision.layers.block_mixing import LOWER, UPPER, mixing_of_first
+from headmix_vision.layers.cores.linear import rotated_mhla
+from headmix_vision.models.convert import Conversion, check_shape, merge
+from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
+from headmix_vision.ops import TokenBlocks, TokenGrid
+from headmix_vision.ops.arguments import as_axes
+
+RELEASE_GRID = (21, 30, 50)  # tokens of 81 frames at 480 x 800
+RELEASE_BLOCKS = (3, 5, 10)
+_OPEN_GATE = 1.2784645427610738  # SiLU of this is 1
+
+
+class GridRotary(nn.Module):
+    """Gives each layer the token grid of the call beside its rotary tables: cos and sin [1, N, 1, D], (T, H, W)."""
+
+    def __init__(self, rotary: nn.Module, patch_size: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.rotary, self.patch_size = rotary, tuple(patch_size)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size, strict=True))
+        return *self.rotary(hidden_states), grid
+
+
+class WanSoftmaxProcessor(WanAttnProcessor):
+    """Computes the self-attention of diffusers in the layers that keep it."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> Tensor:
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb[:2])
+
+
+class WanMHLAProcessor(nn.Module):
+    """Computes MHLA (arXiv 2601.07832) from the projections and norms of a Wan self-attention layer.
+
+    Features are ReLU + eps of the normed queries and keys, rotated by Wan's rotary positions in the numerator alone;
+    each head's output has an RMSNorm of its own and, if there is a gate, is multiplied by SiLU of a projection of the
+    layer's input.
+
+    Args:
+        dim, heads: C and H.
+        block_grid, token_grid: blocks along (T, H, W), and the tokens for whose blocks the mixing matrix is drawn.
+        normalizer: ``"paper"`` divides by the denominator of unrotated features, None does not divide.
+        output_gate: as described; a new gate is open, that is 1.
+        clip_mixing: keep mixing weights in (0, 1); False takes any, as the released code does.
+        eps: of the features and the norm.
+        like: a weight of the layer, whose device and type the new ones take; mixing weights are float32 at least.
+
+    Shape:
+        ``hidden_states`` [B, N, C] -> [B, N, C]; ``rotary_emb`` as from :class:`GridRotary`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        block_grid: tuple[int, ...],
+        token_grid: tuple[int, ...],
+        normalizer: str | None,
+        output_gate: bool,
+        clip_mixing: bool,
+        eps: float,
+        like: Tensor,
+    ) -> None:
+        super().__init__()
+        self.normalizer, self.clip_mixing, self.eps = normalizer, clip_mixing, eps
+        self.mixing = new_mixing(block_grid, token_grid, "locality", like)
+        self.norm = nn.RMSNorm(dim // heads, eps=eps, device=like.device, dtype=like.dtype)
+        self.gate = nn.Linear(dim, dim, device=like.device, dtype=like.dtype) if output_gate else None
+        if self.gate is not None:
+            nn.init.zeros_(self.gate.weight)
+            nn.init.constant_(self.gate.bias, _OPEN_GATE)
+
+    def forward(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> Tensor:
+        assert encoder_hidden_states is None and attention_mask is None, "self-attention without a mask alone"
+        cos, sin, grid = rotary_emb
+        if attn.fused_projections:
+            q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+        else:
+            q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
+        tokens = TokenGrid(grid)
+        blocks = TokenBlocks.of_clip(tokens, self.mixing.blocks.block_grid)
+        mixing = mixing_of_first(self.mixing() if self.clip_mixing else self.mixing.weight, blocks)
+        sums = v.float() if v.dtype == torch.float16 else v  # over a clip's tokens they pass the range of float16
+        rotation = cos[0, :, 0, ::2], sin[0, :, 0, ::2]  # diffusers holds each angle twice
+        out = rotated_mhla(
+            q,
+            k,
+            sums,
+            mixing,
+            blocks,
+            rotation,
+            tokens,
+            normalizer=self.normalizer,
+            feature_map="relu",
+            eps=self.eps,
+            impl="auto",
+        )
+        out = self.norm(out.type_as(v)).flatten(2)
+        if self.gate is not None:
+            out = out * F.silu(self.gate(hidden_states))
+        return attn.to_out[1](attn.to_out[0](out))
+
+
+class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
+    """A Wan video transformer whose self-attention is MHLA, in all layers or some; cross-attention is unchanged.
+
+    Weights are named as in diffusers, those of MHLA ``blocks.i.attn1.processor.*``. Any number of frames and any size
+    is taken that leaves a token for each block along height and width; frames may be fewer than blocks along time.
+
+    Args:
+        block_grid: blocks along time, height and width.
+        mhla_layers: layers with MHLA, from 0; all for None.
+        normalizer, output_gate, clip_mixing: see :class:`WanMHLAProcessor`.
+        token_grid: the tokens (T, H, W) for whose blocks new mixing matrices are drawn.
+        wan: arguments of ``diffusers.WanTransformer3DModel``.
+
+    Shape:
+        as ``diffusers.WanTransformer3DModel``: latents [B, C, T, H, W].
+
+    Raises:
+        InputError: if a layer is out of range, blocks do not fit the token grid, or an option is unknown.
+    """
+
+    ignore_for_config = ("wan",)
+    _keep_in_fp32_modules: ClassVar[list[str]] = [*WanTransformer3DModel._keep_in_fp32_modules, "mixing"]
+    _cp_plan = None  # sequences split over devices would split blocks
+    rope: nn.Module
+
+    @register_to_config
+    def __init__(
+        self,
+        *,
+        block_grid: tuple[int, int, int] = RELEASE_BLOCKS,
+        mhla_layers: Sequence[int] | None = None,
+        normalizer: str | None = None,
+        output_gate: bool = False,
+        clip_mixing: bool = True,
+        token_grid: tuple[int, int, int] = RELEASE_GRID,
+        **wan: Any,
+    ) -> None:
+        super().__init__(**wan)
+        self._install()
+
+    def _install(self) -> None:
+        """Put the processors that the configuration asks for into the self-attention layers."""
+        config = cast(Any, self.config)
+        self.rope = GridRotary(self.rope, config.patch_size)
+        layers = _check_options(config, len(self.blocks))
+        for index, block in enumerate(self.blocks):
+            attn = block.attn1
+            if index not in layers:
+                processor: Any = WanSoftmaxProcessor()
+                processor._attention_backend = attn.processor._attention_backend
+            else:
+                processor = WanMHLAProcessor(
+                    attn.inner_dim,
+                    attn.heads,
+                    tuple(config.block_grid),
+                    tuple(config.token_grid),
+                    config.normalizer,
+                    config.output_gate,
+                    config.clip_mixing,
+                    config.eps,
+                    like=attn.to_out[0].weight,
+                )
+            attn.set_processor(processor)
+
+
+def _check_options(config: Any, depth: int) -> list[int]:
+    """Return the layers with MHLA; raise InputError for options that do not fit."""
+    check_choice("normalizer", config.normalizer, ("paper", None))
+    check_flags(output_gate=config.output_gate, clip_mixing=config.clip_mixing)
+    check_numbers(0, eps=config.eps)
+    axes = {name: as_axes(name, getattr(config, name)) for name in ("block_grid", "token_grid")}
+    for name, sizes in axes.items():
+        if len(sizes) != 3:
+            raise InputError(f"{name} must be three whole numbers, of time, height and width, got {sizes}.")
+    TokenBlocks.from_grid(axes["token_grid"], axes["block_grid"])
+    return check_layers(config.mhla_layers, depth)
+
+
+def wan_to_mhla(
+    transformer: WanTransformer3DModel,
+    block_grid: tuple[int, int, int] = RELEASE_BLOCKS,
+    layers: Sequence[int] | None = None,
+    normalizer: str | None = None,
+    output_gate: bool = False,
+    clip_mixing: bool = True,
+    token_grid: tuple[int, int, int] = RELEASE_GRID,
+) -> WanMHLATransformer3DModel:
+    """Copy a Wan transformer of diffusers, with MHLA in the place of its softmax self-attention.
+
+    All weights are copied; mixing matrices, norms and gates are new, so the model has to be trained on
+    (:mod:`headmix_vision.training.distillation`). For example two thirds of the layers, as the paper's hybrid::
+
+        pipeline = WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
+        layers = [i for i in range(len(pipeline.transformer.blocks)) if i % 3]
+        pipeline.transformer = wan_to_mhla(pipeline.transformer, layers=layers)
+
+    Args:
+        transformer: the model to convert, on any device; it is not changed and shares no memory with the result.
+        layers: layers that become MHLA, from 0; all for None, and for none of them the function stays the same.
+        block_grid, normalizer, output_gate, clip_mixing, token_grid: see :class:`WanMHLATransformer3DModel`.
+
+    Raises:
+        InputError: if the model is no ``WanTransformer3DModel``, or an option does not fit.
+    """
+    if type(transformer) is not WanTransformer3DModel:
+        raise InputError(f"transformer must be a diffusers.WanTransformer3DModel, got {type(transformer).__name__}.")
+    options: dict[str, Any] = {
+        "block_grid": as_axes("block_grid", block_grid),
+        "mhla_layers": check_layers(layers, len(transformer.blocks)),
+        "normalizer": normalizer,
+        "output_gate": output_gate,
+        "clip_mixing": clip_mixing,
+        "token_grid": as_axes("token_grid", token_grid),
+    }
+    _check_options(SimpleNamespace(**options, eps=transformer.config.eps), len(transformer.blocks))
+    for index, block in enumerate(transformer.blocks):
+        if type(block.attn1.processor) is not WanAttnProcessor:
+            raise InputError(f"blocks.{index}.attn1 has a {type(block.attn1.processor).__name__}, not diffusers' own.")
+    model = copy.deepcopy(transformer)
+    model.__class__ = WanMHLATransformer3DModel
+    model.register_to_config(**options)
+    model._install()
+    return model
+
+
+_PUBLISHED = {
+    "block_attn.conv.weight": "mixing.weight",
+    "g_norm.weight": "norm.weight",
+    "g.weight": "gate.weight",
+    "g.bias": "gate.bias",
+}
+_OF_ATTENTION = re.compile(r"(blocks\.(\d+)\.attn1\.)(?:processor\.)?(.+)")
+
+
+def convert_wan_mhla_state_dict(state_dict: Mapping[str, Any], model: WanMHLATransformer3DModel) -> Conversion:
+    """Map published weights of Wan with MHLA, in the original naming or that of diffusers, onto ``model``.
+
+    The released code takes mixing weights of any sign, so the model is made with ``clip_mixing=False``, and with the
+    layers and the gate of the weights::
+
+        model = WanMHLATransformer3DModel(output_gate=True, clip_mixing=False, **config_of_wan)
+        model.load_state_dict(convert_wan_mhla_state_dict(weights, model).state_dict)
+
+    Args:
+        state_dict: ``blocks.i.self_attn.block_attn.conv.weight`` [M, M, 1, 1], ``g_norm.weight`` [D], ``g.weight`` and
+            ``g.bias`` where there is a gate, and the weights of Wan; or a checkpoint holding them under ``state_dict``.
+        model: the model to fill; it is not changed.
+
+    Raises:
+        InputError: if the weights hold no MHLA, or LePE, which the model does not have; if layers, gate, blocks or any
+            shape differ; if mixing weights are outside (0, 1) and the model clips them.
+    """
+    source: dict[str, Any] = dict(state_dict.get("state_dict", state_dict))
+    lepe = [name for name in source if ".lepe." in name]
+    if lepe:
+        raise InputError(f"the weights have {lepe[0]}: a convolution of the values (LePE) is not supported.")
+    if any(".self_attn." in name for name in source):
+        source = convert_wan_transformer_to_diffusers(source)
+    source = dict(_rename(name, value) for name, value in source.items())
+    target, config = model.state_dict(), cast(Any, model.config)
+    layers = sorted(int(name.split(".")[1]) for name in source if name.endswith(".processor.mixing.weight"))
+    own = [index for index, block in enumerate(model.blocks) if isinstance(block.attn1.processor, WanMHLAProcessor)]
+    if layers != own:
+        raise InputError(f"the weights have MHLA in layers {layers}, the model in {own} (option mhla_layers).")
+    gated = any(".processor.gate." in name for name in source)
+    if gated != config.output_gate:
+        raise InputError(f"the weights have {'a' if gated else 'no'} gate: make the model with output_gate={gated}.")
+    unused = [name for name in source if name not in target]
+    for name in unused:
+        del source[name]
+    for name, value in source.items():
+        hint = "block_grid must agree" if ".mixing." in name else "the options of Wan must agree"
+        check_shape(name, value, target[name], hint)
+        if config.clip_mixing and ".mixing.weight" in name and not ((value >= LOWER) & (value <= UPPER)).all():
+            raise InputError(
+                f"{name} has weights from {value.min():.2g} to {value.max():.2g}: make the model with"
+                " clip_mixing=False."
+            )
+    return merge(source, target, unused)
+
+
+def _rename(name: str, value: Tensor) -> tuple[str, Tensor]:
+    """Give a published weight of a self-attention layer its name here, and a mixing matrix two axes."""
+    found = _OF_ATTENTION.fullmatch(name)
+    if found is None or found[3] not in _PUBLISHED:
+        return name, value
+    new = f"{found[1]}processor.{_PUBLISHED[found[3]]}"
+    return new, value.flatten(1) if new.endswith("mixing.weight") else value

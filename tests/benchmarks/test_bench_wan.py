@@ -1,0 +1,17 @@
+"""`bench_wan.py`: a small run on a CPU."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+
+def test_bench_wan_compares_with_softmax(load, tmp_path: Path):
+    bench = load("bench_wan")
+    bench.main(["--device", "cpu", "--tiny", "--windows", "1", "--out", str(tmp_path)])
+    with (tmp_path / "wan_cpu.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["mode"], row["row"]) for row in rows] == [(mode, row) for mode in bench.MODES for row in bench.ROWS]
+    assert [float(row["speed_of_installed"]) for row in rows if row["row"] == "installed"] == [1, 1]
+    with pytest.raises(SystemExit, match="like 21x30x50"):
+        bench.main(["--device", "cpu", "--tiny", "--sizes", "21x30"])
