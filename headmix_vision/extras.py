@@ -8,6 +8,7 @@ from headmix_vision.errors import InputError
 PACKAGES = {
     "models": ("timm", "safetensors"),
     "diffusion": ("timm", "safetensors", "diffusers", "rich"),
+    "video": ("timm", "safetensors", "diffusers", "rich", "av"),
     "analysis": ("timm", "safetensors", "matplotlib", "scipy"),
     "train": ("timm", "diffusers", "jsonargparse", "lightning", "matplotlib", "sklearn", "tensorboard", "torchmetrics"),
     "eval": ("timm", "safetensors", "rich", "sklearn", "torch_fidelity"),

@@ -64,20 +64,22 @@ def read_png(path: str | os.PathLike[str]) -> np.ndarray:
         return pixels[..., None] if image.mode == "L" else pixels
 
 
-def check_png(path: str | os.PathLike[str], shape: tuple[int, int, int]) -> None:
-    """Checks that a file holds a whole image of a size, by its checksums, without decoding it.
+def check_png(path: str | os.PathLike[str], shape: tuple[int, ...]) -> None:
+    """Checks that a file holds a whole image or clip of a size, by its checksums, without decoding it.
 
     Args:
         path: The file.
-        shape: Height, width and channels (1 or 3).
+        shape: Height, width and channels (1 or 3); frames before them for a clip.
 
     Raises:
         InputError: If the file is damaged, or holds something else.
     """
-    height, width, channels = shape
+    *frames, height, width, channels = shape
     with _opened(path) as image:
         if (image.format, image.size) != ("PNG", (width, height)) or image.mode != ("L" if channels == 1 else "RGB"):
             raise InputError(f"{path} is {image.format} {image.mode} {image.width}x{image.height}")
+        if image.info.get(_FRAMES) != (str(frames[0]) if frames else None):
+            raise InputError(f"{path} has {image.info.get(_FRAMES, 'no')} frames of a clip")
         image.verify()
 
 
