@@ -3,6 +3,7 @@
 Names: W processes, B samples per process and batch, a *global batch* is the W*B samples of one micro-step.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,11 +15,12 @@ from headmix_vision.errors import InputError
 
 
 class SampleKey(NamedTuple):
-    """Names a training sample; it carries the epoch, so that persistent workers know it."""
+    """Names a training sample; it carries the epoch, so that persistent workers know it, and whether it is a still."""
 
     sample: int
     epoch: int
     repeat: int
+    still: bool = False
 
 
 class TrainBatchSampler(Sampler[list[SampleKey]]):
@@ -74,16 +76,24 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         # Not itself a generator: the position is read here and now, not when a worker asks for the first batch.
-        return self._stream(self.first_batch())
+        return self._stream(self.first_batch(), len(self))
+
+    def from_batch(self, first: int) -> Iterator[list[SampleKey]]:
+        """All batches from a number on, without end."""
+        return self._stream(first, None)
+
+    def state(self) -> dict[str, float]:
+        """Everything that decides the order of the samples."""
+        return {name: getattr(self, name) for name in ("num_samples", "global_batch_size", "seed", "repeats")}
 
     def order(self, epoch: int) -> torch.Tensor:
         """Shuffled indices of one epoch, int64 [ceil(num_samples / repeats)]; each stands for `repeats` samples."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         return torch.randperm(self.num_samples, generator=generator)[: -(-self.num_samples // self.repeats)]
 
-    def _stream(self, first: int) -> Iterator[list[SampleKey]]:
+    def _stream(self, first: int, length: int | None) -> Iterator[list[SampleKey]]:
         epoch, order = -1, torch.empty(0)
-        for step in range(first, first + len(self)):
+        for step in itertools.count(first) if length is None else range(first, first + length):
             if step // len(self) != epoch:
                 epoch = step // len(self)
                 order = self.order(epoch)

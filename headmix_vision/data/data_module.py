@@ -1,6 +1,6 @@
 """Opens the splits of any data set for Lightning, deals their samples to processes, and resumes exactly.
 
-B batch, C channels, * the axes of a sample's grid: height and width of an image.
+B batch, C channels, * the axes of a sample's grid: height and width of an image, frames, height and width of a clip.
 """
 
 from abc import abstractmethod
@@ -164,22 +164,10 @@ class DataModule(lightning.LightningDataModule):
             # At this point of a resumed run `trainer.current_epoch` still names the epoch that is over.
             progress: Any = trainer.fit_loop.epoch_progress.current
             return self._stream_loader(split, self.train_transform(), lambda: progress.processed, training=True)
-        sampler = TrainBatchSampler(
-            len(split),
-            self.batch_size,
-            seed=self.seed,
-            repeats=self.repeats,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            first_batch=self._batches_trained,
+        samples = self._train_samples(split, self._shape)
+        return TrainLoader(
+            samples, batch_sampler=self._train_sampler(split, self.seed), **self._loader_options(split, samples)
         )
-        samples = self._whole_batches(split, training=True)
-        if samples is None and isinstance(split, PreparedSource):
-            samples = PreparedSamples(split)
-        elif samples is None:
-            unreadable = UnreadableImages(len(split), self.max_unreadable)
-            samples = TrainSamples(split, self.train_transform(), self.seed, unreadable)
-        return TrainLoader(samples, batch_sampler=sampler, **self._loader_options(split, samples))
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Every validation sample once, in order; nothing without a validation split."""
@@ -231,25 +219,47 @@ class DataModule(lightning.LightningDataModule):
         # overfit_batches asks for the same few batches over and over
         return 0 if trainer.overfit_batches else trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
+    def _train_sampler(self, split: Source, seed: int) -> TrainBatchSampler:
+        trainer = self._attached_trainer()
+        return TrainBatchSampler(
+            len(split),
+            self.batch_size,
+            seed=seed,
+            repeats=self.repeats,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            first_batch=self._batches_trained,
+        )
+
+    def _train_samples(self, split: Source, shape: tuple[int, ...]) -> Dataset[Any]:
+        """Training samples of a shape (C, *grid), one by one or in whole batches."""
+        whole = self._whole_batches(split, shape, training=True)
+        if whole is not None:
+            return whole
+        if isinstance(split, PreparedSource):
+            return PreparedSamples(split)
+        unreadable = UnreadableImages(len(split), self.max_unreadable, what=split.what)
+        return TrainSamples(split, self.train_transform(), self.seed, unreadable)
+
     def _eval_dataloader(self, role: str) -> DataLoader[Any]:
         trainer, split = self._attached_trainer(), self._splits[role]
         if isinstance(split, Stream):
             return self._stream_loader(split, self.eval_transform(), lambda: 0, training=False)
         batches = eval_batches(len(split), self.eval_batch_size, trainer.global_rank, trainer.world_size)
-        samples = self._whole_batches(split, training=False)
+        samples = self._whole_batches(split, self._shape, training=False)
         if samples is None:
             samples = self._eval_samples(split, share=sum(map(len, batches)))
         return DataLoader(samples, batch_sampler=batches, **self._loader_options(split, samples))
 
-    def _whole_batches(self, split: Source, training: bool) -> Dataset[Any] | None:
+    def _whole_batches(self, split: Source, shape: tuple[int, ...], training: bool) -> Dataset[Any] | None:
         transform = self.batch_transform(training)
-        if transform is None or not isinstance(split, BatchSource) or split.shape != self._shape:
+        if transform is None or not isinstance(split, BatchSource) or split.shape != shape:
             return None
         return WholeBatches(split, transform)
 
     def _eval_samples(self, source: Source, share: int, with_name: bool = False) -> EvalSamples:
         transform = as_it_is if isinstance(source, PreparedSource) else self.eval_transform()
-        unreadable = UnreadableImages(len(source), self.max_unreadable, seen=share)
+        unreadable = UnreadableImages(len(source), self.max_unreadable, share, source.what)
         return EvalSamples(source, transform, unreadable, with_name)
 
     def _stream_loader(

@@ -1,6 +1,6 @@
-"""The Lightning data module for training generators: images or cached latents, with labels.
+"""The Lightning data module for training generators: images, clips or cached latents, with labels.
 
-B batch, C channels, H x W the network's input size.
+B batch, C channels, *grid the network's input size: H x W, or T x H x W of clips.
 """
 
 from dataclasses import replace
@@ -9,20 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
+from torch.utils.data import DataLoader
 from torchvision.transforms.functional import pil_to_tensor
 
 from headmix_vision.checks import check_numbers
 from headmix_vision.data.center_crop import center_crop
+from headmix_vision.data.clips import ClipConfig
 from headmix_vision.data.data_module import DataModule
-from headmix_vision.data.datasets.base import RawImage, SplitRequest, Transform
+from headmix_vision.data.datasets import find_dataset, open_split
+from headmix_vision.data.datasets.base import RawImage, Source, SplitRequest, Transform
+from headmix_vision.data.datasets.latents import LatentShards
+from headmix_vision.data.loading import TrainLoader, as_it_is
+from headmix_vision.data.seeding import derive_seed
+from headmix_vision.data.stills import ImageStills, MixedBatchSampler, MixedSamples, StillsConfig
 from headmix_vision.errors import InputError
+
+_STILLS = 1  # stream of random numbers, beside that of the clips
+_RATE_TOLERANCE = 0.01
+DEFAULT_CLIP = ClipConfig()
+DEFAULT_STILLS = StillsConfig()
 
 
 class GenerationData(DataModule):
-    """Images in [-1, 1] or scaled latents, with class labels, for training a generator.
+    """Images or clips in [-1, 1] or scaled latents, with class labels, for training a generator.
 
-    Channels and size come from the network, the attribute `net` of the LightningModule. Batches are (x float32
-    [B, C, H, W], labels int64 [B]).
+    Channels, size and length come from the network, the attribute `net` of the LightningModule; of a video also the
+    frame rate, unless `clip` says otherwise. Batches are (x float32 [B, C, *grid], labels int64 [B]).
 
     Training data are a function of `seed` and of the number of batches trained so far, whatever the number of
     processes and workers; see `DataModule`.
@@ -30,22 +42,27 @@ class GenerationData(DataModule):
     Args:
         dataset: digits (embedded), canvas or canvas/opposite (boards of digits), latents (shards of cache_latents),
             fake (random numbers, to try a recipe), folder (a directory per split and class) or a timm name
-            torch/NAME, hfds/NAME.
+            torch/NAME, hfds/NAME. For networks of clips: moving_digits (embedded), videos (a directory per split and
+            class, of files or of folders of frames, or a table), videos/unlabelled, latents, fake.
         root: Place of the data; of latents the directory of the cache, or of a cache for each split.
         train_split: Name of the training split; `all` trains on both splits of digits.
         val_split: Name of the validation split, on which the loss is measured; none when null.
         batch_size: Samples per process and step.
         eval_batch_size: Samples per process and step in validation; batch_size if null.
-        num_workers: Worker processes per process; if null, none for digits, fake and canvases that are neither
-            flipped nor resized, else the CPU cores per process, at most 8.
-        seed: Seed of order and flips.
-        hflip: Probability of a horizontal flip of an image.
-        max_unreadable: Largest share of unreadable images, above which an error stops the run.
+        num_workers: Worker processes per process; if null, none for digits, fake, and canvases and moving digits that
+            are neither flipped nor resized, else the CPU cores per process, at most 8.
+        seed: Seed of order, flips, and of where a clip begins in its video.
+        hflip: Probability of a horizontal flip of an image or of a whole clip.
+        max_unreadable: Largest share of unreadable images or videos, above which an error stops the run; a video that
+            is too short for a clip is one of them.
         canvas_size: Height and width of a canvas in pixels; the network's input size if null.
+        clip: Which frames of a video make a clip: the network's frame rate if nothing is set.
+        stills: Batches of clips of one frame among those of clips, in training.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, a training split smaller than one global
-            batch, more classes than the network has, latents of another shape than its input.
+            batch, more classes than the network has, latents of another shape or frame rate than its input, images
+            for a network of clips or the other way round.
     """
 
     use = "generation"
@@ -63,6 +80,8 @@ class GenerationData(DataModule):
         hflip: float = 0.0,
         max_unreadable: float = 0.01,
         canvas_size: int | None = None,
+        clip: ClipConfig = DEFAULT_CLIP,
+        stills: StillsConfig = DEFAULT_STILLS,
     ) -> None:
         check_numbers(0, 1, hflip=hflip)
         super().__init__(
@@ -81,11 +100,19 @@ class GenerationData(DataModule):
             raise InputError(f"hflip does not apply to {dataset}: cache_latents has flipped the images or not")
         if canvas_size is not None and not dataset.lower().startswith("canvas"):
             raise InputError(f"canvas_size is {canvas_size}, it must be null for dataset {dataset!r}")
+        if clip != DEFAULT_CLIP and (3 not in self.entry.grid_axes or not self.entry.has_images):
+            made = "cache_latents has chosen the frames" if 3 in self.entry.grid_axes else "it holds no videos"
+            raise InputError(f"clip does not apply to {dataset}: {made}")
+        if stills.dataset is not None:
+            find_dataset(stills.dataset, self.use)
         self.hflip = hflip
         self.canvas_size = canvas_size
+        self.clip = clip
+        self.stills = stills
 
     def sample_shape(self, net: Any) -> tuple[int, ...]:
-        """(channels, height, width) of the network's input."""
+        """(channels, height, width) of the network's input, (channels, frames, height, width) of one of clips."""
+        self._net_rate: float | None = getattr(net, "frame_rate", None)
         return (net.in_channels, *net.input_size)
 
     def train_transform(self) -> Transform:
@@ -101,56 +128,101 @@ class GenerationData(DataModule):
         return None if training and self.hflip else to_range
 
     def request(self, split: str, role: str) -> SplitRequest:
-        """As in the base; a canvas may be drawn at another size than the network takes."""
-        request = super().request(split, role)
+        """As in the base; a canvas may be drawn at another size than the network takes, clips have a frame rate."""
+        clip = ClipConfig(self._net_rate) if self.clip == DEFAULT_CLIP else self.clip
+        request = replace(super().request(split, role), clip=clip)
         if self.canvas_size is not None:
             request = replace(request, shape=(self._shape[0], self.canvas_size, self.canvas_size))
         return request
 
     def setup(self, stage: str) -> None:
         """Open the splits that `stage` (fit or validate) needs, and check them."""
+        self._still_source: Source | None = None
         super().setup(stage)
-        if self._model_classes and self.num_classes > self._model_classes:
+        if self._model_classes and not 0 < self.num_classes <= self._model_classes:
             raise InputError(
                 f"the data have {self.num_classes} classes, the model {self._model_classes}:"
                 f" set model.num_classes={self.num_classes}"
             )
+        for split in self._splits.values():
+            self._check_rate(split)
+        if stage == "fit" and self.stills.share:
+            self._still_source = self._open_stills()
+            self.train_dataloader()  # which refuses fewer stills than a batch
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Training batches as in the base, with those of stills among them."""
+        if self._still_source is None:
+            return super().train_dataloader()
+        clips = self._splits["train"]
+        assert isinstance(clips, Source)
+        samples = self._train_samples(clips, self._shape)
+        stills = self._train_samples(self._still_source, (self._shape[0], 1, *self._shape[2:]))
+        both = self._loader_options(clips, samples), self._loader_options(self._still_source, stills)
+        options = {**max(both, key=lambda one: one["num_workers"]), "collate_fn": as_it_is}
+        sampler = MixedBatchSampler(
+            self._train_sampler(clips, self.seed),
+            self._train_sampler(self._still_source, derive_seed(self.seed, _STILLS)),
+            self.stills.share,
+        )
+        return TrainLoader(MixedSamples(samples, stills), batch_sampler=sampler, **options)
+
+    def _open_stills(self) -> Source:
+        """Opens the stills: images, or single frames of videos, clips or latents."""
+        if len(self._shape) != 4:
+            raise InputError(f"stills.share is {self.stills.share}, but the network takes images: it must be 0")
+        channels, _, height, width = self._shape
+        request = self.request(self.train_split, "train")
+        if self.stills.dataset is not None:
+            request = replace(
+                request, name=self.stills.dataset, root=self.stills.root, split=self.stills.split,
+                train_split=self.stills.split,
+            )  # fmt: skip
+        is_clips = 3 in find_dataset(request.name, self.use).grid_axes
+        shape = (channels, 1, height, width) if is_clips else (channels, height, width)
+        source = open_split(replace(request, shape=shape))
+        assert isinstance(source, Source), "streams serve training of classifiers alone"
+        if self._model_classes:
+            self._check_class_names(source.class_names, "the data set of stills")
+        return source if is_clips else ImageStills(source, FitImage((height, width)))
+
+    def _check_rate(self, split: object) -> None:
+        rate = split.frame_rate if isinstance(split, LatentShards) else None
+        if rate and self._net_rate and abs(rate / self._net_rate - 1) > _RATE_TOLERANCE:
+            raise InputError(
+                f"the latents have {rate:g} frames a second, the network takes {self._net_rate:g}:"
+                f" set model.model_args.frame_rate={rate:g}"
+            )
 
     def on_before_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Check the labels while they are on the CPU."""
-        labels = batch[1]
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
+        labels, classes = batch[1], max(self.num_classes, 1)  # data without classes have label 0
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
             raise InputError(
                 f"labels {int(labels.min())} to {int(labels.max())} in the data, there are {self.num_classes} classes"
             )
         return batch
 
 
-class ImageToRange:
-    """Brings an image to the wanted size, flips it and scales it to [-1, 1].
+class FitImage:
+    """Brings an image to a size.
 
     Pictures are cropped as ADM does, as in `cache_latents` and `evaluate`. Tensors are resized whole: enlarging keeps
     pixels square and hard when the size is a multiple, so that reducing restores the image.
 
     Args:
         size: Height and width in pixels.
-        hflip: Probability of a horizontal flip.
     """
 
-    def __init__(self, size: tuple[int, ...], hflip: float = 0.0) -> None:
+    def __init__(self, size: tuple[int, ...]) -> None:
         self.size = size
-        self.hflip = hflip
 
     def __call__(self, image: RawImage) -> Tensor:
-        """Float32 [C, H, W] in [-1, 1], of a PIL image or of a float32 tensor [C, h, w] in [0, 1]."""
+        """Float32 [C, H, W] in [0, 1], of a PIL image or of a float32 tensor [C, h, w] in [0, 1]."""
         if isinstance(image, Tensor):
-            x = self._resize(image)
-        else:
-            height, width = self.size
-            x = pil_to_tensor(center_crop(image, (height, width))).float() / 255
-        if self.hflip and torch.rand(()) < self.hflip:
-            x = x.flip(-1)
-        return to_range(x)
+            return self._resize(image)
+        height, width = self.size
+        return pil_to_tensor(center_crop(image, (height, width))).float() / 255
 
     def _resize(self, x: Tensor) -> Tensor:
         if x.shape[1:] == self.size:
@@ -158,6 +230,26 @@ class ImageToRange:
         multiple = all(new % old == 0 for new, old in zip(self.size, x.shape[1:], strict=True))
         mode = "nearest" if multiple else "bilinear"
         return interpolate(x[None], self.size, mode=mode, antialias=mode == "bilinear")[0]
+
+
+class ImageToRange:
+    """Brings an image to the wanted size, flips it and scales it to [-1, 1]; clips have their size already.
+
+    Args:
+        size: Height and width in pixels; frames, height and width of clips.
+        hflip: Probability of a horizontal flip, of all frames alike.
+    """
+
+    def __init__(self, size: tuple[int, ...], hflip: float = 0.0) -> None:
+        self.fit = FitImage(size) if len(size) == 2 else None
+        self.hflip = hflip
+
+    def __call__(self, image: RawImage) -> Tensor:
+        """Float32 [C, *grid] in [-1, 1], of an image (see `FitImage`), or of a clip in [0, 1]."""
+        x: Any = image if self.fit is None else self.fit(image)
+        if self.hflip and torch.rand(()) < self.hflip:
+            x = x.flip(-1)
+        return to_range(x)
 
 
 def to_range(pixels: Tensor) -> Tensor:

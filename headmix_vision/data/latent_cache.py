@@ -1,6 +1,6 @@
 """Writes latents: the shards of a cache, and the record of what they were made of.
 
-B images of a batch, C channels, H x W pixels.
+B images or clips of a batch, C channels, T frames, H x W pixels.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from headmix_vision.checks import check_choice, check_counts
 from headmix_vision.console.progress import progress
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.datasets.base import PIL_MODES, Source, readable, to_picture
+from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, readable, to_picture
 from headmix_vision.data.datasets.latents import (
     FORMAT,
     MANIFEST,
@@ -40,11 +40,39 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 _SHARD_NUMBER = re.compile(r"\.shard-(\d+)\.")
 
 
-class CroppedImages(Dataset[tuple[Tensor, int]]):
-    """Centre-cropped images of a source, uint8 [C, size, size], with their label.
+class EvenClips(Source):
+    """Several clips of each video of a source, in even distances.
 
     Args:
-        source: The images.
+        source: The videos.
+        count: Clips of each.
+    """
+
+    def __init__(self, source: ClipSource, count: int) -> None:
+        self.source = source
+        self.count = count
+        self.class_names = source.class_names
+
+    def __len__(self) -> int:
+        return len(self.source) * self.count
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        video, number = divmod(index, self.count)
+        return self.source.read_part(video, (number + 0.5) / self.count)
+
+    def name(self, index: int) -> str:
+        return self.source.name(index // self.count)
+
+    def files(self) -> list[tuple[str, int]] | None:
+        files = self.source.files()
+        return None if files is None else [file for file in files for _ in range(self.count)]
+
+
+class CroppedImages(Dataset[tuple[Tensor, int]]):
+    """Centre-cropped images, uint8 [C, size, size], or clips [C, T, size, size] of a source, with their label.
+
+    Args:
+        source: The images, or clips that are cropped already.
         size: Side in pixels.
         mode: PIL mode, `L` or `RGB`.
     """
@@ -62,6 +90,8 @@ class CroppedImages(Dataset[tuple[Tensor, int]]):
 
         with readable(self.source.name(index)):
             image, label = self.source.read(index)
+        if isinstance(image, Tensor) and image.ndim == 4:
+            return (image * 255).round().to(torch.uint8), max(label, 0)
         return pil_to_tensor(center_crop(to_picture(image).convert(self.mode), self.size)), max(label, 0)
 
 
@@ -72,11 +102,12 @@ def write_cache(
     *,
     image_size: int,
     origin: str,
+    clip: dict[str, Any] | None = None,
     flip: bool = False,
     store: str = "moments",
     dtype: str = "float16",
-    batch_size: int = 32,
-    shard_size: int = 4096,
+    batch_size: int | None = None,
+    shard_size: int | None = None,
     workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
@@ -85,16 +116,18 @@ def write_cache(
     """Encode what is missing of this process's share of a cache.
 
     Args:
-        source: The images.
+        source: The images, or the clips at their final size.
         autoencoder: What to encode with.
         out: Directory of the cache.
         image_size: Images are centre-cropped to this many pixels, as ADM does.
         origin: Where the images came from, for the record.
+        clip: Of clips: `frames`, their number; `frame_rate` a second, None where it is not known or differs; and
+            whatever else says how they were made, for the record.
         flip: Store the latents of mirrored images too.
         store: `moments` (mean and standard deviation) or `means`; an autoencoder without moments stores means.
         dtype: Type on disk: float32, float16 or bfloat16; pixels are uint8.
-        batch_size: Images at a time.
-        shard_size: Images in a file.
+        batch_size: Images at a time, 32 when None, or clips, 4.
+        shard_size: Images in a file, 4096 when None, or clips, 256.
         workers: Processes that read images.
         rank: This process: it writes shards rank, rank + world_size, ...
         world_size: Number of processes.
@@ -111,6 +144,10 @@ def write_cache(
         raise InputError(f"rank is {rank}, it must be in [0, {world_size}), the number of processes")
     if len(source) == 0:
         raise InputError(f"{origin} has no images")
+    if batch_size is None:
+        batch_size = 32 if clip is None else 4
+    if shard_size is None:
+        shard_size = 4096 if clip is None else 256
     check_place(out)
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file, --out must be a directory")
@@ -119,6 +156,8 @@ def write_cache(
     check_choice("store", store, STORES)
     check_choice("dtype", dtype, tuple(DTYPES))
     autoencoder.check_size(image_size, image_size)
+    if clip is not None:
+        autoencoder.check_frames(clip["frames"])
     mode = PIL_MODES[autoencoder.image_channels]
     images = CroppedImages(source, image_size, mode)
     mean, std = autoencoder.moments(images[0][0][None] / 255)
@@ -136,6 +175,9 @@ def write_cache(
         "class_names": source.class_names,
         "autoencoder": autoencoder.description,
     }
+    if clip is not None:
+        rate = clip["frame_rate"]
+        manifest |= {"clip": clip, "frame_rate": rate and rate / (autoencoder.time_downsampling or 1)}
     manifest["source"] = _source_hashes(source, manifest)
     if dry_run:
         _check_directory(out, manifest)
@@ -164,7 +206,9 @@ def _write_shards(
     batches = [batch for number in todo for batch in _batches(number, manifest, batch_size)]
     loader: Any = DataLoader(images, batch_sampler=batches, num_workers=workers, worker_init_fn=_ignore_interrupts)
     described = {name: value for name, value in manifest.items() if name != "source"}
-    with progress("caching", sum(map(len, batches)), "images", enabled=show) as advance:
+    with progress(
+        "caching", sum(map(len, batches)), "clips" if "clip" in manifest else "images", enabled=show
+    ) as advance:
         stream = iter(loader)
         for number in todo:
             parts: dict[str, list[Tensor]] = {}
@@ -265,7 +309,7 @@ def _batches(number: int, manifest: dict[str, Any], batch_size: int) -> Iterator
 
 
 def _encode(autoencoder: Autoencoder, pixels: Tensor, manifest: dict[str, Any]) -> dict[str, Tensor]:
-    """Tensors of a shard for a batch of uint8 images [B, C, H, W]."""
+    """Tensors of a shard for a batch of uint8 images [B, C, H, W] or clips [B, C, T, H, W]."""
     stored = {}
     for suffix, images in (("", pixels), ("_flipped", pixels.flip(-1)))[: 1 + manifest["flip"]]:
         if autoencoder.module is None:

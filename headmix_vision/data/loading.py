@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from headmix_vision.data.batches import SampleKey, TrainBatchSampler
-from headmix_vision.data.datasets.base import BatchSource, PreparedSource, RawImage, Source, Transform
+from headmix_vision.data.batches import SampleKey
+from headmix_vision.data.datasets.base import BatchSource, ClipSource, PreparedSource, RawImage, Source, Transform
 from headmix_vision.data.seeding import derive_seed, seeded
 from headmix_vision.errors import InputError
 
@@ -21,10 +21,12 @@ class UnreadableImages:
         size: Number of images in the source.
         limit: Largest tolerated share of unreadable images.
         seen: How many of the images this process reads; the share refers to them.
+        what: What to call one in messages.
     """
 
-    def __init__(self, size: int, limit: float, seen: int | None = None) -> None:
+    def __init__(self, size: int, limit: float, seen: int | None = None, what: str = "image") -> None:
         self.limit = limit
+        self.what = what
         self.seen = size if seen is None else seen
         self.flags = torch.zeros(size, dtype=torch.uint8).share_memory_()
 
@@ -47,18 +49,19 @@ class UnreadableImages:
         reason = f"{type(error).__name__}: {error}"
         if count > self.limit * self.seen:
             raise InputError(
-                f"{count} of {self.seen} images are unreadable ({count / self.seen:.2%}), more than max_unreadable = "
-                f"{self.limit:.2%}; the latest is {name} ({reason})"
+                f"{count} of {self.seen} {self.what}s are unreadable ({count / self.seen:.2%}), more than"
+                f" max_unreadable = {self.limit:.2%}; the latest is {name} ({reason})"
             ) from None
         if count == self.seen:
-            raise InputError(f"none of the {count} images is readable; the latest is {name} ({reason})") from None
-        warnings.warn(f"skipped unreadable image {name} ({reason}), {count} of {self.seen} so far", stacklevel=2)
+            raise InputError(f"none of the {count} {self.what}s is readable; the latest is {name} ({reason})") from None
+        warnings.warn(f"skipped unreadable {self.what} {name} ({reason}), {count} of {self.seen} so far", stacklevel=2)
 
 
 class TrainSamples(Dataset[tuple[Tensor, int]]):
-    """Augmented training images. The augmentation depends on (seed, epoch, index, repeat) and nothing else.
+    """Augmented training images or clips.
 
-    An unreadable image is replaced by the next readable one.
+    The augmentation, and which frames of a video are read, depend on (seed, epoch, index, repeat) and nothing else. An
+    unreadable image or video is replaced by the next readable one.
     """
 
     def __init__(self, source: Source, transform: Transform, seed: int, unreadable: UnreadableImages) -> None:
@@ -71,22 +74,25 @@ class TrainSamples(Dataset[tuple[Tensor, int]]):
         return len(self.source)
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, int]:
-        image, target = self._read(key.sample)
-        with seeded(derive_seed(self.seed, key.epoch, key.sample, key.repeat)):
+        seed = derive_seed(self.seed, key.epoch, key.sample, key.repeat)
+        image, target = self._read(key.sample, seed)
+        with seeded(seed):
             return self.transform(image), target
 
-    def _read(self, first: int) -> tuple[RawImage, int]:
+    def _read(self, first: int, seed: int) -> tuple[RawImage, int]:
         for offset in range(len(self)):
             index = (first + offset) % len(self)
             if index in self.unreadable:
                 continue
             try:
+                if isinstance(self.source, ClipSource):
+                    return self.source.read_part(index, derive_seed(seed) / 2**63)
                 return self.source.read(index)
             except InputError:
                 raise
             except Exception as error:  # decoders raise whatever comes to mind on a damaged file
                 self.unreadable.report(index, self.source.name(index), error)
-        raise InputError(f"none of the {len(self)} images is readable")
+        raise InputError(f"none of the {len(self)} {self.unreadable.what}s is readable")
 
 
 class PreparedSamples(Dataset[tuple[Tensor, int]]):
@@ -103,22 +109,24 @@ class PreparedSamples(Dataset[tuple[Tensor, int]]):
 
 
 class TrainLoader(DataLoader[Any]):
-    """Data loader over a `TrainBatchSampler`, which Lightning recognises as able to resume within an epoch.
+    """Data loader over a sampler of training batches, which Lightning recognises as able to resume within an epoch.
 
     The position itself is in Lightning's own counters; the state only says what the position refers to.
     """
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, float]:
         """Everything that decides the order of the images."""
-        sampler = self.batch_sampler
-        assert isinstance(sampler, TrainBatchSampler)
-        return {name: getattr(sampler, name) for name in ("num_samples", "global_batch_size", "seed", "repeats")}
+        sampler: Any = self.batch_sampler
+        state: dict[str, float] = sampler.state()
+        return state
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Warn if the order of the images is not the one that the checkpoint stopped in."""
-        for name, value in self.state_dict().items():
-            if state_dict[name] != value:
-                warnings.warn(f"{name} was {state_dict[name]} and is now {value}: not an exact resume", stacklevel=2)
+        state = self.state_dict()
+        for name in {**state_dict, **state}:
+            before, now = state_dict.get(name), state.get(name)
+            if before != now:
+                warnings.warn(f"{name} was {before} and is now {now}: not an exact resume", stacklevel=2)
 
 
 class EvalSamples(Dataset[tuple[Tensor, int | str] | None]):

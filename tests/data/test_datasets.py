@@ -95,7 +95,7 @@ class Clips(BatchSource):
 
 
 def test_samples_of_any_number_of_axes_reach_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DATASETS, "clips", DatasetEntry(f"{__name__}:Clips"))
+    monkeypatch.setitem(DATASETS, "clips", DatasetEntry(f"{__name__}:Clips", grid_axes=(3,)))
     data = attached(GenerationData("clips", batch_size=4, val_split=None), 3, (2, 8, 8), 2)
     x, labels = next(iter(data.train_dataloader()))
     assert x.shape == (4, 3, 2, 8, 8) and x.dtype == torch.float32 and labels.dtype == torch.int64

@@ -351,7 +351,7 @@ def test_options_that_contradict_each_other(images: Path, tmp_path: Path, capsys
     assert "--images is ''" in message("--images", "")
     assert "did you mean --shard-size?" in message("--shard-sise", 3)
     neither = refused(capsys, "--vae", "none", "--out", out)
-    assert "neither --images nor --dataset" in neither and not out.exists()
+    assert "neither --images nor --videos nor --dataset" in neither and not out.exists()
     first = min(images.rglob("*.png"))
     first.write_bytes(b"")
     assert f"{first} cannot be read" in message()

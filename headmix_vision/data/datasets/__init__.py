@@ -25,11 +25,23 @@ DATASETS = {
         uses=("classification", "generation", "scoring"),
         exact=True,
     ),
-    "fake": DatasetEntry(".fake:open_fake", uses=("classification", "generation")),
+    "fake": DatasetEntry(".fake:open_fake", uses=("classification", "generation"), grid_axes=(2, 3)),
     "folder": DatasetEntry(".folders:open_folder"),
     "torch": DatasetEntry(".torchvision:open_torchvision", names=("torch/NAME",)),
     "hfds": DatasetEntry(".huggingface:open_huggingface", names=("hfds", "hfds/NAME"), package=_HUGGINGFACE),
-    "latents": DatasetEntry(".latents:open_latents", uses=("generation",), has_images=False),
+    "latents": DatasetEntry(".latents:open_latents", uses=("generation",), has_images=False, grid_axes=(2, 3)),
+    "videos": DatasetEntry(
+        ".videos:open_videos",
+        names=("videos", "videos/unlabelled"),
+        uses=("generation", "scoring", "caching"),
+        grid_axes=(3,),
+    ),
+    "moving_digits": DatasetEntry(
+        ".moving_digits:open_moving_digits",
+        uses=("generation", "scoring", "caching"),
+        exact=True,
+        grid_axes=(3,),
+    ),
     "hfids": DatasetEntry(
         _STREAM, names=("hfids/NAME",), uses=("classification",), is_stream=True, package=_HUGGINGFACE
     ),
@@ -70,15 +82,25 @@ def dataset_names(use: Use) -> str:
     return ", ".join(name for kind, entry in DATASETS.items() if use in entry.uses for name in entry.names or (kind,))
 
 
+def _names_of(use: Use, axes: int) -> str:
+    return ", ".join(kind for kind, entry in DATASETS.items() if use in entry.uses and axes in entry.grid_axes)
+
+
 def open_split(request: SplitRequest) -> Source | Stream:
     """Open one split of a data set.
 
     Raises:
-        InputError: The name is unknown or does not serve this use, a package is missing, or whatever the data set
-            complains about.
+        InputError: The name is unknown or does not serve this use, its samples are images where clips are wanted or
+            the other way round, a package is missing, or whatever the data set complains about.
         TypeError: The opener of the table returns something else.
     """
     entry = find_dataset(request.name, request.use)
+    if len(request.grid) in (2, 3) and len(request.grid) not in entry.grid_axes:
+        holds, wanted = ("images", "clips") if len(request.grid) == 3 else ("clips", "images")
+        raise InputError(
+            f"dataset {request.name!r} holds {holds}, asked for {wanted} of {'x'.join(map(str, request.grid))};"
+            f" {wanted} are in {_names_of(request.use, len(request.grid))}"
+        )
     package, command = entry.package or ("", "")
     if package and importlib.util.find_spec(package) is None:
         raise InputError(f"dataset {request.name!r} needs the package {package}: {command}")

@@ -1,6 +1,6 @@
 """The contract of data sets: a line of their table, the request for a split, and the sources that answer it.
 
-C channels, * the axes of a sample's grid: height and width of an image.
+C channels, * the axes of a sample's grid: height and width of an image, frames, height and width of a clip.
 """
 
 import os
@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from headmix_vision.data.clips import ClipConfig
 from headmix_vision.errors import InputError
 
 RawImage = Image.Image | Tensor
@@ -47,7 +48,8 @@ class DatasetEntry:
         uses: Who may read it.
         exact: Samples are float tensors whose every pixel counts, not pictures: evaluation does not crop them, and
             policies that need PIL images do not apply.
-        has_images: Samples are images, to which the options of images apply.
+        has_images: Samples are images or clips of pixels, to which the options of images apply.
+        grid_axes: How many axes the grid of a sample may have: 2 of images, 3 of clips.
         is_stream: Samples come in an order of their own, shuffled in a buffer.
         package: A package that must be installed, and the command that installs it.
         scored_split: The split that is scored when none is named.
@@ -58,9 +60,18 @@ class DatasetEntry:
     uses: tuple[Use, ...] = get_args(Use)
     exact: bool = False
     has_images: bool = True
+    grid_axes: tuple[int, ...] = (2,)
     is_stream: bool = False
     package: tuple[str, str] | None = None
     scored_split: str = "validation"
+
+    @property
+    def is_clips(self) -> bool:
+        """Whether all samples are clips."""
+        return self.grid_axes == (3,)
+
+
+_DEFAULT_CLIP = ClipConfig()
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ class SplitRequest:
         use: Who asks.
         root: Place of the data.
         num_classes: Number of classes of the model, for data that know none themselves.
+        clip: Which frames of a video make a clip.
         seed: Seed of what is drawn anew in every epoch, and of shuffled streams.
         train_split: Name of the training split: the one that a place without splits holds.
         training: Whether the split is trained on. This and the next two are for streams.
@@ -87,6 +99,7 @@ class SplitRequest:
     use: Use
     root: str | None = None
     num_classes: int = 0
+    clip: ClipConfig = _DEFAULT_CLIP
     seed: int = 0
     train_split: str = "train"
     training: bool = False
@@ -105,7 +118,7 @@ class SplitRequest:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Height and width of an image; empty where any size will do."""
+        """Height and width of an image, frames, height and width of a clip; empty where any size will do."""
         return self.shape[1:]
 
     @property
@@ -146,6 +159,8 @@ class Source(ABC):
     class_names: list[str]
     in_memory = False
     """Whether reading costs nothing, so that loaders need no worker processes."""
+    what = "image"
+    """What to call a sample in messages."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -198,6 +213,20 @@ class BatchSource(Source):
         """Image float32 [C, *grid] with values in [0, 1], and target."""
         images, targets = self.read_batch([index])
         return images[0], int(targets[0])
+
+
+class ClipSource(Source):
+    """A source of longer videos, of which a sample is a part."""
+
+    what = "video"
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        """The clip in the middle of a video, float32 [C, T, H, W] in [0, 1], and target."""
+        return self.read_part(index, 0.5)
+
+    @abstractmethod
+    def read_part(self, index: int, place: float) -> tuple[Tensor, int]:
+        """The clip that begins at a place between 0 and 1 of those at which it can; see `read`."""
 
 
 class PreparedSource(Source):

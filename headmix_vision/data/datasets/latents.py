@@ -3,7 +3,8 @@
 A cache is a directory with `latents.json`, which says how the latents were made, and shards of a fixed number of
 images in the order of the data set: `shard-00000.safetensors`, ...
 
-n images of a shard, C latent channels, * the axes of the latent grid: h and w of an image.
+n images or clips of a shard, C latent channels, * the axes of the latent grid: h and w of an image, t, h and w of a
+clip.
 """
 
 import json
@@ -35,6 +36,7 @@ _ENTRIES = {
     "class_names": list,
     "autoencoder": dict,
     "source": list | None,
+    "frame_rate": int | float | None,
 }
 _AUTOENCODER = {"scale": int | float | list, "shift": int | float | list}
 
@@ -122,6 +124,13 @@ def open_latents(request: SplitRequest) -> "LatentShards":
         if request.split != request.train_split:
             raise InputError(f"{folder} has no folder {request.split}: set data.val_split=null to train without")
     shards = LatentShards(folder, request.seed)
+    channels, *grid = request.shape
+    if (
+        len(grid) == 3
+        and grid[0] == 1
+        and shards.shape in ((channels, *grid[1:]), (channels, shards.frames, *grid[1:]))
+    ):
+        shards.as_stills()
     if shards.shape != request.shape:
         raise InputError(
             f"the latents of {folder} are of shape {list(shards.shape)}, the network takes {list(request.shape)}"
@@ -150,6 +159,8 @@ class LatentShards(PreparedSource):
         self.manifest = read_manifest(self.path)
         self.class_names: list[str] = self.manifest["class_names"]
         self.num_classes = len(self.class_names)
+        self.frame_rate: float | None = self.manifest["frame_rate"]
+        self._stills = False
         self.shape: tuple[int, ...] = tuple(self.manifest["shape"])
         scale = self.manifest["autoencoder"]
         self.scale = LatentScale(scale["scale"], scale["shift"])
@@ -166,6 +177,21 @@ class LatentShards(PreparedSource):
         for number in range(count_shards(self.manifest)):
             check_shard(self.path, number, self.manifest)
         self._files: dict[int, Any] = {}
+
+    @property
+    def frames(self) -> int:
+        """Latent frames of a clip, 1 of an image."""
+        return self.shape[1] if len(self.shape) == 4 else 1
+
+    def as_stills(self) -> None:
+        """From now on, give images, or the first frames of clips, as clips of one frame [C, 1, h, w].
+
+        The first latent frame of a clip stands for its first frame alone. Wan and LTX make it of nothing else, the
+        norms of CogVideoX look at the whole clip.
+        """
+        self._stills = True
+        self.shape = (self.shape[0], 1, *self.shape[-2:])
+        self.frame_rate = None
 
     def __len__(self) -> int:
         return int(self.manifest["count"])
@@ -184,14 +210,21 @@ class LatentShards(PreparedSource):
         mirrored = float(torch.rand((), generator=generator)) < self.flip
         suffix = "_flipped" if mirrored else ""
         label = int(file.get_slice("labels")[place : place + 1])
-        latent = file.get_slice(f"mean{suffix}")[place : place + 1][0]
+        latent = self._slice(file, f"mean{suffix}", place)
         if latent.dtype == torch.uint8:
             latent = latent.float() / 255 * 2 - 1
         latent = latent.float()
         if self.manifest["store"] == "moments":
-            std = file.get_slice(f"std{suffix}")[place : place + 1][0].float()
+            std = self._slice(file, f"std{suffix}", place).float()
             latent = latent + std * torch.randn(latent.shape, generator=generator)
         return self.scale.apply(latent[None])[0], label
+
+    def _slice(self, file: Any, name: str, place: int) -> Tensor:
+        part = file.get_slice(name)
+        if not self._stills:
+            return part[place : place + 1][0]
+        is_clip = len(self.manifest["shape"]) == 4
+        return part[place : place + 1, :, :1][0] if is_clip else part[place : place + 1].transpose(0, 1)
 
     def name(self, index: int) -> str:
         return f"{self.path}[{index}]"

@@ -1,0 +1,90 @@
+"""Decides which frames of a video make a clip, and crops them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from headmix_vision.checks import check_counts, check_positive
+from headmix_vision.data.center_crop import center_crop
+from headmix_vision.errors import InputError
+
+_LEAST_SHARE = 0.99  # of the wanted frame rate: 29.97 frames a second serve as 30
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """The frames of a video that a clip is made of; how many is up to the network.
+
+    Args:
+        frame_rate: Frames a second of a clip, at most those of the video: of these, the nearest ones are taken.
+        frame_stride: Instead, every so many frames of the video, whatever its frame rate.
+
+    Raises:
+        InputError: Both are given, or one is out of range.
+    """
+
+    frame_rate: float | None = None
+    frame_stride: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.frame_rate is not None:
+            if self.frame_stride is not None:
+                raise InputError(
+                    f"frame_rate is {self.frame_rate} and frame_stride is {self.frame_stride}: set one of them"
+                )
+            check_positive(frame_rate=self.frame_rate)
+        if self.frame_stride is not None:
+            check_counts(1, frame_stride=self.frame_stride)
+
+    def rate_of(self, frame_rate: float) -> float:
+        """Frames a second of the clips of a video with `frame_rate`."""
+        return self.frame_rate or frame_rate / (self.frame_stride or 1)
+
+    def frames(self, count: int, available: int, frame_rate: float | None, place: float) -> list[int]:
+        """Numbers of the frames of a clip.
+
+        Args:
+            count: Frames of the clip.
+            available: Frames of the video.
+            frame_rate: Frames a second of the video; None where it states none.
+            place: Where the clip begins, from 0, the first frame that it can begin with, to 1, the last one.
+
+        Raises:
+            InputError: The video is too short, or its frame rate too low.
+        """
+        step = float(self.frame_stride or 1)
+        if self.frame_rate is not None:
+            if frame_rate is None:
+                raise InputError("it states no frame rate: set frame_stride instead of frame_rate")
+            if frame_rate < _LEAST_SHARE * self.frame_rate:
+                raise InputError(f"it has {frame_rate:g} frames a second, fewer than the {self.frame_rate:g} of a clip")
+            step = frame_rate / self.frame_rate
+        offsets = [round(number * step) for number in range(count)]
+        spare = available - offsets[-1]
+        if spare < 1:
+            raise InputError(f"it has {available} frames, a clip needs {offsets[-1] + 1}")
+        start = min(int(place * spare), spare - 1)
+        return [start + offset for offset in offsets]
+
+
+def crop_frames(frames: Sequence[Image.Image], size: Sequence[int], mode: str) -> Tensor:
+    """Crops each frame as ADM does; float32 [C, T, H, W] in [0, 1]. An empty size leaves them as they are.
+
+    Raises:
+        InputError: Frames of several sizes.
+    """
+    sizes = sorted({frame.size for frame in frames})
+    if len(sizes) > 1:
+        (width, height), (other_width, other_height) = sizes[:2]
+        raise InputError(f"it has frames of {width}x{height} and of {other_width}x{other_height} pixels")
+    pictures = [frame.convert(mode) for frame in frames]
+    if size:
+        height, width = size
+        pictures = [center_crop(picture, (height, width)) for picture in pictures]
+    pixels = np.stack([np.asarray(picture) for picture in pictures])
+    pixels = pixels[..., None] if pixels.ndim == 3 else pixels
+    return torch.from_numpy(pixels.transpose(3, 0, 1, 2).astype(np.float32)) / 255

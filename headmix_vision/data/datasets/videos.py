@@ -1,0 +1,260 @@
+"""`videos`: video files and folders of frames, by folder or by table.
+
+A split is a folder with a folder of videos for each class (UCF-101), or with videos alone. A folder that holds images
+is one video, its frames in the order of their names (SkyTimelapse). Or it is a table `SPLIT.csv`, or one table for all
+splits: `path` (relative to the table's folder) and `label`, and, where there are such columns, `split`, and `start` and
+`end`, the numbers of the first frame that may be used and of the one after the last.
+"""
+
+import csv
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+from torch import Tensor
+
+from headmix_vision.data.clips import ClipConfig, crop_frames
+from headmix_vision.data.datasets.base import EVAL_SYNONYMS, ClipSource, SplitRequest
+from headmix_vision.data.datasets.folders import split_candidates
+from headmix_vision.errors import InputError
+from headmix_vision.extras import require_extra
+from headmix_vision.files.video import VIDEO_SUFFIXES, VideoInfo, probe, read_frames
+
+UNLABELLED = "unlabelled"
+_PROBE_THREADS = 8
+_COLUMNS = ("path", "label", "split", "start", "end")
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video of a list: a file or a folder of frames, its label, and the frames that may be used."""
+
+    path: Path
+    label: str = ""
+    start: int = 0
+    end: int | None = None
+
+
+def open_videos(request: SplitRequest) -> "Videos":
+    """Open a split, `videos/unlabelled` without the classes that folders or tables tell.
+
+    The root is a folder with a folder or table for each split, where `train`, `validation` and their synonyms are
+    interchangeable, a table, or, for the training split, the folder of the videos itself.
+
+    Raises:
+        InputError: Nothing there, an empty class folder, a table with a mistake, a clip without a length, or a frame
+            rate for folders of frames, which have none.
+    """
+    videos, folder = _find_split(request)
+    return make_videos(videos, folder, request)
+
+
+def open_video_folder(folder: Path, request: SplitRequest) -> "Videos":
+    """Open a folder of videos, with a folder for each class or with videos alone, or a table; see `open_videos`."""
+    if folder.is_file():
+        return make_videos(_read_table(folder, request.split, request.train_split), folder.parent, request)
+    return make_videos(_find_videos(folder), folder, request)
+
+
+def make_videos(videos: list[Video], folder: Path, request: SplitRequest) -> "Videos":
+    """Make the source of a list of videos; see `open_videos`."""
+    if not request.grid:
+        raise InputError(f"dataset {request.name!r} needs the number of frames of a clip")
+    if any(video.path.suffix.lower() in VIDEO_SUFFIXES for video in videos):
+        require_extra("video", "reading a video")
+    frames = next((video.path for video in videos if video.path.is_dir()), None)
+    if frames is not None and request.clip.frame_rate is not None:
+        raise InputError(
+            f"{frames} is a folder of frames, which states no frame rate: set frame_stride instead of frame_rate"
+            f" {request.clip.frame_rate:g}"
+        )
+    if request.variant == UNLABELLED:
+        videos = [Video(video.path, "", video.start, video.end) for video in videos]
+    return Videos(videos, folder, request.grid, request.mode, request.clip)
+
+
+class Videos(ClipSource):
+    """Videos of a list, of which clips are read.
+
+    Args:
+        videos: The videos.
+        folder: What their names are relative to.
+        grid: T, or T, H and W: frames of a clip, and the size to which each is cropped.
+        mode: PIL mode of the frames, `L` or `RGB`.
+        clip: Which frames make a clip.
+    """
+
+    def __init__(self, videos: Sequence[Video], folder: Path, grid: Sequence[int], mode: str, clip: ClipConfig) -> None:
+        self.videos = videos
+        self.folder = folder
+        self.num_frames, *self.size = grid
+        self.mode = mode
+        self.clip = clip
+        self.class_names = sorted({video.label for video in videos} - {""}, key=_natural)
+        self._targets = {name: number for number, name in enumerate(self.class_names)}
+
+    def __len__(self) -> int:
+        return len(self.videos)
+
+    def read_part(self, index: int, place: float) -> tuple[Tensor, int]:
+        """As `ClipSource` says; ValueError for a video that is damaged, too short or too slow."""
+        video = self.videos[index]
+        try:
+            frames = self._read_folder(video, place) if video.path.is_dir() else self._read_file(video, place)
+            return crop_frames(frames, self.size, self.mode), self._targets.get(video.label, 0)
+        except InputError as error:
+            raise ValueError(str(error)) from None  # one of many: training skips it
+
+    def _read_file(self, video: Video, place: float) -> list[Image.Image]:
+        def choose(info: VideoInfo) -> list[int]:
+            return self._choose(video, info.num_frames, info.frame_rate, place)
+
+        return [Image.fromarray(frame) for frame in read_frames(video.path, choose)]
+
+    def _read_folder(self, video: Video, place: float) -> list[Image.Image]:
+        paths = _images(video.path)
+        frames: list[Image.Image] = []
+        for number in self._choose(video, len(paths), None, place):
+            with Image.open(paths[number]) as image:
+                image.load()
+                frames.append(image)
+        return frames
+
+    def _choose(self, video: Video, available: int, frame_rate: float | None, place: float) -> list[int]:
+        end = available if video.end is None else video.end
+        if end > available:
+            raise InputError(f"it has {available} frames, the table names frames up to {end}")
+        numbers = self.clip.frames(self.num_frames, end - video.start, frame_rate, place)
+        return [video.start + number for number in numbers]
+
+    def leave_out_unusable(self) -> list[str]:
+        """Leaves out the videos of which no clip can be made, which is found without decoding; names them and why."""
+        with ThreadPoolExecutor(_PROBE_THREADS) as pool:
+            faults = list(pool.map(self._fault, self.videos))
+        self.videos = [video for video, fault in zip(self.videos, faults, strict=True) if fault is None]
+        return [fault for fault in faults if fault is not None]
+
+    def _fault(self, video: Video) -> str | None:
+        try:
+            if video.path.is_dir():
+                self._choose(video, len(_images(video.path)), None, 0)
+            else:
+                info = probe(video.path)
+                self._choose(video, info.num_frames, info.frame_rate, 0)
+        except (InputError, OSError) as error:
+            return f"{video.path} ({error})"
+        return None
+
+    def name(self, index: int) -> str:
+        return str(self.videos[index].path)
+
+    def files(self) -> list[tuple[str, int]]:
+        """Names relative to the folder with the frames that may be used, and sizes: bytes, or frames of a folder."""
+        return [
+            (
+                f"{os.path.relpath(video.path, self.folder)}[{video.start}:{'' if video.end is None else video.end}]",
+                len(_images(video.path)) if video.path.is_dir() else os.path.getsize(video.path),
+            )
+            for video in self.videos
+        ]
+
+
+def _find_split(request: SplitRequest) -> tuple[list[Video], Path]:
+    root = request.existing_root()
+    if request.split in ("", ".", ".."):
+        raise InputError(f"split is {request.split!r}, it must be the name of a folder or table in {str(root)!r}")
+    if root.is_file():
+        return _read_table(root, request.split, request.train_split), root.parent
+    for name in split_candidates(request.split):
+        if (root / name).is_dir():
+            return _find_videos(root / name), root / name
+        if (root / f"{name}.csv").is_file():
+            return _read_table(root / f"{name}.csv", request.split, request.split), root
+    others = [name for name in (*EVAL_SYNONYMS, "test") if (root / name).is_dir()]
+    if request.split == request.train_split and not others:
+        return _find_videos(root), root
+    looked_for = ", ".join(f"{name}/, {name}.csv" for name in split_candidates(request.split))
+    raise InputError(f"root {str(root)!r} has no {request.split} split: looked for {looked_for}")
+
+
+def _find_videos(folder: Path) -> list[Video]:
+    """Lists the videos below a folder by name, with the first folder on the way to each as its class."""
+    paths = list(_walk(folder))
+    if not paths:
+        raise InputError(f"{str(folder)!r} has no videos: no {', '.join(VIDEO_SUFFIXES)}, and no folder of frames")
+    if paths == [folder]:
+        raise InputError(f"{str(folder)!r} is a folder of frames itself, give the folder that it is in")
+    parts = [path.relative_to(folder).parts for path in paths]
+    if any(len(names) == 1 for names in parts):
+        return [Video(path) for path in paths]
+    filled = {names[0] for names in parts}
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and not entry.name.startswith(".") and entry.name not in filled:
+            raise InputError(f"class folder {str(entry)!r} has no video ({', '.join(VIDEO_SUFFIXES)}) and no frames")
+    return [Video(path, names[0]) for path, names in zip(paths, parts, strict=True)]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    files = [entry for entry in entries if entry.suffix.lower() in VIDEO_SUFFIXES and not entry.is_dir()]
+    yield from files
+    if not files and any(_is_image(entry) for entry in entries):
+        yield folder
+    for entry in entries:
+        if entry.is_dir():
+            yield from _walk(entry)
+
+
+def _is_image(path: Path) -> bool:
+    from timm.data.readers.img_extensions import get_img_extensions
+
+    return path.suffix.lower() in get_img_extensions()
+
+
+def _images(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _is_image(path) and not path.name.startswith("."))
+
+
+def _read_table(path: Path, split: str, only_split: str) -> list[Video]:
+    """Reads the rows of a split; a table without the column `split` holds `only_split` alone."""
+    if path.suffix.lower() != ".csv":
+        raise InputError(f"{str(path)!r} is a file, it must be a folder or a table .csv")
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
+            header = list(reader.fieldnames or ())
+            rows = list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path} is no table: {error}") from None
+    unknown = [name for name in header if name not in _COLUMNS]
+    if "path" not in header or unknown:
+        raise InputError(f"{path} has the columns {', '.join(header)}; it must have path, and may have label, split,"
+                         " start, end")  # fmt: skip
+    if "split" in header:
+        names = split_candidates(split)
+        kept = [(number, row) for number, row in enumerate(rows, start=2) if row["split"] in names]
+    else:
+        kept = list(enumerate(rows, start=2)) if split in split_candidates(only_split) else []
+    if not kept:
+        raise InputError(f"{path} has no rows of the split {split!r}")
+    return [_read_row(row, path, f"{path}, line {number}", "label" in header) for number, row in kept]
+
+
+def _read_row(row: dict[str, str], table: Path, where: str, labelled: bool) -> Video:
+    values = {name: (row.get(name) or "").strip() for name in _COLUMNS}
+    if not values["path"] or (labelled and not values["label"]):
+        raise InputError(f"{where}: {'label' if values['path'] else 'path'} is missing")
+    for name in ("start", "end"):
+        if values[name] and not values[name].isdecimal():
+            raise InputError(f"{where}: {name} is {values[name]!r}, it must be the number of a frame")
+    start, end = int(values["start"] or 0), int(values["end"]) if values["end"] else None
+    if end is not None and end <= start:
+        raise InputError(f"{where}: end is {end}, it must be above start {start}")
+    return Video(table.parent / values["path"], values["label"], start, end)
+
+
+def _natural(label: str) -> tuple[int, int | str]:
+    return (0, int(label)) if label.isdecimal() else (1, label)

@@ -1,0 +1,130 @@
+"""Mixes batches of stills, clips of one frame, into the batches of clips that a network is trained on."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from headmix_vision.checks import check_numbers
+from headmix_vision.data.batches import SampleKey, TrainBatchSampler
+from headmix_vision.data.datasets.base import RawImage, Source
+from headmix_vision.data.loading import Collate, WholeBatches
+from headmix_vision.errors import InputError
+
+
+@dataclass(frozen=True)
+class StillsConfig:
+    """Stills beside the clips of training, in batches of their own.
+
+    Args:
+        share: Share of the training batches that are stills.
+        dataset: Data set of the stills, images or clips, of the same classes; that of the clips when null, of which
+            single frames are taken.
+        root: Place of that data set.
+        split: Its split.
+
+    Raises:
+        InputError: A share that is not in [0, 1), or a data set without a share.
+    """
+
+    share: float = 0.0
+    dataset: str | None = None
+    root: str | None = None
+    split: str = "train"
+
+    def __post_init__(self) -> None:
+        check_numbers(0, 1, **{"stills.share": self.share})
+        if self.share == 1:
+            raise InputError("stills.share is 1, which leaves no clips: it must be below 1")
+        if not self.share and (self.dataset is not None or self.root is not None):
+            raise InputError("stills.dataset and stills.root need a stills.share above 0")
+
+
+class ImageStills(Source):
+    """Images as clips of one frame, float32 [C, 1, H, W] in [0, 1].
+
+    Args:
+        source: The images.
+        fit: Brings one to the wanted size, float32 [C, H, W] in [0, 1].
+    """
+
+    def __init__(self, source: Source, fit: Callable[[RawImage], Tensor]) -> None:
+        self.source = source
+        self.fit = fit
+        self.class_names = source.class_names
+        self.in_memory = source.in_memory
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        image, target = self.source.read(index)
+        return self.fit(image)[:, None], target
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+
+class MixedBatchSampler(Sampler[list[SampleKey]]):
+    """Deals a share of the batches to a second data set, in even distances, for all processes alike.
+
+    Which batches these are follows from their number alone; both data sets are gone through in their own order.
+
+    Args:
+        clips: Batches of clips.
+        stills: Batches of stills.
+        share: Share of the stills.
+    """
+
+    def __init__(self, clips: TrainBatchSampler, stills: TrainBatchSampler, share: float) -> None:
+        self.clips = clips
+        self.stills = stills
+        self.share = share
+
+    def __len__(self) -> int:
+        return len(self.clips)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        return self._stream(self.clips.first_batch())
+
+    def state(self) -> dict[str, float]:
+        """Everything that decides which sample comes when."""
+        stills = {f"stills.{name}": value for name, value in self.stills.state().items()}
+        return {**self.clips.state(), **stills, "stills.share": self.share}
+
+    def _before(self, step: int) -> int:
+        """Number of batches of stills before a batch."""
+        return int(step * self.share + 1e-9)
+
+    def _stream(self, first: int) -> Iterator[list[SampleKey]]:
+        stills = self.stills.from_batch(self._before(first))
+        clips = self.clips.from_batch(first - self._before(first))
+        for step in range(first, first + len(self)):
+            if self._before(step + 1) > self._before(step):
+                yield [key._replace(still=True) for key in next(stills)]
+            else:
+                yield next(clips)
+
+
+class MixedSamples(Dataset[tuple[Tensor, Tensor]]):
+    """Whole batches, of clips or of stills.
+
+    Args:
+        clips: Samples or batches of clips.
+        stills: Those of stills.
+    """
+
+    def __init__(self, clips: Dataset[Any], stills: Dataset[Any]) -> None:
+        self.parts = (clips, stills)
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> tuple[Tensor, Tensor]:
+        """Samples float32 [B, C, T, H, W] and targets int64 [B] of a batch of one kind."""
+        part = self.parts[keys[0].still]
+        if isinstance(part, WholeBatches):
+            return part.__getitems__(keys)
+        samples: list[tuple[Tensor, int] | None] = [part[key] for key in keys]
+        images, targets = Collate(())(samples)
+        return images, torch.as_tensor(targets)
