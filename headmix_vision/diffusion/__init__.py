@@ -1,4 +1,4 @@
-"""Diffusion: training objectives, guidance, schedulers by name, the denoising loop, the class-to-image pipeline."""
+"""Diffusion: training objectives, guidance, schedulers by name, the denoising loop, pipelines of images and videos."""
 
 from headmix_vision.extras import require_extra
 
@@ -8,13 +8,16 @@ from headmix_vision.diffusion.denoising import Guidance, denoise
 from headmix_vision.diffusion.objectives import Objective, ObjectiveConfig, create_objective
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, create_scheduler
+from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline, VideoPipelineOutput
 
 __all__ = [
     "SCHEDULER_NAMES",
     "Guidance",
     "HeadMixDiTPipeline",
+    "HeadMixVideoDiTPipeline",
     "Objective",
     "ObjectiveConfig",
+    "VideoPipelineOutput",
     "create_objective",
     "create_scheduler",
     "denoise",

@@ -23,7 +23,9 @@ from headmix_vision.errors import InputError
 CHANNELS = ("all", "first_three")
 MAX_GUIDANCE = 1000.0  # far beyond any picture; sums of larger ones leave float32
 Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""x [B, C, *grid], times [B] in [0, 1000] and labels [B] to a prediction [B, C or 2C, *grid], float32."""
+"""x [B, C, *grid], times [B] in [0, 1000] and labels [B] to a prediction [B, C or 2C, *grid], float32.
+
+Of clips whose first frames are known it is given times [B, T], a noise level for each frame."""
 StepEnd = Callable[[int, Any, Tensor], Tensor]
 """Takes the step's number, the scheduler's time and the samples after the step; returns the samples to go on with."""
 Generators = torch.Generator | list[torch.Generator] | None
@@ -106,6 +108,7 @@ def denoise(
     null_label: int | None = None,
     guidance: Guidance | None = None,
     generator: Generators = None,
+    prefix: Tensor | None = None,
     step_end: StepEnd | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Tensor:
@@ -120,6 +123,8 @@ def denoise(
         null_label: Label that stands for no condition; guidance needs it.
         guidance: Classifier-free guidance; none when None.
         generator: Random numbers of schedulers that draw some, one generator for all samples or one for each.
+        prefix: Known first frames of clips, [B or 1, C, T0, *] with T0 from 1 to T - 1. They stay as they are, without
+            noise at every step, which the network is told by times [B, T].
         step_end: Called after each step.
         progress: Wraps the scheduler's times, to show how far the loop is.
 
@@ -127,15 +132,21 @@ def denoise(
         The samples, float32 [B, C, *grid].
 
     Raises:
-        InputError: Guidance without labels or without a null label.
+        InputError: Guidance without labels or without a null label; a prefix of another shape, or with a scheduler that
+            integrates no flow.
         NonFiniteSamplesError: A sample became infinite or not a number.
     """
     channels, guidance = noise.shape[1], guidance or Guidance()
     if guidance.enabled and (labels is None or null_label is None):
         raise InputError(f"guidance scale {guidance.scale} needs labels and a null label")
+    if prefix is not None:
+        prefix = _check_prefix(prefix, noise, scheduler)
 
     def predict(x: Tensor, level: float) -> Tensor:
         times = torch.full((len(x),), level * NUM_TIMESTEPS, device=x.device)
+        if prefix is not None:
+            times = times[:, None].repeat(1, x.shape[2])
+            times[:, : prefix.shape[2]] = 0
         if not guidance.acts_at(level):
             output = network(x, times, labels)
         else:
@@ -149,7 +160,7 @@ def denoise(
     set_steps(scheduler, num_steps, noise.device)
     draws = "generator" in inspect.signature(scheduler.step).parameters
     options = {"generator": generator} if draws else {}
-    x = noise * float(getattr(scheduler, "init_noise_sigma", 1.0))
+    x = _with_prefix(noise * float(getattr(scheduler, "init_noise_sigma", 1.0)), prefix)
     count = len(scheduler.timesteps)
     # The first bad step of each sample stays on the device, since looking at it would wait for every step. Predictions
     # are looked at too: a scheduler that clips makes finite samples of infinite predictions.
@@ -157,9 +168,9 @@ def denoise(
     for i, t in enumerate(progress(scheduler.timesteps)):
         scaled = x if is_flow(scheduler) else scheduler.scale_model_input(x, t)
         prediction = predict(scaled, _noise_level(scheduler, i, t))
-        x = scheduler.step(prediction, t, x, return_dict=False, **options)[0]
+        x = _with_prefix(scheduler.step(prediction, t, x, return_dict=False, **options)[0], prefix)
         if step_end is not None:
-            x = step_end(i, t, x)
+            x = _with_prefix(step_end(i, t, x), prefix)
         finite = prediction.isfinite().flatten(1).all(1) & x.isfinite().flatten(1).all(1)
         first_bad = torch.where(finite, first_bad, first_bad.clamp(max=i))
     bad_steps = first_bad.tolist()
@@ -167,6 +178,26 @@ def denoise(
         bad = [position for position, step in enumerate(bad_steps) if step < count]
         raise NonFiniteSamplesError(bad, f"in step {bad_steps[bad[0]] + 1} of {count}")
     return x
+
+
+def _check_prefix(prefix: Tensor, noise: Tensor, scheduler: SchedulerMixin) -> Tensor:
+    """Returns the known first frames for each sample, where noise is; refuses what `denoise` cannot keep."""
+    count, channels, *grid = noise.shape
+    allowed = [(n, channels, frames, *grid[1:]) for n in (1, count) for frames in range(1, grid[0])]
+    if len(grid) < 3 or tuple(prefix.shape) not in allowed or not prefix.isfinite().all():
+        raise InputError(
+            f"the prefix must be finite, and the first frames of clips of shape {list(noise.shape)}, fewer than there"
+            f" are; got {list(prefix.shape)}"
+        )
+    if not is_flow(scheduler):
+        raise InputError(
+            "a prefix needs a model trained by flow matching: with the steps of DDPM frames have no noise level 0"
+        )
+    return prefix.to(noise).expand(count, *prefix.shape[1:])
+
+
+def _with_prefix(x: Tensor, prefix: Tensor | None) -> Tensor:
+    return x if prefix is None else torch.cat([prefix, x[:, :, prefix.shape[2] :]], dim=2)
 
 
 def _noise_level(scheduler: SchedulerMixin, i: int, t: Any) -> float:

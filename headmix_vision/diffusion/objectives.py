@@ -2,7 +2,8 @@
 
 B samples, C channels, *grid 1 to 3 axes (height and width of images; time, height and width of clips); x0 data
 [B, C, *grid], ε noise, x noisy data. The network's time runs from 0 (data) to 1000 (noise), its *noise level* is a
-thousandth of that.
+thousandth of that. The T frames of a clip have the time of their sample, [B], or one of their own each, [B, T]
+(arXiv 2407.01392); the time of clean frames is 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from headmix_vision.errors import InputError
 
 NUM_TIMESTEPS = 1000
 Predict = Callable[[Tensor, Tensor], Tensor]
-"""The network as a function of x [B, C, *grid] and its time [B], with the labels bound."""
+"""The network as a function of x [B, C, *grid] and its time [B] or [B, T], with the labels bound."""
 
 
 @dataclass
@@ -38,6 +39,8 @@ class ObjectiveConfig:
             (arXiv 2102.09672); the network needs `learned_variance` as well.
         beta_start: DDPM: variance of the first step; in between they grow linearly.
         beta_end: DDPM: variance of the last step.
+        clean_prefix: Flow matching of clips: share of training clips whose first frames, from one to all but one, stay
+            clean, so that the model learns to continue a clip.
     """
 
     kind: Literal["flow", "ddpm"] = "flow"
@@ -49,6 +52,7 @@ class ObjectiveConfig:
     learned_variance: bool = False
     beta_start: float = 1e-4
     beta_end: float = 0.02
+    clean_prefix: float = 0.0
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -58,7 +62,7 @@ class ObjectiveConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise InputError(f"objective.{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        for name in ("logit_mean", "logit_std", "shift", "beta_start", "beta_end"):
+        for name in ("logit_mean", "logit_std", "shift", "beta_start", "beta_end", "clean_prefix"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise InputError(f"objective.{name} must be a finite number, got {value!r}")
@@ -68,6 +72,10 @@ class ObjectiveConfig:
             )
         if self.kind == "flow" and self.learned_variance:
             raise InputError("objective.learned_variance needs objective.kind=ddpm: flow matching has no variance")
+        if not 0 <= self.clean_prefix <= 1:
+            raise InputError(f"objective.clean_prefix must be in [0, 1], got {self.clean_prefix}")
+        if self.kind == "ddpm" and self.clean_prefix:
+            raise InputError("objective.clean_prefix needs objective.kind=flow: DDPM has no noise level of zero")
         if not 0 < self.beta_start <= self.beta_end < 1:
             raise InputError(f"0 < beta_start <= beta_end < 1 must hold, got {self.beta_start} and {self.beta_end}")
 
@@ -96,8 +104,20 @@ class Objective(ABC):
         self.config = config
 
     @abstractmethod
-    def draw_times(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        """Draws the times of a training batch from the global random numbers: float32 [B] in [0, 1000]."""
+    def draw_times(
+        self, count: int, device: torch.device | str = "cpu", frames: int | None = None, tubelet: int = 1
+    ) -> Tensor:
+        """Draws the times of a training batch from the global random numbers.
+
+        Args:
+            count: B.
+            device: Where to.
+            frames: T of clips; None for other data.
+            tubelet: Frames that the network takes as one: prefixes of clean frames are multiples of it.
+
+        Returns:
+            float32 in [0, 1000]: [B], or [B, T] for clips where `clean_prefix` is positive.
+        """
 
     @abstractmethod
     def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
@@ -106,11 +126,12 @@ class Objective(ABC):
         Args:
             predict: The network.
             x0: Data [B, C, *grid], float32.
-            times: [B], as from `draw_times`.
+            times: [B] or, for flow matching of clips, [B, T], as from `draw_times`. Frames at time 0 of the latter
+                count nothing.
             noise: ε, standard normal, as `x0`.
 
         Returns:
-            [B], float32.
+            [B], float32; 0 for a clip whose frames are all clean.
         """
 
 
@@ -122,18 +143,35 @@ def create_objective(config: ObjectiveConfig) -> Objective:
 class FlowMatching(Objective):
     """Flow matching on the path x = (1 - t)·x0 + t·ε, whose velocity is ε - x0 (arXiv 2209.03003, 2210.02747)."""
 
-    def draw_times(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+    def draw_times(
+        self, count: int, device: torch.device | str = "cpu", frames: int | None = None, tubelet: int = 1
+    ) -> Tensor:
         if self.config.times == "logit_normal":
             logits = torch.randn(count, device=device) * self.config.logit_std + self.config.logit_mean
             levels = logits.sigmoid()
         else:
             levels = torch.rand(count, device=device)
-        return NUM_TIMESTEPS * shifted(levels, self.config.shift)
+        times = NUM_TIMESTEPS * shifted(levels, self.config.shift)
+        if frames is None or not self.config.clean_prefix:
+            return times
+        prefix = self._draw_prefixes(count, frames // tubelet, device) * tubelet
+        return times[:, None] * (torch.arange(frames, device=device) >= prefix[:, None])
+
+    def _draw_prefixes(self, count: int, places: int, device: torch.device | str) -> Tensor:
+        """Draws how many first places of each clip stay clean, of `places` in all: int64 [B]."""
+        chosen, share = torch.rand(2, count, device=device)
+        lengths = 1 + (share * (places - 1)).long().clamp(max=places - 2)  # their product may be rounded up
+        return torch.where(chosen < self.config.clean_prefix, lengths, 0) * (places > 1)
 
     def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
         level = _like_data(times / NUM_TIMESTEPS, x0)
         x = torch.lerp(x0, noise, level)
-        return _mean_square(predict(x, times).float() - (noise - x0))
+        error = predict(x, times).float() - (noise - x0)
+        if times.ndim == 1:
+            return _mean_square(error)
+        noisy = times > 0
+        by_frame = error.square().mean(dim=(1, 3, 4))
+        return (by_frame * noisy).sum(1) / noisy.sum(1).clamp(min=1)
 
 
 def shifted(levels: Tensor, shift: float) -> Tensor:
@@ -150,7 +188,9 @@ class Ddpm(Objective):
         self.betas = betas
         self.alphas_cumprod = torch.cumprod(1 - betas, 0)
 
-    def draw_times(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+    def draw_times(
+        self, count: int, device: torch.device | str = "cpu", frames: int | None = None, tubelet: int = 1
+    ) -> Tensor:
         return torch.randint(NUM_TIMESTEPS, (count,), device=device).float()
 
     def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
@@ -210,7 +250,9 @@ def discretized_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tens
 
 
 def _like_data(values: Tensor, data: Tensor) -> Tensor:
-    """Gives values of each sample, [B], the axes that they need to broadcast over data [B, C, *grid]."""
+    """Gives values of each sample [B], or frame [B, T], the axes to broadcast over data [B, C, *grid]."""
+    if values.ndim == 2:
+        return values[:, None, :, None, None]
     return values.view(-1, *[1] * (data.ndim - 1))
 
 

@@ -23,7 +23,7 @@ WRITTEN_BY_A_RUN = (
     *(CONFIG, METRICS, CURVES, PREDICTIONS, BEST, LAST),
     *(f"{name}_{split}.{kind}" for split in ("val", "test") for name, kind in _REPORTS),
     *(f"{TENSORBOARD}/events.out.tfevents.*", f"{TENSORBOARD}/hparams.yaml"),
-    *(f"{SAMPLES}/step_*_raw.png", f"{SAMPLES}/step_*_ema.png"),
+    *(f"{SAMPLES}/step_*_{weights}.{kind}" for weights in ("raw", "ema") for kind in ("png", "gif")),
 )
 
 

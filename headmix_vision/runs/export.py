@@ -103,7 +103,7 @@ def export_pipeline(
         dry_run: Check everything, write nothing.
 
     Returns:
-        The Python expression which loads the directory.
+        The Python statements which load the directory.
 
     Raises:
         InputError: If the checkpoint is not one of this package, holds weights that are not finite or of another model
@@ -132,7 +132,8 @@ def export_pipeline(
             if out.exists():
                 out.rename(Path(temporary) / "replaced")
             complete.rename(out)
-    return f"HeadMixDiTPipeline.from_pretrained({str(out)!r})"
+    kind = type(pipeline).__name__
+    return f"from headmix_vision.diffusion import {kind}; pipe = {kind}.from_pretrained({str(out)!r})"
 
 
 def _open_to_umask(folder: Path) -> None:
@@ -170,6 +171,6 @@ def main(args: Sequence[str] | None = None) -> None:
         if options.dry_run:
             print(f"would write {options.out} from {path}")
         elif generator:
-            print(f"from headmix_vision.diffusion import HeadMixDiTPipeline; pipe = {expression}")
+            print(expression)
         else:
             print(f"import timm, headmix_vision; model = {expression}")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
+from headmix_vision.models.headmix_dit_names import generator_class
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,
@@ -28,7 +29,7 @@ from headmix_vision.runs.checkpoints import (
 )
 
 if TYPE_CHECKING:
-    from headmix_vision.models import HeadMixDiT
+    from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
 
 
 def create_network(
@@ -83,13 +84,13 @@ def create_generator(
     input_size: int | list[int] | None = None,
     model_args: dict[str, Any] | None = None,
     checkpoint: str | None = None,
-) -> HeadMixDiT:
+) -> HeadMixDiT | HeadMixVideoDiT:
     """Creates a diffusion transformer by its timm name, optionally from start weights.
 
     Args:
         name: Name of the model in timm.
         num_classes: Number of classes; the model's default when None.
-        input_size: Size of images or latents; the model's default when None.
+        input_size: Size of images or latents, of clips frames, height and width; the model's default when None.
         model_args: Further arguments of `timm.create_model`.
         checkpoint: Start weights: a `.ckpt` of this package, a `.safetensors`, or an official DiT's `.pt`; what they
             lack keeps its initial values.
@@ -101,14 +102,13 @@ def create_generator(
     _check_name(name)
     if not name.startswith("dit_"):
         raise InputError(f"{name} is a classifier; generators are {', '.join(timm.list_models('dit_*'))}")
-    from headmix_vision.models import HeadMixDiT  # loads diffusers, which classifiers do without
-
+    cls = generator_class(name)
     size = tuple(input_size) if isinstance(input_size, list) else input_size
-    known = set(inspect.signature(HeadMixDiT.__init__).parameters) - {"self"}
+    known = set(inspect.signature(cls.__init__).parameters) - {"self"}
     for argument in sorted(set(model_args or {}) - known):
         raise _unknown_argument(name, argument, known)
     model = _create(name, {"num_classes": num_classes, "input_size": size, **(model_args or {})})
-    assert isinstance(model, HeadMixDiT)
+    assert isinstance(model, cls)
     if checkpoint is not None:
         from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
 
@@ -139,10 +139,8 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
     """
     about = checkpoint[DESCRIPTION_KEY]
     if is_generator(checkpoint):
-        from headmix_vision.models import HeadMixDiT
-
         try:
-            network: nn.Module = HeadMixDiT(**about["architecture"])
+            network: nn.Module = generator_class(about["name"])(**about["architecture"])
         except _REFUSALS as error:
             raise InputError(f"the checkpoint's description makes no {about['name']}: {error}") from None
     else:
@@ -168,7 +166,8 @@ _UNEXPECTED = re.compile(r"(?P<owner>\w+)\.__init__\(\) got an unexpected keywor
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
     given = {argument: value for argument, value in arguments.items() if value is not None}
     for argument, value in given.items():
-        if argument.endswith("_rate") and not (isinstance(value, int | float) and 0 <= value < 1):
+        share = argument.endswith("_rate") and argument != "frame_rate"
+        if share and not (isinstance(value, int | float) and 0 <= value < 1):
             raise InputError(f"{argument} of model {name} must be in [0, 1), got {value!r}")
     try:
         return timm.create_model(name, **arguments)

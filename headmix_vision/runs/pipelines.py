@@ -11,18 +11,25 @@ import diffusers
 from diffusers import SchedulerMixin
 from safetensors import SafetensorError
 
+from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline, latent_channels
 from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import check_scheduler_class, check_scheduler_config, create_scheduler
+from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.hashes import state_sha256
-from headmix_vision.models import HeadMixDiT
+from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint
 from headmix_vision.runs.networks import load_network
 
+# By the class of a pipeline, the class of its network.
+NETWORKS: dict[type[GeneratorPipeline], Any] = {
+    HeadMixDiTPipeline: HeadMixDiT,
+    HeadMixVideoDiTPipeline: HeadMixVideoDiT,
+}
 _ENTRIES = {
     "_class_name": str,
     "transformer": list,
@@ -35,7 +42,7 @@ _ENTRIES = {
 
 def load_pipeline(
     model: Path, *, checkpoint: str | None = None, raw: bool = False, vae: str | None = None
-) -> tuple[HeadMixDiTPipeline, dict[str, Any]]:
+) -> tuple[GeneratorPipeline, dict[str, Any]]:
     """Loads a generator, in evaluation mode and on the CPU.
 
     Args:
@@ -81,19 +88,25 @@ def load_pipeline(
     }
 
 
-def load_exported_network(folder: Path) -> HeadMixDiT:
+def pipeline_class(network: Any) -> type[GeneratorPipeline]:
+    """Finds the class of the pipelines that sample a network, by the axes of its input."""
+    axes = len(network.input_size)
+    return next(kind for kind in NETWORKS if kind.num_axes == axes)
+
+
+def load_exported_network(folder: Path) -> HeadMixDiT | HeadMixVideoDiT:
     """Loads the network of an exported pipeline alone, without its scheduler and autoencoder.
 
     Raises:
         InputError: If the directory holds no network of this package, or its weights are damaged or not finite.
     """
     with _refused(f"{folder} is no pipeline of this package"):
-        network = _read_network(folder / "transformer")
+        network = _read_network(folder / "transformer", NETWORKS[_read_index(folder)[0]])
     check_finite(network.state_dict(), str(folder))
     return network
 
 
-Loaded = tuple[HeadMixDiTPipeline, Autoencoder | None, dict[str, Any]]
+Loaded = tuple[GeneratorPipeline, Autoencoder | None, dict[str, Any]]
 
 
 def _load_exported(folder: Path, vae: str | None) -> Loaded:
@@ -101,30 +114,36 @@ def _load_exported(folder: Path, vae: str | None) -> Loaded:
     # shows a bar in logs.
     where = f"{folder} is no pipeline of this package"
     with _refused(where):
-        index = check_fields(INDEX, json.loads((folder / INDEX).read_text()), _ENTRIES)
-        if index["_class_name"] != HeadMixDiTPipeline.__name__:
-            raise InputError(f"it is of the class {index['_class_name']}")
-        if index["transformer"][-1:] != [HeadMixDiT.__name__]:
-            raise InputError(f"its network is of the class {index['transformer'][-1:]}")
+        kind, index = _read_index(folder)
         objective = ObjectiveConfig.from_dict(index["objective"] or {})
-        model = _read_network(folder / "transformer")
+        model = _read_network(folder / "transformer", NETWORKS[kind])
         scheduler = _read_scheduler(folder / "scheduler", index["scheduler"][-1], objective)
     has_autoencoder = any(part is not None for part in index["vae"] or [])
     autoencoder = _open_autoencoder(str(folder / "vae") if has_autoencoder else None, vae, model, folder)
     with _refused(where):
-        pipeline = HeadMixDiTPipeline(
+        pipeline = kind(
             model, scheduler, _module(autoencoder), objective=index["objective"], class_names=index["class_names"]
         )
     return pipeline, autoencoder, {"weights": "exported"}
 
 
-def _read_network(folder: Path) -> HeadMixDiT:
+def _read_index(folder: Path) -> tuple[type[GeneratorPipeline], dict[str, Any]]:
+    """Reads the class of a pipeline, and its index."""
+    index = check_fields(INDEX, json.loads((folder / INDEX).read_text()), _ENTRIES)
+    for kind, network in NETWORKS.items():
+        if index["_class_name"] == kind.__name__:
+            if index["transformer"][-1:] != [network.__name__]:
+                raise InputError(f"its network is of the class {index['transformer'][-1:]}")
+            return kind, index
+    raise InputError(f"it is of the class {index['_class_name']}")
+
+
+def _read_network(folder: Path, kind: Any) -> Any:
     config = json.loads((folder / "config.json").read_text())
     for name in config:
-        if not name.startswith("_") and name not in inspect.signature(HeadMixDiT.__init__).parameters:
+        if not name.startswith("_") and name not in inspect.signature(kind.__init__).parameters:
             raise InputError(f"its network has the unknown option {name!r}")
-    model: HeadMixDiT = HeadMixDiT.from_pretrained(str(folder), low_cpu_mem_usage=False)
-    return model
+    return kind.from_pretrained(str(folder), low_cpu_mem_usage=False)
 
 
 def _read_scheduler(folder: Path, name: str, objective: ObjectiveConfig) -> SchedulerMixin:
@@ -148,7 +167,7 @@ def _from_checkpoint(path: Path, raw: bool, vae: str | None) -> Loaded:
         objective = ObjectiveConfig.from_dict(description["objective"])
     autoencoder = _open_autoencoder(description["vae"], vae, model, path)
     with _refused(where):
-        pipeline = HeadMixDiTPipeline(
+        pipeline = pipeline_class(model)(
             model,
             create_scheduler(None, objective, clip=autoencoder is None),
             _module(autoencoder),
@@ -168,7 +187,7 @@ def _from_checkpoint(path: Path, raw: bool, vae: str | None) -> Loaded:
     )
 
 
-def _open_autoencoder(recorded: str | None, asked: str | None, model: HeadMixDiT, where: Path) -> Autoencoder | None:
+def _open_autoencoder(recorded: str | None, asked: str | None, model: Any, where: Path) -> Autoencoder | None:
     """Opens the autoencoder asked for, or else the recorded one; gives None for a network of pixels."""
     if asked == PIXELS:
         raise InputError(f"--vae must be a directory or a hub id, got {asked}")
@@ -178,7 +197,7 @@ def _open_autoencoder(recorded: str | None, asked: str | None, model: HeadMixDiT
     if source is None or source == PIXELS:
         return None
     autoencoder = load_autoencoder(source)
-    channels = autoencoder.module.config.get("latent_channels")  # type: ignore[union-attr]
+    channels = latent_channels(autoencoder.module)
     if channels != model.in_channels:
         raise InputError(
             f"the autoencoder {source} has latents of {channels} channels, those of {where} have {model.in_channels}"

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -22,11 +23,14 @@ from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import default_device, open_device
 from headmix_vision.console.progress import progress
 from headmix_vision.diffusion.denoising import CHANNELS
+from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
-from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES
+from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.runs.pipelines import load_pipeline
+from headmix_vision.sampling.clip_folder import FORMATS, ClipFolder
+from headmix_vision.sampling.clip_options import EXTEND_SAMPLES, make_clip_plan, warn_of_unlearned
 from headmix_vision.sampling.draw import Processes, SamplingPlan, batches, draw_samples
 from headmix_vision.sampling.folder import GRID, IMAGES, MAX_SAMPLES, NPZ, SampleFolder
 from headmix_vision.sampling.options import DEFAULT_GUIDANCE, make_plan, named, run_name
@@ -37,17 +41,26 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def build_parser() -> argparse.ArgumentParser:
     """Makes the parser of the options."""
     parser = OneLineParser(prog="headmix-sample", description="Draw samples from a trained generator.")
-    images = parser.add_subparsers(dest="command", required=True).add_parser(
-        "images",
-        help="images of given classes",
-        description="Draw images into a folder. Sample i depends on the seed and on i alone; the same command again"
-        " continues a half-finished folder.",
-    )
-    add = images.add_argument
+    commands = parser.add_subparsers(dest="command", required=True)
+    for kind in ("images", "videos"):
+        command = commands.add_parser(
+            kind,
+            help=f"{kind} of given classes",
+            description=f"Draw {kind} into a folder. Sample i depends on the seed and on i alone; the same command"
+            " again continues a half-finished folder.",
+        )
+        _add_options(command, kind)
+        if kind == "videos":
+            _add_clip_options(command)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
+    add = parser.add_argument
     add("--model", type=Path, required=True, help="run directory, .ckpt file or directory of an exported pipeline")
     add("--checkpoint", help="of a run directory: last, or a file (last)")
     add("--raw", action="store_true", help="the weights being trained, not their moving average")
-    add("--num", type=int, default=64, help="number of images (%(default)s)")
+    add("--num", type=int, default=64, help=f"number of {kind} (%(default)s)")
     add("--classes", help="labels that take turns, such as 0,3,7, or balanced: all of them (balanced)")
     add("--steps", type=int, default=50, help="sampling steps (%(default)s)")
     add("--scheduler", help=f"{', '.join(SCHEDULER_NAMES)} (that of the model)")
@@ -60,14 +73,34 @@ def build_parser() -> argparse.ArgumentParser:
     add("--guidance-channels", choices=CHANNELS, default="all", help="channels that are guided (%(default)s)")
     add("--size", help="height,width in pixels, or one number (that of training)")
     add("--seed", type=int, default=0, help="seed of all samples (%(default)s)")
-    add("--batch-size", type=int, default=64, help="images at a time and process (%(default)s)")
+    add(
+        "--batch-size",
+        type=int,
+        default=64 if kind == "images" else 8,
+        help=f"{kind} at a time and process (%(default)s)",
+    )
     add("--out", type=Path, help="folder to write, or to go on with (samples/<name of the run>)")
     add("--npz", action="store_true", help="also write samples.npz, as ADM's evaluation takes it")
     add("--vae", help="another autoencoder than the recorded one: directory or hub id")
     add("--dry-run", action="store_true", help="open and check everything, say what would be drawn, and write nothing")
     add("--device", default=default_device(), help="for example cuda:1 (a GPU if there is one)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="type of the network's weights (%(default)s)")
-    return parser
+
+
+def _add_clip_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--frames", type=int, help="frames of a video (those of training); with more of them the positions go on")
+    add("--fps", type=float, help="frames a second (those of training)")
+    add("--first-frame", type=Path, metavar="IMAGE", help="the first frame of all videos")
+    add(
+        "--extend",
+        nargs="?",
+        const=EXTEND_SAMPLES,
+        metavar="CLIP",
+        help="draw window by window until --frames, each going on from the last frames before it; of a clip, if given",
+    )
+    add("--overlap", type=int, help="frames of a window that are those before it (half of the window)")
+    add("--format", choices=FORMATS, default="mp4", help="files to watch, besides the lossless ones (%(default)s)")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -76,7 +109,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with one_line_errors():
         try:
             with _termination_as_exception():
-                sample_images(options)
+                sample(options)
         except (KeyboardInterrupt, Terminated) as end:
             print("\ninterrupted; the same command continues", file=sys.stderr)
             sys.exit(128 + (signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM))
@@ -101,8 +134,8 @@ def _termination_as_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def sample_images(options: argparse.Namespace) -> None:
-    """Draws the images that the options ask for.
+def sample(options: argparse.Namespace) -> None:
+    """Draws the images or videos that the options ask for.
 
     Raises:
         InputError: For wrong input, before anything is written.
@@ -113,20 +146,24 @@ def sample_images(options: argparse.Namespace) -> None:
     leads = processes.rank == 0
     device = open_device(options.device, processes.local_rank)
     pipeline, about = load_pipeline(options.model, checkpoint=options.checkpoint, raw=options.raw, vae=options.vae)
+    if pipeline.samples_are != options.command:
+        other = pipeline.samples_are
+        raise InputError(f"{options.model} makes {other}, no {options.command}: use `headmix-sample {other}`")
     if options.dtype != "float32":
         # Not `pipeline.to(dtype)`, which casts the autoencoder too; the model's own `to` warns without need.
         torch.nn.Module.to(pipeline.transformer, DTYPES[options.dtype])
     plan = make_plan(pipeline, options)
+    if isinstance(pipeline, HeadMixVideoDiTPipeline):
+        assert plan.size is not None
+        plan = replace(plan, clips=make_clip_plan(pipeline, options, plan.size))
     settings = plan.settings() | _identity(pipeline, about, options.dtype)
-    folder = SampleFolder(options.out or Path("samples") / run_name(options.model))
+    folder = _open_folder(plan, options)
     if leads:
         folder.check(settings, options.num)
+        warn_of_unlearned(pipeline, plan.clips)
     pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
-    height, width = pipeline.image_size(*plan.size or (None, None))
-    with named(f"--batch-size {options.batch_size}" + (f", --size {options.size}" if options.size else "")):
-        pipeline.check_memory(options.batch_size, height, width, plan.guidance)
-    shape = (height, width, pipeline.image_channels)
+    shape = _check_memory(pipeline, plan, options)
     if options.dry_run:
         if leads:
             describe(options, plan, about, folder, find_missing(folder, options, shape)[0], device, processes)
@@ -148,11 +185,31 @@ def sample_images(options: argparse.Namespace) -> None:
             _draw(pipeline, plan, folder, missing, processes, metadata, options)
     if leads:
         kept = f", {options.num - len(missing)} were there" if len(missing) < options.num else ""
-        print(f"drew {len(missing)} images{kept} · {folder.path / IMAGES} · grid {folder.path / GRID}")
+        print(f"drew {len(missing)} {options.command}{kept} · {folder.path / IMAGES} · grid {folder.path / GRID}")
+
+
+def _open_folder(plan: SamplingPlan, options: argparse.Namespace) -> SampleFolder:
+    path = options.out or Path("samples") / run_name(options.model)
+    if plan.clips is None:
+        return SampleFolder(path)
+    assert plan.clips.frame_rate is not None
+    return ClipFolder(path, plan.clips.frame_rate, options.format)
+
+
+def _check_memory(pipeline: Any, plan: SamplingPlan, options: argparse.Namespace) -> tuple[int, ...]:
+    """Returns the shape of a sample, channels last; refuses batches that are too large for the memory."""
+    size = pipeline.image_size(*plan.size or (None, None))
+    clips = plan.clips
+    given = [f"--{name} {value}" for name in ("size", "frames") if (value := getattr(options, name, None)) is not None]
+    with named(", ".join([f"--batch-size {options.batch_size}", *given])):
+        at_once = size if clips is None else (clips.window or clips.num_frames, *size)
+        pipeline.check_memory(options.batch_size, *at_once, plan.guidance)
+    frames = () if clips is None else (clips.num_frames,)
+    return *frames, *size, pipeline.image_channels
 
 
 def _take_over(
-    folder: SampleFolder, settings: dict[str, Any], options: argparse.Namespace, shape: tuple[int, int, int]
+    folder: SampleFolder, settings: dict[str, Any], options: argparse.Namespace, shape: tuple[int, ...]
 ) -> tuple[list[int], bool]:
     """Looks into the folder when nobody else writes there: which samples are missing, and is nothing to be done?"""
     folder.check(settings, options.num)
@@ -163,7 +220,7 @@ def _take_over(
 
 
 def _draw(
-    pipeline: HeadMixDiTPipeline,
+    pipeline: GeneratorPipeline,
     plan: SamplingPlan,
     folder: SampleFolder,
     missing: list[int],
@@ -175,7 +232,7 @@ def _draw(
     # one of fewer samples must not stay beside them
     npz = options.npz or (folder.path / NPZ).is_file()
     with (
-        progress("sampling", options.num, "images", done=done, enabled=processes.rank == 0) as advance,
+        progress("sampling", options.num, options.command, done=done, enabled=processes.rank == 0) as advance,
         _memory_errors(options),
     ):
         draw_samples(
@@ -193,7 +250,7 @@ def _draw(
 
 
 def find_missing(
-    folder: SampleFolder, options: argparse.Namespace, shape: tuple[int, int, int]
+    folder: SampleFolder, options: argparse.Namespace, shape: tuple[int, ...]
 ) -> tuple[list[int], set[int]]:
     """Lists the samples to draw, and which of them are there but damaged.
 
@@ -222,8 +279,9 @@ def describe(
     interval = "" if plan.guidance.interval == (0.0, 1.0) else f" within {plan.guidance.interval}"
     classes = "no classes" if plan.classes is None else f"{len(set(plan.classes))} classes"
     size = "x".join(map(str, plan.size or ()))
+    frames = "" if plan.clips is None else f"{plan.clips.num_frames} frames of "
     print(
-        f"would draw {len(missing)} images of {size} pixels, {classes}, into {folder.path}"
+        f"would draw {len(missing)} {options.command} of {frames}{size} pixels, {classes}, into {folder.path}"
         + (f" ({there} are there)" if there else "")
         + f"\nby {about.get('name', about['model'])}, {about['weights']} weights, {plan.scheduler}, {plan.steps} steps,"
         f" guidance {plan.guidance.scale:g}{interval}, seed {plan.seed}, {options.dtype}"
@@ -231,7 +289,7 @@ def describe(
     )
 
 
-def _identity(pipeline: HeadMixDiTPipeline, about: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _identity(pipeline: GeneratorPipeline, about: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Collects what pixels depend on besides the plan; a folder holds samples of one such set."""
     scheduler = json.loads(pipeline.scheduler.to_json_string())
     autoencoder = about["vae"] and {name: value for name, value in about["vae"].items() if name != "source"}

@@ -62,6 +62,27 @@ def draw_grid(
     return np.array(picture)
 
 
+def draw_strips(
+    clips: np.ndarray, captions: Sequence[str] | None, title: str, frame_rate: float, frames: int = 8
+) -> np.ndarray:
+    """Draws clips one below the other, as frames at equal distances from the first to the last one.
+
+    Args:
+        clips: uint8 [N, T, H, W, channels].
+        captions: one for each clip.
+        title: may have several lines.
+        frame_rate: frames a second; the captions of frames but the first are their times.
+        frames: frames of a clip at most.
+
+    Returns:
+        An RGB picture, uint8 [height, width, 3].
+    """
+    shown = np.linspace(0, clips.shape[1] - 1, min(frames, clips.shape[1])).round().astype(int)
+    times = [f"{number / frame_rate:.2f} s" for number in shown[1:]]
+    texts = [text for i in range(len(clips)) for text in (captions[i] if captions is not None else "0 s", *times)]
+    return draw_grid(clips[:, shown].reshape(-1, *clips.shape[2:]), texts, title, columns=len(shown))
+
+
 def _shortened(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     text = " ".join(text.split())
     if font.getlength(text) <= width:

@@ -1,8 +1,9 @@
-"""Drawing the samples of a plan: one batch, or all into a folder on any number of processes, resumable."""
+"""Drawing the samples of a plan, images or clips: one batch, or all of them into a folder; shared, resumable."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import chain, islice
 from typing import Any
@@ -14,12 +15,16 @@ import torch.distributed as dist
 from headmix_vision.console.processes import process_numbers
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError
-from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
+from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
+from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
-from headmix_vision.sampling.contact_sheet import draw_grid
+from headmix_vision.sampling.clip_folder import ClipFolder
+from headmix_vision.sampling.clips import ClipPlan, draw_clips
+from headmix_vision.sampling.contact_sheet import draw_grid, draw_strips
 from headmix_vision.sampling.folder import SampleFolder
 
 GRID_IMAGES, GRID_PIXELS = 100, 2**26  # at most, in the picture of many samples
+GRID_STRIPS = 12  # clips at most, in the picture of their frames
 _LONG = timedelta(days=7)  # a process may have much less to do than another
 
 
@@ -34,6 +39,7 @@ class SamplingPlan:
         scheduler: Name of the scheduler; that of the model when None.
         guidance: Classifier-free guidance.
         size: Height and width of an image in pixels; those of training when None.
+        clips: What clips are like; those of training when None, and nothing for images.
     """
 
     seed: int
@@ -42,6 +48,7 @@ class SamplingPlan:
     scheduler: str | None
     guidance: Guidance
     size: tuple[int, int] | None
+    clips: ClipPlan | None = None
 
     def labels(self, indices: Iterable[int]) -> list[int] | None:
         """Returns the labels of samples."""
@@ -53,9 +60,11 @@ class SamplingPlan:
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings as plain values for a JSON file."""
-        values = asdict(self)
+        values = asdict(replace(self, clips=None))
         values["guidance"]["interval"] = list(self.guidance.interval)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        del values["clips"]
+        clips = {} if self.clips is None else {"clips": self.clips.settings()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()} | clips
 
 
 class Processes:
@@ -88,38 +97,38 @@ class Processes:
         return values[0]
 
 
-def sample_batch(
-    pipeline: HeadMixDiTPipeline, plan: SamplingPlan, indices: Sequence[int], **options: Any
-) -> np.ndarray:
-    """Draws samples by their indices: uint8 [N, H, W, channels]. Options are those of the pipeline's call.
+def sample_batch(pipeline: GeneratorPipeline, plan: SamplingPlan, indices: Sequence[int], **options: Any) -> np.ndarray:
+    """Draws samples by their indices: images, uint8 [N, H, W, channels], or clips, uint8 [N, T, H, W, channels].
+
+    Options are those of the pipeline's call.
 
     Raises:
         NonFiniteSamplesError: If a sample became infinite or not a number; it names the sample and the step.
     """
     guidance = plan.guidance
     height, width = plan.size or (None, None)
+    options |= {
+        "class_labels": plan.labels(indices),
+        f"num_{pipeline.samples_are}": len(indices),
+        "guidance_scale": guidance.scale,
+        "guidance_interval": guidance.interval,
+        "guidance_channels": guidance.channels,
+        "num_inference_steps": plan.steps,
+        "height": height,
+        "width": width,
+        "generator": [plan.generator(index) for index in indices],
+    }
     try:
-        (images,) = pipeline(
-            plan.labels(indices),
-            len(indices),
-            guidance_scale=guidance.scale,
-            guidance_interval=guidance.interval,
-            guidance_channels=guidance.channels,
-            num_inference_steps=plan.steps,
-            height=height,
-            width=width,
-            generator=[plan.generator(index) for index in indices],
-            output_type="np",
-            return_dict=False,
-            **options,
-        )
+        if isinstance(pipeline, HeadMixVideoDiTPipeline):
+            return draw_clips(pipeline, plan.clips or ClipPlan(pipeline.clip_size()[0]), len(indices), options)
+        (images,) = pipeline(output_type="np", return_dict=False, **options)
     except NonFiniteSamplesError as error:
         raise NonFiniteSamplesError([indices[place] for place in error.samples], error.when) from None
     return np.rint(images * 255).astype(np.uint8)
 
 
 def draw_samples(
-    pipeline: HeadMixDiTPipeline,
+    pipeline: GeneratorPipeline,
     plan: SamplingPlan,
     folder: SampleFolder,
     num: int,
@@ -155,9 +164,11 @@ def draw_samples(
     """
     metadata = {**metadata, "num": num}
 
+    pieces = 1 if plan.clips is None else len(plan.clips.known_frames(pipeline))
+
     def draw(indices: list[int]) -> tuple[list[int], np.ndarray]:
         def count_step(pipe: Any, step: int, t: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            progress(len(indices) / len(pipe.scheduler.timesteps))
+            progress(len(indices) / len(pipe.scheduler.timesteps) / pieces)
             return tensors
 
         filled = indices + [indices[-1]] * (batch_size - len(indices))
@@ -180,7 +191,7 @@ def draw_samples(
 
 
 def finish(
-    pipeline: HeadMixDiTPipeline,
+    pipeline: GeneratorPipeline,
     plan: SamplingPlan,
     folder: SampleFolder,
     num: int,
@@ -189,8 +200,8 @@ def finish(
 ) -> None:
     """Writes the grid, the npz file if asked for, and at last the metadata of a complete folder."""
     labels = plan.labels(range(num))
-    height, width = folder.read_sample(0).shape[-3:-1]
-    count = min(num, GRID_IMAGES, max(1, GRID_PIXELS // (height * width)))
+    folder.complete_samples(num)
+    count = min(num, GRID_IMAGES, max(1, GRID_PIXELS // math.prod(folder.read_sample(0).shape[:-1])))
     names = pipeline.config.class_names
     captions = None if labels is None else [_caption(names, label) for label in labels[:count]]
     columns = len(plan.classes) if plan.classes is not None and 4 <= len(plan.classes) <= 10 else None
@@ -199,7 +210,13 @@ def finish(
         f"{metadata.get('name', metadata['model'])}, {metadata['weights']} weights\n"
         f"{plan.scheduler}, {plan.steps} steps, guidance {plan.guidance.scale:g}{interval}, seed {plan.seed}"
     )
-    folder.write_grid(draw_grid(np.stack([folder.read_sample(i) for i in range(count)]), captions, title, columns))
+    shown = np.stack([folder.read_sample(i) for i in range(count)])
+    if isinstance(folder, ClipFolder):
+        title += f", {shown.shape[1]} frames, {folder.frame_rate:g} a second"
+        folder.write_moving_grid(draw_grid(shown, captions, title, columns))
+        folder.write_grid(draw_strips(shown[:GRID_STRIPS], captions, title, folder.frame_rate))
+    else:
+        folder.write_grid(draw_grid(shown, captions, title, columns))
     if npz:
         folder.write_npz(num, labels)
     folder.write_metadata({**metadata, "complete": True})

@@ -11,7 +11,7 @@ import re
 import zipfile
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,10 @@ class SampleFolder:
         path: The folder; it need not exist.
     """
 
+    files: ClassVar[tuple[str, ...]] = (METADATA, GRID, NPZ)
+    folders: ClassVar[dict[str, re.Pattern[str]]] = {IMAGES: _IMAGE_NAME}
+    """Names of what is in them."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -50,16 +54,16 @@ class SampleFolder:
         if not self.path.is_dir():
             return
         inside = {entry.name for entry in self.path.iterdir() if entry.name != LOCK and not is_temporary(entry.name)}
-        foreign = sorted(inside - {IMAGES, METADATA, GRID, NPZ})
-        folders = [name for name in (METADATA, GRID, NPZ) if (self.path / name).is_dir()]
-        if (self.path / IMAGES).is_dir():
-            names = (entry.name for entry in (self.path / IMAGES).iterdir())
-            foreign += sorted(
-                f"{IMAGES}/{name}" for name in names if not (_IMAGE_NAME.fullmatch(name) or is_temporary(name))
-            )
-        elif IMAGES in inside:
-            foreign.append(IMAGES)
-        foreign += folders
+        foreign = sorted(inside - {*self.files, *self.folders})
+        for folder, pattern in self.folders.items():
+            if (self.path / folder).is_dir():
+                names = (entry.name for entry in (self.path / folder).iterdir())
+                foreign += sorted(
+                    f"{folder}/{name}" for name in names if not (pattern.fullmatch(name) or is_temporary(name))
+                )
+            elif folder in inside:
+                foreign.append(folder)
+        foreign += [name for name in self.files if (self.path / name).is_dir()]
         if foreign:
             raise InputError(f"{self.path} holds {foreign[0]}, which is no sample; choose another --out")
         if METADATA not in inside:
@@ -84,8 +88,8 @@ class SampleFolder:
         names = (entry.name for entry in (self.path / IMAGES).iterdir())
         return {int(name.removesuffix(".png")) for name in names if _IMAGE_NAME.fullmatch(name)}
 
-    def damaged(self, indices: set[int], shape: tuple[int, int, int]) -> set[int]:
-        """Lists those of the samples whose files are damaged, or are no images of a height, width and channels."""
+    def damaged(self, indices: set[int], shape: tuple[int, ...]) -> set[int]:
+        """Lists those of the samples whose files are damaged, or are of another shape, as `write_sample` takes them."""
         bad = set()
         for index in indices:
             try:
@@ -124,8 +128,8 @@ class SampleFolder:
 
     def remove_leftovers(self) -> None:
         """Deletes half-written files of a killed call; only for who holds the lock."""
-        for folder in (self.path, self.path / IMAGES):
-            remove_temporaries(folder)
+        for folder in ("", *self.folders):
+            remove_temporaries(self.path / folder)
 
     def read_metadata(self) -> dict[str, Any]:
         """Reads the metadata.
@@ -158,12 +162,15 @@ class SampleFolder:
         """Writes a sample: an image, uint8 [H, W, 1 or 3], or a clip, uint8 [T, H, W, 1 or 3]."""
         write_png(self.sample_path(index), pixels)
 
+    def complete_samples(self, num: int) -> None:
+        """Makes what is made of the samples 0 to `num` - 1, one by one, and missing; nothing is made of images."""
+
     def read_sample(self, index: int) -> np.ndarray:
         """Reads a sample as `write_sample` took it."""
         return read_png(self.sample_path(index))
 
     def write_grid(self, picture: np.ndarray) -> None:
-        """Writes the picture of many samples, uint8 [height, width, 3], or of clips [T, height, width, 3]."""
+        """Writes the picture of many samples, uint8 [height, width, 3], or one that moves, [T, height, width, 3]."""
         write_png(self.path / GRID, picture)
 
     def write_npz(self, num: int, labels: list[int] | None) -> None:

@@ -102,3 +102,39 @@ def test_latents_are_scaled_by_channel(grid):
     for scale in (LatentScale([2.0, 4.0], [1.0, -1.0]), LatentScale([2.0, 4.0], 1.0), LatentScale(0.5, 3.0)):
         torch.testing.assert_close(scale.undo(scale.apply(latents)), latents)
     torch.testing.assert_close(LatentScale([2.0, 4.0], [1.0, -1.0]).apply(latents)[:, 1], (latents[:, 1] + 1) * 4)
+
+
+@pytest.mark.parametrize("scheduler", ["euler", "heun", "dpm++", "unipc"])
+def test_a_prefix_stays_without_noise_and_the_rest_does_not_depend_on_its_place(scheduler):
+    """A network of single frames draws frame i from its own noise, whatever stands before it."""
+    noise, prefix = torch.randn(2, 4, 5, 2, 3), torch.randn(1, 4, 2, 2, 3)
+    seen = []
+
+    def predict(x, times, labels):
+        if times.ndim == 2:
+            assert x.shape[2] == times.shape[1] and torch.equal(x[:, :, :2], prefix.expand(len(x), -1, -1, -1, -1))
+            assert not times[:, :2].any() and (times[:, 2:] > 0).all() and (times[:, 2:] == times[:, 2:3]).all()
+            seen.append(times)
+        level = times.view(len(x), 1, -1, 1, 1) / 1000
+        return ((1 + level + 0.1 * labels.view(-1, 1, 1, 1, 1)) * x).tanh()
+
+    options = {"labels": torch.tensor([0, 2]), "null_label": 3, "guidance": Guidance(1.5, (0.1, 0.9))}
+    made = create_scheduler(scheduler, ObjectiveConfig())
+    clips = denoise(predict, noise, made, 5, prefix=prefix, **options)
+    assert torch.equal(clips[:, :, :2], prefix.expand(2, -1, -1, -1, -1)) and len(seen) >= 5
+    rest = denoise(predict, noise[:, :, 2:], create_scheduler(scheduler, ObjectiveConfig()), 5, **options)
+    torch.testing.assert_close(clips[:, :, 2:], rest)
+
+
+def test_prefixes_that_cannot_be_kept():
+    noise, scheduler = torch.randn(2, 4, 3, 2, 2), create_scheduler("euler", ObjectiveConfig())
+    for shape in ((2, 4, 3, 2, 2), (2, 4, 0, 2, 2), (3, 4, 1, 2, 2), (2, 4, 1, 2, 3), (2, 4, 2, 2)):
+        with pytest.raises(ValueError, match=r"the prefix must be finite, and the first frames of clips of shape"):
+            denoise(network, noise, scheduler, 2, prefix=torch.zeros(shape))
+    with pytest.raises(ValueError, match="the prefix must be finite"):
+        denoise(network, noise, scheduler, 2, prefix=torch.full((2, 4, 1, 2, 2), float("nan")))
+    with pytest.raises(ValueError, match="the prefix must be finite"):
+        denoise(network, noise[:, :, 0], scheduler, 2, prefix=torch.zeros(2, 4, 1, 2))
+    ddpm = create_scheduler("dpm++", ObjectiveConfig(kind="ddpm"))
+    with pytest.raises(ValueError, match="a prefix needs a model trained by flow matching"):
+        denoise(network, noise, ddpm, 2, prefix=torch.zeros(2, 4, 1, 2, 2))

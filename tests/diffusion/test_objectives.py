@@ -152,6 +152,45 @@ def test_times():
     assert set(discrete.tolist()) <= set(map(float, range(1000))) and len(discrete.unique()) > 990
 
 
+def test_prefixes_of_clips_stay_clean():
+    torch.manual_seed(0)
+    times = create_objective(ObjectiveConfig(clean_prefix=0.6)).draw_times(20000, frames=6, tubelet=2)
+    assert times.shape == (20000, 6)
+    lengths = (times == 0).sum(1)
+    assert torch.equal(times, times.amax(1, keepdim=True) * (torch.arange(6) >= lengths[:, None]))
+    assert set(lengths.tolist()) == {0, 2, 4}  # multiples of the tubelet, never all frames
+    assert [(lengths == n).float().mean().item() for n in (0, 2, 4)] == pytest.approx([0.4, 0.3, 0.3], abs=0.02)
+    objective = create_objective(ObjectiveConfig(clean_prefix=1.0))
+    assert objective.draw_times(5, frames=1).count_nonzero() == 5  # a still has nothing to go on from
+    assert (objective.draw_times(999, frames=2) == 0).sum(1).eq(1).all()
+    assert objective.draw_times(5).shape == create_objective(ObjectiveConfig()).draw_times(5, frames=6).shape == (5,)
+
+
+def test_clean_frames_count_nothing():
+    x0, noise = draw(2, (3, 4, 2, 2))
+    times = torch.tensor([[0.0, 0, 0, 400], [0, 500, 500, 500]])
+    objective = create_objective(ObjectiveConfig(clean_prefix=0.5))
+    seen = {}
+
+    def predict(x, t):
+        seen["x"], seen["t"] = x, t
+        error = torch.tensor([[9.0, 9, 9, 2], [9, 1, 2, 3]])
+        return noise - x0 + error[:, None, :, None, None]
+
+    torch.testing.assert_close(objective.losses(predict, x0, times, noise), torch.tensor([4.0, 14 / 3]))
+    assert torch.equal(seen["t"], times) and torch.equal(seen["x"][0, :, :3], x0[0, :, :3])
+    torch.testing.assert_close(seen["x"][0, :, 3], 0.6 * x0[0, :, 3] + 0.4 * noise[0, :, 3])
+    assert torch.equal(objective.losses(predict, x0, 0 * times, noise), torch.zeros(2))
+
+
+def test_one_noise_level_may_be_said_of_each_frame():
+    x0, noise = draw(3, (2, 4, 3, 3))
+    times, objective = torch.tensor([100.0, 500, 900]), create_objective(ObjectiveConfig())
+    expected = objective.losses(lambda x, t: x.sin(), x0, times, noise)
+    by_frame = objective.losses(lambda x, t: x.sin(), x0, times[:, None].expand(3, 4), noise)
+    torch.testing.assert_close(by_frame, expected)
+
+
 def test_ddpm_is_the_process_of_the_scheduler():
     from diffusers import DDPMScheduler
 
@@ -170,6 +209,8 @@ def test_ddpm_is_the_process_of_the_scheduler():
         ({"shift": 0.0}, "must be positive"),
         ({"learned_variance": True}, "needs objective.kind=ddpm"),
         ({"beta_start": 0.5}, "beta_start <= beta_end"),
+        ({"clean_prefix": 1.5}, r"clean_prefix must be in \[0, 1\], got 1.5"),
+        ({"kind": "ddpm", "clean_prefix": 0.5}, "clean_prefix needs objective.kind=flow"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

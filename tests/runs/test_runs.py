@@ -12,11 +12,14 @@ import timm
 import torch
 
 from headmix_vision import analysis, evaluation, runs, sampling
-from headmix_vision.diffusion import ObjectiveConfig
+from headmix_vision.diffusion import HeadMixVideoDiTPipeline, ObjectiveConfig
 from headmix_vision.evaluation.extractors import open_extractor
+from headmix_vision.models import HeadMixVideoDiT
+from headmix_vision.runs import export
 from headmix_vision.runs.checkpoints import read_checkpoint
 from headmix_vision.runs.directory import find_checkpoint
-from headmix_vision.runs.networks import load_network
+from headmix_vision.runs.networks import create_generator, load_network
+from headmix_vision.runs.opening import open_network
 from headmix_vision.runs.pipelines import load_pipeline
 
 
@@ -102,3 +105,34 @@ def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) == best and find_checkpoint(tmp_path, str(last)) == last
     with pytest.raises(ValueError, match="asked for other"):
         find_checkpoint(tmp_path, "other")
+
+
+def test_a_generator_of_videos_is_opened_exported_and_refused_as_one_of_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"depth": 1, "embed_dim": 24, "num_heads": 2, "input_size": (4, 8, 8)}
+    network = timm.create_model("dit_video_mhla_digits", **sizes)
+    about = {"name": "dit_video_mhla_digits", "kind": "generator", "architecture": network.architecture}
+    about |= {"vae": None, "class_names": None, "objective": asdict(ObjectiveConfig(clean_prefix=0.5, shift=2.0))}
+    path = save_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt", network, **about)
+    torch.save({**torch.load(path, weights_only=True), "global_step": 7}, path)
+    pipeline, found = load_pipeline(tmp_path / "run", raw=True)
+    assert isinstance(pipeline, HeadMixVideoDiTPipeline) and pipeline.clip_size() == (4, 8, 8)
+    assert pipeline.objective.clean_prefix == 0.5 and pipeline.scheduler.config.shift == 2.0
+    export.main([str(tmp_path / "run"), "--raw", "--out", str(tmp_path / "exported")])
+    assert "import HeadMixVideoDiTPipeline; pipe = HeadMixVideoDiTPipeline.from" in capsys.readouterr().out
+    exported, there = load_pipeline(tmp_path / "exported")
+    assert isinstance(exported, HeadMixVideoDiTPipeline) and there["weights_sha256"] == found["weights_sha256"]
+    for place in (tmp_path / "run", tmp_path / "exported"):
+        opened, _ = open_network(place, raw=place.name == "run")
+        assert isinstance(opened, HeadMixVideoDiT) and opened.architecture == network.architecture
+    started = create_generator("dit_video_mhla_digits", model_args=sizes, checkpoint=str(path))
+    assert started.input_size == (4, 8, 8)
+
+    index = tmp_path / "exported" / "model_index.json"
+    index.write_text(index.read_text().replace("HeadMixVideoDiTPipeline", "HeadMixDiTPipeline"))
+    with pytest.raises(ValueError, match=r"is no pipeline of this package: its network is of the class"):
+        load_pipeline(tmp_path / "exported")
+    save_checkpoint(path, network, **about | {"name": "dit_mhla_digits"})
+    with pytest.raises(ValueError, match="the checkpoint's description makes no dit_mhla_digits"):
+        load_pipeline(tmp_path / "run")

@@ -5,7 +5,7 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
@@ -24,14 +24,6 @@ from headmix_vision.sampling.options import run_name
 RUN = Path(__file__).parents[1] / "fixtures" / "v0_1_0" / "generator"
 PIPELINE = RUN / "pipeline"
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(out: Path, *arguments: object, num: int = 6, model: Path = PIPELINE) -> int:

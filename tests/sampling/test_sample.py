@@ -44,14 +44,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_pipeline(tmp_path_factory.mktemp("exported") / "model")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(*args: object) -> int:
     try:
         main(["images", *map(str, args)])

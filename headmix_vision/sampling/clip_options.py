@@ -1,0 +1,118 @@
+"""What the options of `headmix-sample videos` mean for a model."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from headmix_vision.checks import check_counts
+from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
+from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
+from headmix_vision.errors import InputError
+from headmix_vision.files.png import read_png
+from headmix_vision.files.video import read_video
+from headmix_vision.sampling.clips import ClipPlan
+from headmix_vision.sampling.options import named
+
+MAX_FRAMES = 100_000
+EXTEND_SAMPLES = ""
+"""Value of `--extend` without a clip: the samples themselves are drawn longer, window by window."""
+_RATE_TOLERANCE = 0.05  # the times of GIF are in hundredths of a second
+
+
+def make_clip_plan(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespace, size: tuple[int, int]) -> ClipPlan:
+    """Makes the plan of the clips that the options describe, of a height and width in pixels.
+
+    Raises:
+        InputError: If an option does not fit the model, or a file cannot be read or is of another size.
+    """
+    with named(f"--fps {options.fps}"):
+        frame_rate = pipeline.check_frame_rate(options.fps)
+    window = pipeline.clip_size()[0]
+    frames = window if options.frames is None else options.frames
+    check_counts(1, MAX_FRAMES, **{"--frames": frames})
+    if options.extend is None:
+        if options.overlap is not None:
+            raise InputError(f"--overlap {options.overlap} needs --extend")
+        pipeline.check_frames("--frames", frames)
+    elif options.frames is None:
+        raise InputError("--extend needs --frames, the length to which clips are drawn")
+    start = _read_start(pipeline, options, size, frame_rate)
+    if (start is not None or options.extend is not None) and pipeline.objective.kind != "flow":
+        option = "--first-frame" if options.extend is None else "--extend"
+        kind = pipeline.objective.kind
+        raise InputError(f"{option} needs a model trained with objective.kind=flow, this one was with {kind}")
+    if start is not None and len(start) >= frames:
+        given = f"--extend {options.extend}" if options.extend else f"--first-frame {options.first_frame}"
+        raise InputError(f"{given} has {len(start)} frames already, --frames is {frames}")
+    if options.extend is None:
+        if start is not None:
+            pipeline.check_frames("the frames of --first-frame", len(start))
+        return ClipPlan(frames, frame_rate, start)
+    overlap = pipeline.most_frames(window // 2) if options.overlap is None else options.overlap
+    with named(f"--overlap {overlap}"):
+        pipeline.check_frames("the overlap", overlap)
+        if overlap >= window:
+            raise InputError(f"it must be below {window}, the frames of training")
+        if start is not None and not pipeline.most_frames(min(overlap, len(start))):
+            raise InputError(f"the {len(start)} frames that are given are fewer than the model can go on from")
+    return ClipPlan(frames, frame_rate, start, window, overlap)
+
+
+def warn_of_unlearned(pipeline: GeneratorPipeline, clips: ClipPlan | None) -> None:
+    """Says on standard error where clips go on from known frames, but the model has not learned to."""
+    if clips is not None and any(clips.known_frames(pipeline)) and not pipeline.objective.clean_prefix:
+        print(
+            "warning: the videos go on from known frames, but the model was trained with objective.clean_prefix=0: it"
+            " has never seen clean frames beside noise",
+            file=sys.stderr,
+        )
+
+
+def _read_start(
+    pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespace, size: tuple[int, int], frame_rate: float
+) -> np.ndarray | None:
+    """Reads the known first frames, uint8 [T0, H, W, C]; None where there are none."""
+    if options.first_frame is not None:
+        if options.extend:
+            raise InputError(f"--first-frame {options.first_frame} and --extend {options.extend}: give one of them")
+        return _fitting(_read_image(options.first_frame), f"--first-frame {options.first_frame}", pipeline, size)
+    if not options.extend:
+        return None
+    path = Path(options.extend)
+    if path.suffix.lower() == ".png":  # a sample of ours, which states no frame rate
+        clip, rate = read_png(path), frame_rate
+        if clip.ndim != 4:
+            raise InputError(f"--extend {path} is an image: give it as --first-frame")
+    else:
+        clip, rate = read_video(path)
+    if abs(rate / frame_rate - 1) > _RATE_TOLERANCE:
+        raise InputError(
+            f"--extend {path} has {rate:g} frames a second, the videos {frame_rate:g}: give --fps {rate:g}"
+        )
+    return _fitting(clip, f"--extend {path}", pipeline, size)
+
+
+def _read_image(path: Path) -> np.ndarray:
+    try:
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))[None]
+    except (UnidentifiedImageError, SyntaxError, ValueError, EOFError) as error:
+        raise InputError(f"--first-frame {path} cannot be read as an image: {error}") from None
+
+
+def _fitting(frames: np.ndarray, name: str, pipeline: HeadMixVideoDiTPipeline, size: tuple[int, int]) -> np.ndarray:
+    """Converts frames to the channels of the videos; refuses those of another size."""
+    height, width = frames.shape[1:3]
+    if (height, width) != size:
+        raise InputError(
+            f"{name} is {height}x{width} pixels, the videos are {size[0]}x{size[1]}: resize or crop it, or give --size"
+        )
+    channels = pipeline.image_channels
+    if frames.shape[-1] == channels:
+        return frames
+    if channels == 3:
+        return np.repeat(frames, 3, axis=-1)
+    return np.stack([np.asarray(Image.fromarray(frame).convert("L"))[..., None] for frame in frames])
