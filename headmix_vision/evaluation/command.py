@@ -1,7 +1,8 @@
-"""Scores generated images: `headmix-evaluate fid --real X --fake Y`.
+"""Scores generated images: `headmix-evaluate fid --real X --fake Y`, and clips: `headmix-evaluate fvd`.
 
 X and Y are a folder of images, an npz file of ADM (images, or mu and sigma), a statistics file (.safetensors), or a
-data set NAME[:SPLIT][SLICE]. `stats` keeps the statistics of X, to read its images only once.
+data set NAME[:SPLIT][SLICE]. `stats` keeps the statistics of X, to read its images only once. For clips they are a
+folder of videos, of animated PNGs or of folders of frames, an npz file [N, T, H, W, C], or a data set of clips.
 """
 
 import argparse
@@ -10,7 +11,9 @@ import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,10 @@ from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import default_device
 from headmix_vision.console.progress import progress
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.evaluation.clip_command import CLIP_METRICS
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.npz import npz_labels
-from headmix_vision.evaluation.sample_sets import ImageSet
+from headmix_vision.evaluation.sample_sets import ImageSet, check_root
 from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer, open_side
 from headmix_vision.evaluation.statistics import Statistics, write_statistics
 from headmix_vision.files.atomic import atomic_path, check_place
@@ -52,7 +56,9 @@ def main(args: Sequence[str] | None = None) -> None:
             print(f"{options.out}: {result['count']} images")
         else:
             # before the file: a disk that is full must not cost the score
-            print(" · ".join(f"{name} {value:.6g}" for name, value in result["scores"].items()), flush=True)
+            printed = result.pop("printed", [])
+            print(" · ".join(f"{name} {value:.6g}" for name, value in result["scores"].items()), *printed, sep="\n")
+            sys.stdout.flush()
             if options.out is not None:
                 with atomic_path(options.out) as temporary:
                     temporary.write_text(json.dumps({**result, "warnings": notes}, indent=2) + "\n")
@@ -75,15 +81,24 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--features", default="inception", help="inception, digits, or a run or weights file (inception)"
         )
-        command.add_argument("--out", type=Path, required=name == "stats", help="file to write; it must not exist")
-        command.add_argument("--root", help="place of a data set that needs one")
-        command.add_argument("--image-size", type=int, help="scale and centre-crop all images to this size first")
-        command.add_argument("--batch-size", type=int, default=64, help="images at a time (64)")
-        command.add_argument("--device", default=default_device(), help="where to run")
-        command.add_argument("--dry-run", action="store_true", help="open and check everything, score nothing")
+        _add_common(command, "images", 64)
         for option, (default, about) in METRICS[name].options.items() if name != "stats" else ():
             command.add_argument(f"--{option.replace('_', '-')}", type=int, default=default, help=about)
+    for name, clip_metric in CLIP_METRICS.items():
+        command = commands.add_parser(name, help=clip_metric.help)
+        clip_metric.add_options(command)
+        _add_common(command, "clips", 16)
     return parser
+
+
+def _add_common(command: argparse.ArgumentParser, what: str, batch_size: int) -> None:
+    required = command.prog.endswith(" stats")
+    command.add_argument("--out", type=Path, required=required, help="file to write; it must not exist")
+    command.add_argument("--root", help="place of a data set that needs one")
+    command.add_argument("--image-size", type=int, help=f"scale and centre-crop all {what} to this size first")
+    command.add_argument("--batch-size", type=int, default=batch_size, help=f"{what} at a time ({batch_size})")
+    command.add_argument("--device", default=default_device(), help="where to run")
+    command.add_argument("--dry-run", action="store_true", help="open and check everything, score nothing")
 
 
 def _check_out(options: argparse.Namespace) -> None:
@@ -99,6 +114,8 @@ def _check_out(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
+    if options.metric in CLIP_METRICS:
+        return _run_clips(options)
     extractor = open_extractor(options.features, options.device)
     if not extractor.description.get("official", True):
         warnings.warn("these Inception weights are not the official file, scores compare with nothing", stacklevel=1)
@@ -115,14 +132,32 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         )
         for name in names
     }
-    if options.root is not None and not any(side.description["kind"] == "dataset" for side in sides.values()):
-        raise InputError(f"--root is {options.root}, but no side is a data set")
+    check_root(options.root, *(side.description["kind"] for side in sides.values()))
     try:
         return _score(options, scorer, sides)
     except _DryRun:
         described = " and ".join(f"{name} {_describe(side)}" for name, side in sides.items())
         target = "" if options.out is None else f", write {options.out}"
         return {"dry_run": f"would score {described} by {extractor.description['name']} on {options.device}{target}"}
+
+
+def _run_clips(options: argparse.Namespace) -> dict[str, Any]:
+    result = CLIP_METRICS[options.metric].run(options, partial(_progress, unit="clips"))
+    if "dry_run" in result:
+        return result
+    _check_finite(result["scores"], "clips")
+    return {"metric": options.metric, **result, "versions": _versions("av"), "device": options.device}
+
+
+def _check_finite(scores: dict[str, float], what: str) -> None:
+    for name, value in scores.items():
+        if not math.isfinite(value):
+            raise InputError(f"{name} is {value}: these {what} have no such score")
+
+
+def _versions(*more: str) -> dict[str, str]:
+    names = ("headmix_vision", "torch", "torch-fidelity", "timm", "numpy", "pillow", *more)
+    return {name: version(name) for name in names if name not in more or find_spec(name)}
 
 
 def _describe(side: Side) -> str:
@@ -147,9 +182,7 @@ def _score(options: argparse.Namespace, scorer: Scorer, sides: dict[str, Side]) 
             raise InputError(f"{options.metric} needs an .npz file with labels, --fake is {options.fake}")
         arguments["labels"] = npz_labels(Path(options.fake))
     scores = metric.compute(scorer, *sides.values(), **arguments)
-    for name, value in scores.items():
-        if not math.isfinite(value):
-            raise InputError(f"{name} is {value}: these images have no such score")
+    _check_finite(scores, "images")
     if options.dry_run:
         raise _DryRun
     return {
@@ -158,15 +191,13 @@ def _score(options: argparse.Namespace, scorer: Scorer, sides: dict[str, Side]) 
         **{side: images.description for side, images in sides.items()},
         "extractor": extractor.description,
         "rng_seed": RNG_SEED,
-        "versions": {
-            name: version(name) for name in ("headmix_vision", "torch", "torch-fidelity", "timm", "numpy", "pillow")
-        },
+        "versions": _versions(),
         "device": options.device,
     }
 
 
-def _progress(batches: Iterable[Tensor], count: int) -> Iterator[Tensor]:
-    with progress("scoring", count, "images") as advance:
+def _progress(batches: Iterable[Tensor], count: int, unit: str = "images") -> Iterator[Tensor]:
+    with progress("scoring", count, unit) as advance:
         for batch in batches:
             yield batch
             advance(len(batch))

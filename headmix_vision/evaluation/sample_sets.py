@@ -209,11 +209,7 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
     Raises:
         InputError: Nothing there, no images, or fewer than a slice asks for.
     """
-    if not source:
-        raise InputError("the images are '', they must be a folder, an .npz file or a data set")
-    path = Path(source)
-    if (path / SAMPLES).is_dir() and (path / SAMPLES_METADATA).is_file():
-        path = path / SAMPLES  # without the grid beside it
+    path = samples_of(source, "images")
     if path.is_dir():
         return ImageSet(Folder(path), mode, image_size)
     if path.is_file():
@@ -222,10 +218,40 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
         if "arr_0" not in npz_arrays(path):
             raise InputError(f"{source} has no images arr_0, it has {', '.join(npz_arrays(path))}")
         return ImageSet(NpzImages(path), mode, image_size)
-    return ImageSet(_open_dataset(source, mode, image_size, root), mode, image_size)
+    grid = (image_size, image_size) if image_size else ()
+    return ImageSet(DatasetImages(source, *open_slice(source, (CHANNELS[mode], *grid), root)), mode, image_size)
 
 
-def _open_dataset(source: str, mode: str, image_size: int | None, root: str | None) -> DatasetImages:
+def samples_of(source: str, what: str) -> Path:
+    """Finds the path of samples: of a folder of samples that `headmix-sample` wrote, what lies in its `images/`.
+
+    Raises:
+        InputError: An empty name of what is asked for.
+    """
+    if not source:
+        raise InputError(f"the {what} are '', they must be a folder, an .npz file or a data set")
+    path = Path(source)
+    # without the grid beside it
+    return path / SAMPLES if (path / SAMPLES).is_dir() and (path / SAMPLES_METADATA).is_file() else path
+
+
+def check_root(root: str | None, *kinds: str) -> None:
+    """Raises InputError for the place of a data set where no side is one."""
+    if root is not None and "dataset" not in kinds:
+        raise InputError(f"--root is {root}, but no side is a data set")
+
+
+def open_slice(source: str, shape: tuple[int, ...], root: str | None) -> tuple[Source, slice]:
+    """Opens a data set to score, `NAME[:SPLIT][SLICE]`: its split, and which of its samples are meant.
+
+    Args:
+        source: The data set.
+        shape: (C, *grid) of its samples; (C,) where any size will do.
+        root: Place of a data set that needs one.
+
+    Raises:
+        InputError: No such data set, split or slice.
+    """
     match = _DATASET.fullmatch(source)
     if match is None:
         raise InputError(f"{source} is neither a file, nor a folder, nor a data set NAME[:SPLIT][SLICE]")
@@ -237,13 +263,11 @@ def _open_dataset(source: str, mode: str, image_size: int | None, root: str | No
     bounds = _bounds(match["slice"] or ":")
     if bounds is None:
         raise InputError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
-    grid = (image_size, image_size) if image_size else ()
-    request = SplitRequest(name, split or entry.scored_split, (CHANNELS[mode], *grid), "scoring", root=root)
-    images = open_source(request)
+    samples = open_source(SplitRequest(name, split or entry.scored_split, shape, "scoring", root=root))
     for bound in bounds[:2]:
-        if bound is not None and abs(bound) > len(images):
-            raise InputError(f"{source}: there are {len(images)} images, the slice goes beyond them")
-    return DatasetImages(source, images, slice(*bounds))
+        if bound is not None and abs(bound) > len(samples):
+            raise InputError(f"{source}: there are {len(samples)} images, the slice goes beyond them")
+    return samples, slice(*bounds)
 
 
 def _bounds(text: str) -> list[int | None] | None:

@@ -56,6 +56,11 @@ class Scorer:
         return torch.cat([outputs[name].cpu() for outputs in self._outputs(images)]).double()
 
     def _outputs(self, images: ImageSet) -> Iterator[dict[str, Tensor]]:
+        for _, _, outputs in self.outputs(images):
+            yield outputs
+
+    def outputs(self, images: ImageSet) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
+        """Yields for each batch the number of its first sample, the samples, and what the extractor makes of them."""
         done = 0
         for batch in self.progress(images.batches(self.batch_size), len(images)):
             outputs = self.extractor(batch)
@@ -65,8 +70,8 @@ class Scorer:
                         f"{name} of {self.extractor.description['name']} are not finite within images {done} to"
                         f" {done + len(batch) - 1} of {images.description['source']}"
                     )
+            yield done, batch, outputs
             done += len(batch)
-            yield outputs
 
 
 def open_side(
@@ -134,22 +139,42 @@ def kid(
     Raises:
         InputError: A subset larger than a side.
     """
-    from torch_fidelity.metric_kid import kid_features_to_metric
-
     check_sizes(real, fake)
-    smaller = min(len(real), len(fake))
+    subset_size = kid_subset_size(min(len(real), len(fake)), subset_size)
+    check_counts(1, **{"kid subsets": subsets})
+    mean, std = kernel_distance(scorer.collect(real), scorer.collect(fake), subsets, subset_size)
+    return {"kid_mean": mean, "kid_std": std, "kid_subsets": subsets, "kid_subset_size": subset_size}
+
+
+def kid_subset_size(smaller: int, subset_size: int | None) -> int:
+    """Sets the samples of a random subset, where the smaller side has so many.
+
+    Raises:
+        InputError: More than that, or fewer than two.
+    """
     subset_size = min(KID_SUBSET_SIZE, smaller) if subset_size is None else subset_size
     if not 2 <= subset_size <= smaller:
         raise InputError(f"kid subset size is {subset_size}, it must be in [2, {smaller}], the images of a side")
-    check_counts(1, **{"kid subsets": subsets})
+    return subset_size
+
+
+def kernel_distance(first: Tensor, second: Tensor, subsets: int, subset_size: int) -> tuple[float, float]:
+    """Computes the squared maximum mean discrepancy with the kernel (x y / D + 1)^3, unbiased, over random subsets.
+
+    Args:
+        first: Features of one side, float64 [N, D].
+        second: Features of the other, float64 [M, D].
+        subsets: Number of subsets.
+        subset_size: Samples in each.
+
+    Returns:
+        Mean and standard deviation over the subsets.
+    """
+    from torch_fidelity.metric_kid import kid_features_to_metric
+
     settings = {"kid_subsets": subsets, "kid_subset_size": subset_size, "rng_seed": RNG_SEED, "verbose": False}
-    result = kid_features_to_metric(scorer.collect(real), scorer.collect(fake), **settings)
-    return {
-        "kid_mean": result["kernel_inception_distance_mean"],
-        "kid_std": result["kernel_inception_distance_std"],
-        "kid_subsets": subsets,
-        "kid_subset_size": subset_size,
-    }
+    result = kid_features_to_metric(first, second, **settings)
+    return result["kernel_inception_distance_mean"], result["kernel_inception_distance_std"]
 
 
 def inception_score(scorer: Scorer, fake: ImageSet, splits: int = SPLITS) -> dict[str, float]:

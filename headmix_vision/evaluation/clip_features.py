@@ -1,0 +1,165 @@
+"""Extractors of features of clips: the I3D network of FVD, and what an image classifier sees change.
+
+Shapes: B clips of a batch, C channels, T frames, H and W pixels, D features of a clip, E of a frame.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headmix_vision.console.devices import open_device
+from headmix_vision.errors import InputError
+from headmix_vision.evaluation.digit_tracks import find_digits
+from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
+from headmix_vision.files.hashes import file_sha256
+
+I3D_FILE = "i3d_torchscript.pt"
+I3D_URL = "https://www.dropbox.com/s/ge9e5ujwgetktms/i3d_torchscript.pt?dl=1"
+I3D_FRAMES = 10  # with fewer, pooling over time leaves nothing to average
+
+
+class ClipExtractor(FeatureExtractor):
+    """Turns uint8 clips into features: `features` float32 [B, D], and where it sees frames `frames` [B * T, E].
+
+    Attributes:
+        min_frames: The fewest frames of a clip that it can tell anything of.
+    """
+
+    grid_axes = 3
+    min_frames = 2
+
+    def check_frames(self, frames: int) -> None:
+        """Raises InputError for clips of too few frames."""
+        if frames < self.min_frames:
+            raise InputError(
+                f"--frames is {frames}, {self.description['name']} needs clips of at least {self.min_frames} frames"
+            )
+
+
+class I3DExtractor(ClipExtractor):
+    """I3D trained on Kinetics-400, the network that the Fréchet video distance is defined by.
+
+    The file is StyleGAN-V's TorchScript form of it, which is called with float clips [B, 3, T, H, W] of values from 0
+    to 255 and `rescale=True, resize=True, return_features=True`.
+
+    Args:
+        path: The TorchScript file.
+        device: Where to run.
+
+    Raises:
+        InputError: No file there, or no TorchScript in it.
+    """
+
+    mode = "RGB"
+    min_frames = I3D_FRAMES
+    num_classes = 0
+
+    def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
+        if not path.is_file():
+            raise InputError(
+                f"no I3D network at {path}: get {I3D_FILE} (StyleGAN-V, Skorokhodov et al. 2022) from {I3D_URL} and put"
+                " it there, or give its place with --features PATH"
+            )
+        try:
+            self.network = torch.jit.load(path, map_location=device).eval()
+        except (RuntimeError, ValueError, EOFError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise InputError(f"{path} is damaged or no TorchScript file: {reason}") from None
+        self.device = torch.device(device)
+        self.description = {
+            "name": "i3d",
+            "weights": path.name,
+            "sha256": file_sha256(path),
+            "features": "return_features",
+            "mode": self.mode,
+            "resize": "by the network itself (resize=True)",
+        }
+
+    @torch.inference_mode()
+    def extract(self, samples: Tensor) -> dict[str, Tensor]:
+        self.check_frames(samples.shape[2])
+        try:
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+                features = self.network(
+                    samples.to(self.device).float(), rescale=True, resize=True, return_features=True
+                )
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise InputError(f"{self.description['weights']} cannot be called as I3D is: {reason}") from None
+        return {"features": features.float().flatten(1)}
+
+
+class FrameExtractor(ClipExtractor):
+    """What an image extractor sees in a clip: the mean of its features over time, and how much they change.
+
+    With f_t the features of frame t, a clip has D = 2E: the mean of f_t, and the mean of |f_t+1 - f_t|. The first half
+    knows the pictures and no order, the second the motion: it is zero for a clip that stands still, and large for one
+    whose frames are shuffled.
+
+    Args:
+        images: The extractor of images.
+    """
+
+    def __init__(self, images: FeatureExtractor) -> None:
+        self.images = images
+        self.mode, self.num_classes = images.mode, images.num_classes
+        self.num_features = None if images.num_features is None else 2 * images.num_features
+        self.description = {
+            **images.description,
+            "features": f"of each frame, {images.description['features']}: mean over time, mean absolute change",
+        }
+
+    def extract(self, samples: Tensor) -> dict[str, Tensor]:
+        frames = self.of_frames(samples)
+        changes = frames.diff(dim=1).abs().mean(1)
+        return {"features": torch.cat([frames.mean(1), changes], 1), "frames": frames.flatten(0, 1)}
+
+    def of_frames(self, samples: Tensor) -> Tensor:
+        """Computes the features of frames, float32 [B, T, E]."""
+        features = self.images(samples.transpose(1, 2).flatten(0, 1))["features"]
+        return features.unflatten(0, (len(samples), samples.shape[2]))
+
+
+class DigitsExtractor(FrameExtractor):
+    """What a classifier of digits sees in clips of `moving_digits`: which digit it is, and how it moves.
+
+    A clip has D = 2E: the mean over time of the features of the digit, cut out of each frame, and the mean absolute
+    change over time of the features of the whole frame, which depend on where the digit stands. Scaled to the 8 x 8
+    pixels that the classifier takes, a whole frame no longer tells which digit it is; a digit that is cut out no longer
+    tells where it is. The features of frames are those of the digit.
+    """
+
+    def __init__(self, images: FeatureExtractor) -> None:
+        super().__init__(images)
+        self.description["features"] = (
+            f"{images.description['features']}: of the digit cut out of each frame, mean over time; of each frame, mean"
+            " absolute change"
+        )
+
+    def extract(self, samples: Tensor) -> dict[str, Tensor]:
+        digits = self.of_frames(find_digits(samples).crops.transpose(1, 2))
+        changes = self.of_frames(samples).diff(dim=1).abs().mean(1)
+        return {"features": torch.cat([digits.mean(1), changes], 1), "frames": digits.flatten(0, 1)}
+
+
+def open_clip_extractor(features: str, device: str = "cpu") -> ClipExtractor:
+    """Opens the extractor of a score of clips.
+
+    Args:
+        features: `i3d` (in torch's download folder) or the path of its TorchScript file (`.pt`); `digits` or
+            `digits:PATH`, a classifier of digits for clips of `moving_digits`; or an image extractor as
+            `open_extractor` takes it, for the frames of any clips.
+        device: Where to run.
+
+    Raises:
+        InputError: Weights that are missing, with where to get them, or that cannot be used.
+    """
+    if features == "i3d":
+        return I3DExtractor(Path(torch.hub.get_dir()) / "checkpoints" / I3D_FILE, open_device(device))
+    if Path(features).suffix == ".pt":
+        return I3DExtractor(Path(features), open_device(device))
+    name, _, path = features.partition(":")
+    if name == "digits":
+        return DigitsExtractor(open_extractor(path or name, device))
+    return FrameExtractor(open_extractor(features, device))

@@ -1,0 +1,47 @@
+"""Clips to score, and a network that is called as I3D is."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headmix_vision.data.datasets.moving_digits import MovingDigits
+from headmix_vision.sampling.folder import SampleFolder
+
+
+class TinyI3D(nn.Module):
+    """Brightness of four quarters, and how much it changes; without `moves`, of the first frame alone."""
+
+    def __init__(self, moves: bool = True) -> None:
+        super().__init__()
+        self.moves = moves
+
+    def forward(self, x: Tensor, rescale: bool = False, resize: bool = False, return_features: bool = False) -> Tensor:
+        assert rescale and resize and return_features
+        x = nn.functional.adaptive_avg_pool3d((x * 2 / 255 - 1).mean(1), (x.shape[2], 2, 2)).flatten(2)
+        if not self.moves:
+            return x[:, 0]
+        return torch.cat([x.mean(1), 10 * (x[:, 1:] - x[:, :-1]).abs().mean(1)], 1)
+
+
+def write_network(path: Path, moves: bool = True) -> Path:
+    """Write the network as TorchScript."""
+    torch.jit.script(TinyI3D(moves).eval()).save(str(path))
+    return path
+
+
+def moving(count: int, frames: int = 12, size: int = 16, seed: int = 0) -> tuple[np.ndarray, list[int]]:
+    """Moving digits as uint8 [N, T, size, size, 1], and their classes."""
+    clips, labels = MovingDigits("train", (frames, size, size), seed=seed, length=count).read_batch(range(count))
+    return (clips * 255).round().to(torch.uint8).movedim(1, -1).numpy(), labels.tolist()
+
+
+def write_samples(folder: Path, clips: np.ndarray, labels: list[int] | None = None) -> Path:
+    """Write clips as `headmix-sample` does."""
+    samples = SampleFolder(folder)
+    for number, pixels in enumerate(clips):
+        samples.write_sample(number, pixels)
+    samples.write_grid(clips[0].repeat(3, -1))
+    samples.write_metadata({"settings": {"classes": labels}})
+    return folder
