@@ -25,6 +25,13 @@ def train_gen(args: Sequence[str] | None = None) -> None:
     main(args, default_config=DEFAULT)
 
 
+def distill(args: Sequence[str] | None = None) -> None:
+    """Trains generators after a teacher with another attention."""
+    with one_line_errors():
+        from headmix_vision.training.distillation_cli import main
+    main(args, default_config=DEFAULT)
+
+
 def sample(args: Sequence[str] | None = None) -> None:
     """Draws samples from a generator."""
     with one_line_errors():

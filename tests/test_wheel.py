@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "headmix_vision"
-COMMANDS = ("train-cls", "train-gen", "sample", "evaluate", "export", "analyze", "cache-latents", "models")
+COMMANDS = ("train-cls", "train-gen", "distill", "sample", "evaluate", "export", "analyze", "cache-latents", "models")
 
 
 @pytest.fixture(scope="module")

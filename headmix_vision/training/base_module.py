@@ -19,6 +19,22 @@ from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 _STEP = 0  # stream of random numbers
 
 
+def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int, steps_per_epoch: float) -> Scheduler:
+    """Makes the schedule of a run of so many optimizer steps; `steps_per_epoch` is infinite where it is unknown."""
+    warmup_steps = round(config.warmup_epochs * steps_per_epoch) if steps_per_epoch < math.inf else 0
+    schedule, _ = create_scheduler_v2(
+        optimizer,
+        sched=config.sched,
+        num_epochs=total_steps,
+        warmup_epochs=warmup_steps,
+        warmup_lr=config.warmup_lr,
+        min_lr=config.min_lr,
+        step_on_epochs=False,
+        updates_per_epoch=1,
+    )
+    return schedule
+
+
 class BaseModule(LightningModule):
     """Trains the network `net` with an optimizer and a schedule of timm, in steps that are functions of their index.
 
@@ -89,17 +105,7 @@ class BaseModule(LightningModule):
         steps_per_epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
         if math.isinf(steps_per_epoch) and self.schedule_config.warmup_epochs:
             raise InputError("the length of an epoch is unknown: set schedule.warmup_epochs=0")
-        warmup_steps = round(self.schedule_config.warmup_epochs * steps_per_epoch) if steps_per_epoch < math.inf else 0
-        self.schedule, _ = create_scheduler_v2(
-            optimizer,
-            sched=self.schedule_config.sched,
-            num_epochs=int(total_steps),
-            warmup_epochs=warmup_steps,
-            warmup_lr=self.schedule_config.warmup_lr,
-            min_lr=self.schedule_config.min_lr,
-            step_on_epochs=False,
-            updates_per_epoch=1,
-        )
+        self.schedule = make_schedule(optimizer, self.schedule_config, int(total_steps), steps_per_epoch)
         self.schedule.step_update(max(0, self.trainer.global_step - 1))
         if not hasattr(self, "train_loss"):
             self.train_loss = torch.zeros(2)

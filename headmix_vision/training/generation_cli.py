@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
@@ -21,7 +22,7 @@ from headmix_vision.training.options import FidConfig, SampleGridConfig
 class GenerationCLI(RunCLI):
     """Trains generators from the command line: `headmix-train-gen`."""
 
-    module_class = ImageGenerator
+    module_class: ClassVar[type[LightningModule]] = ImageGenerator
     data_class = GenerationData
     recipes = "gen"
     runs_folder = "runs/gen"
@@ -55,9 +56,10 @@ class GenerationCLI(RunCLI):
         if not self.trainer.is_global_zero or not rows:
             return
         run_dir = Path(self.options.run_dir)
+        samples = "videos" if len(self.model.net.input_size) == 3 else "images"
         print(
             f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · run {run_dir}"
-            f" · samples {run_dir / SAMPLES} · next: headmix-sample images --model {run_dir}"
+            f" · samples {run_dir / SAMPLES} · next: headmix-sample {samples} --model {run_dir}"
         )
 
 

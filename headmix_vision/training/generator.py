@@ -1,7 +1,7 @@
 """Defines the LightningModule that trains one diffusion transformer.
 
-Shapes: B batch, C channels, *grid the axes of the network's input (H, W of images), which are pixels in [-1, 1] or
-scaled latents.
+Shapes: B batch, C channels, *grid the axes of the network's input (H, W of images; T, H, W of clips), which are pixels
+in [-1, 1] or scaled latents.
 """
 
 import math
@@ -31,7 +31,7 @@ DEFAULT_SCHEDULE = ScheduleConfig(sched="constant", warmup_epochs=0.0)
 
 
 class ImageGenerator(BaseModule):
-    """Trains one diffusion transformer on images or latents with labels.
+    """Trains one diffusion transformer on images, clips or their latents, with labels.
 
     Random numbers of a training batch (noise, times, dropped labels) follow from the seed, the epoch, the batch index
     and the rank alone; those of validation from the seed and the batch index, so that its loss is comparable.
@@ -77,6 +77,8 @@ class ImageGenerator(BaseModule):
         self.net = create_generator(name, num_classes, input_size, arguments, checkpoint)
         if (self.net.out_channels != self.net.in_channels) != objective.learned_variance:
             raise InputError("model_args.learned_variance and objective.learned_variance must agree")
+        if objective.clean_prefix and len(self.net.input_size) != 3:
+            raise InputError(f"objective.clean_prefix is of clips: it must be 0 for {name}, a model of images")
         self.num_classes = int(self.net.num_classes)
         self.description: dict[str, Any] = {
             "kind": "generator",
@@ -96,7 +98,7 @@ class ImageGenerator(BaseModule):
         self.val_loss = MeanMetric(nan_strategy=math.inf)  # by default it leaves NaN out
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
-        """Returns the network's prediction for x [B, C, *grid] at times t [B] with labels y [B]."""
+        """Returns the network's prediction for x [B, C, *grid] at times t, [B] or [B, T], with labels y [B]."""
         return self.net(x, t, y)
 
     def setup(self, stage: str) -> None:
@@ -116,13 +118,20 @@ class ImageGenerator(BaseModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the mean loss of x [B, C, *grid], float32, and labels [B], int64."""
         x0, labels = batch
-        times = self.objective.draw_times(len(x0), x0.device)
+        times = self._draw_times(x0, x0.device)
         losses = self._losses(x0, labels, times, torch.randn_like(x0))
         loss = losses.mean()
         self.track_loss(loss, len(x0))
-        level = (times / NUM_TIMESTEPS * LEVELS).long().clamp(max=LEVELS - 1)
+        level = (_noisy_time(times) / NUM_TIMESTEPS * LEVELS).long().clamp(max=LEVELS - 1)
         self.level_loss.index_add_(0, level, torch.stack([losses.detach(), torch.ones_like(losses)], dim=1))
         return loss
+
+    def _draw_times(self, x0: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """Draws the times of a batch, [B] or, of clips some of which continue clean frames, [B, T]."""
+        if x0.ndim < 5:
+            return self.objective.draw_times(len(x0), device)
+        net: Any = self.net
+        return self.objective.draw_times(len(x0), device, x0.shape[2], net.patch_size[0])
 
     def _losses(self, x0: Tensor, labels: Tensor, times: Tensor, noise: Tensor) -> Tensor:
         y = labels if self.num_classes else None
@@ -148,7 +157,7 @@ class ImageGenerator(BaseModule):
         seed = derive_seed(self.seed, batch_idx, self.global_rank, _VALIDATION)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            times, noise = self.objective.draw_times(len(x0)), torch.randn(x0.shape)
+            times, noise = self._draw_times(x0), torch.randn(x0.shape)
         losses = self._losses(x0, labels, times.to(x0.device), noise.to(x0.device))
         self.val_loss.update(losses.mean(), weight=len(x0))
 
@@ -175,8 +184,8 @@ class ImageGenerator(BaseModule):
                 weight is not finite.
         """
         check_description(checkpoint, self.description["name"], self.num_classes)
-        stored = checkpoint[DESCRIPTION_KEY].get("objective")
-        if stored != self.description["objective"]:
+        stored = checkpoint[DESCRIPTION_KEY]["objective"]
+        if ObjectiveConfig.from_dict(stored) != self.objective_config:
             raise InputError(f"the checkpoint was trained with objective {stored} (options model.objective)")
         check_state(checkpoint["state_dict"], self.state_dict())
         for state in ("state_dict", "current_model_state"):
@@ -186,3 +195,8 @@ class ImageGenerator(BaseModule):
         if "level_loss" in checkpoint:
             saved = checkpoint["level_loss"]
             self.level_loss = saved.clone() if self.global_rank == 0 else torch.zeros_like(saved)
+
+
+def _noisy_time(times: Tensor) -> Tensor:
+    """Returns the time of each sample, [B], from [B] or from [B, T] with clean frames."""
+    return times.amax(1) if times.ndim == 2 else times

@@ -1,17 +1,19 @@
 """Drawing samples of a generator while it is trained."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 
 from headmix_vision.diffusion.denoising import NonFiniteSamplesError
+from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
-from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import create_scheduler
+from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import downsampling, load_autoencoder
+from headmix_vision.runs.pipelines import pipeline_class
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 
@@ -57,13 +59,17 @@ class ImageSampler:
             self._vae = load_autoencoder(self.vae_source).module
 
     def image_shape(self, module: LightningModule) -> tuple[int, int, int]:
-        """Returns channels, height and width of the images, in pixels; after `open`."""
+        """Returns channels, height and width of the images, or of a clip's frames, in pixels; after `open`."""
         net: Any = module.net
+        height, width = net.input_size[-2:]
         if self._vae is None:
-            return net.in_channels, *net.input_size
+            return net.in_channels, height, width
         factor = downsampling(self._vae)
-        height, width = net.input_size
         return int(self._vae.config.get("out_channels", 3)), height * factor, width * factor
+
+    def frame_rate(self, module: LightningModule) -> float:
+        """Returns the frames a second of the clips that a model makes, in training; after `open`."""
+        return cast(HeadMixVideoDiTPipeline, self._pipeline(module, None)).check_frame_rate(None)
 
     def draw(self, trainer: Trainer, module: LightningModule, plan: SamplingPlan, indices: Sequence[int]) -> np.ndarray:
         """Draws samples in the trainer's precision.
@@ -75,21 +81,16 @@ class ImageSampler:
             indices: Which samples of the plan.
 
         Returns:
-            uint8 [N, H, W, channels].
+            uint8 [N, H, W, channels], or clips [N, T, H, W, channels].
 
         Raises:
             NonFiniteError: If a sample became infinite or not a number.
         """
         net: Any = module.net
-        objective: Any = module.objective_config
         was_training = net.training
         net.eval()
         try:
-            pipeline = HeadMixDiTPipeline(
-                net,
-                create_scheduler(plan.scheduler, objective, clip=self._vae is None),
-                vae=self._vae.to(module.device) if self._vae is not None else None,
-            )
+            pipeline = self._pipeline(module, plan.scheduler)
             pipeline.set_progress_bar_config(disable=True)
             with trainer.precision_plugin.forward_context():
                 return sample_batch(pipeline, plan, indices)
@@ -97,3 +98,12 @@ class ImageSampler:
             raise NonFiniteError(f"{error} (drawn after step {trainer.global_step} of training)") from None
         finally:
             net.train(was_training)
+
+    def _pipeline(self, module: LightningModule, scheduler: str | None) -> GeneratorPipeline:
+        net: Any = module.net
+        objective: Any = module.objective_config
+        return pipeline_class(net)(
+            net,
+            create_scheduler(scheduler, objective, clip=self._vae is None),
+            vae=self._vae.to(module.device) if self._vae is not None else None,
+        )

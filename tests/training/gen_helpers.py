@@ -1,4 +1,4 @@
-"""A tiny run of `train_gen.py`: 2 epochs of 6 batches with label dropout, averaging and accumulation."""
+"""Tiny runs of `train_gen.py`: 2 epochs of 6 batches with label dropout, averaging and accumulation."""
 
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,14 @@ TINY: dict[str, Any] = {
     "ema": {"decay": 0.9},
     "samples": {"every_n_steps": 4, "classes": [3, 7], "rows": 2, "steps": 2, "guidance": 2.0},
     "data": {"dataset": "digits", "batch_size": 8, "eval_batch_size": 16},
+}
+
+# What differs for a model of clips, of which some go on from clean frames.
+VIDEO: dict[str, Any] = {
+    "model__name": "dit_video_mhla_digits",
+    "model__input_size": [4, 16, 16],
+    "model__objective": {"clean_prefix": 0.5},
+    "data__dataset": "moving_digits",
 }
 
 

@@ -12,11 +12,13 @@ from headmix_vision.training.generation_cli import GenerationCLI
 from .gen_helpers import run
 
 CONFIGS = Path(__file__).parents[2] / "headmix_vision" / "configs" / "gen"
-MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
+VIDEO_MODELS = sorted((CONFIGS / "models").glob("dit_video_*.yaml"))
+MODELS = sorted({*(CONFIGS / "models").glob("*.yaml")} - {*VIDEO_MODELS})
 MIXED = [model for model in MODELS if set(HEAD_MIXES) & set(model.stem.split("_"))]
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 IMAGENET = [CONFIGS / f"imagenet{pixels}.yaml" for pixels in (256, 512)]
-ALONE = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "folder")]
+VIDEOS = [CONFIGS / f"{name}.yaml" for name in ("ucf101", "skytimelapse")]  # after IMAGENET[0]
+ALONE = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "folder", "moving_digits")]
 ONE_BATCH = (
     *("--data.dataset", "fake", "--data.root", "null", "--data.batch_size", 2, "--data.val_split", "null"),
     *("--data.num_workers", 0, "--trainer.precision", "32-true", "--trainer.accelerator", "cpu", "--data.hflip", 0),
@@ -30,9 +32,9 @@ def files(*paths: Path) -> list[object]:
 
 
 def test_no_recipe_is_forgotten():
-    known = {*MODELS, *OVERLAYS, *IMAGENET, *ALONE, CONFIGS / "ddpm.yaml"}
+    known = {*MODELS, *VIDEO_MODELS, *OVERLAYS, *IMAGENET, *VIDEOS, *ALONE, CONFIGS / "ddpm.yaml"}
     assert known == set(CONFIGS.rglob("*.yaml"))
-    assert len(MODELS) == 10 + len(MIXED)
+    assert len(MODELS) == 10 + len(MIXED) and len(VIDEO_MODELS) == 8
 
 
 @pytest.mark.parametrize("recipe", [*ALONE, IMAGENET[0]], ids=lambda path: path.stem)
@@ -75,6 +77,36 @@ def test_family_is_built_at_its_true_size(
     assert cli.config.fit.data.batch_size * trainer.accumulate_grad_batches == 256
     assert (trainer.max_steps, module.optimizer_config.lr, module.optimizer_config.weight_decay) == (400000, 1e-4, 0)
     assert cli.config.fit.run_dir == "runs/gen/" + "-".join(path.stem for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "ddpm"),
+    [
+        pytest.param(*case, marks=() if i % 4 in (0, 3) else pytest.mark.slow)
+        for i, case in enumerate(product(VIDEO_MODELS, VIDEOS, (False, True)))
+    ],
+    ids=lambda v: getattr(v, "stem", str(v)),
+)
+def test_video_family_is_built_at_its_true_size(
+    model: Path, data: Path, ddpm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(GenerationCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
+    monkeypatch.chdir(tmp_path)
+    paths = [IMAGENET[0], data, model, *([CONFIGS / "ddpm.yaml"] if ddpm else [])]
+    with torch.device("meta"):
+        assert run("fit", *files(*paths), "--trainer.accelerator", "cpu") == 0
+    (cli,) = seen
+    module, options = cli.model, cli.config.fit
+    core, size, _ = model.stem.removeprefix("dit_video_").split("_")
+    config = module.net.config
+    assert (config.core, config.embed_dim, tuple(config.patch_size)) == (core, {"s": 384, "xl": 1152}[size], (1, 2, 2))
+    assert module.net.input_size == (16, 32, 32) and module.net.frame_rate == pytest.approx(25 / 3, rel=1e-4)
+    assert module.num_classes == (101 if data.stem == "ucf101" else 0)
+    assert module.net.out_channels == (8 if ddpm else 4)
+    assert module.objective_config.clean_prefix == (0 if ddpm else 0.1)
+    assert options.data.batch_size * cli.trainer.accumulate_grad_batches == 32
+    assert cli.trainer.max_steps == 200000 and options.data.root == f"latents/{data.stem}"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)

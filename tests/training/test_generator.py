@@ -23,7 +23,7 @@ from headmix_vision.sampling.command import main as sample
 from headmix_vision.training.callbacks.ema import ema_decay
 from headmix_vision.training.generator import ImageGenerator
 
-from .gen_helpers import run, write_config
+from .gen_helpers import VIDEO, run, write_config
 from .helpers import assert_equal, load, read_csv
 
 EXACT = ("epoch", "global_step", "state_dict", "current_model_state", "averaging_state", "optimizer_states")
@@ -38,6 +38,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.fixture(scope="session")
+def video_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directory of the tiny run of clips, uninterrupted."""
+    folder = tmp_path_factory.mktemp("video_generator")
+    torch.set_num_threads(1)
+    assert run("fit", "-c", write_config(folder / "tiny.yaml", **VIDEO), "--run_dir", folder / "run") == 0
+    return folder / "run"
+
+
 def assert_same_run(a: Path, b: Path) -> None:
     first, second = load(a / "checkpoints" / "last.ckpt"), load(b / "checkpoints" / "last.ckpt")
     for key in EXACT:
@@ -46,9 +55,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     names = sorted(path.name for path in (b / "samples").iterdir())
     assert names == sorted(path.name for path in (a / "samples").iterdir())
     for name in names:
-        assert np.array_equal(
-            np.asarray(Image.open(a / "samples" / name)), np.asarray(Image.open(b / "samples" / name))
-        )
+        assert (a / "samples" / name).read_bytes() == (b / "samples" / name).read_bytes()
 
 
 def test_what_a_run_leaves_behind(reference: Path) -> None:
@@ -74,6 +81,25 @@ def test_what_a_run_leaves_behind(reference: Path) -> None:
     assert b"train/images_per_s" in events
 
 
+def test_what_a_video_run_leaves_behind(video_reference: Path) -> None:
+    about = load(video_reference / "checkpoints" / "last.ckpt")["headmix_vision"]
+    assert (about["input_size"], about["objective"]["clean_prefix"]) == ([4, 16, 16], 0.5)
+    assert about["class_names"][7] == "1 up"
+    names = {path.name for path in (video_reference / "samples").iterdir()}
+    steps = [f"step_{step:08d}_{kind}" for step in (4, 6) for kind in ("raw", "ema")]
+    assert names == {f"{name}.{suffix}" for name in steps for suffix in ("gif", "png")}
+    with Image.open(video_reference / "samples" / f"{steps[0]}.gif") as moving:
+        count = getattr(moving, "n_frames", 1)
+        duration = sum(moving.seek(i) or moving.info["duration"] for i in range(count))
+    assert (count, duration) == (4, 500)  # at 8 frames a second
+    with Image.open(video_reference / "samples" / f"{steps[0]}.png") as sheet:
+        assert getattr(sheet, "n_frames", 1) == 1
+    rows = read_csv(video_reference / "metrics.csv")
+    assert sum(bool(value) for name, value in rows[2].items() if name.startswith("train/loss_level_")) >= 8
+    events = b"".join(path.read_bytes() for path in (video_reference / "tensorboard").iterdir())
+    assert b"samples/ema" in events
+
+
 def test_average_is_counted_and_another_than_the_weights(reference: Path) -> None:
     checkpoint = load(reference / "checkpoints" / "last.ckpt")
     assert int(checkpoint["averaging_state"]["n_averaged"]) == 6
@@ -82,11 +108,20 @@ def test_average_is_counted_and_another_than_the_weights(reference: Path) -> Non
     assert not torch.equal(checkpoint["state_dict"][name], checkpoint["current_model_state"][name])
 
 
-@pytest.mark.parametrize(("epoch", "batch", "step"), [(0, 1, 1), (1, 2, 5), (0, 5, 3)])
+@pytest.mark.parametrize(
+    ("kind", "epoch", "batch", "step"), [("", 0, 1, 1), ("", 1, 2, 5), ("", 0, 5, 3), ("video_", 1, 2, 5)]
+)
 def test_interrupted_run_continues_bit_for_bit(
-    epoch: int, batch: int, step: int, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    epoch: int,
+    batch: int,
+    step: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     original, fired = ImageGenerator.training_step, []
+    reference = request.getfixturevalue(f"{kind}reference")
 
     def interrupt(self: ImageGenerator, samples: Any, batch_idx: int) -> Any:
         if (self.current_epoch, batch_idx) == (epoch, batch) and not fired:
@@ -94,7 +129,7 @@ def test_interrupted_run_continues_bit_for_bit(
             os.kill(os.getpid(), signal.SIGINT)
         return original(self, samples, batch_idx)
 
-    config, run_dir = write_config(tmp_path / "tiny.yaml"), tmp_path / "run"
+    config, run_dir = write_config(tmp_path / "tiny.yaml", **(VIDEO if kind else {})), tmp_path / "run"
     with monkeypatch.context() as context:
         context.setattr(ImageGenerator, "training_step", interrupt)
         assert run("fit", "-c", config, "--run_dir", run_dir) == 130
@@ -135,8 +170,9 @@ def test_non_finite_loss_stops_before_the_step(
         {"model__num_classes": 0, "samples": {"every_n_steps": 2, "steps": 2}, "data__val_split": None},
         {"data__dataset": "fake", "data__val_split": None, "trainer__max_epochs": -1, "trainer__max_steps": 2},
         {"model__compile": False, "trainer__precision": "bf16-mixed", "model__input_size": [8, 16]},
+        {**VIDEO, "data__stills": {"share": 0.5}, "trainer__max_epochs": 1},
     ],
-    ids=["learned-variance", "v", "unconditional", "fake-steps", "bf16-wide"],
+    ids=["learned-variance", "v", "unconditional", "fake-steps", "bf16-wide", "clips-and-stills"],
 )
 def test_other_objectives_and_models(overrides: dict[str, Any], tmp_path: Path) -> None:
     config = write_config(tmp_path / "tiny.yaml", **overrides)
@@ -168,6 +204,7 @@ def test_starts_from_other_weights(reference: Path, tmp_path: Path) -> None:
         (("--model.model_args.width", "7"), "unknown argument 'width' of model"),
         (("--model.input_size", "9"), "latent size 9x9 is no multiple of the patch size 2"),
         (("--model.objective.shift", "0"), "objective.shift"),
+        (("--model.objective.clean_prefix", "0.5"), "must be 0 for dit_mhla_digits, a model of images"),
         (("--model.model_args.learned_variance", "true"), "must agree"),
         (("--samples.scheduler", "plms"), "unknown scheduler 'plms'"),
         (("--samples.scheduler", "ddim"), "does not fit"),

@@ -9,7 +9,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.errors import InputError
 from headmix_vision.files.png import write_png
-from headmix_vision.sampling.contact_sheet import draw_grid
+from headmix_vision.files.video import write_video
+from headmix_vision.sampling.contact_sheet import draw_grid, draw_strips
 from headmix_vision.sampling.draw import SamplingPlan
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.image_sampler import ImageSampler
@@ -20,6 +21,9 @@ class SampleGrids(Callback):
     """Draws samples from fixed noise and labels, once with the weights being trained and once with their average.
 
     Files are `step_00001000_raw.png` and `step_00001000_ema.png`, tags in TensorBoard `samples/raw` and `samples/ema`.
+    The picture of clips is a contact sheet, one row of frames for the first clip of each class; all clips move in a
+    `.gif` beside it.
+
     Args:
         folder: Folder of the pictures.
         config: What to draw, and when.
@@ -84,12 +88,17 @@ class SampleGrids(Callback):
         indices = range(columns * config.rows)
         images = self.sampler.draw(trainer, module, plan, indices)
         labels = plan.labels(indices)
-        names = getattr(module, "class_names", None)
+        names = getattr(trainer.lightning_module, "class_names", None)  # the average was copied before data were open
         captions = None if labels is None else [names[label] if names else str(label) for label in labels]
         weights = "moving average" if kind == "ema" else "weights being trained"
         title = f"step {trainer.global_step}, {weights}, {config.steps} steps, guidance {config.guidance:g}"
         picture = draw_grid(images, captions, title, columns)
-        write_png(self.folder / f"step_{trainer.global_step:08d}_{kind}.png", picture)
+        path = self.folder / f"step_{trainer.global_step:08d}_{kind}"
+        if images.ndim == 5:
+            rate = self.sampler.frame_rate(module)
+            write_video(path.with_suffix(".gif"), picture, rate)
+            picture = draw_strips(images[:columns], captions, title, rate)
+        write_png(path.with_suffix(".png"), picture)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_image(f"samples/{kind}", picture, trainer.global_step, dataformats="HWC")

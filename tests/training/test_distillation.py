@@ -1,0 +1,103 @@
+"""Distillation of attention: our own diffusion transformers by the command line, Wan by the functions."""
+
+import copy
+import csv
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from diffusers import WanTransformer3DModel
+
+from headmix_vision.errors import InputError
+from headmix_vision.models.convert import wan_to_mhla
+from headmix_vision.runs.opening import open_network
+from headmix_vision.training import distillation_cli
+from headmix_vision.training.distillation import attention_errors, attention_pairs
+
+from .gen_helpers import run, write_config
+
+SIZES = {"embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+def generator(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(name, **SIZES)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_only_layers_that_differ_learn_and_come_closer() -> None:
+    teacher, student = generator("dit_softmax_digits"), generator("dit_mhla_digits")
+    x, t, y = torch.randn(8, 1, 8, 8), torch.rand(8) * 1000, torch.arange(8)
+    pairs = attention_pairs(teacher, student)
+    assert [type(layer.core).__name__ for pair in pairs for layer in pair] == ["SoftmaxCore", "MHLACore"] * 2
+    optimizer = torch.optim.Adam(student.parameters(), 1e-2)
+    losses = []
+    for _ in range(30):
+        with attention_errors(pairs) as errors, torch.no_grad():
+            teacher(x, t, y)
+        loss = torch.stack(errors).mean()
+        assert [error.shape for error in errors] == [(8,)] * 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    learned = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
+    assert learned == {name for name, _ in student.named_parameters() if ".attn." in name}
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert not any(layer._forward_hooks for layer, _ in pairs)
+
+
+def test_equal_layers_have_no_error() -> None:
+    teacher = generator("dit_softmax_digits")
+    with attention_errors([(block.attn, copy.deepcopy(block.attn)) for block in teacher.blocks]) as errors:
+        teacher(torch.randn(2, 1, 8, 8), 500.0, torch.arange(2))
+    assert torch.stack(errors).tolist() == [[0.0, 0.0]] * 2
+
+
+def test_a_hybrid_wan_is_distilled_in_its_new_layers() -> None:
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "text_dim": 16, "ffn_dim": 32}
+    wan = WanTransformer3DModel(in_channels=4, out_channels=4, **sizes)
+    teacher, student = (wan_to_mhla(wan, (2, 2, 2), layers) for layers in ([], [1]))
+    with attention_errors(attention_pairs(teacher, student)) as errors, torch.no_grad():
+        teacher(torch.randn(2, 4, 3, 8, 8), torch.tensor([5, 900]), torch.randn(2, 7, 16))
+    torch.stack(errors).mean().backward()
+    learned = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
+    assert learned == {name for name, _ in student.named_parameters() if name.startswith("blocks.1.attn1.")}
+
+
+def test_layers_that_cannot_be_paired_are_refused() -> None:
+    teacher = generator("dit_softmax_digits")
+    with pytest.raises(InputError, match="same kind of attention in all layers"):
+        attention_pairs(teacher, generator("dit_softmax_digits"))
+    with pytest.raises(InputError, match=r"one of them has no blocks\.2\.attn"):
+        attention_pairs(teacher, timm.create_model("dit_mhla_digits", **{**SIZES, "depth": 3}))
+
+
+def test_the_command_trains_a_student_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "accumulate_grad_batches": 1}
+    options = {f"trainer__{name}": value for name, value in steps.items()}
+    config = write_config(tmp_path / "tiny.yaml", model__name="dit_softmax_digits", **options)
+    teacher, student = tmp_path / "teacher", tmp_path / "student"
+    assert run("fit", "-c", config, "--run_dir", teacher) == 0
+
+    def distil(*arguments: object) -> int:
+        options = ["fit", "-c", config, "--run_dir", student, "--model.name", "dit_mhla_digits"]
+        try:
+            distillation_cli.main([str(argument) for argument in [*options, *arguments]])
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    assert distil("--model.teacher", tmp_path / "none") == 2
+    assert "no checkpoint at" in capsys.readouterr().err
+    assert distil("--model.teacher", teacher, "--model.distill_steps", 1) == 0
+    with (student / "metrics.csv").open() as file:
+        losses = [float(row["train/loss_step"]) for row in csv.DictReader(file) if row["train/loss_step"]]
+    assert len(losses) == 2
+    theirs, ours = (open_network(path)[0].state_dict() for path in (teacher, student))
+    assert set(ours) > set(theirs)
+    assert not any("teacher" in name for name in torch.load(student / "checkpoints/last.ckpt")["state_dict"])
