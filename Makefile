@@ -10,7 +10,7 @@ JOBS ?= 2
 GPU_JOBS ?= 16
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile
 
-.PHONY: install demo test test-slow test-refusals test-gpu compile-kernels test-newest test-oldest lint format clean
+.PHONY: install demo demo-video test test-slow test-refusals test-gpu compile-kernels test-newest test-oldest lint format clean
 
 install: $(INSTALLED)
 
@@ -30,6 +30,19 @@ demo: install
 	$(BIN)/headmix-sample images --model runs/demo_gen --num 1797 --steps 25 --batch-size 128 --npz --out runs/demo_gen/drawn
 	$(BIN)/headmix-evaluate fid --real digits --fake runs/demo_gen/drawn --features runs/demo/model.safetensors
 	$(BIN)/headmix-evaluate accuracy --fake runs/demo_gen/drawn/samples.npz --features runs/demo/model.safetensors
+
+# A classifier of digits that is part of the package.
+JUDGE := headmix_vision/models/weights/deit_mhla_digits.safetensors
+
+# Train a model of clips on moving digits, draw clips of every class (GIFs to watch, and one of all of them), judge digit
+# and motion, and score them against real clips.
+demo-video: install
+	$(BIN)/headmix-train-gen fit -c moving_digits --run_dir runs/demo_video --overwrite true
+	rm -rf runs/demo_video/drawn
+	$(BIN)/headmix-sample videos --model runs/demo_video --num 400 --steps 25 --guidance 1.5 --batch-size 40 --format gif \
+		--out runs/demo_video/drawn
+	$(BIN)/headmix-evaluate moving-digits --fake runs/demo_video/drawn --features $(JUDGE)
+	$(BIN)/headmix-evaluate fvd --real moving_digits --fake runs/demo_video/drawn --features digits:$(JUDGE) --frames 8 --count 1000
 
 test: install
 	$(PYTEST) -n $(JOBS)
