@@ -98,7 +98,7 @@ def test_refusals(frames: np.ndarray, tmp_path: Path) -> None:
     for name, rate, message in (
         ("a.webm", 8, r"a\.webm must end on one of \.mp4, \.gif"),
         ("a.mp4", 0, "frame_rate must be a finite number above 0, got 0"),
-        ("a.gif", float("nan"), "frame_rate is nan"),
+        ("a.gif", float("nan"), "frame_rate must be a finite number above 0, got nan"),
     ):
         with pytest.raises(InputError, match=message):
             write_video(tmp_path / name, frames, rate)
