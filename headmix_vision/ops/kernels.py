@@ -5,7 +5,6 @@ This file can be imported without Triton.
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -184,10 +183,3 @@ def numerics(dtype: torch.dtype) -> Numerics:
     if dtype == torch.bfloat16:
         return Numerics(tl.bfloat16, "tf32", torch.bfloat16)
     return Numerics(tl.float32, "tf32" if dtype == torch.float16 else "tf32x3", torch.float32)
-
-
-def alignment(*tensors: Tensor) -> int:
-    """Return the largest of 8, 4, 2, 1 that divides all strides but the last dim's, so that rows load in wide words."""
-    if any(x.data_ptr() % 16 for x in tensors):
-        return 1
-    return math.gcd(8, *(stride for x in tensors for stride in x.stride()[:-1]))

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, kernels, mhla
@@ -109,3 +110,35 @@ def test_torch_func_takes_the_slow_form():
     mixing = torch.eye(4, device=device)
     with pytest.raises(InputError, match="q is under a transformation"):
         torch.func.vmap(lambda q, k, v: mhla(q, k, v, mixing, BLOCKS, impl="triton"))(*inputs)
+
+
+class Seen(TorchDispatchMode):
+    """Lists the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(kernels.NO_KERNELS is not None, reason="needs the kernels")
+def test_who_looks_on_sees_ops_and_others_go_past_the_dispatcher():
+    blocks = TokenBlocks.from_grid((2, 4), (1, 2))
+    x, mixing = torch.rand(3, 1, 8, 1, 16, requires_grad=True), torch.rand(2, 2)
+
+    def call():
+        (gradient,) = torch.autograd.grad(mhla(*x, mixing, blocks, impl="triton").sum(), x, create_graph=True)
+        return gradient
+
+    if torch.cuda.is_available():
+        x, mixing = x.detach().cuda().requires_grad_(), mixing.cuda()
+    past = call()
+    with Seen() as seen:
+        through = call()
+    assert torch.equal(past, through)
+    assert {"headmix_vision.mhla_forward.default", "headmix_vision.mhla_gradients.default"} <= set(seen.names)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        past.sum().backward()

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headmix_vision.ops import TokenBlocks, TokenGrid, kernels, mhla
 from headmix_vision.ops.kernels import why_no_kernels
+from headmix_vision.ops.launching import forget_plans
 from headmix_vision.ops.mhla import regimes, triton_launch, triton_tables, triton_tuning
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, Settings, unpack
 
@@ -125,6 +126,7 @@ def test_mixing_gradients_in_several_launches(monkeypatch):
     inputs, d_out = make(UNEVEN, batch=3)
     at_once = assert_agrees("triton_pairwise", inputs, d_out, UNEVEN)
     monkeypatch.setattr(triton_launch, "MIXING_GRADIENT_BYTES", 1)
+    forget_plans()
     one_by_one = assert_agrees("triton_pairwise", inputs, d_out, UNEVEN)
     for a, b in zip(at_once[:-1], one_by_one[:-1], strict=True):
         assert torch.equal(a, b)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmix_vision.ops.eager import as_function, without_dispatcher
 from headmix_vision.ops.head_in_head import triton_launch as launch
 from headmix_vision.ops.token_scan import ScanTables
 
@@ -29,12 +30,11 @@ def head_in_head_triton(
     """Compute :func:`headmix_vision.ops.head_in_head` in kernels."""
     inputs = (q, k, v, beta, log_decay, mask, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    out, final, *_ = _forward_op(*inputs, None if scan is None else scan.order, save)
+    out, final, *_ = _call_forward(*inputs, None if scan is None else scan.order, save)
     return out, final
 
 
-@torch.library.custom_op("headmix_vision::head_in_head", mutates_args=())
-def _forward_op(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -53,6 +53,9 @@ def _forward_op(
     return out, final, *buffers
 
 
+_forward_op = torch.library.custom_op("headmix_vision::head_in_head", _forward, mutates_args=())
+
+
 @_forward_op.register_fake
 def _(q, k, v, beta, log_decay, mask, initial_state, order, save):  # type: ignore[no-untyped-def]
     out, final, buffers = _outputs(q, v, mask, save)
@@ -65,8 +68,7 @@ def _outputs(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> tuple[Tensor, Te
     return out, final, launch.saved(q, v, mask, save)
 
 
-@torch.library.custom_op("headmix_vision::head_in_head_backward", mutates_args=())
-def _backward_op(
+def _backward_pass(
     d_out: Tensor,
     d_final: Tensor | None,
     q: Tensor,
@@ -96,6 +98,10 @@ def _backward_op(
     return d.q, d.k, d.v, *d_gates, d.mask.to(mask.dtype), d.initial_state
 
 
+_backward_op = torch.library.custom_op("headmix_vision::head_in_head_backward", _backward_pass, mutates_args=())
+_call_backward = without_dispatcher(_backward_op, _backward_pass)
+
+
 @_backward_op.register_fake
 def _(d_out, d_final, q, k, v, beta, log_decay, mask, *rest):  # type: ignore[no-untyped-def]
     d_initial = q.new_empty(q.shape[0], *q.shape[2:], v.shape[-1], dtype=torch.float32)
@@ -116,8 +122,9 @@ def _backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None, *_: Tensor
         return (None,) * 9
     saved = ctx.saved_tensors  # read once: an activation checkpoint does not unpack them a second time
     v = saved[2]
-    *gradients, d_initial = _backward_op(v.new_zeros(v.shape) if d_out is None else d_out, d_final, *saved)
+    *gradients, d_initial = _call_backward(v.new_zeros(v.shape) if d_out is None else d_out, d_final, *saved)
     return *gradients, None if ctx.state_dtype is None else d_initial.to(ctx.state_dtype), None, None
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
+_call_forward = without_dispatcher(_forward_op, as_function(_forward, _setup_context, _backward), differentiable=True)

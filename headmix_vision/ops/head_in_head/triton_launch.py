@@ -1,4 +1,4 @@
-"""Launches the Head-in-Head kernels: chooses tiles, computes strides and grids, and allocates buffers.
+"""Launches the Head-in-Head kernels: plans tiles, strides and grids for each layout, and allocates buffers.
 
 B batch, N tokens, H heads, C chunks of T tokens, Dk and Dv head dims, r sub-heads, R = r T rows of a chunk.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headmix_vision.ops.head_in_head import triton_backward as backward
 from headmix_vision.ops.head_in_head import triton_forward as forward
-from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, alignment, gpu_of, numerics
+from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, numerics
+from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
 
 LEAST_TOKENS = 16  # fewest tokens of a chunk: no side of a product may be shorter
 Tiles = dict[str, int]
@@ -82,15 +83,15 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def _strides(align: int, *tensors: Tensor) -> list[int]:
-    return [stride // align for x in tensors for stride in x.stride()[:3]]
+def _strides(align: int, *tensors: Layout) -> list[int]:
+    return [stride // align for x in tensors for stride in x.strides[:3]]
 
 
-def _mask_strides(mask: Tensor) -> tuple[int, ...]:
-    return (0, 0, mask.stride(0)) if mask.ndim == 3 else mask.stride()[:3]
+def _mask_strides(mask: Layout) -> tuple[int, ...]:
+    return (0, 0, mask.strides[0]) if len(mask.shape) == 3 else mask.strides[:3]
 
 
-def _constants(k: Tensor, mask: Tensor, order: Tensor | None, align: int) -> dict[str, Any]:
+def _constants(k: Layout, mask: Layout, ordered: bool, align: int) -> dict[str, Any]:
     compute, precision, _ = numerics(k.dtype)
     if k.dtype == torch.float32:
         precision = SMALL_FLOAT32_PRECISION
@@ -98,18 +99,18 @@ def _constants(k: Tensor, mask: Tensor, order: Tensor | None, align: int) -> dic
     # make one of float32; with TRITON_PTXAS_PATH at ptxas 13.4 they are right.
     r, D, keys = mask.shape[-1], k.shape[-1], max(64, _columns(k.shape[-1]))
     return dict(
-        T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=keys, ORDERED=order is not None,
+        T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=keys, ORDERED=ordered,
         COMPUTE=compute, PRECISION=precision, ALIGN=align,
     )  # fmt: skip
 
 
-def _is_large(k: Tensor, mask: Tensor) -> bool:
+def _is_large(k: Layout, mask: Layout) -> bool:
     """Tell whether the tile of a chunk's keys has 128 x 128 numbers or more."""
     r = mask.shape[-1]
     return r * chunk_tokens(r) * _columns(k.shape[-1]) >= 128 * 128
 
 
-def _tiles(tiles: Tiles, k: Tensor, mask: Tensor) -> Tiles:
+def _tiles(tiles: Tiles, k: Layout, mask: Layout) -> Tiles:
     """Give the tiles fewer columns and more warps where a program would not fit."""
     tall = mask.shape[-1] * chunk_tokens(mask.shape[-1]) > 64
     wide = tall or k.shape[-1] > 64
@@ -127,16 +128,37 @@ def _columns(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def _values(k: Tensor, v: Tensor, mask: Tensor, tiles: Tiles) -> dict[str, Any]:
+def _values(k: Layout, v: Layout, mask: Layout, tiles: Tiles) -> dict[str, Any]:
     tiles = _tiles(tiles, k, mask)
     tiles |= Tiles(VALUES=min(_columns(v.shape[-1]), tiles["VALUES"]))
-    return dict(DV=v.shape[-1], TOKEN_MASK=mask.ndim == 5, **tiles)
+    return dict(DV=v.shape[-1], TOKEN_MASK=len(mask.shape) == 5, **tiles)
 
 
-def _scan_tiles(heads: int, v: Tensor, mask: Tensor) -> Tiles:
-    if mask.shape[-1] > 1 or heads * -(-v.shape[-1] // SCAN["VALUES"]) <= gpu_of(v).processors:
+def _scan_tiles(heads: int, v: Layout, mask: Layout) -> Tiles:
+    if mask.shape[-1] > 1 or heads * -(-v.shape[-1] // SCAN["VALUES"]) <= v.gpu.processors:
         return SCAN
     return CROWDED_SCAN
+
+
+@planned
+def _forward(
+    q: Layout, k: Layout, v: Layout, beta: Layout, log_decay: Layout, mask: Layout,
+    initial: torch.dtype | None, ordered: bool, save: bool,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """Plan the kernels that prepare all chunks and that scan them, from an initial state of a type or from zero."""
+    B, N, H, Dk = q.shape
+    C = -(-N // chunk_tokens(mask.shape[-1]))
+    align = alignment(q, k, v)
+    constants, sizes = _constants(k, mask, ordered, align), (N, H, C, Dk**-0.5)
+    strides = (*_strides(align, q, k), *beta.strides, *log_decay.strides, *_mask_strides(mask))
+    prepare = Launch(
+        forward.prepare_kernel, (B * H * C,), (*strides, *sizes), constants | _tiles(PREPARE, k, mask)
+    )  # fmt: skip
+    values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
+    programs = B * H * -(-v.shape[-1] // values["VALUES"])
+    strides = (*_strides(align, q, k, v), *beta.strides, *_mask_strides(mask))
+    constants |= dict(INITIAL=initial is not None, SAVE=save) | values
+    return prepare, Launch(forward.scan_kernel, (programs,), (*strides, *sizes), constants)
 
 
 def forward_pass(
@@ -144,25 +166,37 @@ def forward_pass(
     initial: Tensor | None, order: Tensor | None, buffers: Saved, out: Tensor, final: Tensor,
 ) -> None:  # fmt: skip
     """Fill ``out`` [B, N, H, Dv], ``final`` [B, H, Dk, Dv] and the buffers."""
-    B, N, H, Dk = q.shape
-    C = buffers.decays.shape[2]
     q, k, v = _rows(q, k, v)
     mask, initial = mask.contiguous(), None if initial is None else initial.contiguous()
-    align = alignment(q, k, v)
-    constants = _constants(k, mask, order, align)
-    spread = torch.empty_like(buffers.scores).view(B, H, C, -1, buffers.decays.shape[-1])  # [B, H, C, R, T]
-    forward.prepare_kernel[(B * H * C,)](
-        q, k, beta, log_decay, mask, order, buffers.decays, buffers.scores, buffers.inverse, spread,
-        *_strides(align, q, k), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), N, H, C, Dk**-0.5,
-        **constants, **_tiles(PREPARE, k, mask),
-    )  # fmt: skip
+    layouts, save = map(layout, (q, k, v, beta, log_decay, mask)), buffers.states.shape[2] > 0
+    prepare, scan = _forward(*layouts, None if initial is None else initial.dtype, order is not None, save)
+    B, H, C, T, R = buffers.scores.shape
+    spread = buffers.scores.new_empty(B, H, C, R, T)
+    chunks = (buffers.decays, buffers.scores, buffers.inverse, spread)
+    prepare(q, k, beta, log_decay, mask, order, *chunks)
+    scan(q, k, v, beta, mask, initial, order, *chunks, out, final, buffers.states, buffers.corrections)
+
+
+@planned
+def _backward(
+    q: Layout, k: Layout, v: Layout, beta: Layout, log_decay: Layout, mask: Layout, d_out: Layout,
+    final: torch.dtype | None, ordered: bool,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """Plan the kernels that scan the chunks backward and that compute the gradients of the inputs."""
+    B, N, H, Dk = q.shape
+    C = -(-N // chunk_tokens(mask.shape[-1]))
+    align = alignment(q, k, v, d_out)
+    constants, sizes = _constants(k, mask, ordered, align), (N, H, C, Dk**-0.5)
     values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
-    forward.scan_kernel[(B * H * -(-v.shape[-1] // values["VALUES"]),)](
-        q, k, v, beta, mask, initial, order, buffers.decays, buffers.scores, buffers.inverse, spread, out, final,
-        buffers.states, buffers.corrections,
-        *_strides(align, q, k, v), *beta.stride(), *_mask_strides(mask), N, H, C, Dk**-0.5,
-        INITIAL=initial is not None, SAVE=buffers.states.shape[2] > 0, **constants, **values,
-    )  # fmt: skip
+    programs = B * H * -(-v.shape[-1] // values["VALUES"])
+    strides = (*_strides(align, q, k), *beta.strides, *_mask_strides(mask), *_strides(align, d_out))
+    scan_constants = constants | dict(FINAL=final is not None) | values
+    scan = Launch(backward.scan_backward_kernel, (programs,), (*strides, *sizes), scan_constants)
+
+    strides = (*_strides(align, q, k, v), *beta.strides, *log_decay.strides, *_mask_strides(mask))
+    numbers = (*strides, *_strides(align, d_out), *sizes)
+    constants |= _values(k, v, mask, INPUTS_BACKWARD)
+    return scan, Launch(backward.inputs_backward_kernel, (B * H * C,), numbers, constants)
 
 
 def backward_pass(
@@ -173,28 +207,21 @@ def backward_pass(
     C = buffers.decays.shape[2]
     q, k, v, d_out = _rows(q, k, v, d_out)
     mask, d_final = mask.contiguous(), None if d_final is None else d_final.contiguous()
-    align = alignment(q, k, v, d_out)
-    constants = _constants(k, mask, order, align)
+    layouts = map(layout, (q, k, v, beta, log_decay, mask, d_out))
+    scan, inputs = _backward(*layouts, None if d_final is None else d_final.dtype, order is not None)
 
     d_states, d_errors = torch.empty_like(buffers.states), torch.empty_like(buffers.corrections)
     d_initial = q.new_empty(B, H, Dk, v.shape[-1], dtype=torch.float32)
-    values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
-    backward.scan_backward_kernel[(B * H * -(-v.shape[-1] // values["VALUES"]),)](
-        q, k, beta, mask, d_out, d_final, order, buffers.decays, buffers.scores, buffers.inverse,
-        d_states, d_errors, d_initial,
-        *_strides(align, q, k), *beta.stride(), *_mask_strides(mask), *_strides(align, d_out), N, H, C, Dk**-0.5,
-        FINAL=d_final is not None, **constants, **values,
-    )  # fmt: skip
+    chunks = (buffers.decays, buffers.scores, buffers.inverse)
+    scan(q, k, beta, mask, d_out, d_final, order, *chunks, d_states, d_errors, d_initial)
 
     d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     d_beta, d_log_decay = (q.new_empty(B, N, H, dtype=torch.float32) for _ in range(2))
     d_mask = q.new_empty(*((B, H, C) if mask.ndim == 3 else (B, N, H)), r, r, dtype=torch.float32)
-    values = _values(k, v, mask, INPUTS_BACKWARD)
-    backward.inputs_backward_kernel[(B * H * C,)](
-        q, k, v, beta, log_decay, mask, d_out, order, buffers.decays, buffers.states, buffers.corrections,
-        d_states, d_errors, d_q, d_k, d_v, d_beta, d_log_decay, d_mask,
-        *_strides(align, q, k, v), *beta.stride(), *log_decay.stride(), *_mask_strides(mask), *_strides(align, d_out),
-        N, H, C, Dk**-0.5, **constants, **values,
+    states = (buffers.states, buffers.corrections, d_states, d_errors)
+    inputs(
+        q, k, v, beta, log_decay, mask, d_out, order, buffers.decays, *states, d_q, d_k, d_v, d_beta, d_log_decay,
+        d_mask,
     )  # fmt: skip
     d_mask = d_mask if mask.ndim == 5 else d_mask.sum((0, 2))
     return Gradients(d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial)

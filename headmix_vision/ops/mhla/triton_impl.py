@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headmix_vision.ops.eager import as_function, without_dispatcher
 from headmix_vision.ops.kernels import numerics
 from headmix_vision.ops.mhla import triton_launch as launch
 from headmix_vision.ops.mhla.regimes import choose_regime
@@ -29,7 +30,7 @@ def mhla_triton(
     denominator = None
     if settings.normalizer == "source_block":
         denominator = _source_block_denominator(q, k, mixing, settings)
-    return _forward_op(q, k, v, mixing, denominator, settings.pack())[0]
+    return _call_forward(q, k, v, mixing, denominator, settings.pack())[0]
 
 
 def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
@@ -67,8 +68,7 @@ def _saved(q: Tensor, v: Tensor, settings: Settings) -> Saved:
 
 
 # Cached compiled graphs do not notice a change of an op's gradients: when their arguments change, rename the ops.
-@torch.library.custom_op("headmix_vision::mhla_forward", mutates_args=())
-def _forward_op(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None, settings: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the output and :class:`Saved` from packed settings and, for "source_block", the denominator [B, H, N]."""
@@ -87,13 +87,15 @@ def _forward_op(
     return out, *saved
 
 
+_forward_op = torch.library.custom_op("headmix_vision::mhla_forward", _forward, mutates_args=())
+
+
 @_forward_op.register_fake
 def _(q, k, v, mixing, denominator, settings):  # type: ignore[no-untyped-def]
     return v.new_empty(v.shape), *_saved(q, v, unpack(settings))
 
 
-@torch.library.custom_op("headmix_vision::mhla_gradients", mutates_args=())
-def _gradients_op(
+def _backward_parts(
     d_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -110,8 +112,7 @@ def _gradients_op(
     return tuple(_gradients(d_out, q, k, v, mixing, out, saved, None, unpack_cached(settings)))  # type: ignore[return-value]
 
 
-@torch.library.custom_op("headmix_vision::mhla_packed_gradients", mutates_args=())
-def _packed_gradients_op(
+def _packed_backward(
     d_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -127,6 +128,13 @@ def _packed_gradients_op(
     d_qkv, saved = _packed_gradient(q), Saved(inverse, summary_matrix, summary_vector)
     gradients = _gradients(d_out, q, k, v, mixing, out, saved, d_qkv, unpack_cached(settings))
     return d_qkv, gradients.mixing, gradients.denominator
+
+
+_gradients_op = torch.library.custom_op("headmix_vision::mhla_gradients", _backward_parts, mutates_args=())
+_packed_gradients_op = torch.library.custom_op(
+    "headmix_vision::mhla_packed_gradients", _packed_backward, mutates_args=()
+)
+_call_gradients = without_dispatcher(_gradients_op, _backward_parts)
 
 
 def _packed_gradient(q: Tensor) -> Tensor:
@@ -194,8 +202,9 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Any, .
         d_qkv, d_mixing, d_denominator = _packed_gradients_op(*arguments)
         d_q, d_k, d_v = split_parts(d_qkv)
     else:
-        d_q, d_k, d_v, d_mixing, d_denominator = _gradients_op(*arguments)
+        d_q, d_k, d_v, d_mixing, d_denominator = _call_gradients(*arguments)
     return d_q, d_k, d_v, d_mixing, d_denominator if ctx.given else None, None
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
+_call_forward = without_dispatcher(_forward_op, as_function(_forward, _setup_context, _backward), differentiable=True)

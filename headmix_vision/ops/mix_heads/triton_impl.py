@@ -6,29 +6,33 @@ and the weights. Sums have a fixed order: repeated calls are bit-equal.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headmix_vision.ops.eager import as_function, without_dispatcher
 from headmix_vision.ops.mix_heads import triton_launch as launch
 from headmix_vision.ops.packed_parts import are_traced_parts, split_parts
 
 
 def mix_heads_triton(inputs: tuple[Tensor, ...], weights: Tensor) -> tuple[Tensor, ...]:
     """Compute :func:`headmix_vision.ops.mix_heads` in kernels."""
-    return tuple(_forward_op(list(inputs), weights))
+    return tuple(_call_forward(list(inputs), weights))
 
 
 # Cached compiled graphs do not notice a change of an op's gradients: when their arguments change, rename the ops.
-@torch.library.custom_op("headmix_vision::mix_heads", mutates_args=())
-def _forward_op(inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+def _forward(inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
     """Compute the C mixed tensors."""
     outs = _outputs(inputs, weights)
     if outs[0].numel():
         with torch.cuda.device_of(weights):
             launch.mix(inputs, weights, outs)
     return outs
+
+
+_forward_op = torch.library.custom_op("headmix_vision::mix_heads", _forward, mutates_args=())
 
 
 @_forward_op.register_fake
@@ -41,11 +45,14 @@ def _outputs(inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
     return [x.new_empty(B, N, weights.shape[1], D) for x in inputs]
 
 
-@torch.library.custom_op("headmix_vision::mix_heads_gradients", mutates_args=())
-def _gradients_op(d_outs: list[Tensor], inputs: list[Tensor], weights: Tensor) -> tuple[list[Tensor], Tensor]:
+def _gradients(d_outs: list[Tensor], inputs: list[Tensor], weights: Tensor) -> tuple[list[Tensor], Tensor]:
     """Compute the gradients of the inputs and of the weights."""
     d_inputs = [x.new_empty(x.shape) for x in inputs]
     return d_inputs, _fill_gradients(d_outs, inputs, weights, d_inputs, pack=1)
+
+
+_gradients_op = torch.library.custom_op("headmix_vision::mix_heads_gradients", _gradients, mutates_args=())
+_call_gradients = without_dispatcher(_gradients_op, _gradients, like=-1)
 
 
 @_gradients_op.register_fake
@@ -78,7 +85,7 @@ def _fill_gradients(d_outs: list[Tensor], inputs: list[Tensor], weights: Tensor,
         return launch.mix_backward(d_outs, inputs, weights, d_inputs, pack)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     tensors, weights = inputs
     ctx.save_for_backward(*tensors, weights)
 
@@ -88,7 +95,27 @@ def _backward(ctx: Any, d_outs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     if len(inputs) > 1 and are_traced_parts(inputs):
         packed, d_weights = _packed_gradients_op(d_outs, inputs, weights)
         return split_parts(packed), d_weights
-    return _gradients_op(d_outs, inputs, weights)
+    return _call_gradients(d_outs, inputs, weights)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _forward_flat(weights: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Compute ``mix_heads`` of tensors that are no list: autograd does not look into lists."""
+    return tuple(_forward(list(inputs), weights))
+
+
+def _setup_flat(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    _setup_context(ctx, (inputs[1:], inputs[0]), output)
+
+
+def _backward_flat(ctx: Any, *d_outs: Tensor) -> tuple[Tensor, ...]:
+    d_inputs, d_weights = _backward(ctx, list(d_outs))
+    return d_weights, *d_inputs
+
+
+_flat = as_function(_forward_flat, _setup_flat, _backward_flat)
+_call_forward = without_dispatcher(
+    _forward_op, lambda inputs, weights: _flat(weights, *inputs), like=-1, differentiable=True
+)

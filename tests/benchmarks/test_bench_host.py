@@ -1,0 +1,20 @@
+"""`bench_host.py`: with its gate, a check of what the ops launch without Triton's search."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_later_calls_launch_what_the_first_does():
+    """In a process of its own: here the kernels are interpreted."""
+    command = [sys.executable, BENCHMARKS / "bench_host.py", "--repeats", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert [line.split("|")[1].split(",")[0].strip() for line in done.stdout.splitlines()[2:]] == [
+        *["mhla"] * 4,
+        "head_in_head",
+        "mix_heads",
+    ]
