@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from canvas_report import Row, Table, report
+from canvas_report import open_table, report
 from canvas_runs import FLOORS, MODELS, Case, Runs
+from result_table import ResultTable, Row
 from training_runs import RunFailed, read_metric
 
 from headmix_vision.data.datasets.canvas import CanvasDigits
@@ -70,13 +71,13 @@ class Judge:
         return {"fid": f"{distance:.4f}", "as_labelled_percent": 100 * share, "features": self.name}
 
 
-def compare(arguments: argparse.Namespace) -> tuple[Table, list[str]]:
+def compare(arguments: argparse.Namespace) -> tuple[ResultTable, list[str]]:
     """Run everything that the table lacks.
 
     Returns:
         The table, and what went wrong.
     """
-    start, runs, table, failures = time.monotonic(), Runs(arguments), Table(arguments.out), []
+    start, runs, table, failures = time.monotonic(), Runs(arguments), open_table(arguments.out), []
 
     def say(case: Case, text: str) -> None:
         print(f"[{time.monotonic() - start:5.0f} s] {case.task} {case.model} seed {case.seed}: {text}", flush=True)
@@ -115,20 +116,20 @@ def compare(arguments: argparse.Namespace) -> tuple[Table, list[str]]:
     return table, failures
 
 
-def start_missing(pool: ThreadPoolExecutor, runs: Runs, table: Table, task: str) -> dict[Future[None], Case]:
+def start_missing(pool: ThreadPoolExecutor, runs: Runs, table: ResultTable, task: str) -> dict[Future[None], Case]:
     """Submit the runs of a task which have no row yet."""
     work = runs.classify if task == "classification" else runs.generate
     missing = [case for case in runs.cases(task) if table.row(case, runs.recipe(case)) is None]
     return {pool.submit(work, case): case for case in missing}
 
 
-def add_run(table: Table, runs: Runs, case: Case, **values: object) -> Row:
+def add_run(table: ResultTable, runs: Runs, case: Case, **values: object) -> Row:
     """Add the row of a training run."""
     facts = {"steps": runs.steps(case.task), "parameters": runs.parameters(case), "recipe": runs.recipe(case)}
     return table.add(case, **facts, **values)
 
 
-def open_judge(runs: Runs, table: Table) -> Judge | None:
+def open_judge(runs: Runs, table: ResultTable) -> Judge | None:
     """The classifier of --features, else the first seed's best, trained again if its run is gone; None without one."""
     arguments = runs.arguments
     if arguments.features is not None:
@@ -145,7 +146,7 @@ def open_judge(runs: Runs, table: Table) -> Judge | None:
     return Judge(str(runs.directory(best)), f"{best.model} seed {best.seed}", arguments.samples)
 
 
-def scored_by_others(runs: Runs, table: Table, judge: Judge | None) -> list[tuple[Case, str]]:
+def scored_by_others(runs: Runs, table: ResultTable, judge: Judge | None) -> list[tuple[Case, str]]:
     """Generators that another extractor than this run's has scored, and its name: they are not to be compared."""
     scored = [
         (case, row["features"]) for case in runs.cases("generation") if (row := table.row(case, runs.recipe(case)))

@@ -1,0 +1,51 @@
+"""A table of results that outlives an interruption: a CSV file whose first columns tell the rows apart."""
+
+import csv
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headmix_vision.files.atomic import atomic_path
+
+Row = dict[str, str]
+
+
+class ResultTable:
+    """The rows of a CSV file, which is rewritten whole with every new one.
+
+    Args:
+        path: The file; rows that it has are kept.
+        columns: All columns; one of them is `recipe`, a hash of everything that the row depends on.
+        keys: How many of them, from the first on, tell the rows apart.
+        order: Gives the place of a row, by these texts.
+
+    Raises:
+        ValueError: The file is of another kind.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], keys: int, order: Callable[[tuple[str, ...]], Any]) -> None:
+        self.path, self.columns, self.keys, self.order = path, columns, keys, order
+        self.rows: dict[tuple[str, ...], Row] = {}
+        if path.exists():
+            with path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+            if any(set(row) != set(columns) for row in rows):
+                raise ValueError(f"{path} is no table of this script; choose another --out")
+            self.rows = {tuple(row[name] for name in columns[:keys]): row for row in rows}
+
+    def add(self, key: Iterable[object], **values: object) -> Row:
+        """Add or replace a row; numbers that are not whole get two decimals."""
+        texts = tuple(map(str, key))
+        given = {name: f"{value:.2f}" if isinstance(value, float) else str(value) for name, value in values.items()}
+        self.rows[texts] = dict.fromkeys(self.columns, "") | dict(zip(self.columns, texts, strict=False)) | given
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(self.path) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns)
+            writer.writeheader()
+            writer.writerows(self.rows[texts] for texts in sorted(self.rows, key=self.order))
+        return self.rows[texts]
+
+    def row(self, key: Iterable[object], recipe: str) -> Row | None:
+        """The row of a key; None if there is none, or one of another recipe."""
+        row = self.rows.get(tuple(map(str, key)))
+        return row if row and row["recipe"] == recipe else None
