@@ -21,9 +21,7 @@ from typing import NamedTuple
 import torch
 from head_mix_runs import Result, Run, train_group
 from run_table import RunTable, describe
-
-EXIT_FAILED = 1
-EXIT_TIME_OVER = 75  # EX_TEMPFAIL of sysexits.h: try again
+from training_runs import EXIT_FAILED, EXIT_TIME_OVER
 
 
 class Groups:
