@@ -40,6 +40,11 @@ def test_measuring(load, tmp_path: Path):
         ("compare_canvas", ["--out", "x.csv", "--seeds", "1", "1"], "twice"),
         ("compare_canvas", ["--out", "x.csv", "--jobs", "0"], "--jobs"),
         ("compare_canvas", ["--out", __file__], "another --out"),
+        ("compare_moving_digits", ["--out", "x.csv", "--rows", "mhla", "soft"], "'soft'"),
+        ("compare_moving_digits", ["--out", "x.csv", "--rows", "mhla", "mhla"], "twice"),
+        ("compare_moving_digits", ["--out", "x.csv", "--samples", "3"], "--samples"),
+        ("compare_moving_digits", ["--out", "x.csv", "--long", "16"], "above --frames 16"),
+        ("compare_moving_digits", ["--out", __file__], "another --out"),
     ],
 )
 def test_wrong_arguments_end_with_one_line(load, script, arguments, message):

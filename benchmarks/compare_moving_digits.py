@@ -1,0 +1,161 @@
+"""Attention in models of clips: softmax, linear, MHLA, a hybrid and Head-in-Head on moving digits, under one recipe.
+
+    python benchmarks/compare_moving_digits.py --out docs/moving_digits.csv --pictures docs/images --jobs 8 --minutes 9
+    python benchmarks/compare_moving_digits.py --out docs/moving_digits.csv --rows all ...   # distilled, CPE, RoPE, too
+
+A row is a model of `headmix-train-gen` (benchmarks/moving_digits.yaml) for each seed, drawn from by `headmix-sample
+videos`, scored by `headmix-evaluate fvd` (with the digits classifier; halves, frozen and shuffled real clips beside it)
+and `moving-digits` (with the judge's ceiling, that of real clips). Real training clips are scored like samples.
+
+- `hybrid` is MHLA with softmax attention in every third layer.
+- Training ends when the loss is flat: that of the averaged weights on validation clips, noise and levels always the
+  same, is less than 1 % below what it was after three quarters of the steps so far. This is asked after each --interval
+  steps, from --min-steps on; at --steps training ends anyway, and the table says that the loss was not flat.
+- A model whose samples move as their class says in less than half of all cases has not learned; the table says so.
+- Clips longer than those of training (--long) are drawn at once (`whole`) and window by window (`windows`, `--extend`),
+  each window under the class of the clip, which tells how its first window begins. Beside them stand the times of
+  forward passes of the network (--times), and its training steps, timed alone before anything else runs.
+- `mhla-distilled` and `hybrid-distilled` start from the softmax model of the same seed and have a fifth of its steps,
+  the first half of them on the layers' errors (`headmix-distill`); `-short` is the same model from new weights in as
+  many steps.
+- `mhla-cpe`, `mhla-cpe-factorised` and `mhla-rope` are MHLA with position encodings by convolution of 3 x 3 x 3 tokens,
+  of 3 x 3 and of 3 in time, and with rotary positions.
+
+The CSV is written anew after each row. Started again, the same command leaves out finished rows and goes on with
+interrupted ones where their directories (--runs) are still there. After --minutes it interrupts what is running and
+ends with status 75: repeat the command. What another machine needs to go on: the CSV; of `softmax` runs `finished` and
+`checkpoints/last.ckpt` (4 bytes a parameter, once finished) where models are still to be distilled; whole directories
+of unfinished runs (16 bytes a parameter); for pictures `metrics.csv` and `drawn_*/samples.npz`. A run that is needed
+and not there is trained again.
+
+On a CPU, to try it: --size 16 --frames 8 --patch 2 4 4 --blocks 2 2 2 --dim 32 --depth 3 --heads 2 --batch 8 --steps 20
+--interval 10 --min-steps 10 --samples 40 --long 16 --long-samples 40 --sampling-steps 2 --times 8 16 --seeds 0
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from moving_digits_report import Report, open_table
+from moving_digits_runs import BASE, MODELS, Case, Runs
+from result_table import ResultTable
+from training_runs import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver
+
+from headmix_vision.files.locks import hold_lock
+
+
+def complete(runs: Runs, table: ResultTable, deadline_s: float) -> tuple[list[str], list[Case]]:
+    """Run everything that the table lacks, until the deadline.
+
+    Returns:
+        What went wrong, and what there was no time for.
+    """
+    start, failures, missing = time.monotonic(), list[str](), list[Case]()
+
+    def say(case: Case, text: str) -> None:
+        name = f"{case.row} seed {case.seed}, {case.frames} frames, {case.way}"
+        print(f"[{time.monotonic() - start:5.0f} s] {name}: {text}", flush=True)
+
+    def lacking(cases: Sequence[Case]) -> list[Case]:
+        return [case for case in cases if table.row(case, runs.recipe(case)) is None]
+
+    for case in lacking(runs.timed()):  # alone, before others need the device
+        if time.monotonic() >= deadline_s:
+            missing.append(case)
+            continue
+        table.add(case, ms=f"{(ms := runs.time(case)):.4g}", recipe=runs.recipe(case))
+        say(case, f"{ms:.4g} ms")
+
+    with ThreadPoolExecutor(runs.arguments.jobs) as pool:
+        futures = {pool.submit(runs.score, case): case for case in lacking(runs.drawn())}
+        for future in as_completed(futures):
+            case = futures[future]
+            try:
+                row = table.add(case, **future.result())
+            except TimeOver:
+                missing.append(case)
+            except RunFailed as error:
+                failures.append(str(error))
+                say(case, "failed")
+            else:
+                shown = {"FVD": "fvd", "digit, %": "digit_percent", "motion, %": "motion_percent", "steps": "steps"}
+                say(case, " · ".join(f"{name} {row[column]}" for name, column in shown.items() if row[column]))
+    return failures, missing
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="CSV to write, or to complete")
+    add("--pictures", type=Path, help="folder for a picture of samples and a plot (none)")
+    add("--runs", type=Path, default=Path("runs/moving_digits"), help="place of the run directories (%(default)s)")
+    add("--jobs", type=int, default=1, help="runs at a time, spread over the GPUs (%(default)s)")
+    add("--minutes", type=float, default=1440.0, help="time after which the rest is left to the next call")
+    add("--rows", nargs="+", default=list(BASE), help=f"all, or of {', '.join(MODELS)} (the first five)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of training and samples (0 1 2)")
+    add("--size", type=int, default=64, help="height and width in pixels (%(default)s)")
+    add("--frames", type=int, default=16, help="frames of a clip in training (%(default)s)")
+    add("--patch", type=int, nargs=3, default=[2, 8, 8], help="frames, rows and columns of a patch (2 8 8)")
+    add("--blocks", type=int, nargs=3, default=[4, 2, 2], help="token blocks of MHLA along the same axes (4 2 2)")
+    add("--dim", type=int, default=192, help="width (%(default)s)")
+    add("--depth", type=int, default=6, help="blocks of the transformer (%(default)s)")
+    add("--heads", type=int, default=3, help="attention heads (%(default)s)")
+    add("--batch", type=int, default=64, help="clips of a training step, and drawn at a time (%(default)s)")
+    add("--steps", type=int, default=10_000, help="training steps at most (%(default)s)")
+    add("--min-steps", type=int, default=4000, help="training steps at least (%(default)s)")
+    add("--interval", type=int, default=500, help="training steps between validations (%(default)s)")
+    add("--samples", type=int, default=2048, help="clips drawn from a model, classes in turn (%(default)s)")
+    add("--long", type=int, default=64, help="frames of the longer clips, 0 for none (%(default)s)")
+    add("--long-samples", type=int, default=400, help="longer clips drawn from a model in either way (%(default)s)")
+    add("--sampling-steps", type=int, default=25, help="steps of the sampler (%(default)s)")
+    add("--guidance", type=float, default=1.5, help="scale of classifier-free guidance (%(default)s)")
+    add("--times", type=int, nargs="*", default=[64, 128, 256], help="frames of timed clips, nothing for no times")
+    add("--options", default="", help="further options of headmix-train-gen, in quotes, the same for all")
+    return parser.parse_args(argv)
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """End with one line for wrong options."""
+    if arguments.rows == ["all"]:
+        arguments.rows = list(MODELS)
+    for row in arguments.rows:
+        if row not in MODELS:
+            raise SystemExit(f"error: --rows knows {', '.join(MODELS)} and all, got {row!r}")
+    for name in ("rows", "seeds", "times"):
+        if len(set(getattr(arguments, name))) < len(getattr(arguments, name)):
+            raise SystemExit(f"error: --{name} names one twice")
+    for name, value in vars(arguments).items():
+        least = {"samples": 4, "long_samples": 4, "long": 0, "min_steps": 0}.get(name, 1)
+        if isinstance(value, int) and value < least:
+            raise SystemExit(f"error: --{name.replace('_', '-')} must be at least {least}, got {value}")
+    if 0 < arguments.long <= arguments.frames:
+        raise SystemExit(f"error: --long must be 0 or above --frames {arguments.frames}, got {arguments.long}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    check_arguments(arguments)
+    deadline_s = time.monotonic() + 60 * arguments.minutes
+    try:
+        with hold_lock(arguments.out.with_name(f".{arguments.out.name}.lock"), f"table {arguments.out}"):
+            runs, table = Runs(arguments, deadline_s), open_table(arguments.out)
+            failures, missing = complete(runs, table, deadline_s)
+            report = Report(table, runs)
+            print(f"\n{report.text()}")
+            if arguments.pictures:
+                report.draw(arguments.pictures)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    if missing:
+        print(f"the time was over before {len(missing)} rows: repeat the command", file=sys.stderr)
+    if failures or missing:
+        raise SystemExit(EXIT_FAILED if failures else EXIT_TIME_OVER)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""The tables and pictures of `compare_moving_digits.py`."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from moving_digits_runs import BASE, FORWARD, LEARNED_PERCENT, MODELS, REAL, STEP, WHOLE, WINDOWS, Case, Runs
+from PIL import Image
+from result_table import ResultTable, Row
+from training_runs import markdown_table, mean_and_deviation, read_curve
+
+from headmix_vision.data.datasets.moving_digits import FRAME_RATE, MovingDigits
+from headmix_vision.files.atomic import atomic_path
+from headmix_vision.sampling.contact_sheet import draw_strips
+
+COLUMNS = (
+    *("row", "seed", "frames", "way", "steps", "flat", "parameters"),
+    *("fvd", "fvd_halves", "fvd_frozen", "fvd_shuffled", "digit_percent", "motion_percent", "direction_percent"),
+    *("course_percent", "digit_ceiling_percent", "motion_ceiling_percent", "learned", "ms", "recipe"),
+)
+TABLES = {
+    "Attention": BASE,
+    "Distilled": (
+        *("softmax", "mhla-distilled", "mhla-short", "mhla"),
+        *("hybrid-distilled", "hybrid-short", "hybrid"),
+    ),
+    "Positions": ("mhla", "mhla-cpe", "mhla-cpe-factorised", "mhla-rope"),
+}
+QUALITY = ("digit_percent", "motion_percent")
+CEILINGS = ("digit_ceiling_percent", "motion_ceiling_percent")
+SHOWN = 13  # the first sample of "3 left", as classes take turns
+
+
+def open_table(path: Path) -> ResultTable:
+    """The table of a CSV file.
+
+    Raises:
+        ValueError: The file is of another kind.
+    """
+    places = {name: place for place, name in enumerate((*MODELS, REAL, WHOLE, WINDOWS, STEP, FORWARD))}
+    return ResultTable(path, COLUMNS, 4, lambda key: (places[key[0]], int(key[1]), places[key[3]], int(key[2])))
+
+
+class Report:
+    """What the rows of these runs' recipes say.
+
+    Args:
+        table: All rows.
+        runs: The runs.
+    """
+
+    def __init__(self, table: ResultTable, runs: Runs) -> None:
+        self.table, self.runs, self.given = table, runs, runs.arguments
+
+    def text(self) -> str:
+        """All tables for which there are rows, in Markdown, mean ± standard deviation over seeds."""
+        parts = []
+        for title, rows in TABLES.items():
+            there = [row for row in rows if self._found(row)]
+            if there and (title == "Attention" or set(there) - set(BASE)):
+                parts.append(f"{title}:\n\n{self._quality(there)}")
+        if self.given.long or self.given.times:
+            parts.append(f"Length:\n\n{self._lengths()}")
+        return "\n\n".join(parts)
+
+    def _found(self, row: str, frames: int | None = None, way: str = WHOLE) -> list[Row]:
+        cases = (Case(row, seed, frames or self.given.frames, way) for seed in self.given.seeds)
+        return [found for case in cases if (found := self.table.row(case, self.runs.recipe(case)))]
+
+    def _ms(self, row: str, frames: int, way: str) -> str:
+        case = Case(row, 0, frames, way)
+        found = self.table.row(case, self.runs.recipe(case)) if MODELS[row].budget == "full" else None
+        return found["ms"] if found else "–"
+
+    def _quality(self, rows: Sequence[str]) -> str:
+        header = ["attention", "parameters", "steps", "step, ms", "FVD", "digit, %", "motion, %"]
+        lines = []
+        for row in rows:
+            found = self._found(row)
+            steps = mean_and_deviation([float(each["steps"]) for each in found], 0)
+            flat = "" if all(each["flat"] != "no" for each in found) else " (not flat)"
+            scores = [_cell(found, column) for column in ("fvd", *QUALITY)]
+            motion = statistics.mean(float(each["motion_percent"]) for each in found)
+            learned = "" if motion >= LEARNED_PERCENT else " (has not learned)"
+            size = f"{float(found[0]['parameters']) / 1e6:.2f} M"
+            lines.append([row + learned, size, steps + flat, self._ms(row, self.given.frames, STEP), *scores])
+        ceilings = [_cell(self._found(rows[0])[:1], column) for column in CEILINGS]
+        case = Case(REAL, 0, self.given.frames, WHOLE)
+        real = self.table.row(case, self.runs.recipe(case))
+        lines.append(["real clips", "–", "–", "–", _cell([real] if real else [], "fvd"), *ceilings])
+        controls = [f"{name} {_cell([real], f'fvd_{name}')}" for name in ("halves", "frozen", "shuffled") if real]
+        said = f"\n\nFVD of half of the real clips from the others: {', '.join(controls)}." if real else ""
+        return markdown_table(header, lines) + said
+
+    def _lengths(self) -> str:
+        short, long, times = self.given.frames, self.given.long, self.given.times
+        header = ["attention", f"digit, % of {short} frames", "motion, %"]
+        header += [f"{name}, {long} frames, {way}" for way in (WHOLE, WINDOWS) for name in ("digit", "motion") if long]
+        header += [f"{frames} frames, ms a frame" for frames in times]
+        lines = []
+        for row in BASE:
+            cells = [_cell(self._found(row), column) for column in QUALITY]
+            for way in (WHOLE, WINDOWS) if long else ():
+                cells += [self._lost(row, column, way) for column in QUALITY]
+            cells += [self._ms(row, frames, FORWARD) for frames in times]
+            if set(cells) != {"–"}:
+                lines.append([row, *cells])
+        ceilings = [
+            _cell([found for row in BASE for found in self._found(row, frames, way)][:1], column)
+            for frames, way in ((short, WHOLE), *((long, way) for way in (WHOLE, WINDOWS) if long))
+            for column in CEILINGS
+        ]
+        return markdown_table(header, [*lines, ["real clips", *ceilings, *("–" for _ in times)]])
+
+    def _lost(self, row: str, column: str, way: str) -> str:
+        """A share of longer clips, and what it is above that of clips of training's length, seed by seed."""
+        short = {each["seed"]: float(each[column]) for each in self._found(row)}
+        found = [each for each in self._found(row, self.given.long, way) if each["seed"] in short]
+        gains = [float(each[column]) - short[each["seed"]] for each in found]
+        return f"{_cell(found, column)} ({statistics.mean(gains):+.2f})" if found else "–"
+
+    def draw(self, folder: Path) -> None:
+        """Draw samples of the first seed, one for each attention, and the plot, into `moving_digits*.png`."""
+        self._draw_samples(folder / "moving_digits.png")
+        self._plot(folder / "moving_digits_curves.png")
+
+    def _draw_samples(self, path: Path) -> None:
+        given, clips = self.given, {}
+        for row in BASE:
+            file = self.runs.samples(Case(row, given.seeds[0], given.frames, WHOLE)) / "samples.npz"
+            if file.is_file() and given.samples > SHOWN:
+                with np.load(file) as arrays:
+                    clips[row] = arrays["arr_0"][SHOWN]
+        if not clips:
+            return
+        real = MovingDigits("validation", (given.frames, given.size, given.size))
+        like = int(np.flatnonzero(real.labels == SHOWN)[0])
+        clips[REAL] = np.rint(real[like][0].movedim(0, -1).numpy() * 255).astype(np.uint8)
+        title = f"{real.class_names[SHOWN]}, {given.frames} frames of {given.size} pixels, seed {given.seeds[0]}"
+        picture = draw_strips(np.stack(list(clips.values())), list(clips), title, FRAME_RATE)
+        with atomic_path(path) as temporary:
+            Image.fromarray(picture).save(temporary, "png")
+
+    def _plot(self, path: Path) -> None:
+        """Validation losses of the runs that are there, every seed a line, and the times of forward passes."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        losses, lengths = figure.subplots(1, 2)
+        for index, row in enumerate(MODELS):
+            for seed in self.given.seeds:
+                run = self.runs.directory(row, seed)
+                if MODELS[row].budget == "full" and (run / "metrics.csv").is_file():
+                    label = row if seed == self.given.seeds[0] else None
+                    curve = read_curve(run, "val/loss")
+                    losses.plot(list(curve), list(curve.values()), color=f"C{index}", label=label, linewidth=1)
+            timed = {frames: self._ms(row, frames, FORWARD) for frames in self.given.times}
+            there = {frames: float(ms) for frames, ms in timed.items() if ms != "–"}
+            if there:
+                lengths.plot(list(there), list(there.values()), "o-", color=f"C{index}", label=row, markersize=4)
+        losses.set(xlabel="step", ylabel="validation loss", yscale="log")
+        lengths.set(xlabel="frames", ylabel="forward pass, ms a frame", xscale="log", yscale="log")
+        lengths.set_xticks(self.given.times, [str(frames) for frames in self.given.times])
+        lengths.minorticks_off()
+        for axes in (losses, lengths):
+            axes.grid(alpha=0.3)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8)
+        with atomic_path(path) as temporary:
+            figure.savefig(temporary, dpi=110, format="png")
+
+
+def _cell(rows: Sequence[Row], column: str) -> str:
+    return mean_and_deviation([float(row[column]) for row in rows if row[column]])

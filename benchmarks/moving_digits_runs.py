@@ -1,0 +1,303 @@
+"""The runs of `compare_moving_digits.py`: what is trained, drawn, scored and timed, with which options, and where."""
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from flat_stop import is_flat
+from measuring import release_memory, time_calls
+from training_runs import FINISHED, REPOSITORY, RunFailed, read_curve, run_script, train
+
+from headmix_vision.console.devices import default_device, open_device
+from headmix_vision.files.atomic import atomic_path
+from headmix_vision.models import HeadMixVideoDiT
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, read_checkpoint
+from headmix_vision.runs.directory import LAST
+from headmix_vision.runs.networks import create_generator
+
+CONFIG = "benchmarks/moving_digits.yaml"
+JUDGE = "headmix_vision/models/weights/deit_mhla_digits.safetensors"
+LEARNED_PERCENT = 50.0  # of clips that move as their class says: a model below it has not learned
+SHORT = 0.2  # of the steps of the softmax model
+WHOLE, WINDOWS, FORWARD, STEP = "whole", "windows", "forward", "step"
+TIMED_CLIPS = 8  # of a forward pass
+REAL, TEACHER = "real clips", "softmax"
+
+
+class Model(NamedTuple):
+    """What is trained for a row.
+
+    `options` are arguments of the network beyond its core's. `budget` is `full`, until the loss is flat; `short`, a
+    fifth of the softmax model's steps; or `distilled`, as many, after the softmax model.
+    """
+
+    core: str
+    options: dict[str, Any] = {}  # noqa: RUF012  (of a named tuple, which nobody changes)
+    budget: str = "full"
+
+
+HYBRID = {"softmax_every": 3}
+MODELS = {
+    "softmax": Model("softmax"),
+    "linear": Model("linear"),
+    "mhla": Model("mhla"),
+    "hybrid": Model("mhla", HYBRID),
+    "hih": Model("hih"),
+    "mhla-cpe": Model("mhla", {"cpe": True}),
+    "mhla-cpe-factorised": Model("mhla", {"cpe": "factorised"}),
+    "mhla-rope": Model("mhla", {"positions": "rope"}),
+    "mhla-distilled": Model("mhla", budget="distilled"),
+    "mhla-short": Model("mhla", budget="short"),
+    "hybrid-distilled": Model("mhla", HYBRID, "distilled"),
+    "hybrid-short": Model("mhla", HYBRID, "short"),
+}
+BASE = tuple(MODELS)[:5]
+
+
+class Case(NamedTuple):
+    """One row of the table: clips of so many frames that a model draws in one way, or a time of its network."""
+
+    row: str
+    seed: int
+    frames: int
+    way: str
+
+
+class Runs:
+    """How the runs of the comparison are started, and where they are.
+
+    Args:
+        arguments: The parsed command line.
+        deadline_s: When the last of them has to end, on the clock of `time.monotonic`.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, deadline_s: float) -> None:
+        self.arguments = arguments
+        self.config = (REPOSITORY / CONFIG).read_text()
+        self.how = {"one_thread": arguments.jobs > 1, "deadline_s": deadline_s}
+        self._locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._failed: dict[Path, RunFailed] = {}
+
+    def drawn(self) -> list[Case]:
+        """All that is drawn and scored; clips that are longer than those of training come last."""
+        given = self.arguments
+        every = [(row, seed) for seed in given.seeds for row in given.rows]
+        every.sort(key=lambda run: MODELS[run[0]].budget != "full")  # the others wait for the softmax model
+        cases = [Case(REAL, 0, given.frames, WHOLE), *(Case(*run, given.frames, WHOLE) for run in every)]
+        longer = [Case(row, seed, given.long, way) for row, seed in every if row in BASE for way in (WHOLE, WINDOWS)]
+        return cases + (longer if given.long else [])
+
+    def timed(self) -> list[Case]:
+        """All networks that are timed: their training steps, and forward passes on clips of several lengths."""
+        given = self.arguments
+        if not given.times:
+            return []
+        rows = [row for row in given.rows if MODELS[row].budget == "full"]
+        steps = [Case(row, 0, given.frames, STEP) for row in rows]
+        return steps + [Case(row, 0, frames, FORWARD) for row in rows if row in BASE for frames in given.times]
+
+    def network(self, row: str) -> dict[str, Any]:
+        """Arguments of a row's network; all that differs between rows of one budget is in `MODELS`."""
+        given = self.arguments
+        sizes = {"embed_dim": given.dim, "depth": given.depth, "num_heads": given.heads}
+        grids = {"patch_size": given.patch, "block_grid": given.blocks}
+        return {**sizes, **grids, "cpe": False, "output_gate": False, **MODELS[row].options}
+
+    def create(self, row: str) -> HeadMixVideoDiT:
+        """A new network of a row."""
+        network = create_generator(_name(row), None, self._grid(self.arguments.frames), self.network(row))
+        assert isinstance(network, HeadMixVideoDiT)
+        return network
+
+    def parameters(self, row: str) -> int:
+        """Number of parameters of a row's network."""
+        return sum(parameter.numel() for parameter in self.create(row).parameters())
+
+    def _grid(self, frames: int) -> list[int]:
+        return [frames, self.arguments.size, self.arguments.size]
+
+    def options(self, row: str, seed: int) -> list[object]:
+        """Options of a training run but the number of steps and the teacher."""
+        given = self.arguments
+        options: list[object] = ["--model.name", _name(row), "--model.input_size", json.dumps(self._grid(given.frames))]
+        for name, value in self.network(row).items():
+            options += [f"--model.model_args.{name}", value if isinstance(value, str) else json.dumps(value)]
+        options += ["--seed_everything", seed, "--data.batch_size", given.batch]
+        options += ["--trainer.limit_train_batches", given.interval]
+        return [*options, *shlex.split(given.options)]
+
+    def recipe(self, case: Case) -> str:
+        """Hash of everything that a row of the table depends on."""
+        given, (row, seed, frames, way) = self.arguments, case
+        if way in (STEP, FORWARD):
+            return _hash(self.network(row), given.size, given.batch, frames, way)
+        sampling = () if row == REAL else (*self._training(row, seed), *self.sampling(case))
+        return _hash(*sampling, self._count(case), frames, given.size)
+
+    def _training(self, row: str, seed: int) -> list[object]:
+        """Everything that the weights of a run depend on."""
+        given, budget = self.arguments, MODELS[row].budget
+        own = [self.config, *self.options(row, seed), given.steps, given.min_steps]
+        return own if budget == "full" else [*own, budget, SHORT, *self.options(TEACHER, seed)]
+
+    def directory(self, row: str, seed: int) -> Path:
+        """Run directory."""
+        return self.arguments.runs.absolute() / f"{row}-seed_{seed}-{_hash(*self._training(row, seed))}"
+
+    def train(self, row: str, seed: int) -> Path:
+        """Train, and keep the averaged weights alone; a finished run is left as it is.
+
+        Returns:
+            The run directory.
+
+        Raises:
+            RunFailed: Training failed, now or before in this call.
+            TimeOver: It was interrupted.
+        """
+        run = self.directory(row, seed)
+        with self._locks[run]:
+            if run in self._failed:
+                raise self._failed[run]
+            script, steps = "train_gen.py", self.arguments.steps
+            options: list[object] = []
+            if (run / FINISHED).exists():
+                return run
+            if MODELS[row].budget == "full":
+                stop = {"class_path": "benchmarks.flat_stop.StopWhenFlat"}
+                stop |= {"init_args": {"min_steps": self.arguments.min_steps}}
+                options += ["--trainer.callbacks", json.dumps([stop])]
+            else:
+                teacher = self.train(TEACHER, seed)
+                steps = max(1, int(SHORT * trained_steps(teacher)))
+                if MODELS[row].budget == "distilled":
+                    script = "-m headmix_vision.distill"
+                    place = os.path.relpath(teacher, REPOSITORY)  # the same on another machine
+                    options += ["--model.teacher", place, "--model.distill_steps", steps // 2]
+            options = [*self.options(row, seed), *options, "--trainer.max_steps", steps]
+            try:
+                train(script, CONFIG, run, options, **self.how)
+            except RunFailed as error:
+                self._failed[run] = error
+                raise
+            keep_weights(run)
+        return run
+
+    def sampling(self, case: Case) -> list[object]:
+        """Options of `sample.py videos`."""
+        given = self.arguments
+        settings = {"num": self._count(case), "frames": case.frames, "seed": case.seed}
+        settings |= {"steps": given.sampling_steps, "guidance": given.guidance, "batch-size": given.batch}
+        options: list[object] = [part for name, value in settings.items() for part in (f"--{name}", value)]
+        return [*options, "--extend"] if case.way == WINDOWS else options
+
+    def _count(self, case: Case) -> int:
+        return self.arguments.samples if case.frames == self.arguments.frames else self.arguments.long_samples
+
+    def samples(self, case: Case) -> Path:
+        """The folder of a case's clips."""
+        name = f"drawn_{case.frames}_{case.way}-{_hash(*self.sampling(case))}"
+        return self.directory(case.row, case.seed) / name
+
+    def score(self, case: Case) -> dict[str, object]:
+        """Train, draw and score; what is there already is left as it is.
+
+        Returns:
+            The columns of the table.
+
+        Raises:
+            RunFailed: A command failed.
+            TimeOver: There was no time for all of it.
+        """
+        if case.row == REAL:
+            place = self.arguments.runs.absolute() / f"real_clips-{self.recipe(case)}"
+            return {"recipe": self.recipe(case), **self._distance("moving_digits:train", place, case)}
+        run, folder = self.train(case.row, case.seed), self.samples(case)
+        judged = folder.with_name(f"{folder.name}-moving-digits.json")
+        if not judged.exists():
+            drawing = ["sample.py", "videos", "--model", run, "--out", folder, "--npz", "--format", "png"]
+            run_script([*drawing, *self.sampling(case)], **self.how)
+            self._evaluate("moving-digits", folder / "samples.npz", judged, "--features", JUDGE)
+        found = json.loads(judged.read_text())
+        percents = {f"{name}_percent": 100 * value for name, value in found["scores"].items()}
+        percents |= {f"{name}_ceiling_percent": 100 * found["ceiling"][name] for name in ("digit", "motion")}
+        facts = {"steps": trained_steps(run), "parameters": self.parameters(case.row), "recipe": self.recipe(case)}
+        if MODELS[case.row].budget == "full":
+            curve = read_curve(run, "val/loss")  # by the number of the step, from 0
+            facts["flat"] = _yes(is_flat({step + 1: loss for step, loss in curve.items()}))
+        if case.frames == self.arguments.frames:
+            facts |= self._distance(str(folder / "samples.npz"), folder, case)
+            facts["learned"] = _yes(percents["motion_percent"] >= LEARNED_PERCENT)
+        return {**facts, **percents}
+
+    def _distance(self, fake: str, place: Path, case: Case) -> dict[str, object]:
+        """FVD from validation clips, and its controls."""
+        out, given = place.with_name(f"{place.name}-fvd.json"), self.arguments
+        if not out.exists():
+            options = ["--real", "moving_digits", "--features", f"digits:{JUDGE}", "--image-size", given.size]
+            self._evaluate("fvd", fake, out, *options, "--frames", case.frames, "--count", self._count(case))
+        found = json.loads(out.read_text())
+        controls = found["controls"]["fvd"]
+        return {"fvd": found["scores"]["fvd"], **{f"fvd_{name}": value for name, value in controls.items()}}
+
+    def _evaluate(self, metric: str, fake: str | Path, out: Path, *options: object) -> None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        run_script(["-m", "headmix_vision.evaluate", metric, "--fake", fake, "--out", out, *options], **self.how)
+
+    def time(self, case: Case) -> float:
+        """Time a network alone on its device, bf16 autocast.
+
+        Returns:
+            Milliseconds: of forward and backward pass of a training batch, or for each frame of a forward pass.
+        """
+        device, trains = open_device(default_device()), case.way == STEP
+        clips = self.arguments.batch if trains else TIMED_CLIPS
+        release_memory()  # that of the network before
+        torch.manual_seed(0)
+        network = self.create(case.row).to(device).train(trains)
+        x = torch.randn(clips, 1, *self._grid(case.frames), device=device)
+        times, labels = torch.rand(clips, device=device) * 1000, torch.zeros(clips, dtype=torch.int64, device=device)
+
+        def call() -> None:
+            with torch.set_grad_enabled(trains), torch.autocast(device.type, dtype=torch.bfloat16):
+                output = network(x, times, labels)
+            if trains:
+                output.float().square().mean().backward()
+
+        timing = time_calls([call], device, budget_s=1.0)
+        return timing.ms if trains else timing.ms / (clips * case.frames)
+
+
+def keep_weights(run: Path) -> None:
+    """Cut the checkpoint of a finished run down to what drawing and distilling need, the averaged weights.
+
+    They are all its weights then: `metadata.json` of samples calls them raw.
+    """
+    path = run / LAST
+    checkpoint = read_checkpoint(path)
+    entries = (DESCRIPTION_KEY, "state_dict", "global_step", "epoch", "pytorch-lightning_version")
+    with atomic_path(path) as temporary:
+        torch.save({name: checkpoint[name] for name in entries}, temporary)
+
+
+def trained_steps(run: Path) -> int:
+    """Optimizer steps of a run."""
+    return int(read_checkpoint(run / LAST)["global_step"])
+
+
+def _name(row: str) -> str:
+    return f"dit_video_{MODELS[row].core}_digits"
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(shlex.join(map(str, parts)).encode()).hexdigest()[:8]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

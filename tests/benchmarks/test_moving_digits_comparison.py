@@ -1,0 +1,127 @@
+"""`compare_moving_digits.py`: recipes, when a loss is flat, what is marked, stopping in time, a small run on a CPU."""
+
+import csv
+import json
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from headmix_vision.layers import CORES
+from headmix_vision.training.base_cli import RunCLI
+from headmix_vision.training.generation_cli import main as train_generator
+
+SMALL = shlex.split(
+    "--size 16 --frames 8 --patch 2 4 4 --blocks 2 2 2 --dim 16 --depth 3 --heads 2 --batch 8 --interval 10"
+    " --samples 40 --long 16 --long-samples 40 --sampling-steps 1 --seeds 1"
+    " '--options=--data.eval_batch_size 16 --data.num_workers 0'"
+)
+
+
+def test_a_loss_is_flat_when_it_stays_within_a_percent_of_a_quarter_of_the_run_before(load):
+    is_flat = load("flat_stop").is_flat
+    assert not is_flat({10: 1.0}), "nothing to compare with"
+    assert not is_flat({60: 1.0, 75: 1.0, 80: 0.5, 100: 0.98})
+    assert is_flat({60: 2.0, 75: 1.0, 80: 0.5, 100: 0.995}) and is_flat({75: 1.0, 100: 1.5})
+    assert not is_flat({74: 2.0, 76: 1.0, 100: 1.0}), "76 is less than a quarter before"
+
+
+def test_models_differ_in_their_attention_alone(load, tmp_path: Path, monkeypatch):
+    comparison, seen = load("compare_moving_digits"), []
+    runs_module = load("moving_digits_runs")
+    runs = comparison.Runs(comparison.parse_arguments(["--out", str(tmp_path / "x.csv")]), 0)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr(RunCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
+    layers = {"softmax": ["softmax"] * 6, "hih": ["hih"] * 6, "hybrid": ["softmax", "mhla", "mhla"] * 2}
+    recipes = []
+    for row, cores in {**layers, "mhla-cpe-factorised": ["mhla"] * 6}.items():
+        arguments = ["-c", runs_module.CONFIG, "--run_dir", tmp_path / "run", *runs.options(row, 1)]
+        train_generator(["fit", *map(str, arguments), "--trainer.max_steps", "7"])
+        cli = seen.pop()
+        assert [type(block.attn.core) for block in cli.model.net.blocks] == [CORES[core] for core in cores]
+        assert cli.model.net.base_grid == (8, 8, 8) and cli.model.objective_config.clean_prefix == 0.1
+        settings = cli.config["fit"].as_dict()
+        for name in runs_module.HYBRID | {"cpe": False}:
+            settings["model"]["model_args"].pop(name, None)
+        settings["model"].pop("name")
+        recipes.append(settings)
+    assert all(recipe == recipes[0] for recipe in recipes)
+
+
+def test_a_script_is_interrupted_when_the_time_is_over(load):
+    runs = load("training_runs")
+    begin = time.monotonic()
+    with pytest.raises(runs.TimeOver):
+        runs.run_script(["-c", "import time; time.sleep(60)"], deadline_s=begin + 0.2)
+    with pytest.raises(runs.TimeOver):
+        runs.run_script(["-c", "raise SystemExit('it was started')"], deadline_s=begin)
+    assert time.monotonic() - begin < 30
+    with pytest.raises(runs.RunFailed, match="no memory"):
+        runs.run_script(["-c", "raise SystemExit('no memory')"], deadline_s=time.monotonic() + 60)
+
+
+def test_rows_that_are_missing_are_said_and_rows_of_chance_are_marked(load, tmp_path: Path, monkeypatch, capsys):
+    comparison, asked = load("compare_moving_digits"), []
+
+    def score(runs, case):
+        asked.append(case)
+        if case.row == "linear":
+            raise comparison.TimeOver
+        if case.row == "hih":
+            raise comparison.RunFailed("no memory")
+        values = {"steps": 500, "flat": "no", "parameters": 7e6, "fvd": 3.0, "recipe": runs.recipe(case)}
+        motion = 40.0 if case.row == "mhla" else 60.0 + 10 * case.seed
+        return {**values, "digit_percent": 90.0, "motion_percent": motion, "motion_ceiling_percent": 99.0}
+
+    monkeypatch.setattr(comparison.Runs, "score", score)
+    out = tmp_path / "new" / "x.csv"
+    arguments = ["--out", str(out), "--seeds", "0", "1", "--long", "0", "--times", "--rows", "softmax", "mhla"]
+    comparison.main(arguments)
+    printed = capsys.readouterr().out
+    assert "| softmax | 7.00 M | 500 ± 0 (not flat) | – | 3.00 ± 0.00 | 90.00 ± 0.00 | 65.00 ± 7.07 |" in printed
+    assert "| mhla (has not learned) |" in printed and "| real clips | – | – | – | 3.00 | – | 99.00 |" in printed
+
+    written, known = out.read_text(), len(asked)
+    with pytest.raises(SystemExit, match="75"):
+        comparison.main([*arguments, "linear"])
+    assert {case.row for case in asked[known:]} == {"linear"} and out.read_text() == written
+    assert "before 2 rows: repeat the command" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="1"):
+        comparison.main([*arguments, "linear", "hih"])
+    assert "error: no memory" in capsys.readouterr().err
+
+    comparison.main([*arguments, "--steps", "20"])
+    assert [case.row for case in asked[-4:]] == ["softmax", "mhla"] * 2, "rows of another recipe do not count"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_models_are_trained_distilled_drawn_and_scored(load, tmp_path: Path, capsys):
+    comparison, out, runs = load("compare_moving_digits"), tmp_path / "x.csv", tmp_path / "runs"
+    arguments = ["--out", str(out), "--runs", str(runs), "--pictures", str(tmp_path), *SMALL]
+    arguments += ["--steps", "60", "--min-steps", "20", "--rows", "softmax", "mhla-distilled", "--times", "16"]
+    with pytest.raises(SystemExit, match="75"):
+        comparison.main([*arguments, "--minutes", "0.05"])
+    capsys.readouterr()
+    comparison.main(arguments)
+    printed = capsys.readouterr().out
+    rows = {(row["row"], row["frames"], row["way"]): row for row in csv.DictReader(out.read_text().splitlines())}
+    assert len(rows) == 7
+    whole, distilled = rows["softmax", "8", "whole"], rows["mhla-distilled", "8", "whole"]
+    assert int(distilled["steps"]) == int(whole["steps"]) // 5 and 20 <= int(whole["steps"]) <= 60
+    assert float(rows["real clips", "8", "whole"]["fvd"]) < float(whole["fvd"])
+    assert float(rows["softmax", "16", "windows"]["motion_ceiling_percent"]) > 90
+    assert float(rows["softmax", "16", "forward"]["ms"]) > 0
+    assert "| mhla-distilled (has not learned) |" in printed
+    pictures = [tmp_path / name for name in ("moving_digits.png", "moving_digits_curves.png")]
+    assert all(picture.stat().st_size > 2000 for picture in pictures)
+    (teacher,) = (path for path in runs.glob("softmax-*") if (path / "finished").exists())
+    weights = (teacher / "checkpoints" / "last.ckpt").stat().st_size
+    assert weights < 6 * int(whole["parameters"]) + 50_000, "without the optimizer's state"
+    settings = json.loads(next(teacher.glob("drawn_16_windows-*/metadata.json")).read_text())["settings"]
+    assert settings["clips"]["window"] == 8
+
+    written = out.read_text()
+    comparison.main(arguments)
+    assert out.read_text() == written
