@@ -39,7 +39,7 @@ JUDGE := headmix_vision/models/weights/deit_mhla_digits.safetensors
 demo-video: install
 	$(BIN)/headmix-train-gen fit -c moving_digits --run_dir runs/demo_video --overwrite true
 	rm -rf runs/demo_video/drawn
-	$(BIN)/headmix-sample videos --model runs/demo_video --num 400 --steps 25 --guidance 1.5 --batch-size 40 --format gif \
+	$(BIN)/headmix-sample videos --model runs/demo_video --num 400 --steps 25 --guidance 3.5 --batch-size 40 --format gif \
 		--out runs/demo_video/drawn
 	$(BIN)/headmix-evaluate moving-digits --fake runs/demo_video/drawn --features $(JUDGE)
 	$(BIN)/headmix-evaluate fvd --real moving_digits --fake runs/demo_video/drawn --features digits:$(JUDGE) --frames 8 --count 1000
