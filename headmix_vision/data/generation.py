@@ -41,9 +41,10 @@ class GenerationData(DataModule):
 
     Args:
         dataset: digits (embedded), canvas or canvas/opposite (boards of digits), latents (shards of cache_latents),
-            fake (random numbers, to try a recipe), folder (a directory per split and class) or a timm name
-            torch/NAME, hfds/NAME. For networks of clips: moving_digits (embedded), videos (a directory per split and
-            class, of files or of folders of frames, or a table), videos/unlabelled, latents, fake.
+            fake (random numbers, to try a recipe), folder (a directory per split and class), table/NAME (a table of
+            images, labelled by its column NAME) or a timm name torch/NAME, hfds/NAME. For networks of clips:
+            moving_digits (embedded), videos (a directory per split and class, of files or of folders of frames, or a
+            table), videos/unlabelled, latents, fake.
         root: Place of the data; of latents the directory of the cache, or of a cache for each split.
         train_split: Name of the training split; `all` trains on both splits of digits.
         val_split: Name of the validation split, on which the loss is measured; none when null.

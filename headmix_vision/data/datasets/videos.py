@@ -6,7 +6,6 @@ splits: `path` (relative to the table's folder) and `label`, and, where there ar
 `end`, the numbers of the first frame that may be used and of the one after the last.
 """
 
-import csv
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from torch import Tensor
 from headmix_vision.data.clips import ClipConfig, crop_frames
 from headmix_vision.data.datasets.base import EVAL_SYNONYMS, ClipSource, SplitRequest
 from headmix_vision.data.datasets.folders import split_candidates
+from headmix_vision.data.datasets.tables import natural_order, read_table, rows_of_split
 from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
 from headmix_vision.files.video import VIDEO_SUFFIXES, VideoInfo, probe, read_frames
@@ -93,7 +93,7 @@ class Videos(ClipSource):
         self.num_frames, *self.size = grid
         self.mode = mode
         self.clip = clip
-        self.class_names = sorted({video.label for video in videos} - {""}, key=_natural)
+        self.class_names = sorted({video.label for video in videos} - {""}, key=natural_order)
         self._targets = {name: number for number, name in enumerate(self.class_names)}
 
     def __len__(self) -> int:
@@ -222,29 +222,17 @@ def _read_table(path: Path, split: str, only_split: str) -> list[Video]:
     """Reads the rows of a split; a table without the column `split` holds `only_split` alone."""
     if path.suffix.lower() != ".csv":
         raise InputError(f"{str(path)!r} is a file, it must be a folder or a table .csv")
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, skipinitialspace=True)
-            header = list(reader.fieldnames or ())
-            rows = list(reader)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path} is no table: {error}") from None
+    header, rows = read_table(path)
     unknown = [name for name in header if name not in _COLUMNS]
     if "path" not in header or unknown:
         raise InputError(f"{path} has the columns {', '.join(header)}; it must have path, and may have label, split,"
                          " start, end")  # fmt: skip
-    if "split" in header:
-        names = split_candidates(split)
-        kept = [(number, row) for number, row in enumerate(rows, start=2) if row["split"] in names]
-    else:
-        kept = list(enumerate(rows, start=2)) if split in split_candidates(only_split) else []
-    if not kept:
-        raise InputError(f"{path} has no rows of the split {split!r}")
+    kept = rows_of_split(path, rows, split, only_split)
     return [_read_row(row, path, f"{path}, line {number}", "label" in header) for number, row in kept]
 
 
 def _read_row(row: dict[str, str], table: Path, where: str, labelled: bool) -> Video:
-    values = {name: (row.get(name) or "").strip() for name in _COLUMNS}
+    values = {name: row.get(name, "") for name in _COLUMNS}
     if not values["path"] or (labelled and not values["label"]):
         raise InputError(f"{where}: {'label' if values['path'] else 'path'} is missing")
     for name in ("start", "end"):
@@ -254,7 +242,3 @@ def _read_row(row: dict[str, str], table: Path, where: str, labelled: bool) -> V
     if end is not None and end <= start:
         raise InputError(f"{where}: end is {end}, it must be above start {start}")
     return Video(table.parent / values["path"], values["label"], start, end)
-
-
-def _natural(label: str) -> tuple[int, int | str]:
-    return (0, int(label)) if label.isdecimal() else (1, label)
