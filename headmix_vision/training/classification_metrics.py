@@ -8,7 +8,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 
 class ClassificationMetrics(nn.Module):
-    """Computes mean cross entropy, top-1 and (with more than 5 classes) top-5 accuracy in [0, 1], over all processes.
+    """Computes mean cross entropy, and top-1, (with more than 5 classes) top-5 and balanced accuracy in [0, 1].
+
+    All processes count together. Balanced accuracy is the mean of the top-1 accuracies of the classes (macro accuracy).
 
     Args:
         num_classes: Number of classes.
@@ -21,6 +23,7 @@ class ClassificationMetrics(nn.Module):
             for k in (1, 5)
             if k == 1 or num_classes > k
         }
+        accuracy["balanced"] = MulticlassAccuracy(num_classes, average="macro")
         self.accuracy = MetricCollection(accuracy)
         self.loss = MeanMetric(nan_strategy=math.inf)  # by default it leaves NaN out
 
@@ -30,7 +33,7 @@ class ClassificationMetrics(nn.Module):
         self.accuracy.update(logits, targets)
 
     def compute(self) -> dict[str, Tensor]:
-        """Returns `loss`, `top1` and `top5` of all batches, and forgets the batches."""
+        """Returns `loss`, `top1`, `top5` and `balanced` of all batches, and forgets the batches."""
         values = {"loss": self.loss.compute(), **self.accuracy.compute()}
         self.loss.reset()
         self.accuracy.reset()

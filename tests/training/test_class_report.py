@@ -48,8 +48,12 @@ def test_files_of_an_evaluation(
     assert [(int(row["images"]), int(row["correct"])) for row in classes] == [
         (matrix[i].sum(), matrix[i, i]) for i in range(10)
     ]
-    top1 = next(line for line in out.splitlines() if f"{split}/top1" in line).replace("│", " ").split()[-1]
-    assert matrix.trace() / matrix.sum() == pytest.approx(float(top1))
+    top1, balanced = (
+        float(next(line for line in out.splitlines() if f"{split}/{name}" in line).replace("│", " ").split()[-1])
+        for name in ("top1", "balanced")
+    )
+    assert matrix.trace() / matrix.sum() == pytest.approx(top1)
+    assert np.mean([float(row["accuracy"]) for row in classes]) == pytest.approx(balanced, abs=1e-6)
     assert (run_dir / f"confusion_{split}.png").read_bytes().startswith(b"\x89PNG")
     assert f"checkpoint {run_dir / 'checkpoints' / 'best.ckpt'} (step " in out
     assert "most often taken for" in out
