@@ -26,7 +26,7 @@ def add_fvd(parser: argparse.ArgumentParser) -> None:
     add("--real", required=True, help="real clips: a folder, an npz file or a data set")
     add("--fake", required=True, help="generated clips, likewise")
     add("--features", default="i3d", help="i3d, its TorchScript file (.pt), digits[:PATH], or an image extractor (i3d)")
-    add("--frame-features", help="image extractor of frame_fid: inception, digits or a path (that of --features)")
+    add("--frame-features", help="image extractor of frame_fid, as for images (that of --features)")
     add("--protocol", default="stylegan-v", choices=PROTOCOLS, help="how clips are sampled (stylegan-v)")
     add("--frames", type=int, default=16, help="frames of a clip (16)")
     add("--count", type=int, help="at most so many clips of a side (that of the protocol, 2048)")

@@ -78,9 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--real", required=compares, help="real images, or for fid their statistics")
         if name != "stats":
             command.add_argument("--fake", required=True, help="generated images, or for fid their statistics")
-        command.add_argument(
-            "--features", default="inception", help="inception, digits, or a run or weights file (inception)"
-        )
+        about = "inception, digits, lite0:PATH, or a run or weights file (inception)"
+        command.add_argument("--features", default="inception", help=about)
         _add_common(command, "images", 64)
         for option, (default, about) in METRICS[name].options.items() if name != "stats" else ():
             command.add_argument(f"--{option.replace('_', '-')}", type=int, default=default, help=about)

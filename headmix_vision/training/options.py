@@ -183,7 +183,7 @@ class FidConfig:
         every_n_epochs: Score after every so many epochs; never when null.
         real: Real images or their statistics, as for `headmix-evaluate`: a folder, an npz file, a data set such
             as `digits`, or a statistics file. Images are brought to the (square) size of those that the model makes.
-        features: `inception`, `digits` or a path, as there.
+        features: `inception`, `digits`, `lite0:PATH` or a path, as there.
         num: Number of samples, all classes in turn.
         steps: Sampling steps.
         scheduler: Sampler; the objective's own when null.

@@ -82,7 +82,8 @@ def test_bad_options(
     assert "subset size is 81" in refused(capsys, "kid", *common, "--subset-size", 81)
     assert "splits is 81" in refused(capsys, "is", *common, "--splits", 81)
     assert "neighbours is 80" in refused(capsys, "prc", *common, "--neighbours", 80)
-    assert "must be inception, digits, or the path" in refused(capsys, "fid", *sides, "--features", "resnet")
+    message = refused(capsys, "fid", *sides, "--features", "resnet")
+    assert "must be inception, digits, lite0:PATH, or the path" in message
     assert "no checkpoint at" in refused(capsys, "fid", *sides, "--features", tmp_path)
 
     def labelled(labels: np.ndarray) -> str:

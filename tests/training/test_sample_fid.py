@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_before_training(features: str, tmp_path: P
         ({"scheduler": "ddim"}, {}, "does not fit"),
         ({"guidance": 2.0}, {"class_dropout": 0.0}, "needs a model with a null class"),
         ({}, {"in_channels": 4}, "fid needs model.vae"),
-        ({"features": "nothing"}, {}, "must be inception, digits, or the path"),
+        ({"features": "nothing"}, {}, "must be inception, digits, lite0:PATH, or the path"),
     ):
         with pytest.raises(InputError, match=message):
             callback(**{"features": features, **options}).on_fit_start(process(), generator(**arguments))
