@@ -14,8 +14,8 @@ from headmix_vision.training.classification_cli import ClassificationCLI
 from .helpers import run
 
 CONFIGS = Path(__file__).parents[2] / "headmix_vision" / "configs" / "cls"
-RECIPES = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "imagenet")]
-IMAGENET = RECIPES[-1]
+RECIPES = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "emoji", "imagenet")]
+*_, EMOJI, IMAGENET = RECIPES
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 MIXED = [model for model in MODELS if set(HEAD_MIXES) & set(model.stem.split("_"))]
 TRAINED = [  # one batch of each core, of each mix and of the windows; the rest are built
@@ -23,7 +23,7 @@ TRAINED = [  # one batch of each core, of each mix and of the windows; the rest 
     *(CONFIGS / "models" / f"deit_{name}.yaml" for name in ("tiny_mhla_iha", "tiny_linear_mea")),
     CONFIGS / "models" / "deit_small_softmax_iha_local.yaml",
 ]
-LARGE = CONFIGS / "384px.yaml"
+LARGE, SUBGROUPS = CONFIGS / "384px.yaml", CONFIGS / "subgroups.yaml"
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 ONE_BATCH = (
     *("--data.dataset", "fake", "--data.root", "null", "--data.batch_size", 2, "--data.eval_batch_size", 2),
@@ -60,7 +60,7 @@ def _arguments(model: Path) -> dict[str, object]:
 
 
 def test_no_recipe_is_forgotten():
-    assert {*RECIPES, *MODELS, *OVERLAYS, LARGE} == set(CONFIGS.rglob("*.yaml"))
+    assert {*RECIPES, *MODELS, *OVERLAYS, LARGE, SUBGROUPS} == set(CONFIGS.rglob("*.yaml"))
     assert len(MODELS) == 10 + len(MIXED)
 
 
@@ -73,7 +73,7 @@ def test_recipe_of_the_paper_trains_the_papers_model():
 
 @pytest.mark.parametrize(
     "paths",
-    [*([recipe] for recipe in RECIPES), *([IMAGENET, model] for model in TRAINED)],
+    [*([recipe] for recipe in RECIPES), [EMOJI, SUBGROUPS], *([IMAGENET, model] for model in TRAINED)],
     ids=lambda paths: paths[-1].stem,
 )
 def test_recipe_trains_one_batch(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

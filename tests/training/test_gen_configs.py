@@ -18,7 +18,7 @@ MIXED = [model for model in MODELS if set(HEAD_MIXES) & set(model.stem.split("_"
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 IMAGENET = [CONFIGS / f"imagenet{pixels}.yaml" for pixels in (256, 512)]
 VIDEOS = [CONFIGS / f"{name}.yaml" for name in ("ucf101", "skytimelapse")]  # after IMAGENET[0]
-ALONE = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "folder", "moving_digits")]
+ALONE = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "emoji", "folder", "moving_digits")]
 ONE_BATCH = (
     *("--data.dataset", "fake", "--data.root", "null", "--data.batch_size", 2, "--data.val_split", "null"),
     *("--data.num_workers", 0, "--trainer.precision", "32-true", "--trainer.accelerator", "cpu", "--data.hflip", 0),
