@@ -10,31 +10,40 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from headmix_vision.ops.tracing import is_plain
+from headmix_vision.ops.tracing import is_transforming
 
 Run = Callable[..., Any]
 
 
-def without_dispatcher(op: Run, run: Run, *, like: int = 0, differentiable: bool = False) -> Run:
+def without_dispatcher(op: Run, run: Run, *, differentiable: bool = False) -> Run:
     """Return a function that calls ``run`` for plain tensors, and else the op.
 
     Args:
         op: the op, which computes what ``run`` computes.
         run: takes the arguments of the op.
-        like: which of the arguments tells, as the others are of its kind.
         differentiable: whether ``run`` has gradients; if not, the op refuses them while they are recorded.
     """
 
     def call(*args: Any) -> Any:
-        past = _is_eager(args[like]) and (differentiable or not torch.is_grad_enabled())
+        past = (differentiable or not torch.is_grad_enabled()) and _is_eager() and all(map(_is_plain, args))
         return (run if past else op)(*args)
 
     return call
 
 
-def _is_eager(x: Any) -> bool:
-    return is_plain(x) and not torch.jit.is_tracing() and not torch._C._len_torch_dispatch_stack()
+def _is_eager() -> bool:
+    """Tell whether neither a tracer nor a transformation nor a dispatch mode looks on."""
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()
+    return not tracing and not is_transforming()
+
+
+def _is_plain(argument: Any) -> bool:
+    """Tell whether an argument is or holds no tensor of a subclass, which may have its own way with ops."""
+    if isinstance(argument, Tensor):
+        return type(argument) in (Tensor, torch.nn.Parameter)
+    return not isinstance(argument, list) or all(map(_is_plain, argument))
 
 
 def as_function(run: Run, setup_context: Run, backward: Run) -> Run:

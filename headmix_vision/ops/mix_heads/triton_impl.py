@@ -52,7 +52,7 @@ def _gradients(d_outs: list[Tensor], inputs: list[Tensor], weights: Tensor) -> t
 
 
 _gradients_op = torch.library.custom_op("headmix_vision::mix_heads_gradients", _gradients, mutates_args=())
-_call_gradients = without_dispatcher(_gradients_op, _gradients, like=-1)
+_call_gradients = without_dispatcher(_gradients_op, _gradients)
 
 
 @_gradients_op.register_fake
@@ -116,6 +116,4 @@ def _backward_flat(ctx: Any, *d_outs: Tensor) -> tuple[Tensor, ...]:
 
 
 _flat = as_function(_forward_flat, _setup_flat, _backward_flat)
-_call_forward = without_dispatcher(
-    _forward_op, lambda inputs, weights: _flat(weights, *inputs), like=-1, differentiable=True
-)
+_call_forward = without_dispatcher(_forward_op, lambda inputs, weights: _flat(weights, *inputs), differentiable=True)
