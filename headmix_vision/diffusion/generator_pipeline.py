@@ -24,6 +24,7 @@ from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import downsampling
+from headmix_vision.models.grid_dit import GridDiT
 
 StepCallback = Callable[[Any, int, Any, dict[str, Tensor]], dict[str, Tensor]]
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -49,6 +50,8 @@ class GeneratorPipeline(DiffusionPipeline):
     """What the samples are called in messages: `images` or `videos`; the argument with their number follows from it."""
     num_axes: ClassVar[int]
     """Axes of the latents' grid."""
+    network_class: ClassVar[type[GridDiT]]
+    """The class of the network; diffusers loads one only where its module has been imported."""
     model_cpu_offload_seq = "transformer->vae"
     _optional_components: ClassVar[list[str]] = ["vae"]
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]

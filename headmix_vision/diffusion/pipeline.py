@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headmix_vision.diffusion.denoising import Generators, Guidance
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline, StepCallback, require_finite
+from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import latent_scale
 
 
@@ -35,6 +36,7 @@ class HeadMixDiTPipeline(GeneratorPipeline):
 
     samples_are = "images"
     num_axes = 2
+    network_class = HeadMixDiT
 
     @torch.no_grad()
     def __call__(

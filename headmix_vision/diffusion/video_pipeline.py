@@ -20,6 +20,7 @@ from headmix_vision.checks import check_numbers, is_whole
 from headmix_vision.diffusion.denoising import Generators, Guidance
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline, StepCallback, require_finite
 from headmix_vision.errors import InputError
+from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.models.autoencoders import latent_scale, time_downsampling
 
 
@@ -48,6 +49,7 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
 
     samples_are = "videos"
     num_axes = 3
+    network_class = HeadMixVideoDiT
 
     @torch.no_grad()
     def __call__(

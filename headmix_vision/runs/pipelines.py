@@ -25,11 +25,7 @@ from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_ge
 from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint
 from headmix_vision.runs.networks import load_network
 
-# By the class of a pipeline, the class of its network.
-NETWORKS: dict[type[GeneratorPipeline], Any] = {
-    HeadMixDiTPipeline: HeadMixDiT,
-    HeadMixVideoDiTPipeline: HeadMixVideoDiT,
-}
+PIPELINES: tuple[type[GeneratorPipeline], ...] = (HeadMixDiTPipeline, HeadMixVideoDiTPipeline)
 _ENTRIES = {
     "_class_name": str,
     "transformer": list,
@@ -91,7 +87,7 @@ def load_pipeline(
 def pipeline_class(network: Any) -> type[GeneratorPipeline]:
     """Finds the class of the pipelines that sample a network, by the axes of its input."""
     axes = len(network.input_size)
-    return next(kind for kind in NETWORKS if kind.num_axes == axes)
+    return next(kind for kind in PIPELINES if kind.num_axes == axes)
 
 
 def load_exported_network(folder: Path) -> HeadMixDiT | HeadMixVideoDiT:
@@ -101,7 +97,7 @@ def load_exported_network(folder: Path) -> HeadMixDiT | HeadMixVideoDiT:
         InputError: If the directory holds no network of this package, or its weights are damaged or not finite.
     """
     with _refused(f"{folder} is no pipeline of this package"):
-        network = _read_network(folder / "transformer", NETWORKS[_read_index(folder)[0]])
+        network = _read_network(folder / "transformer", _read_index(folder)[0].network_class)
     check_finite(network.state_dict(), str(folder))
     return network
 
@@ -116,7 +112,7 @@ def _load_exported(folder: Path, vae: str | None) -> Loaded:
     with _refused(where):
         kind, index = _read_index(folder)
         objective = ObjectiveConfig.from_dict(index["objective"] or {})
-        model = _read_network(folder / "transformer", NETWORKS[kind])
+        model = _read_network(folder / "transformer", kind.network_class)
         scheduler = _read_scheduler(folder / "scheduler", index["scheduler"][-1], objective)
     has_autoencoder = any(part is not None for part in index["vae"] or [])
     autoencoder = _open_autoencoder(str(folder / "vae") if has_autoencoder else None, vae, model, folder)
@@ -130,9 +126,9 @@ def _load_exported(folder: Path, vae: str | None) -> Loaded:
 def _read_index(folder: Path) -> tuple[type[GeneratorPipeline], dict[str, Any]]:
     """Reads the class of a pipeline, and its index."""
     index = check_fields(INDEX, json.loads((folder / INDEX).read_text()), _ENTRIES)
-    for kind, network in NETWORKS.items():
+    for kind in PIPELINES:
         if index["_class_name"] == kind.__name__:
-            if index["transformer"][-1:] != [network.__name__]:
+            if index["transformer"][-1:] != [kind.network_class.__name__]:
                 raise InputError(f"its network is of the class {index['transformer'][-1:]}")
             return kind, index
     raise InputError(f"it is of the class {index['_class_name']}")

@@ -1,5 +1,7 @@
 """The pipeline of videos: its output, frame rates, known first frames, autoencoders, saving, refusals."""
 
+import subprocess
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -162,6 +164,23 @@ def test_save_and_load(pipeline: HeadMixVideoDiTPipeline, tmp_path: Any) -> None
     loaded.set_progress_bar_config(disable=True)
     assert loaded.objective == ObjectiveConfig() and loaded.config.class_names == ["class 0", "class 1", "class 2"]
     assert np.array_equal(draw(loaded), draw(pipeline))
+
+
+LOAD = """
+import sys
+from headmix_vision.diffusion import HeadMixDiTPipeline, HeadMixVideoDiTPipeline
+HeadMixVideoDiTPipeline.from_pretrained(sys.argv[1])
+HeadMixDiTPipeline.from_pretrained(sys.argv[2])
+"""
+
+
+def test_a_new_process_loads_pipelines(pipeline: HeadMixVideoDiTPipeline, tmp_path: Any) -> None:
+    pipeline.save_pretrained(tmp_path / "videos")
+    network = timm.create_model("dit_mhla_digits", depth=1, embed_dim=24, num_heads=2)
+    HeadMixDiTPipeline(network, create_scheduler(None, ObjectiveConfig())).save_pretrained(tmp_path / "images")
+    command = [sys.executable, "-c", LOAD, tmp_path / "videos", tmp_path / "images"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(
