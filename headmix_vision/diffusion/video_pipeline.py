@@ -16,7 +16,7 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.checks import check_numbers, is_whole
+from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.diffusion.denoising import Generators, Guidance
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline, StepCallback, require_finite
 from headmix_vision.errors import InputError
@@ -165,15 +165,15 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
         Raises:
             InputError: If it fits the network's tubelets or the autoencoder not; it names the nearest that do.
         """
-        if not is_whole(frames) or frames < 1 or self.most_frames(frames) != frames:
+        check_counts(1, **{name: frames})
+        below = self.most_frames(frames)
+        if below != frames:
             step = self._frames_per_place * self._patch[0]
             least = self.most_frames(step)
-            below = self.most_frames(frames) if is_whole(frames) and frames >= least else 0
+            form = f"a multiple of {step}" if least == step else f"{step}n + {least}"
+            takes = f"tubelets of {self._patch[0]}" + (" and the autoencoder" if self._frames_per_place > 1 else "")
             nearest = f"{below} or {below + step}" if below else str(least)
-            raise InputError(
-                f"{name} must be {least} or that and a multiple of {step}, which the tubelets of"
-                f" {self._patch[0]} and the autoencoder take; got {frames}, nearest: {nearest}"
-            )
+            raise InputError(f"{name} must be {form}, for {takes}; got {frames}, nearest: {nearest}")
         return (frames - 1) // self._frames_per_place + 1
 
     @property

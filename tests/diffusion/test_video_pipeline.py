@@ -128,7 +128,7 @@ def test_an_autoencoder_of_videos(tmp_path: Any) -> None:
     longer = draw(pipeline, [1], num_inference_steps=1, prefix=frames[:, :5], num_frames=9, output_type="latent")
     assert longer.shape == (1, 16, 3, 4, 4)
     for options, message in (
-        ({"num_frames": 16}, "num_frames must be 1 or .* a multiple of 4.*got 16, nearest: 13 or 17"),
+        ({"num_frames": 16}, r"num_frames must be 4n \+ 1, .* and the autoencoder; got 16, nearest: 13 or 17"),
         ({"prefix": frames[:, :4]}, "the frames of the prefix must be .* got 4, nearest: 1 or 5"),
         ({"height": 36}, "height must be a multiple of 16 pixels"),
     ):
@@ -150,9 +150,9 @@ def test_tubelets_of_several_frames() -> None:
     known = np.zeros((1, 2, 8, 8, 1), np.float32)
     assert np.allclose(draw(pipeline, prefix=known)[:, :2], 0, atol=1e-6)
     for options, message in (
-        ({"num_frames": 5}, "num_frames must be 2 or .* got 5, nearest: 4 or 6"),
+        ({"num_frames": 5}, "num_frames must be a multiple of 2, for tubelets of 2; got 5, nearest: 4 or 6"),
         ({"num_frames": 1}, "got 1, nearest: 2"),
-        ({"prefix": known[:, :1]}, "the frames of the prefix must be 2 or .* got 1, nearest: 2"),
+        ({"prefix": known[:, :1]}, "the frames of the prefix must be a multiple of 2, .* got 1, nearest: 2"),
     ):
         with pytest.raises(ValueError, match=message):
             draw(pipeline, **options)
@@ -189,7 +189,7 @@ def test_a_new_process_loads_pipelines(pipeline: HeadMixVideoDiTPipeline, tmp_pa
         ({"class_labels": [3, 4]}, "class label 4 is out of range: the model takes 0 to 2"),
         ({"class_labels": None}, "class_labels are missing: a label from 0 to 2 for each video"),
         ({"num_videos": 3}, "2 class_labels, but num_videos is 3"),
-        *(({"num_frames": n}, "num_frames must be 1 or") for n in (0, -1, 2.5, True, "4")),
+        *(({"num_frames": n}, "num_frames must be a whole number of at least 1") for n in (0, -1, 2.5, True, "4")),
         ({"num_frames": 10**9}, "2 videos of 1000000000 frames of 8x8 pixels at a time need more than"),
         *(({"frame_rate": n}, "frame_rate must be a finite number") for n in (0, -8.0, float("nan"), "8", True)),
         ({"height": 10}, "height must be a multiple of 4 pixels, got 10"),

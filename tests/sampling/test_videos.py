@@ -242,7 +242,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--overlap 2", "--overlap 2 needs --extend"),
         ("--extend", "--extend needs --frames"),
         ("--extend --frames 9 --overlap 4", "--overlap 4: it must be below 4, the frames of training"),
-        ("--extend --frames 9 --overlap 0", "--overlap 0: the overlap must be 1 or"),
+        ("--extend --frames 9 --overlap 0", "--overlap 0: the overlap must be a whole number of at least 1"),
         ("--first-frame nowhere.png", "nowhere.png"),
         ("--first-frame text.png", "text.png cannot be read as an image"),
         ("--first-frame wide.png", "wide.png is 8x12 pixels, the videos are 8x8"),
@@ -298,9 +298,11 @@ def test_tubelets(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
         tmp_path / "model", ObjectiveConfig(clean_prefix=0.5), patch_size=(2, 4, 4), block_grid=(2, 2, 2)
     )
     options = ("--model", model, "--num", 1, "--steps", 1, "--out", tmp_path / "out")
-    assert "--frames must be 2 or" in refused(capfd, *options, "--frames", 5)
+    assert "--frames must be a multiple of 2" in refused(capfd, *options, "--frames", 5)
     assert "nearest: 4 or 6" in refused(capfd, *options, "--frames", 5)
-    assert "the frames of --first-frame must be 2 or" in refused(capfd, *options, "--first-frame", files / "good.png")
+    assert "the frames of --first-frame must be a multiple of 2" in refused(
+        capfd, *options, "--first-frame", files / "good.png"
+    )
     assert run(*options, "--frames", 7, "--extend", files / "long.mp4") == 2
     assert run(*options, "--frames", 13, "--extend", files / "long.mp4", "--dry-run") == 0
     assert "would draw 1 videos of 13 frames of 8x8 pixels" in capfd.readouterr().out
