@@ -71,6 +71,9 @@ class ClipConfig:
         return [start + offset for offset in offsets]
 
 
+DEFAULT_CLIP = ClipConfig()
+
+
 def crop_frames(frames: Sequence[Image.Image], size: Sequence[int], mode: str) -> Tensor:
     """Crops each frame as ADM does; float32 [C, T, H, W] in [0, 1]. An empty size leaves them as they are.
 

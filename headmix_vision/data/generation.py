@@ -14,7 +14,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from headmix_vision.checks import check_numbers
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.clips import ClipConfig
+from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import RawImage, Source, SplitRequest, Transform
@@ -26,7 +26,6 @@ from headmix_vision.errors import InputError
 
 _STILLS = 1  # stream of random numbers, beside that of the clips
 _RATE_TOLERANCE = 0.01
-DEFAULT_CLIP = ClipConfig()
 DEFAULT_STILLS = StillsConfig()
 
 

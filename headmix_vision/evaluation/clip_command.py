@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headmix_vision.checks import check_counts, check_positive
+from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clip_features import ClipExtractor, open_clip_extractor
@@ -47,7 +48,7 @@ def add_moving_digits(parser: argparse.ArgumentParser) -> None:
     add("--real", default="moving_digits", help="real clips, for the judge's ceiling (moving_digits)")
     add("--features", default="digits", help="a classifier of the ten digits: digits, a run or a weights file")
     add("--count", type=int, help="at most so many clips of a side (as many as there are fake ones)")
-    add("--fps", type=float, default=FRAME_RATE, help=f"frames a second of the clips ({FRAME_RATE:g})")
+    add("--fps", type=float, help=f"frames a second of the clips (those the samples were drawn at, or {FRAME_RATE:g})")
 
 
 def run_fvd(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -96,30 +97,33 @@ def run_fvd(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def run_moving_digits(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Judges clips as the options say; of a dry run, describes what would be judged."""
-    check_positive(**{"--fps": options.fps})
+    if options.fps is not None:
+        check_positive(**{"--fps": options.fps})
     extractor = DigitJudge(open_extractor(options.features, options.device))
     scorer = Scorer(extractor, options.batch_size, progress)
     sampling = ClipSampling(frames=None, count=options.count)
     fake = _open(options, "fake", extractor, sampling)
-    real = _open(options, "real", extractor, ClipSampling(frames=fake.size[0], count=len(fake)), fake)
+    frame_rate = options.fps or (fake.description["frame_rate"] or [FRAME_RATE])[0]
+    sampling = ClipSampling(frames=fake.size[0], count=len(fake))
+    real = _open(options, "real", extractor, sampling, fake, ClipConfig(frame_rate))
     check_root(options.root, real.clips.kind, fake.clips.kind)
     check_sizes(real, fake)
     sides = {"fake": fake, "real": real}
     labels = {name: clips.clips.clips.labels(clips.clips.chosen) for name, clips in sides.items()}
-    check_judged(fake.size, options.fps)
+    check_judged(fake.size, frame_rate)
     for name, clips in sides.items():
         check_labels(clips, labels[name])
     described = {name: clips.description for name, clips in sides.items()}
     if options.dry_run:
         return {"dry_run": _plan(described, extractor, options)}
-    scores, ceiling = (judge(scorer, clips, labels[name], options.fps) for name, clips in sides.items())
+    scores, ceiling = (judge(scorer, clips, labels[name], frame_rate) for name, clips in sides.items())
     shown = " · ".join(f"{name} {value:.6g}" for name, value in ceiling.items())
     return {
         "scores": scores,
         "ceiling": ceiling,
         **described,
         "extractor": extractor.description,
-        "frame_rate": options.fps,
+        "frame_rate": frame_rate,
         "printed": [f"the same of real clips, the judge's ceiling: {shown}"],
     }
 
@@ -150,9 +154,11 @@ def _open(
     extractor: FeatureExtractor,
     sampling: ClipSampling,
     like: ClipSet | None = None,
+    clip: ClipConfig = DEFAULT_CLIP,
 ) -> ClipSet:
     grid = None if like is None else (like.size[-2], like.size[-1])
-    return open_clips(getattr(options, side), extractor.mode, sampling, options.image_size, options.root, grid)
+    place = getattr(options, side)
+    return open_clips(place, extractor.mode, sampling, options.image_size, options.root, grid, clip)
 
 
 def _warn(options: argparse.Namespace, real: ClipSet, fake: ClipSet) -> None:

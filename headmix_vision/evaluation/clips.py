@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +18,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from headmix_vision.checks import check_counts
+from headmix_vision.checks import check_counts, check_positive
+from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.base import (
     CHANNELS,
     BatchSource,
@@ -209,6 +212,12 @@ class FolderClips(Clips):
         self.paths = sorted(find_clips(path))
         with ThreadPoolExecutor(DECODER_THREADS) as pool:
             self.infos = list(pool.map(probe_clip, self.paths))
+        metadata = path.parent / SAMPLES_METADATA
+        self.metadata = metadata if path.name == SAMPLES and metadata.is_file() else None
+        rate = self._setting("clips", "frame_rate")
+        if rate is not None:  # their PNGs do not state it
+            check_positive(**{f"the frame rate of {self.source}": rate})
+            self.infos = [replace(info, frame_rate=rate) for info in self.infos]
 
     def name(self, number: int) -> str:
         return str(self.paths[number])
@@ -223,14 +232,22 @@ class FolderClips(Clips):
 
     def labels(self, numbers: Sequence[int]) -> Tensor:
         """The classes of a folder of samples, which take turns."""
-        metadata = Path(self.source).parent / SAMPLES_METADATA
-        if Path(self.source).name != SAMPLES or not metadata.is_file():
+        if self.metadata is None:
             return super().labels(numbers)
+        classes = self._setting("classes")
         try:
-            classes = json.loads(metadata.read_text())["settings"]["classes"]
             return torch.tensor([classes[int(self.paths[n].stem) % len(classes)] for n in numbers], dtype=torch.int64)
-        except (ValueError, KeyError, TypeError, ZeroDivisionError):
-            raise InputError(f"{metadata} does not tell the classes of the samples") from None
+        except (ValueError, TypeError, ZeroDivisionError):
+            raise InputError(f"{self.metadata} does not tell the classes of the samples") from None
+
+    def _setting(self, *names: str) -> Any:
+        """Reads a setting from the metadata of samples; None where they do not tell it, and of another folder."""
+        if self.metadata is None:
+            return None
+        try:
+            return reduce(getitem, names, json.loads(self.metadata.read_text())["settings"])
+        except (ValueError, KeyError, TypeError):
+            return None
 
 
 class NpzClips(Clips):
@@ -294,6 +311,7 @@ def open_clips(
     image_size: int | None = None,
     root: str | None = None,
     grid: tuple[int, int] | None = None,
+    clip: ClipConfig = DEFAULT_CLIP,
 ) -> ClipSet:
     """Opens clips for scoring.
 
@@ -306,6 +324,7 @@ def open_clips(
         image_size: As in `ImageSet`.
         root: Place of a data set that needs one.
         grid: H and W to ask a data set for, where `image_size` does not say; its own when None.
+        clip: Which frames of its videos make the clips of a data set.
 
     Raises:
         InputError: Nothing there, no clips, a file that cannot be read, clips that are too short or of several sizes.
@@ -318,14 +337,15 @@ def open_clips(
             raise InputError(f"{source} is a file, clips come from a folder, an .npz file with arr_0 or a data set")
         clips = NpzClips(path)
     else:
-        clips = _open_dataset(source, mode, sampling, (image_size, image_size) if image_size else grid, root)
+        grid = (image_size, image_size) if image_size else grid
+        clips = _open_dataset(source, mode, sampling, grid, root, clip)
     if not clips.infos:
         raise InputError(f"{source} has no clips: no videos, no animated PNGs and no folders of frames")
     return ClipSet(SampledClips(clips, sampling), mode, image_size)
 
 
 def _open_dataset(
-    source: str, mode: str, sampling: ClipSampling, grid: tuple[int, int] | None, root: str | None
+    source: str, mode: str, sampling: ClipSampling, grid: tuple[int, int] | None, root: str | None, clip: ClipConfig
 ) -> DatasetClips:
     channels = CHANNELS[mode]
     frames = None if sampling.frames is None else sampling.needed
@@ -335,7 +355,7 @@ def _open_dataset(
             raise InputError(f"{source}: --image-size must say how large its clips shall be")
         _, length, height, width = own.shape
         grid, frames = grid or (height, width), frames or length
-    return DatasetClips(source, *open_slice(source, (channels, frames, *grid), root), frames, grid)
+    return DatasetClips(source, *open_slice(source, (channels, frames, *grid), root, clip), frames, grid)
 
 
 def _length(clips: Clips) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_counts
 from headmix_vision.data.center_crop import center_crop
+from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, check_depth, readable, to_picture
 from headmix_vision.errors import InputError
@@ -241,13 +242,16 @@ def check_root(root: str | None, *kinds: str) -> None:
         raise InputError(f"--root is {root}, but no side is a data set")
 
 
-def open_slice(source: str, shape: tuple[int, ...], root: str | None) -> tuple[Source, slice]:
+def open_slice(
+    source: str, shape: tuple[int, ...], root: str | None, clip: ClipConfig = DEFAULT_CLIP
+) -> tuple[Source, slice]:
     """Opens a data set to score, `NAME[:SPLIT][SLICE]`: its split, and which of its samples are meant.
 
     Args:
         source: The data set.
         shape: (C, *grid) of its samples; (C,) where any size will do.
         root: Place of a data set that needs one.
+        clip: Which frames of a video make a clip.
 
     Raises:
         InputError: No such data set, split or slice.
@@ -263,7 +267,7 @@ def open_slice(source: str, shape: tuple[int, ...], root: str | None) -> tuple[S
     bounds = _bounds(match["slice"] or ":")
     if bounds is None:
         raise InputError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
-    samples = open_source(SplitRequest(name, split or entry.scored_split, shape, "scoring", root=root))
+    samples = open_source(SplitRequest(name, split or entry.scored_split, shape, "scoring", root=root, clip=clip))
     for bound in bounds[:2]:
         if bound is not None and abs(bound) > len(samples):
             raise InputError(f"{source}: there are {len(samples)} images, the slice goes beyond them")

@@ -31,17 +31,22 @@ def write_network(path: Path, moves: bool = True) -> Path:
     return path
 
 
-def moving(count: int, frames: int = 12, size: int = 16, seed: int = 0) -> tuple[np.ndarray, list[int]]:
+def moving(
+    count: int, frames: int = 12, size: int = 16, seed: int = 0, frame_rate: float = 8.0
+) -> tuple[np.ndarray, list[int]]:
     """Moving digits as uint8 [N, T, size, size, 1], and their classes."""
-    clips, labels = MovingDigits("train", (frames, size, size), seed=seed, length=count).read_batch(range(count))
+    source = MovingDigits("train", (frames, size, size), seed=seed, length=count, frame_rate=frame_rate)
+    clips, labels = source.read_batch(range(count))
     return (clips * 255).round().to(torch.uint8).movedim(1, -1).numpy(), labels.tolist()
 
 
-def write_samples(folder: Path, clips: np.ndarray, labels: list[int] | None = None) -> Path:
+def write_samples(
+    folder: Path, clips: np.ndarray, labels: list[int] | None = None, frame_rate: float | None = None
+) -> Path:
     """Write clips as `headmix-sample` does."""
     samples = SampleFolder(folder)
     for number, pixels in enumerate(clips):
         samples.write_sample(number, pixels)
     samples.write_grid(clips[0].repeat(3, -1))
-    samples.write_metadata({"settings": {"classes": labels}})
+    samples.write_metadata({"settings": {"classes": labels, "clips": {"frame_rate": frame_rate}}})
     return folder

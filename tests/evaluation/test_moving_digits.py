@@ -106,6 +106,14 @@ def test_the_command_prints_the_ceiling(classifier: Path, tmp_path: Path, capsys
     assert results[0]["real"]["count"] == 6 and results[0]["real"]["size"] == [12, 32, 32]
 
 
+def test_clips_are_judged_at_the_rate_they_were_drawn_at(classifier: Path, tmp_path: Path) -> None:
+    write_samples(tmp_path / "samples", *moving(4, size=32, frame_rate=4.0), frame_rate=4.0)
+    out = tmp_path / "scores.json"
+    assert run("moving-digits", "--fake", tmp_path / "samples", "--features", classifier, "--out", out) == 0
+    result = json.loads(out.read_text())
+    assert result["frame_rate"] == 4 and result["scores"]["motion"] == result["ceiling"]["motion"] == 1
+
+
 def test_refusals(classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clips, labels = moving(4)
 

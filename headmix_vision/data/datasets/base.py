@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.data.clips import ClipConfig
+from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.errors import InputError
 
 RawImage = Image.Image | Tensor
@@ -71,9 +71,6 @@ class DatasetEntry:
         return self.grid_axes == (3,)
 
 
-_DEFAULT_CLIP = ClipConfig()
-
-
 @dataclass(frozen=True)
 class SplitRequest:
     """A request for one split of a data set.
@@ -99,7 +96,7 @@ class SplitRequest:
     use: Use
     root: str | None = None
     num_classes: int = 0
-    clip: ClipConfig = _DEFAULT_CLIP
+    clip: ClipConfig = DEFAULT_CLIP
     seed: int = 0
     train_split: str = "train"
     training: bool = False
