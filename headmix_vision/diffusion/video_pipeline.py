@@ -143,7 +143,7 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
         """Returns the frames a second of the videos, those of training for None; refuses what is no such number."""
         if frame_rate is None:
             return float(self.transformer.frame_rate * self._frames_per_place)
-        check_numbers(1e-3, 1e4, frame_rate=frame_rate)
+        check_numbers(0.01, 1e4, frame_rate=frame_rate)  # GIF shows a frame for 655 s at most
         return float(frame_rate)
 
     def clip_size(

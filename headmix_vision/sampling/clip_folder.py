@@ -5,6 +5,7 @@ the animated PNG of a sample and made again from it where they are missing, and 
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -53,6 +54,11 @@ class ClipFolder(SampleFolder):
         if self.form == "frames":
             return self.path / FRAMES / f"{index:06d}"
         return self.path / VIDEOS / f"{index:06d}.{self.form}"
+
+    def count_files(self, missing: Sequence[int], num: int, shape: tuple[int, ...]) -> int:
+        """Counts as for images, and the files to watch samples in; of a folder of frames, its frames."""
+        unwatchable = sum(not self.is_watchable(index) for index in range(num))
+        return len(missing) + unwatchable * (shape[0] if self.form == "frames" else 1)
 
     def write_sample(self, index: int, pixels: np.ndarray) -> None:
         """Writes a clip, uint8 [T, H, W, 1 or 3], and the file to watch it in."""

@@ -260,7 +260,9 @@ def find_missing(
     existing = folder.existing()
     damaged = folder.damaged(existing, shape)
     missing = sorted(set(range(options.num)) - (existing - damaged))
-    folder.check_space(len(missing), options.num * math.prod(shape) if options.npz else 0)
+    folder.check_space(
+        folder.count_files(missing, options.num, shape), options.num * math.prod(shape) if options.npz else 0
+    )
     return missing, damaged
 
 

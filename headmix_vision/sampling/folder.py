@@ -9,6 +9,7 @@ import json
 import os
 import re
 import zipfile
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -98,11 +99,15 @@ class SampleFolder:
                 bad.add(index)
         return bad
 
+    def count_files(self, missing: Sequence[int], num: int, shape: tuple[int, ...]) -> int:
+        """Counts the files that are to be written for samples 0 to `num` - 1 of a shape, some of which are missing."""
+        return len(missing)
+
     def check_space(self, count: int, npz_bytes: int) -> None:
-        """Checks that the disk can take samples, each of which needs a block and a file at the least.
+        """Checks that the disk can take files of samples, each of which needs a block at the least.
 
         Args:
-            count: Number of samples to write.
+            count: Number of files to write.
             npz_bytes: Pixels of the npz file to write.
 
         Raises:
@@ -112,11 +117,11 @@ class SampleFolder:
         needed, free = count * disk.f_frsize + npz_bytes, disk.f_bavail * disk.f_frsize
         if needed > free:
             raise InputError(
-                f"{count} samples need at least {needed / 1e9:.1f} GB,"
+                f"{count} files of samples need at least {needed / 1e9:.1f} GB,"
                 f" the disk of {self.path} has {free / 1e9:.1f} GB left"
             )
         if disk.f_files and count > disk.f_favail:  # some file systems do not count them
-            raise InputError(f"the disk of {self.path} has room for {disk.f_favail} files, not for {count} samples")
+            raise InputError(f"the disk of {self.path} has room for {disk.f_favail} files, not for {count} of samples")
 
     def lock(self) -> AbstractContextManager[None]:
         """Keeps other commands from writing here while the block runs; makes the folder where it is absent.

@@ -191,7 +191,7 @@ def test_a_new_process_loads_pipelines(pipeline: HeadMixVideoDiTPipeline, tmp_pa
         ({"num_videos": 3}, "2 class_labels, but num_videos is 3"),
         *(({"num_frames": n}, "num_frames must be a whole number of at least 1") for n in (0, -1, 2.5, True, "4")),
         ({"num_frames": 10**9}, "2 videos of 1000000000 frames of 8x8 pixels at a time need more than"),
-        *(({"frame_rate": n}, "frame_rate must be a finite number") for n in (0, -8.0, float("nan"), "8", True)),
+        *(({"frame_rate": n}, "frame_rate must be a finite number") for n in (0, 0.001, -8.0, float("nan"), "8", True)),
         ({"height": 10}, "height must be a multiple of 4 pixels, got 10"),
         ({"generator": generators(0)}, "1 generators for 2 videos"),
         ({"latents": torch.zeros(2, 1, 3, 8, 8)}, r"latents must be of shape \[2, 1, 4, 8, 8\]"),
