@@ -1,5 +1,7 @@
 """The device that a user asks for."""
 
+import os
+
 import torch
 
 from headmix_vision.errors import InputError
@@ -30,3 +32,10 @@ def open_device(name: str, local_rank: int = 0) -> torch.device:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(f"device {name!r} cannot be used here: {reason}") from None
     return device
+
+
+def device_memory(device: torch.device) -> int:
+    """Returns the memory of a device in bytes, used or not; of all but GPUs that of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -6,7 +6,6 @@ B samples, C latent channels, *grid latent size: H x W of images, T x H x W of v
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from headmix_vision.checks import check_counts, is_whole
+from headmix_vision.console.devices import device_memory
 from headmix_vision.diffusion.denoising import Generators, Guidance, NonFiniteSamplesError, denoise
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import create_scheduler
@@ -143,10 +143,7 @@ class GeneratorPipeline(DiffusionPipeline):
         values = count * math.prod(grid) // math.prod(self._patch) * width_of_all * (2 if guidance.enabled else 1)
         needed = values * self.transformer.dtype.itemsize
         device = self._execution_device
-        if device.type == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory
-        else:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = device_memory(device)
         if needed > memory:
             frames = f"{size[0]} frames of " if len(size) == 3 else ""
             raise InputError(
