@@ -99,8 +99,8 @@ SLIPS = [
     Slip("crop of portraits", "data/center_crop.py", "max(width /", "min(width /", CROP),
     Slip("crop of portraits", "data/center_crop.py", "(image.height - height) // 2", "0", CROP),
     Slip("crop of landscapes", "data/center_crop.py", "(image.width - width) // 2", "0", CROP),
-    Slip("antialiasing of pixels", "data/generation.py", 'antialias=mode == "bilinear"', "antialias=False", EPOCHS),
-    Slip("hard pixels", "data/generation.py", '"nearest" if multiple else "bilinear"', '"bilinear"', EPOCHS),
+    Slip("antialiasing of pixels", "data/fitting.py", 'antialias=mode == "bilinear"', "antialias=False", EPOCHS),
+    Slip("hard pixels", "data/fitting.py", '"nearest" if multiple else "bilinear"', '"bilinear"', EPOCHS),
     # steps of training
     Slip(
         "random numbers depend on the epoch",

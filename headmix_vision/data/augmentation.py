@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headmix_vision.checks import check_counts, check_numbers
-from headmix_vision.data.datasets.base import Transform
+from headmix_vision.data.datasets.base import PIL_MODES, Transform
 from headmix_vision.errors import InputError
 
 TENSOR_INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
@@ -111,6 +111,34 @@ def check_tensor_images(dataset: str, augmentation: Augmentation, interpolation:
     if augmentation.interpolation is not None:
         allowed = (*TENSOR_INTERPOLATIONS, "random")
         check_interpolation(f"augmentation.interpolation ({dataset})", augmentation.interpolation, allowed)
+
+
+def eval_config(
+    net: Any, exact: bool, crop_pct: float | None = None, interpolation: str | None = None
+) -> dict[str, Any]:
+    """Find input size, mean, std, interpolation and crop of a timm model.
+
+    Args:
+        net: The model.
+        exact: Take all pixels, bilinearly, unless the next two say otherwise; else what the model was made for.
+        crop_pct: Centre crop, as a share of the resized image.
+        interpolation: Resizing.
+
+    Returns:
+        timm's resolved data configuration.
+
+    Raises:
+        InputError: The model does not take 1 or 3 channels.
+    """
+    from timm.data import resolve_input_data_config
+
+    asked = {"crop_pct": crop_pct, "interpolation": interpolation}
+    if exact:
+        asked = {"crop_pct": crop_pct or 1.0, "interpolation": interpolation or "bilinear"}
+    config: dict[str, Any] = resolve_input_data_config(net, asked)
+    if config["input_size"][0] not in PIL_MODES:
+        raise InputError(f"the model takes {config['input_size'][0]} input channels, images have 1 or 3")
+    return config
 
 
 def train_transform(data_config: dict[str, Any], augmentation: Augmentation) -> Transform:

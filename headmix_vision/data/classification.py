@@ -10,6 +10,7 @@ from headmix_vision.data.augmentation import (
     Augmentation,
     check_interpolation,
     check_tensor_images,
+    eval_config,
     eval_transform,
     normalize,
     train_transform,
@@ -113,18 +114,10 @@ class ClassificationData(DataModule):
 
     def sample_shape(self, net: Any) -> tuple[int, ...]:
         """(channels, height, width) that timm finds in the model, with mean, std, interpolation and crop."""
-        from timm.data import resolve_input_data_config
-
-        asked = {"crop_pct": self.crop_pct, "interpolation": self.interpolation}
-        if self.entry.exact:  # all pixels count
-            asked = {"crop_pct": self.crop_pct or 1.0, "interpolation": self.interpolation or "bilinear"}
-        self._data_config: dict[str, Any] = resolve_input_data_config(net, asked)
-        shape = tuple(self._data_config["input_size"])
-        if shape[0] not in PIL_MODES:
-            raise InputError(f"the model takes {shape[0]} input channels, images have 1 or 3")
+        self._data_config = eval_config(net, self.entry.exact, self.crop_pct, self.interpolation)
         if self.entry.exact:
             check_tensor_images(self.dataset, self.augmentation, self._data_config["interpolation"])
-        return shape
+        return tuple(self._data_config["input_size"])
 
     def train_transform(self) -> Transform:
         """Crop, augment and normalise."""
