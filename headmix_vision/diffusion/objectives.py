@@ -120,6 +120,10 @@ class Objective(ABC):
         """
 
     @abstractmethod
+    def add_noise(self, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
+        """Returns the noisy data that the network gets; arguments as of `losses`, the result as `x0`."""
+
+    @abstractmethod
     def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
         """Computes the loss of each sample.
 
@@ -163,10 +167,11 @@ class FlowMatching(Objective):
         lengths = 1 + (share * (places - 1)).long().clamp(max=places - 2)  # their product may be rounded up
         return torch.where(chosen < self.config.clean_prefix, lengths, 0) * (places > 1)
 
+    def add_noise(self, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
+        return torch.lerp(x0, noise, _like_data(times / NUM_TIMESTEPS, x0))
+
     def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
-        level = _like_data(times / NUM_TIMESTEPS, x0)
-        x = torch.lerp(x0, noise, level)
-        error = predict(x, times).float() - (noise - x0)
+        error = predict(self.add_noise(x0, times, noise), times).float() - (noise - x0)
         if times.ndim == 1:
             return _mean_square(error)
         noisy = times > 0
@@ -193,9 +198,17 @@ class Ddpm(Objective):
     ) -> Tensor:
         return torch.randint(NUM_TIMESTEPS, (count,), device=device).float()
 
+    def add_noise(self, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
+        signal, sigma = self._scales(_like_data(times.long(), x0))
+        return signal * x0 + sigma * noise
+
+    def _scales(self, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Reads the scales of data and noise at some steps."""
+        return _at(self.alphas_cumprod.sqrt(), steps), _at((1 - self.alphas_cumprod).sqrt(), steps)
+
     def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
         steps = _like_data(times.long(), x0)
-        signal, sigma = _at(self.alphas_cumprod.sqrt(), steps), _at((1 - self.alphas_cumprod).sqrt(), steps)
+        signal, sigma = self._scales(steps)
         x = signal * x0 + sigma * noise
         output = predict(x, times).float()
         prediction, variance = output, None

@@ -12,7 +12,8 @@ from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.hashes import state_sha256
 from headmix_vision.files.tensor_files import header_of
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, read_checkpoint
+from headmix_vision.models.pretrained import CORRECT
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint
 from headmix_vision.runs.networks import create_network, load_network
 
@@ -21,13 +22,14 @@ def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False
     """Opens a trained network alone, without data or autoencoder, in evaluation mode and on the CPU.
 
     Args:
-        path: A run directory, a `.ckpt` file, a `.safetensors` file or a pipeline directory of `headmix-export`.
+        path: A run directory, a `.ckpt` file, a `.safetensors` file or a pipeline directory of `headmix-export`, or the
+            name of a model whose weights come with the package.
         checkpoint: Of a run directory: `best`, `last` or a file; the best one when None, of a generator the last.
         raw: The weights being trained instead of their moving average; not of an export, which has one kind.
 
     Returns:
-        The network, and what is known of it: `name`, `model` (the path), `checkpoint`, `step`, `weights` (`ema`, `raw`
-        or `exported`) and `weights_sha256`.
+        The network, and what is known of it: `name`, `model` (the path), `checkpoint`, `step`, `weights` (`ema`, `raw`,
+        `exported` or `shipped`), of a generator its `objective`, and `weights_sha256`.
 
     Raises:
         InputError: If there is nothing to open, it is damaged or not of this package, its weights are not finite, or an
@@ -39,7 +41,7 @@ def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False
         network, about = _open_checkpoint(find_checkpoint(path, checkpoint), raw)
     else:
         for option, given in ((f"--checkpoint {checkpoint}", checkpoint is not None), ("--raw", raw)):
-            if given and path.exists():
+            if given and (path.exists() or str(path) in CORRECT):
                 raise InputError(f"{path} is no run with checkpoints: leave out {option}")
         network, about = _open_export(path)
     network.eval().requires_grad_(False)
@@ -77,11 +79,14 @@ def load_export(path: Path) -> tuple[str, nn.Module]:
 def _open_checkpoint(path: Path, raw: bool) -> tuple[nn.Module, dict[str, Any]]:
     checkpoint = read_checkpoint(path)
     averaged = "current_model_state" in checkpoint and not raw
+    about = checkpoint[DESCRIPTION_KEY]
+    objective = {"objective": about["objective"]} if is_generator(checkpoint) else {}
     return load_network(checkpoint, raw=raw), {
-        "name": checkpoint[DESCRIPTION_KEY]["name"],
+        "name": about["name"],
         "checkpoint": str(path),
         "step": checkpoint.get("global_step"),
         "weights": "ema" if averaged else "raw",
+        **objective,
     }
 
 
@@ -90,11 +95,15 @@ def _open_export(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         from headmix_vision.runs.pipelines import load_exported_network  # loads diffusers, which classifiers do without
 
         network: nn.Module = load_exported_network(path)
-        return network, {"name": type(network).__name__, "weights": "exported"}
+        objective = json.loads((path / INDEX).read_text())["objective"]
+        return network, {"name": type(network).__name__, "weights": "exported", "objective": objective or {}}
+    if str(path) in CORRECT and not path.exists():
+        return timm.create_model(str(path), pretrained=True), {"name": str(path), "weights": "shipped"}
     if path.suffix != ".safetensors" or not path.is_file():
         raise InputError(
             f"{path} is neither a run directory (with {CHECKPOINTS}/), nor a .ckpt, nor a .safetensors of"
-            f" headmix-export, nor an exported pipeline (with {INDEX})"
+            f" headmix-export, nor an exported pipeline (with {INDEX}), nor a model that comes with weights"
+            f" ({', '.join(CORRECT)})"
         )
     name, network = load_export(path)
     return network, {"name": name, "weights": "exported"}
