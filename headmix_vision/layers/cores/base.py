@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.layers.spec import LayerSpec
@@ -49,6 +50,15 @@ class AttentionCore(nn.Module):
     def flops(self, grid: TokenGrid) -> int:
         """Return the operations of the method for one image, multiply and add as two, whatever kernel computes it."""
         raise NotImplementedError
+
+    def linear_map(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, **arguments: Any
+    ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        """Return the core as a linear map of values, and the values for which it gives what the core computes.
+
+        The matrix of this map is the attention matrix. A core that changes its values first overrides this.
+        """
+        return lambda values: self(q, k, values, grid, **arguments), v
 
     def check_rotation(self) -> None:
         """Raise InputError if the core cannot take rotary positions; it then has no argument ``rotation``."""

@@ -6,6 +6,7 @@ B batch, N tokens, C width, H heads, D = C / H head dim, r sub-heads, P places o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -126,6 +127,18 @@ class HeadInHeadCore(AttentionCore):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, x: Tensor, rotation: Rotation | None = None
     ) -> Tensor:
+        return _sum_of_scans(*self._scanned(q, k, v, grid, x, rotation), grid, self.scans, self.impl)
+
+    def linear_map(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, **arguments: Any
+    ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        q, k, v, *gates = self._scanned(q, k, v, grid, **arguments)
+        return lambda values: _sum_of_scans(q, k, values, *gates, grid, self.scans, self.impl), v
+
+    def _scanned(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, x: Tensor, rotation: Rotation | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Make queries, keys, values, strengths, decays and masks of the scans."""
         if self.conv is not None:
             packed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], dim=-1)
             q, k, v = self.conv(packed, grid).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
@@ -141,7 +154,7 @@ class HeadInHeadCore(AttentionCore):
             beta = (beta.unsqueeze(2) * shares.mT).flatten(1, 2)
             log_decay = F.pad(log_decay.unsqueeze(2), (0, 0, 0, grid.repeats - 1)).flatten(1, 2)
             mask = mask.repeat_interleave(grid.repeats, 1) if self.mask.per_token else mask
-        return _sum_of_scans(q, k, v, beta, log_decay, mask, grid, self.scans, self.impl)
+        return q, k, v, beta, log_decay, mask
 
     def flops(self, grid: TokenGrid) -> int:
         """Count the recurrence: r readings of errors, their rank-r correction and one reading for each place."""

@@ -34,6 +34,7 @@ class HeadMix(nn.Module):
         projected_heads: heads that the projections of q, k and v make.
         core_heads: heads of the core.
         repeats: places which stand for a token in the core.
+        joins_heads: ``after`` adds up outputs of several heads of the core; taken for true where it is overridden.
         folds: the layer takes the weights of its projection from ``fold`` and leaves ``before`` out; not where a norm
             stands between the two, or the projection has an adapter or a hook.
     """
@@ -47,6 +48,7 @@ class HeadMix(nn.Module):
         self.projected_heads: tuple[int, int, int] = (spec.num_heads,) * 3
         self.core_heads, self.head_dim = spec.num_heads, spec.head_dim
         self.repeats = 1
+        self.joins_heads = type(self).after is not HeadMix.after
         self.folds = False
 
     def forward(self, side: Literal["before", "fold", "after"], *tensors: Tensor | None) -> Any:

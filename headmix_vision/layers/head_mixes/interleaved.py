@@ -59,6 +59,7 @@ class InterleavedHeads(HeadMix):
         self.repeats, self.averages_places = int(pseudo_heads), spec.averages_places
         self.mix = nn.Parameter(torch.empty(3, pseudo_heads, heads, heads, **spec.factory))
         self.per_head = collapse == "per_head"
+        self.joins_heads = not self.per_head
         shape = (heads, pseudo_heads) if self.per_head else (heads, pseudo_heads, heads)
         self.collapse = nn.Parameter(torch.empty(shape, **spec.factory))
         self.reset_parameters()
