@@ -54,7 +54,7 @@ def export(args: Sequence[str] | None = None) -> None:
 
 
 def analyze(args: Sequence[str] | None = None) -> None:
-    """Draws what a network has learned to mix."""
+    """Looks into the attention layers of trained networks."""
     with one_line_errors():
         require_extra("analysis", "headmix-analyze")
         from headmix_vision.analysis.command import main

@@ -9,7 +9,7 @@ PACKAGES = {
     "models": ("timm", "safetensors"),
     "diffusion": ("timm", "safetensors", "diffusers", "rich"),
     "video": ("timm", "safetensors", "diffusers", "rich", "av"),
-    "analysis": ("timm", "safetensors", "matplotlib", "scipy"),
+    "analysis": ("timm", "safetensors", "matplotlib", "scipy", "sklearn"),
     "train": ("timm", "diffusers", "jsonargparse", "lightning", "matplotlib", "sklearn", "tensorboard", "torchmetrics"),
     "eval": ("timm", "safetensors", "rich", "sklearn", "torch_fidelity"),
 }

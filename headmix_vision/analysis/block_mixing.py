@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headmix_vision.analysis.figures import Panels, Picture, positive_scale, signed_scale
 from headmix_vision.analysis.layers import Layer
-from headmix_vision.analysis.measures import effective_count, relative_distance
+from headmix_vision.analysis.measures import effective_count, mean_distance, relative_distance
 from headmix_vision.layers import MHLACore, MixingMatrix
 from headmix_vision.ops import TokenBlocks
 
@@ -164,6 +164,5 @@ def _numbers(matrix: _Matrix, blocks: TokenBlocks) -> dict[str, Any]:
 
 def _mean_distance(weights: Tensor, blocks: TokenBlocks) -> float:
     """Computes how far queries look, in tokens: weighted mean distance of block centres, without the prefix block."""
-    centers = blocks.block_centers()
-    prefix = blocks.num_prefix_blocks
-    return float((_shares(weights[prefix:, prefix:]) * torch.cdist(centers, centers)).sum(1).mean())
+    centers, prefix = blocks.block_centers(), blocks.num_prefix_blocks
+    return float(mean_distance(weights[prefix:, prefix:], centers, centers))

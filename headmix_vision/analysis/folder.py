@@ -1,36 +1,58 @@
-"""The folder of pictures: `iha.png` and so on, and `numbers.json`, which also says of which weights they are."""
+"""The folder of results: pictures, tables, and for each command a record that says what they are of."""
 
+import csv
+import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.analysis.figures import Picture, save_figure
-from headmix_vision.analysis.pictures import PICTURES
+from matplotlib.figure import Figure
+
+from headmix_vision.analysis.figures import save_figure
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, check_place, is_temporary, remove_temporaries
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.locks import hold_lock
 
-NUMBERS, LOCK = "numbers.json", ".lock"
+LOCK = ".lock"
+# What each command writes, beside its record.
+WRITTEN = {
+    "mixing": ("iha.png", "mea.png", "mhla.png"),
+    "rank": ("rank.png", "rank.csv"),
+    "entropy": ("entropy.png", "entropy.csv"),
+    "maps": ("maps.png", "maps.csv"),
+}
 
 
-class PictureFolder:
-    """A folder of pictures.
+class ResultFolder:
+    """A folder of results of one or several commands.
 
     Args:
         path: The folder; it need not exist.
+        command: Whose results are written: one of `WRITTEN`.
+        networks: What is known of the networks, `weights_sha256` of each among it.
+        settings: What else decides the results; plain values, as JSON takes them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, command: str, networks: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+    ) -> None:
         self.path = path
+        self.command = command
+        self.networks = networks
+        self.settings = settings
 
-    def check(self, weights_sha256: str) -> None:
-        """Checks that pictures of these weights may be written here; touches nothing.
+    @property
+    def _record(self) -> str:
+        return f"{self.command}.json"
+
+    def check(self) -> None:
+        """Checks that the results may be written here; touches nothing.
 
         Raises:
-            InputError: If there are files of someone else, or pictures of other weights.
+            InputError: If there are files of someone else, or results of other weights or settings.
             OSError: If the folder cannot be made.
         """
         if self.path.exists() and not self.path.is_dir():
@@ -39,47 +61,70 @@ class PictureFolder:
             check_place(self.path)
             return
         inside = {entry.name for entry in self.path.iterdir() if entry.name != LOCK and not is_temporary(entry.name)}
-        foreign = sorted(inside - {NUMBERS, *(f"{name}.png" for name in PICTURES)})
-        if foreign:
-            raise InputError(f"{self.path} holds {foreign[0]}, which is no picture of a network; choose another --out")
-        if inside and NUMBERS not in inside:
-            raise InputError(f"{self.path} holds pictures without {NUMBERS}; choose another --out")
-        if inside and self._drawn_from() != weights_sha256:
-            raise InputError(f"{self.path} holds pictures of other weights; choose another --out")
+        known = {name for command, names in WRITTEN.items() for name in (f"{command}.json", *names)}
+        if foreign := sorted(inside - known):
+            raise InputError(f"{self.path} holds {foreign[0]}, which is no result of an analysis; choose another --out")
+        own = inside & {self._record, *WRITTEN[self.command]}
+        if own and self._record not in own:
+            raise InputError(f"{self.path} holds {min(own)} without {self._record}; choose another --out")
+        if own:
+            self._check_record()
 
-    def write(self, network: dict[str, Any], pictures: Mapping[str, Picture]) -> list[Path]:
-        """Writes pictures and their numbers; those of the same weights are replaced.
+    def _check_record(self) -> None:
+        path = self.path / self._record
+        try:
+            record = check_fields(str(path), json.loads(path.read_text()), {"networks": list, "settings": dict})
+            of = [
+                check_fields(f"a network of {path}", about, {"weights_sha256": str})["weights_sha256"]
+                for about in record["networks"]
+            ]
+        except ValueError as error:
+            raise InputError(f"{path} is damaged: {error}; choose another --out") from None
+        if of != [about["weights_sha256"] for about in self.networks]:
+            raise InputError(f"{self.path} holds results of other weights; choose another --out")
+        if record["settings"] != self.settings:
+            raise InputError(f"{self.path} holds results of other options; choose another --out")
+
+    def write(
+        self,
+        figures: Mapping[str, Figure],
+        tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+        numbers: Mapping[str, Any] | None = None,
+    ) -> list[Path]:
+        """Writes results; those of the same weights and settings are replaced.
 
         Args:
-            network: What is known of the network, `weights_sha256` among it.
-            pictures: The pictures by name.
+            figures: Pictures by name, without `.png`.
+            tables: Rows of plain values by name, without `.csv`.
+            numbers: What stands in the record beside networks and settings.
 
         Returns:
             The files.
         """
         with self._lock():
-            self.check(network["weights_sha256"])
+            self.check()
             remove_temporaries(self.path)
-            numbers = {"network": network, **{name: _rounded(picture.numbers) for name, picture in pictures.items()}}
-            with atomic_path(self.path / NUMBERS) as temporary:
-                temporary.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
-            for name, picture in pictures.items():
-                save_figure(self.path / f"{name}.png", picture.figure)
-        return [*(self.path / f"{name}.png" for name in pictures), self.path / NUMBERS]
+            record = {"networks": self.networks, "settings": self.settings, **_rounded(dict(numbers or {}))}
+            with atomic_path(self.path / self._record) as temporary:
+                temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+            for name, rows in (tables or {}).items():
+                with atomic_path(self.path / f"{name}.csv") as temporary:
+                    temporary.write_text(_csv(rows))
+            for name, figure in figures.items():
+                save_figure(self.path / f"{name}.png", figure)
+        names = [*(f"{name}.png" for name in figures), *(f"{name}.csv" for name in tables or {}), self._record]
+        return [self.path / name for name in names]
 
     def _lock(self) -> AbstractContextManager[None]:
         return hold_lock(self.path / LOCK, f"--out {self.path}")
 
-    def _drawn_from(self) -> str:
-        """Reads the hash of the weights from which the pictures in the folder were drawn."""
-        path = self.path / NUMBERS
-        try:
-            numbers = check_fields(str(path), json.loads(path.read_text()), {"network": dict})
-            about = check_fields(f"the network of {path}", numbers["network"], {"weights_sha256": str})
-        except ValueError as error:
-            raise InputError(f"{path} is damaged: {error}; choose another --out") from None
-        sha256: str = about["weights_sha256"]
-        return sha256
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_rounded(dict(row)) for row in rows)
+    return text.getvalue()
 
 
 def _rounded(value: Any) -> Any:

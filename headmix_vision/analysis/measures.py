@@ -4,6 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+# Rounding N weights of a row to float32 moves singular values by some 6e-8 times the largest and the root of the stable
+# rank: what lies below depends on the rounding of the network, what lies above does not. float64 resolves it well.
+RANK_TOLERANCE = 1e-6
+
 
 def relative_distance(matrix: Tensor, start: Tensor) -> float:
     """Computes the Frobenius norm of the difference of two tensors of one shape over that of the second."""
@@ -41,3 +45,28 @@ def mean_cosine(vectors: Tensor) -> float | None:
         return None
     between = ~torch.eye(count, dtype=torch.bool)
     return float(cosines(vectors)[..., between].mean())
+
+
+def numerical_rank(singular_values: Tensor) -> Tensor:
+    """Counts the singular values [..., n], largest first, above `RANK_TOLERANCE` times the largest: int64 [...]."""
+    return (singular_values > RANK_TOLERANCE * singular_values[..., :1]).sum(-1)
+
+
+def stable_rank(singular_values: Tensor) -> Tensor:
+    """Computes the squared Frobenius norm over the squared spectral norm: float64 [...]; 0 of a matrix of zeros."""
+    squares = singular_values.double().square()
+    return (squares / squares[..., :1]).nan_to_num().sum(-1)
+
+
+def mean_distance(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Computes how far rows look: the mean over rows of the distance to columns, weighted by absolute weights.
+
+    Args:
+        weights: [..., R, N].
+        rows, columns: float64 [R, axes] and [N, axes], their places.
+
+    Returns:
+        float64 [...], in the unit of the places.
+    """
+    shares = normalize(weights.double(), p=1, dim=-1).abs()
+    return (shares * torch.cdist(rows, columns)).sum(-1).mean(-1)

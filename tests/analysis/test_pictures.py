@@ -15,7 +15,7 @@ from headmix_vision.analysis.explicit_heads import draw_explicit, similarity_ord
 from headmix_vision.analysis.figures import Picture
 from headmix_vision.analysis.interleaved_heads import draw_interleaved
 from headmix_vision.analysis.layers import attention_layers
-from headmix_vision.analysis.pictures import PICTURES
+from headmix_vision.analysis.mixing import PICTURES
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.ops import TokenBlocks
 

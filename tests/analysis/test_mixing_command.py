@@ -1,4 +1,4 @@
-"""`headmix-analyze`: what it opens, what it leaves in its folder, and what it refuses in one line."""
+"""`headmix-analyze mixing`: what it opens, what it leaves in its folder, and what it refuses in one line."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     capsys.readouterr()
     try:
-        analyze([str(argument) for argument in arguments])
+        analyze(["mixing", "--model", *map(str, arguments)])
         status = 0
     except SystemExit as end:
         status = int(end.code or 0)
@@ -72,12 +72,13 @@ def test_a_run_leaves_pictures_and_numbers(run_dir: Path, tmp_path: Path, capsys
     ]
     assert run(capsys, run_dir, "--out", out) == (0, stdout.replace("would draw ", ""), "")
     drawn = files(out)
-    assert list(drawn) == ["iha.png", "mhla.png", "numbers.json"]
+    assert list(drawn) == ["iha.png", "mhla.png", "mixing.json"]
     for name in ("iha.png", "mhla.png"):
         with Image.open(out / name) as picture:
             assert picture.width > 500 and len(picture.convert("RGB").getcolors(1 << 24) or ()) > 20
-    numbers = json.loads(drawn["numbers.json"])
-    about = numbers.pop("network")
+    numbers = json.loads(drawn["mixing.json"])
+    (about,), settings = numbers.pop("networks"), numbers.pop("settings")
+    assert settings == {}
     assert (about["name"], about["step"], about["weights"]) == ("deit_mhla_iha_digits", 7, "ema")
     assert {name: [entry["name"] for entry in of_kind] for name, of_kind in numbers.items()} == {
         kind: ["blocks.0.attn", "blocks.1.attn"] for kind in ("iha", "mhla")
@@ -95,17 +96,17 @@ def test_exports_are_the_runs_they_come_from(run_dir: Path, tmp_path: Path, caps
     numbers = []
     for name, source in (("a", run_dir), ("b", run_dir / "checkpoints" / "best.ckpt"), ("c", exported)):
         assert run(capsys, source, "--out", tmp_path / name)[0] == 0
-        numbers.append(json.loads((tmp_path / name / "numbers.json").read_text()))
-    hashes = {of_source.pop("network")["weights_sha256"] for of_source in numbers}
+        numbers.append(json.loads((tmp_path / name / "mixing.json").read_text()))
+    hashes = {of_source.pop("networks")[0]["weights_sha256"] for of_source in numbers}
     assert len(hashes) == 1 and numbers[0] == numbers[1] == numbers[2]
 
 
 def test_generators_are_opened_without_their_autoencoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name, source, weights in (("run", GENERATOR, "ema"), ("pipeline", PIPELINE, "exported")):
         assert run(capsys, source, "--out", tmp_path / name)[0] == 0
-        assert list(files(tmp_path / name)) == ["mhla.png", "numbers.json"]
-        numbers = json.loads((tmp_path / name / "numbers.json").read_text())
-        assert numbers["network"]["weights"] == weights
+        assert list(files(tmp_path / name)) == ["mhla.png", "mixing.json"]
+        numbers = json.loads((tmp_path / name / "mixing.json").read_text())
+        assert numbers["networks"][0]["weights"] == weights
         assert [(entry["layer"], entry["head"]) for entry in numbers["mhla"]] == [(0, 0), (0, 1)]
 
 
@@ -127,7 +128,7 @@ def test_wrong_input_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.Ca
     for name in ("deit_softmax_digits", "deit_hih_digits"):
         plain = write_run(tmp_path / name, name)
         line = refused(capsys, out, plain)
-        assert f"{plain} is of {name}, of which nothing can be drawn: it has neither" in line
+        assert f"nothing can be drawn of {plain} ({name}): it has neither" in line
     assert not out.exists()
 
 
@@ -171,20 +172,28 @@ def test_folders_of_others_are_left_alone(run_dir: Path, tmp_path: Path, capsys:
     assert "is a file, it must be a directory" in refused(capsys, tmp_path / "file", run_dir)
     out.mkdir()
     (out / "thesis.png").touch()
-    assert "holds thesis.png, which is no picture of a network" in refused(capsys, out, run_dir)
+    assert "holds thesis.png, which is no result of an analysis" in refused(capsys, out, run_dir)
     (out / "thesis.png").rename(out / "iha.png")
-    assert "holds pictures without numbers.json" in refused(capsys, out, run_dir)
+    assert "holds iha.png without mixing.json" in refused(capsys, out, run_dir)
     (out / "iha.png").unlink()
     assert run(capsys, run_dir, "--out", out)[0] == 0
-    assert "holds pictures of other weights; choose another --out" in refused(capsys, out, run_dir, "--raw")
-    for text in ("{", "[]", '{"network": 3}', '{"network": {}}'):
-        (out / "numbers.json").write_text(text)
-        assert "numbers.json is damaged" in refused(capsys, out, run_dir)
+    assert "holds results of other weights; choose another --out" in refused(capsys, out, run_dir, "--raw")
+    for text in (
+        "{",
+        "[]",
+        '{"networks": 3}',
+        '{"networks": [{}], "settings": {}}',
+        '{"networks": [3], "settings": {}}',
+    ):
+        (out / "mixing.json").write_text(text)
+        assert "mixing.json is damaged" in refused(capsys, out, run_dir)
 
 
 def test_the_package_is_a_command(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sys, "argv", ["analysis", str(run_dir), "--out", str(tmp_path / "out"), "--dry-run"])
+    monkeypatch.setattr(
+        sys, "argv", ["analysis", "mixing", "--model", str(run_dir), "--out", str(tmp_path / "out"), "--dry-run"]
+    )
     runpy.run_module("headmix_vision.analysis", run_name="__main__")
     assert "iha.png: 2 layers" in capsys.readouterr().out
