@@ -21,6 +21,7 @@ from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, LAST, METRICS, find_checkpoint
+from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
 from headmix_vision.training.callbacks.dry_run import DryRun
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
@@ -37,7 +38,7 @@ from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
 from headmix_vision.training.metrics_csv import MetricsCSV
-from headmix_vision.training.options import EmaConfig, check_trainer_options, require
+from headmix_vision.training.options import AnalysisConfig, EmaConfig, check_trainer_options, require
 from headmix_vision.training.parser import OptionParser, with_config_of_run
 from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.signals import InterruptRequest
@@ -89,7 +90,7 @@ class RunCLI(LightningCLI):
         parser.add_argument("--seed_everything", type=int, default=0, help="Seed of everything that is random.")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the options of the run directory and of the moving average."""
+        """Adds the options of the run directory, of the moving average and of the attention matrices."""
         parser.add_argument(
             "--run_dir",
             type=str | None,
@@ -110,6 +111,7 @@ class RunCLI(LightningCLI):
             help="Also write last.ckpt every so many optimizer steps, not only around each validation.",
         )
         parser.add_class_arguments(EmaConfig, "ema")
+        parser.add_class_arguments(AnalysisConfig, "analysis")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
 
@@ -240,6 +242,7 @@ class RunCLI(LightningCLI):
             *average,
             StopOnNonFinite(),
             *before,
+            AttentionNumbers(self.config_init[self.config.subcommand].analysis),
             self.speed,
             *self._progress(),
             self.last,

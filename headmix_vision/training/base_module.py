@@ -142,6 +142,10 @@ class BaseModule(LightningModule):
             self.log_now({"train/loss": self.epoch_loss}, self.trainer.global_step - 1)
             self.train_loss.zero_()
 
+    def network_inputs(self, batch: Any) -> tuple[Any, ...]:
+        """Returns the arguments with which validation calls the network on a batch."""
+        raise NotImplementedError
+
     def log_now(self, metrics: dict[str, float], step: int) -> None:
         """Gives metrics of a step to the loggers at once."""
         # What self.log collects reaches the loggers after the hooks in which a run may be saved and stopped.

@@ -127,6 +127,10 @@ class ImageClassifier(BaseModule):
         """Updates the test metrics with images [B, C, H, W] and targets [B]; returns predicted classes [B]."""
         return self._evaluate(self.test_metrics, batch)
 
+    def network_inputs(self, batch: Batch) -> tuple[Tensor]:
+        """Returns the images."""
+        return (batch[0],)
+
     def _evaluate(self, metrics: ClassificationMetrics, batch: Batch) -> Tensor | None:
         images, targets = batch
         if not len(images):  # none of the batch was readable

@@ -154,12 +154,22 @@ class ImageGenerator(BaseModule):
         x0, labels = batch
         if not len(x0):
             return
+        losses = self._losses(x0, labels, *self._validation_noise(x0, batch_idx))
+        self.val_loss.update(losses.mean(), weight=len(x0))
+
+    def network_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns noisy data, times and labels, with the times and noise of a first batch of validation."""
+        x0, labels = batch
+        times, noise = self._validation_noise(x0, 0)
+        return self.objective.add_noise(x0, times, noise), times, labels if self.num_classes else None
+
+    def _validation_noise(self, x0: Tensor, batch_idx: int) -> tuple[Tensor, Tensor]:
+        """Draws times, [B] or [B, T], and noise, as x0, that are the same in every validation."""
         seed = derive_seed(self.seed, batch_idx, self.global_rank, _VALIDATION)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             times, noise = self._draw_times(x0), torch.randn(x0.shape)
-        losses = self._losses(x0, labels, times.to(x0.device), noise.to(x0.device))
-        self.val_loss.update(losses.mean(), weight=len(x0))
+        return times.to(x0.device), noise.to(x0.device)
 
     def on_validation_epoch_end(self) -> None:
         """Logs the loss of the validation split."""

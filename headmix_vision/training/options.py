@@ -207,6 +207,30 @@ class FidConfig:
         check_numbers(0, **{"fid.guidance": self.guidance})
 
 
+@dataclass
+class AnalysisConfig:
+    """Numbers of the attention matrices, logged in validation as `analysis/rank/layer3` and so on, means over heads.
+
+    They are those of `headmix-analyze rank` and `entropy`, of the weights that are validated. One process computes
+    them, on its device in float64: a copy of the network runs on a few images, and each head has one singular value
+    decomposition for each of them.
+
+    Args:
+        every_n_epochs: Compute in the validation of every so many epochs, and try before the training; never when null.
+        images: So many first images of the validation split.
+        queries: So many query tokens, drawn by a fixed seed; all when null.
+    """
+
+    every_n_epochs: int | None = None
+    images: int = 2
+    queries: int | None = 256
+
+    def __post_init__(self) -> None:
+        for name in ("every_n_epochs", "images", "queries"):
+            if getattr(self, name) is not None:
+                check_counts(1, **{f"analysis.{name}": getattr(self, name)})
+
+
 # Lightning takes these as they come, and divides by zero or trains nothing.
 _LEAST_OF_TRAINER = {
     "max_epochs": (1, -1),
