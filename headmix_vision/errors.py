@@ -18,6 +18,12 @@ class InputError(ValueError):
     """
 
 
+def explain(error: Exception) -> str:
+    """Say what was raised: the message, with the type in front unless it is a plain ValueError or InputError."""
+    enough = str(error) and type(error) in (ValueError, InputError)
+    return str(error) if enough else f"{type(error).__name__}: {error}"
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """End the process with status 2 and one line, with the rank unless it is 0, for input or a system that refuses.

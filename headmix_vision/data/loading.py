@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from headmix_vision.data.batches import SampleKey
 from headmix_vision.data.datasets.base import BatchSource, ClipSource, PreparedSource, RawImage, Source, Transform
 from headmix_vision.data.seeding import derive_seed, seeded
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, explain
 
 
 class UnreadableImages:
@@ -46,7 +46,7 @@ class UnreadableImages:
             return
         self.flags[index] = 1
         count = len(self)
-        reason = f"{type(error).__name__}: {error}"
+        reason = explain(error)
         if count > self.limit * self.seen:
             raise InputError(
                 f"{count} of {self.seen} {self.what}s are unreadable ({count / self.seen:.2%}), more than"

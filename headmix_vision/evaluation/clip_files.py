@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from headmix_vision.data.datasets.base import check_depth, readable
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, explain
 from headmix_vision.files.png import read_item
 from headmix_vision.files.video import VIDEO_SUFFIXES, probe, read_frames
 
@@ -61,7 +61,7 @@ def _named(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
+        raise InputError(f"{path} cannot be read ({explain(error)})") from None
 
 
 def probe_clip(path: Path) -> ClipInfo:

@@ -185,8 +185,8 @@ def test_unreadable_and_short_videos_are_named_skipped_and_counted(broken: Path)
         batches = fit(broken, [], max_unreadable=0.4, num_workers=0, stills=StillsConfig())
     lines = sorted(str(warning.message) for warning in found if "skipped" in str(warning.message))
     assert len(lines) == 2 and len(batches) == 12
-    assert "run1.mp4 (ValueError: " in lines[0] and "cannot be read as a video" in lines[0]
-    assert "walk2.mp4 (ValueError: it has 6 frames, a clip needs 7), " in lines[1]
+    assert "run1.mp4 (" in lines[0] and "cannot be read as a video" in lines[0]
+    assert "walk2.mp4 (it has 6 frames, a clip needs 7), " in lines[1]
     with (
         pytest.warns(UserWarning, match="skipped"),
         pytest.raises(InputError, match=r"2 of 6 videos are unreadable .* more than max_unreadable = 20.00%"),

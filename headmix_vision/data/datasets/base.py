@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, explain
 
 RawImage = Image.Image | Tensor
 """A PIL image of the wanted mode, or a float32 tensor [C, *grid] with values in [0, 1]."""
@@ -244,7 +244,7 @@ def readable(name: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise InputError(f"{name} cannot be read ({type(error).__name__}: {error})") from None
+        raise InputError(f"{name} cannot be read ({explain(error)})") from None
 
 
 def check_depth(image: Image.Image) -> None:
