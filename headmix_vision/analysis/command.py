@@ -191,5 +191,5 @@ def _mixing(options: argparse.Namespace) -> None:
 
 def _title(about: dict[str, Any]) -> str:
     step = about.get("step")
-    kind = {"ema": "averaged", "raw": "raw", "exported": "exported", "shipped": "shipped"}[about["weights"]]
+    kind = {"ema": "averaged"}.get(about["weights"], about["weights"])
     return f"{about['name']}, {kind} weights" + ("" if step is None else f", step {step:,}")
