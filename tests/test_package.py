@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import slips
 
 from headmix_vision.errors import InputError, one_line_errors
 
@@ -112,3 +113,9 @@ def test_a_process_whose_peer_is_gone_ends_with_one_line(capsys):
     with pytest.raises(SystemExit, match="130"), one_line_errors():
         raise KeyboardInterrupt
     assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_slips_find_what_they_change():
+    package = Path(slips.ROOT) / "headmix_vision"
+    stale = [slip.behaviour for slip in slips.SLIPS if (package / slip.file).read_text().count(slip.old) != 1]
+    assert not stale

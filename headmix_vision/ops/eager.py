@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.tracing import is_transforming
+from headmix_vision.ops.tracing import has_plain_type, is_transforming
 
 Run = Callable[..., Any]
 
@@ -40,9 +40,9 @@ def _is_eager() -> bool:
 
 
 def _is_plain(argument: Any) -> bool:
-    """Tell whether an argument is or holds no tensor of a subclass, which may have its own way with ops."""
+    """Tell whether an argument is or holds no tensor of a subclass."""
     if isinstance(argument, Tensor):
-        return type(argument) in (Tensor, torch.nn.Parameter)
+        return has_plain_type(argument)
     return not isinstance(argument, list) or all(map(_is_plain, argument))
 
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
+from headmix_vision.ops.tracing import has_plain_type
+
 
 def are_traced_parts(tensors: Sequence[Tensor]) -> bool:
     """Tell whether a tracer shows C tensors [B, N, H, D] as the parts into which one [B, N, C H D] was cut."""
     x = tensors[0]
-    if type(x) in (Tensor, torch.nn.Parameter):
+    if has_plain_type(x):
         return False
     width, first = x.shape[2] * x.shape[3], x.storage_offset()
     layout = (*x.shape, x.stride(0), len(tensors) * width, x.shape[3], 1)

@@ -12,7 +12,12 @@ def is_plain(x: Tensor) -> bool:
     A tensor of torch.compile, of another tracer or of a fake-tensor mode has none; under a transformation of torch.func
     it stands for many, or leaks when it is kept.
     """
-    return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter) and not is_transforming()
+    return not torch.compiler.is_compiling() and has_plain_type(x) and not is_transforming()
+
+
+def has_plain_type(x: Tensor) -> bool:
+    """Tell whether a tensor is of no subclass, which may have its own way with ops."""
+    return type(x) in (Tensor, torch.nn.Parameter)
 
 
 def is_transforming() -> bool:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from headmix_vision.ops import TokenBlocks, TokenGrid, kernels, mhla
 from headmix_vision.ops.kernels import why_no_kernels
 from headmix_vision.ops.launching import forget_plans
-from headmix_vision.ops.mhla import regimes, triton_launch, triton_tables, triton_tuning
+from headmix_vision.ops.mhla import regimes, triton_launch_pairwise, triton_launch_summary, triton_tables, triton_tuning
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, Settings, unpack
 
 from .helpers import make_inputs, relative_error, run
@@ -96,7 +96,7 @@ def test_a_single_token_keeps_its_value(impl):
 
 
 def test_more_blocks_than_weights_stay_on_chip(monkeypatch):
-    monkeypatch.setattr(triton_launch, "MAX_CHUNKS", 0)
+    monkeypatch.setattr(triton_launch_summary, "MAX_CHUNKS", 0)
     inputs, d_out = make(UNEVEN)
     assert_agrees("triton_summary", inputs, d_out, UNEVEN)
 
@@ -116,7 +116,7 @@ def test_tiles_of_wide_heads_on_small_gpus(small_gpu, impl, dim):
 
 
 def test_blocks_cut_into_parts(monkeypatch):
-    monkeypatch.setattr(triton_launch, "PART_TOKENS", 7)
+    monkeypatch.setattr(triton_launch_summary, "PART_TOKENS", 7)
     blocks = TokenBlocks.from_grid((6, 7), (1, 2), num_prefix_tokens=1)
     inputs, d_out = make(blocks, batch=2)
     assert_agrees("triton_summary", inputs, d_out, blocks)
@@ -125,7 +125,7 @@ def test_blocks_cut_into_parts(monkeypatch):
 def test_mixing_gradients_in_several_launches(monkeypatch):
     inputs, d_out = make(UNEVEN, batch=3)
     at_once = assert_agrees("triton_pairwise", inputs, d_out, UNEVEN)
-    monkeypatch.setattr(triton_launch, "MIXING_GRADIENT_BYTES", 1)
+    monkeypatch.setattr(triton_launch_pairwise, "MIXING_GRADIENT_BYTES", 1)
     forget_plans()
     one_by_one = assert_agrees("triton_pairwise", inputs, d_out, UNEVEN)
     for a, b in zip(at_once[:-1], one_by_one[:-1], strict=True):
@@ -161,7 +161,7 @@ def test_gradients_of_a_packed_projection_are_written_in_place(impl, blocks):
 @pytest.mark.parametrize("blocks", [EVEN, UNEVEN], ids=["full", "masked"])
 def test_heads_held_on_chip(monkeypatch, blocks, prefetch_run):
     """As in bf16 and up to 256 tokens; here in float32, for the interpreter."""
-    monkeypatch.setattr(triton_launch, "is_resident", lambda *_: True)
+    monkeypatch.setattr(triton_launch_pairwise, "is_resident", lambda *_: True)
     monkeypatch.setattr(triton_tuning, "PREFETCH_RUN", prefetch_run)
     inputs, d_out = make(blocks)
     assert_agrees("triton_pairwise", inputs, d_out, blocks)
@@ -322,9 +322,9 @@ def test_cost_model_picks_the_measured_regime(grid, block_grid, dim, regime):
 
 def test_cost_model_decides_what_triton_runs(monkeypatch):
     launched = []
-    for name in ("pairwise_forward", "summarize"):
-        original = getattr(triton_launch, name)
-        monkeypatch.setattr(triton_launch, name, lambda *x, f=original, n=name: (launched.append(n), f(*x))[1])
+    for module, name in ((triton_launch_pairwise, "pairwise_forward"), (triton_launch_summary, "summarize")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *x, f=original, n=name: (launched.append(n), f(*x))[1])
     inputs, _ = make(EVEN)
     for constant, expected in (("PAIRWISE_NS", "pairwise_forward"), ("SUMMARY_NS", "summarize")):
         with monkeypatch.context() as patch:

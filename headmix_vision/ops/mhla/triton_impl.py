@@ -14,10 +14,12 @@ from torch import Tensor
 
 from headmix_vision.ops.eager import as_function, without_dispatcher
 from headmix_vision.ops.kernels import numerics
-from headmix_vision.ops.mhla import triton_launch as launch
+from headmix_vision.ops.mhla import triton_launch_pairwise as pairwise
+from headmix_vision.ops.mhla import triton_launch_summary as summary
 from headmix_vision.ops.mhla.regimes import choose_regime
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, is_pairwise, unpack, unpack_cached
 from headmix_vision.ops.mhla.torch_impl import source_block_denominator, to_blocks
+from headmix_vision.ops.mhla.triton_launch import Gradients, gradient
 from headmix_vision.ops.packed_parts import are_traced_parts, split_parts
 from headmix_vision.ops.precision import autocast_off
 
@@ -79,10 +81,10 @@ def _forward(
     if out.numel():
         with torch.cuda.device_of(q):
             if call.regime == "pairwise":
-                launch.pairwise_forward(q, k, v, mixing, saved.inverse, out, call)
+                pairwise.pairwise_forward(q, k, v, mixing, saved.inverse, out, call)
             else:
-                summaries = launch.summarize(k, v, call)
-                launch.apply(q, launch.mix(summaries, mixing, call), saved.inverse, out, call)
+                summaries = summary.summarize(k, v, call)
+                summary.apply(q, summary.mix(summaries, mixing, call), saved.inverse, out, call)
                 saved = Saved(saved.inverse, *summaries)
     return out, *saved
 
@@ -152,19 +154,19 @@ def _gradients(
     saved: Saved,
     d_qkv: Tensor | None,
     settings: Settings,
-) -> launch.Gradients:
+) -> Gradients:
     """Compute the gradients of all inputs; those of q, k and v are parts of ``d_qkv`` if it is given."""
     if d_out.numel() == 0:
-        d_q, d_k, d_v = (launch.gradient(x, d_qkv, part).zero_() for part, x in enumerate((q, k, v)))
+        d_q, d_k, d_v = (gradient(x, d_qkv, part).zero_() for part, x in enumerate((q, k, v)))
         d_mixing = torch.zeros_like(mixing, memory_format=torch.contiguous_format)
-        gradients = launch.Gradients(d_q, d_k, d_v, d_mixing, torch.zeros_like(saved.inverse))
+        gradients = Gradients(d_q, d_k, d_v, d_mixing, torch.zeros_like(saved.inverse))
     else:
         with torch.cuda.device_of(q):
             if out is not None:
-                gradients = launch.pairwise_backward(q, k, v, mixing, out, saved.inverse, d_out, d_qkv, settings)
+                gradients = pairwise.pairwise_backward(q, k, v, mixing, out, saved.inverse, d_out, d_qkv, settings)
             else:
-                summaries = launch.Summaries(saved.summary_matrix, saved.summary_vector)
-                gradients = launch.summary_backward(q, k, v, mixing, summaries, saved.inverse, d_out, d_qkv, settings)
+                summaries = summary.Summaries(saved.summary_matrix, saved.summary_vector)
+                gradients = summary.summary_backward(q, k, v, mixing, summaries, saved.inverse, d_out, d_qkv, settings)
     given = settings.normalizer == "source_block"
     denominator = gradients.denominator if given else torch.empty_like(saved.inverse[..., :0])
     return gradients._replace(mixing=gradients.mixing.to(mixing.dtype), denominator=denominator)

@@ -148,6 +148,7 @@ def mix_backward(
 
 @planned
 def _sum_rows(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> tuple[Launch, int]:
+    """Plan a sum of rows into a type, and count its shares; it is compiled for each device and type."""
     C, rows, columns = shape
     shares = _ceil(rows, SUM_SHARE)
     constants = dict(BR=SUM_ROWS, BC=SUM_COLUMNS, num_warps=4)
