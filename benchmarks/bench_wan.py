@@ -208,17 +208,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = environment(arguments.device) | {"diffusers": installed_version("diffusers")}
     print(f"{facts['device']}, torch {facts['torch']}, diffusers {facts['diffusers']}, compile {arguments.compile}")
     check(arguments.sizes[0], arguments)
+    out = arguments.out or (None if arguments.tiny else Path("docs"))
     rows: list[Row] = []
     for size in arguments.sizes:
         for mode in arguments.modes:
             found = with_ratios([measure(row, size, mode, arguments) for row in arguments.rows])
             print(f"\n{format_table(HEADER, [format_row(row) for row in found])}", flush=True)
             rows += [row | facts for row in found]
-    out = arguments.out or (None if arguments.tiny else Path("docs"))
-    if out is not None:
-        path = out / f"wan_{device_slug(facts['device'])}.csv"
-        write_csv(path, rows)
-        print(f"\nwritten to {path}")
+            if out is not None:  # now, as the whole table takes long
+                write_csv(out / f"wan_{device_slug(facts['device'])}.csv", rows)
 
 
 if __name__ == "__main__":
