@@ -166,16 +166,17 @@ def verdict(comparison: Comparison, task: str, budget: str) -> str:
     """One sentence for each mix: over which cores it is ahead, or behind, by more than two standard errors."""
     sentences = []
     for mix in MIXES[1:]:
-        groups: dict[str, list[str]] = {"ahead": [], "behind": [], "level": []}
+        groups: dict[str, list[str]] = {"ahead of": [], "behind": [], "level with": []}
         for core in comparison.arguments.cores:
             scores, alone = (comparison.scores(task, core, name, budget) for name in (mix, "plain"))
             if not (scores and alone):
                 continue
             gain, error = difference(scores, alone)
-            side = "level" if math.isnan(error) or abs(gain) <= 2 * error else "ahead" if gain > 0 else "behind"
+            apart = abs(gain) > 2 * error  # not where the error is unknown
+            side = ("ahead of" if gain > 0 else "behind") if apart else "level with"
             groups[side].append(f"{core} ({gain:+.2f})")
-        said = "; ".join(f"{side} of {', '.join(cores)}" for side, cores in groups.items() if cores)
-        sentences.append(f"{mix.upper()} is {said.replace('level of', 'level with') or 'not there yet'}.")
+        said = "; ".join(f"{side} {', '.join(cores)}" for side, cores in groups.items() if cores)
+        sentences.append(f"{mix.upper()} is {said or 'not there yet'}.")
     return f"Verdict ({task}, equal {budget}; two standard errors): {' '.join(sentences)}"
 
 

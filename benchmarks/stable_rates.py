@@ -203,6 +203,8 @@ def plot(sweep: Sweep, path: Path) -> None:
                 axes.plot(sweep.rates[index], mean, "o", color=color)
         axes.axhline(CHANCE_PERCENT, color="0.6", linewidth=1, linestyle=":")
         axes.set(xscale="log", xlabel="peak learning rate", title=core)
+        axes.set_xticks(sweep.rates[::2], [f"{rate:.2g}" for rate in sweep.rates[::2]])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("test accuracy, % (dots: highest stable rate)")
     panels[0].legend(loc="lower left")
