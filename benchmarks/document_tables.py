@@ -1,0 +1,323 @@
+"""Write the tables of the documents anew from the CSV files beside them.
+
+    python benchmarks/document_tables.py            # after a benchmark has written its CSV
+    python benchmarks/document_tables.py --check    # names the documents that say something else; exit status 1
+
+A line `<!-- table NAME -->` in a document is followed by the table of that name, which is made here from one file of
+docs/. Deviations are those of samples (n - 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from counting_report import accuracy_table, read_runs, tuned
+from training_runs import REPOSITORY, markdown_table, mean_and_deviation
+
+DOCS = REPOSITORY / "docs"
+MARKER = re.compile(r"(?m)^<!-- table (?P<name>\S+) -->\n(?P<table>(?:\|.*\n)*)")
+CORES = ("softmax", "linear", "mhla", "hih")
+MHLA_SHAPES = {
+    "deit": "DeiT-S 128·6·256·64, 4x4",
+    "n196": "DeiT-S at 224 px, N = 196",
+    "n197": "with a class token, N = 197",
+    "dit256": "DiT-XL/2 256 px 32·16·256·72, 4x4",
+    "dit512": "DiT-XL/2 512 px 32·16·1024·72, 4x4",
+    "k4": "4k tokens 8·16·4096·64, 8x8",
+    "k16": "16k tokens 2·16·16384·64, 8x8",
+    "wan": "Wan video 1·12·31500·128, 3x5x10",
+}
+HIH_COLUMNS = {
+    "r1": "r = 1",
+    "r2": "r = 2",
+    "r4": "r = 4",
+    "r8": "r = 8",
+    "fla": "fla, r = 1",
+    "torch_r1": "torch form, r = 1",
+    "torch_r4": "torch form, r = 4",
+    "loop_r1": "loop, r = 1",
+    "mhla": "MHLA",
+    "flash": "FlashAttention",
+    "cudnn": "cuDNN",
+}
+HEAD_MIX_SHAPES = {"n196_p2": "196, 2", "n196_p4": "196, 4", "n1024_p2": "1,024, 2", "n1024_p4": "1,024, 4"}
+WAN_TOKENS = ("31500", "32760", "75600")
+WAN_MODES = {"forward": "denoising forward", "train": "training step"}
+STABLE_VARIANTS = {
+    ("plain", "{}"): "core alone",
+    ("plain", '{"output_norm": true}'): "core with norm",
+    ("mea", "{}"): "MEA",
+    ("mea", '{"output_norm": false}'): "MEA without norm",
+}
+Row = dict[str, str]
+
+
+def read(name: str, **wanted: str) -> list[Row]:
+    """The rows of docs/NAME.csv with these texts in their columns."""
+    with (DOCS / f"{name}.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if all(row[column] == text for column, text in wanted.items())]
+
+
+def numbers(rows: Sequence[Row], column: str) -> list[float]:
+    return [float(row[column]) for row in rows]
+
+
+def ms(text: str) -> str:
+    """Three digits of a time in ms; a dash for none."""
+    if not text:
+        return "–"
+    return f"{float(text):.3f}".lstrip("0") if float(text) < 1 else f"{float(text):#.3g}".rstrip(".")
+
+
+def both(row: Row | None) -> str:
+    """Forward / forward with backward; nothing where a row is missing or has neither."""
+    if row is None or not row["forward_ms"]:
+        return ""
+    return f"{ms(row['forward_ms'])} / {ms(row['forward_backward_ms'])}"
+
+
+def over_floor(row: Row, time: str, form: str = ".1f") -> str:
+    """A time, and in brackets how many times the floor it is."""
+    return f"{ms(row[f'{time}_ms'])} ({float(row[f'{time}_ms']) / float(row[f'{time}_floor_ms']):{form}})"
+
+
+def digits() -> str:
+    """Attention cores on digits, over seeds."""
+    lines = []
+    for cpe in ("True", "False"):
+        for core in CORES:
+            rows = read("digits", core=core, cpe=cpe)
+            scores = [mean_and_deviation(numbers(rows, f"{which}_top1_percent")) for which in ("last", "best")]
+            lines.append([core, "on" if cpe == "True" else "off", *scores])
+    return markdown_table(["attention", "CPE", "last epoch", "best epoch"], lines)
+
+
+def head_mixes(task: str) -> str:
+    """Each core alone and under each mix at the rate that was chosen for it, with differences of means."""
+
+    def scores(core: str, mix: str, full_mlp: bool) -> list[float]:
+        rows = [row for row in read("head_mixes", task=task, core=core, mix=mix) if row["dataset"] != "digits-tuning"]
+        rows = [row for row in rows if (row["mlp_ratio"] == "4.0") is full_mlp]
+        rates = {rate: [row for row in rows if row["rate"] == rate] for rate in {row["rate"] for row in rows}}
+        return numbers(max(rates.values(), key=len), "test_top1_percent")  # only the chosen one has all seeds
+
+    lines = []
+    for core in CORES:
+        alone = scores(core, "plain", True)
+        cells = [mean_and_deviation(alone)]
+        for mix, full_mlp in (("iha", True), ("iha", False), ("mea", True)):
+            mixed = scores(core, mix, full_mlp)
+            gain = statistics.mean(mixed) - statistics.mean(alone)
+            error = math.sqrt(sum(statistics.variance(sample) / len(sample) for sample in (mixed, alone)))
+            cells.append(f"{mean_and_deviation(mixed)} ({gain:+.2f} ± {error:.2f})".replace("-", "−"))
+        lines.append([core, *cells])
+    return markdown_table(["core", "alone", "IHA, equal parameters", "IHA, equal operations", "MEA"], lines)
+
+
+def stable_rates() -> str:
+    """Accuracy against the learning rate; the highest rate within 10 points of the best, from the best upward, bold."""
+    rates = sorted({row["rate"] for row in read("stable_rates")}, key=float)
+    lines = []
+    for core in ("softmax", "mhla"):
+        for (mix, options), name in STABLE_VARIANTS.items():
+            cells = []
+            for rate in rates:
+                found = read("stable_rates", core=core, mix=mix, options=options, rate=rate)
+                cells.append([0.0 if math.isnan(x) else x for x in numbers(found, "test_top1_percent")])
+            means = [statistics.mean(cell) if cell else -math.inf for cell in cells]
+            stable = best = means.index(max(means))
+            while stable + 1 < len(rates) and means[stable + 1] >= means[best] - 10:
+                stable += 1
+            texts = [mean_and_deviation(cell, 1) if cell else "" for cell in cells]
+            texts[stable] = f"**{texts[stable]}**"
+            lines.append([core, name, *texts])
+    return markdown_table(["core", "variant", *(f"{float(rate):.2g}" for rate in rates)], lines)
+
+
+def compress() -> str:
+    """What compressing heads loses and training on recovers, over seeds."""
+    lines = []
+    for core in ("softmax", "mhla"):
+        for heads in range(1, 9):
+            rows = read("compress", core=core, component_heads=str(heads))
+            missed = ", ".join(
+                f"{statistics.mean(numbers(rows, f'{x}_error_percent')):.1f}" for x in ("keys", "values")
+            )
+            scores = [
+                mean_and_deviation(numbers(rows, f"{x}_top1_percent")) for x in ("compressed", "recovered", "scratch")
+            ]
+            lines.append([core, str(heads), f"{int(rows[0]['parameters']):,}", missed, *scores])
+    header = ["", "h'", "parameters", "missed of keys, values, %", "compressed", "trained on", "new weights, as long"]
+    return markdown_table(header, lines)
+
+
+def counting() -> str:
+    """Counts that are exactly right, at the learning rate of 3e-3."""
+    runs = read_runs(DOCS / "counting.csv")
+    settings = sorted(runs, key=lambda setting: (setting.encoding == "symbol", setting.width, setting.pseudo_heads))
+    return accuracy_table(tuned({setting: runs[setting] for setting in settings if setting.lr == 3e-3}, 3), 64)
+
+
+def wan() -> str:
+    """Wan's shape: times, ratios to softmax as installed and by cuDNN, and memory."""
+    lines = []
+    for tokens in WAN_TOKENS:
+        for mode, name in WAN_MODES.items():
+            rows = {row["row"]: row for row in read("wan_h200", tokens=tokens, mode=mode)}
+            softmax = [f"{float(rows[name]['ms']):,.0f}" for name in ("installed", "cudnn")]
+            ours = [
+                f"{float(rows[name]['ms']):,.0f} ({float(rows[name]['speed_of_installed']):.2f}, "
+                f"{float(rows[name]['speed_of_cudnn']):.2f})"
+                for name in ("converted", "hybrid")
+            ]
+            peaks = ", ".join(f"{float(rows[name]['peak_gib']):.1f}" for name in ("installed", "converted"))
+            lines.append([f"{int(tokens):,}, {name}", *softmax, *ours, peaks])
+    header = ["tokens", "installed", "cuDNN", "MHLA", "hybrid", "peak memory, GiB, installed and MHLA"]
+    return markdown_table(header, lines)
+
+
+def mhla() -> str:
+    """Times of the op at the shapes of models, and over the floor, beside softmax and the released maths."""
+    lines = []
+    for shape, name in MHLA_SHAPES.items():
+        rows = {row["column"]: row for row in read("mhla_h200", shape=shape)}
+        ours = [over_floor(rows["auto"], time) for time in ("forward", "forward_backward")]
+        lines.append([name, *ours, *(both(rows[x]) for x in ("flash_packed", "cudnn_packed", "released"))])
+    header = ["shape (B·H·N·D, blocks)", "forward", "forward + backward"]
+    return markdown_table([*header, "FlashAttention f / f+b", "cuDNN f / f+b", "released f / f+b"], lines)
+
+
+def hih() -> str:
+    """Times of Head-in-Head at the shapes of models beside others."""
+    rows = {(row["shape"], row["column"]): row for row in read("hih_h200") if row["group"] != "scaling"}
+    shapes = list(dict.fromkeys(shape for shape, _ in rows))
+    first = {shape: rows[shape, "r1"] for shape in shapes}
+    header = [
+        "B·N·H·D",
+        *("·".join(row[x] for x in ("batch", "tokens", "heads", "head_dim")) for row in first.values()),
+    ]
+    lines = [[name, *(both(rows.get((shape, key))) for shape in shapes)] for key, name in HIH_COLUMNS.items()]
+
+    def ratio(shape: str, one: str, other: str, time: str, form: str) -> str:
+        return f"{float(rows[shape, one][time]) / float(rows[shape, other][time]):{form}}"
+
+    lines.append(["r = 1 against fla, forward", *(ratio(shape, "r1", "fla", "forward_ms", ".2f") for shape in shapes)])
+    both_ratios = [
+        " / ".join(ratio(shape, "r4", "r1", time, ".1f") for time in ("forward_ms", "forward_backward_ms"))
+        for shape in shapes
+    ]
+    return markdown_table(header, [*lines, ["r = 4 against r = 1", *both_ratios]])
+
+
+def head_mix_parts() -> str:
+    """Times of the mix and of the collapse of interleaved heads, by kernels and by einsum."""
+    lines = []
+    for shape, name in HEAD_MIX_SHAPES.items():
+        cells = []
+        for part in ("mix", "collapse"):
+            rows = {row["form"]: row for row in read("head_mixes_h200", shape=shape, part=part)}
+            cells.append(
+                " / ".join(over_floor(rows["kernel"], time, ".2f") for time in ("forward", "forward_backward"))
+            )
+            cells += [both(rows[form]) for form in ("compiled_einsum", "einsum")]
+        lines.append([name, *cells])
+    forms = ["einsum, compiled", "einsum"]
+    return markdown_table(["tokens, P", "mix: kernel", *forms, "collapse: kernel", *forms], lines)
+
+
+def head_mix_attention() -> str:
+    """Times of interleaved heads as an op and as a layer, over MHLA and over softmax, and their ratios."""
+    lines = []
+    for shape, name in HEAD_MIX_SHAPES.items():
+        rows = {(row["part"], row["form"]): row for row in read("head_mixes_h200", shape=shape)}
+        cells = [name]
+        for part, forms in (("op", ("mhla", "cudnn", "flash")), ("layer", ("mhla", "softmax"))):
+            ours, softmax, *_ = found = [rows[part, form] for form in forms]
+            times = ("forward_ms", "forward_backward_ms")
+            cells += [both(row) for row in found]
+            cells.append(" / ".join(f"{float(softmax[time]) / float(ours[time]):.2f}" for time in times))
+        lines.append(cells)
+    header = ["tokens, P", "op: MHLA", "softmax, cuDNN", "softmax, FlashAttention", "ratio"]
+    return markdown_table([*header, "layer: MHLA", "softmax", "ratio"], lines)
+
+
+def models(name: str, titles: Sequence[str], mix: str = "") -> str:
+    """Pairs of whole models: the baseline, another, their ratio, and that of their peak memory."""
+    rows, lines = read(name), []
+    precise = 1 if float(rows[0]["imgs_per_s"]) < 1000 else 0
+    for title, one, other in zip(titles, rows[::2], rows[1::2], strict=True):
+        speeds = [f"{float(row['imgs_per_s']):,.{precise}f}" for row in (one, other)]
+        ratios = [f"{float(other[x]):.2f}" for x in ("ratio_to_baseline", "peak_ratio_to_baseline")]
+        lines.append([title, *speeds, *ratios])
+    header = ["", *(f"images/s, {mix}{core}" for core in ("softmax", "MHLA")), "ratio", "peak memory"]
+    return markdown_table(header, lines)
+
+
+def explicit_heads() -> str:
+    """Whole models with explicit heads beside their core alone."""
+    rows, lines = read("models_deit_mea_h200"), []
+    for name, group in (("softmax", rows[:4]), ("MHLA", rows[4:])):
+        cells = [f"{float(row['imgs_per_s']):,.0f} ({float(row['ratio_to_baseline']):.2f})" for row in group]
+        lines.append([name, cells[0].partition(" ")[0], *cells[1:]])
+    header = ["training, images/s", "core alone", "MEA, folded", "each key and value", "three component heads"]
+    return markdown_table(header, lines)
+
+
+DEIT_TITLES = [f"{size} px, batch {batch}, {mode}" for size, batch in ((224, 256), (512, 64))
+               for mode in ("training", "inference")]  # fmt: skip
+TABLES: dict[str, Callable[[], str]] = {
+    "digits": digits,
+    "head_mixes_digits": partial(head_mixes, "digits"),
+    "head_mixes_canvas": partial(head_mixes, "canvas"),
+    "stable_rates": stable_rates,
+    "compress": compress,
+    "counting": counting,
+    "wan": wan,
+    "mhla": mhla,
+    "hih": hih,
+    "head_mix_parts": head_mix_parts,
+    "head_mix_attention": head_mix_attention,
+    "models_iha": partial(models, "models_deit_iha_h200", ["512 px, batch 64, training"], "IHA over "),
+    "models_deit": partial(models, "models_deit_h200", DEIT_TITLES),
+    "models_dit": partial(models, "models_dit_h200", ["512 px, batch 32", "1,024 px, batch 8"]),
+    "models_mea": explicit_heads,
+}
+
+
+def renewed(text: str) -> str:
+    """A document's text with all of its tables made anew.
+
+    Raises:
+        KeyError: A marker of an unknown name.
+    """
+    return MARKER.sub(lambda found: f"<!-- table {found['name']} -->\n{TABLES[found['name']]()}\n", text)
+
+
+def documents() -> Iterator[tuple[Path, str]]:
+    """All documents with tables of this script, and what they say."""
+    for path in (REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))):
+        if MARKER.search(text := path.read_text()):
+            yield path, text
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table differs")
+    check = parser.parse_args(argv).check
+    stale = [(path, new) for path, old in documents() if (new := renewed(old)) != old]
+    for path, new in stale:
+        print(f"{path.relative_to(REPOSITORY)} {'differs from' if check else 'is renewed by'} its CSV files")
+        if not check:
+            path.write_text(new)
+    raise SystemExit(1 if check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()

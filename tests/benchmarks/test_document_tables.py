@@ -1,0 +1,23 @@
+"""`document_tables.py`: the tables of the documents are those of their CSV files."""
+
+import pytest
+
+
+def test_documents_say_what_their_csv_files_say(load, capsys):
+    tables = load("document_tables")
+    with pytest.raises(SystemExit) as ended:
+        tables.main(["--check"])
+    assert ended.value.code == 0, capsys.readouterr().out
+    shown = [found["name"] for _, text in tables.documents() for found in tables.MARKER.finditer(text)]
+    assert sorted(shown) == sorted(tables.TABLES)
+
+
+def test_another_number_is_found(load):
+    tables = load("document_tables")
+    text = "Before.\n\n<!-- table digits -->\n| attention | 98.0 |\n\nAfter.\n"
+    renewed = tables.renewed(text)
+    assert renewed != text and tables.renewed(renewed) == renewed
+    assert renewed.startswith("Before.\n\n<!-- table digits -->\n| attention | CPE |")
+    assert renewed.endswith(" |\n\nAfter.\n")
+    with pytest.raises(KeyError, match="nowhere"):
+        tables.renewed("<!-- table nowhere -->\n")
