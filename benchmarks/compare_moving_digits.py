@@ -12,8 +12,9 @@ and `moving-digits` (with the judge's ceiling, that of real clips). Real trainin
   same, is less than 1 % below what it was after three quarters of the steps so far. This is asked after each --interval
   steps, from --min-steps on; at --steps training ends anyway, and the table says that the loss was not flat.
 - A model whose samples move as their class says in less than half of all cases has not learned; the table says so.
-- Clips longer than those of training (--long) are drawn at once (`whole`) and window by window (`windows`, `--extend`),
-  each window under the class of the clip, which tells how its first window begins. Beside them stand the times of
+- Clips longer than those of training (--long) are drawn at once (`whole`) and window by window (`windows`, `--extend`).
+  The class tells in which direction a clip starts, which is wrong for a window in its middle: windows after the first
+  are drawn without it (`--extend-guidance 0`), from the frames before them alone. Beside them stand the times of
   forward passes of the network (--times), and its training steps, timed alone before anything else runs.
 - `mhla-distilled` and `hybrid-distilled` start from the softmax model of the same seed and have a fifth of its steps,
   the first half of them on the layers' errors (`headmix-distill`); `-short` is the same model from new weights in as

@@ -195,7 +195,7 @@ class Runs:
         settings = {"num": self._count(case), "frames": case.frames, "seed": case.seed}
         settings |= {"steps": given.sampling_steps, "guidance": given.guidance, "batch-size": given.batch}
         options: list[object] = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        return [*options, "--extend"] if case.way == WINDOWS else options
+        return [*options, "--extend", "--extend-guidance", 0] if case.way == WINDOWS else options
 
     def _count(self, case: Case) -> int:
         return self.arguments.samples if case.frames == self.arguments.frames else self.arguments.long_samples

@@ -58,7 +58,8 @@ class Guidance:
     """Classifier-free guidance (arXiv 2207.12598): moves the prediction away from that without a class.
 
     Args:
-        scale: 1 leaves the prediction as it is (and costs nothing), 0 forgets the class; at most 1000.
+        scale: 1 leaves the prediction as it is, 0 forgets the class, at all noise levels and in all channels, and
+            neither costs anything; at most 1000.
         interval: Noise levels, from 0 (data) to 1 (noise), within which guidance acts (arXiv 2404.07724).
         channels: Guide `all` channels, or the `first_three`, as DiT and SiT did for their published figures.
 
@@ -139,6 +140,9 @@ def denoise(
     channels, guidance = noise.shape[1], guidance or Guidance()
     if guidance.enabled and (labels is None or null_label is None):
         raise InputError(f"guidance scale {guidance.scale} needs labels and a null label")
+    if guidance.scale == 0:
+        assert labels is not None and null_label is not None
+        labels, guidance = torch.full_like(labels, null_label), Guidance()
     if prefix is not None:
         prefix = _check_prefix(prefix, noise, scheduler)
 

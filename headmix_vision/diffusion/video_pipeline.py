@@ -77,7 +77,8 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
         Args:
             class_labels: a label for each video, `num_classes` for no class; None with an unconditional model.
             num_videos: their number, needed without labels only.
-            guidance_scale, guidance_interval, guidance_channels: see :class:`~headmix_vision.diffusion.Guidance`.
+            guidance_scale, guidance_interval, guidance_channels: see :class:`~headmix_vision.diffusion.Guidance`; with
+                `guidance_scale=0` the prefix alone decides how a video goes on.
             num_inference_steps: sampling steps.
             num_frames: frames of a video, those of training when None; of more frames the positions go on.
             frame_rate: frames a second, that of training when None.

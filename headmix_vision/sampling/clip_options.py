@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.files.png import read_png
 from headmix_vision.files.video import read_video
 from headmix_vision.sampling.clips import ClipPlan
+from headmix_vision.sampling.draw import SamplingPlan
 from headmix_vision.sampling.options import named
 
 MAX_FRAMES = 100_000
@@ -22,8 +24,8 @@ EXTEND_SAMPLES = ""
 _RATE_TOLERANCE = 0.05  # the times of GIF are in hundredths of a second
 
 
-def make_clip_plan(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespace, size: tuple[int, int]) -> ClipPlan:
-    """Makes the plan of the clips that the options describe, of a height and width in pixels.
+def make_clip_plan(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespace, plan: SamplingPlan) -> ClipPlan:
+    """Makes the plan of the clips that the options describe, of the size and guidance of a plan of samples.
 
     Raises:
         InputError: If an option does not fit the model, or a file cannot be read or is of another size.
@@ -34,12 +36,14 @@ def make_clip_plan(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespac
     frames = window if options.frames is None else options.frames
     check_counts(1, MAX_FRAMES, **{"--frames": frames})
     if options.extend is None:
-        if options.overlap is not None:
-            raise InputError(f"--overlap {options.overlap} needs --extend")
+        for name, given in (("overlap", options.overlap), ("extend-guidance", options.extend_guidance)):
+            if given is not None:
+                raise InputError(f"--{name} {given} needs --extend")
         pipeline.check_frames("--frames", frames)
     elif options.frames is None:
         raise InputError("--extend needs --frames, the length to which clips are drawn")
-    start = _read_start(pipeline, options, size, frame_rate)
+    assert plan.size is not None
+    start = _read_start(pipeline, options, plan.size, frame_rate)
     if (start is not None or options.extend is not None) and pipeline.objective.kind != "flow":
         option = "--first-frame" if options.extend is None else "--extend"
         kind = pipeline.objective.kind
@@ -58,7 +62,12 @@ def make_clip_plan(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespac
             raise InputError(f"it must be below {window}, the frames of training")
         if start is not None and not pipeline.most_frames(min(overlap, len(start))):
             raise InputError(f"the {len(start)} frames that are given are fewer than the model can go on from")
-    return ClipPlan(frames, frame_rate, start, window, overlap)
+    scale = None if options.extend_guidance == plan.guidance.scale else options.extend_guidance
+    if scale is not None:
+        with named(f"--extend-guidance {scale:g}"):
+            labels = None if plan.classes is None else list(plan.classes)
+            pipeline.check_labels(labels, None, replace(plan.guidance, scale=scale))
+    return ClipPlan(frames, frame_rate, start, window, overlap, scale)
 
 
 def warn_of_unlearned(pipeline: GeneratorPipeline, clips: ClipPlan | None) -> None:

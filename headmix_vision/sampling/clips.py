@@ -27,6 +27,7 @@ class ClipPlan:
         start: Known first frames of all clips, uint8 [T0, H, W, C]; they are frames of the samples.
         window: Frames of a piece; None for clips in one piece.
         overlap: Frames that a piece shares with those before it.
+        guidance: Guidance scale of pieces that go on from known frames; that of the others when None.
     """
 
     num_frames: int
@@ -34,6 +35,7 @@ class ClipPlan:
     start: np.ndarray | None = None
     window: int | None = None
     overlap: int = 0
+    guidance: float | None = None
 
     def known_frames(self, pipeline: Any) -> list[int]:
         """Lists of each piece how many of its frames are known before."""
@@ -58,6 +60,7 @@ class ClipPlan:
             else {"frames": len(start), "sha256": hashlib.sha256(start.tobytes()).hexdigest()},
             "window": self.window,
             "overlap": self.overlap,
+            "guidance": self.guidance,
         }
 
 
@@ -72,13 +75,14 @@ def draw_clips(pipeline: HeadMixVideoDiTPipeline, clips: ClipPlan, count: int, o
     """
     frames = None if clips.start is None else np.repeat(clips.start[None], count, axis=0)
     for known in clips.known_frames(pipeline):
+        own = {"guidance_scale": clips.guidance} if known and clips.guidance is not None else {}
         (drawn,) = pipeline(
             num_frames=clips.window or clips.num_frames,
             frame_rate=clips.frame_rate,
             prefix=None if frames is None else frames[:, -known:].astype(np.float32) / 255,
             output_type="np",
             return_dict=False,
-            **options,
+            **(options | own),
         )
         piece = np.rint(drawn[:, known:] * 255).astype(np.uint8)
         frames = piece if frames is None else np.concatenate([frames, piece], axis=1)

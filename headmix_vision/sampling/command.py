@@ -100,6 +100,11 @@ def _add_clip_options(parser: argparse.ArgumentParser) -> None:
         help="draw window by window until --frames, each going on from the last frames before it; of a clip, if given",
     )
     add("--overlap", type=int, help="frames of a window that are those before it (half of the window)")
+    add(
+        "--extend-guidance",
+        type=float,
+        help="guidance of windows that go on from frames, 0 to leave out the class (that of --guidance)",
+    )
     add("--format", choices=FORMATS, default="mp4", help="files to watch, besides the lossless ones (%(default)s)")
 
 
@@ -154,8 +159,7 @@ def sample(options: argparse.Namespace) -> None:
         torch.nn.Module.to(pipeline.transformer, DTYPES[options.dtype])
     plan = make_plan(pipeline, options)
     if isinstance(pipeline, HeadMixVideoDiTPipeline):
-        assert plan.size is not None
-        plan = replace(plan, clips=make_clip_plan(pipeline, options, plan.size))
+        plan = replace(plan, clips=make_clip_plan(pipeline, options, plan))
     settings = plan.settings() | _identity(pipeline, about, options.dtype)
     folder = _open_folder(plan, options)
     if leads:
@@ -203,7 +207,8 @@ def _check_memory(pipeline: Any, plan: SamplingPlan, options: argparse.Namespace
     given = [f"--{name} {value}" for name in ("size", "frames") if (value := getattr(options, name, None)) is not None]
     with named(", ".join([f"--batch-size {options.batch_size}", *given])):
         at_once = size if clips is None else (clips.window or clips.num_frames, *size)
-        pipeline.check_memory(options.batch_size, *at_once, plan.guidance)
+        for guidance in plan.guidances():
+            pipeline.check_memory(options.batch_size, *at_once, guidance)
     frames = () if clips is None else (clips.num_frames,)
     return *frames, *size, pipeline.image_channels
 
@@ -278,15 +283,13 @@ def describe(
     """Says what would be drawn."""
     there = options.num - len(missing)
     rounds = len(batches(missing, options.batch_size, 0, processes.world_size))
-    interval = "" if plan.guidance.interval == (0.0, 1.0) else f" within {plan.guidance.interval}"
     classes = "no classes" if plan.classes is None else f"{len(set(plan.classes))} classes"
     size = "x".join(map(str, plan.size or ()))
     frames = "" if plan.clips is None else f"{plan.clips.num_frames} frames of "
     print(
         f"would draw {len(missing)} {options.command} of {frames}{size} pixels, {classes}, into {folder.path}"
         + (f" ({there} are there)" if there else "")
-        + f"\nby {about.get('name', about['model'])}, {about['weights']} weights, {plan.scheduler}, {plan.steps} steps,"
-        f" guidance {plan.guidance.scale:g}{interval}, seed {plan.seed}, {options.dtype}"
+        + f"\nby {about.get('name', about['model'])}, {about['weights']} weights, {plan.describe()}, {options.dtype}"
         f"\nin batches of {options.batch_size}, {rounds} for each of the {processes.world_size} processes, on {device}"
     )
 

@@ -58,6 +58,18 @@ class SamplingPlan:
         """Makes the random numbers of a sample; on the CPU, so that every device starts from the same noise."""
         return torch.Generator().manual_seed(derive_seed(self.seed, index))
 
+    def guidances(self) -> list[Guidance]:
+        """Lists the guidance of samples, and that of pieces of clips that go on from known frames, if it is another."""
+        scale = None if self.clips is None else self.clips.guidance
+        return [self.guidance, *([] if scale is None else [replace(self.guidance, scale=scale)])]
+
+    def describe(self) -> str:
+        """Says how samples are drawn."""
+        first, *known = self.guidances()
+        guidance = f"guidance {first.scale:g}" + ("" if first.interval == (0.0, 1.0) else f" within {first.interval}")
+        guidance += "".join(f" and {other.scale:g} where frames are known" for other in known)
+        return f"{self.scheduler}, {self.steps} steps, {guidance}, seed {self.seed}"
+
     def settings(self) -> dict[str, Any]:
         """Returns the settings as plain values for a JSON file."""
         values = asdict(replace(self, clips=None))
@@ -205,11 +217,7 @@ def finish(
     names = pipeline.config.class_names
     captions = None if labels is None else [_caption(names, label) for label in labels[:count]]
     columns = len(plan.classes) if plan.classes is not None and 4 <= len(plan.classes) <= 10 else None
-    interval = "" if plan.guidance.interval == (0.0, 1.0) else f" within {plan.guidance.interval}"
-    title = (
-        f"{metadata.get('name', metadata['model'])}, {metadata['weights']} weights\n"
-        f"{plan.scheduler}, {plan.steps} steps, guidance {plan.guidance.scale:g}{interval}, seed {plan.seed}"
-    )
+    title = f"{metadata.get('name', metadata['model'])}, {metadata['weights']} weights\n{plan.describe()}"
     shown = np.stack([folder.read_sample(i) for i in range(count)])
     if isinstance(folder, ClipFolder):
         title += f", {shown.shape[1]} frames, {folder.frame_rate:g} a second"

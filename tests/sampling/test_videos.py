@@ -94,6 +94,7 @@ def test_what_lies_in_the_folder(whole: Path) -> None:
         "start": None,
         "window": None,
         "overlap": 0,
+        "guidance": None,
     }
     grid, info = Image.open(whole / "grid.png"), probe(whole / "grid.gif")
     assert getattr(grid, "n_frames", 1) == 1 and grid.width > 4 * 48 and grid.height > 5 * 48
@@ -215,6 +216,31 @@ def test_windows_begin_with_the_frames_before_them(model: Path) -> None:
     assert ClipPlan(9, start=start[:1], window=4, overlap=2).known_frames(pipeline) == [1, 2, 2, 2]
 
 
+def test_windows_that_go_on_have_a_guidance_of_their_own(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--model", model, "--num", 2, "--steps", 2, "--batch-size", 2, "--frames", 6, "--extend")
+    interval = ("--guidance-interval", "0,0.1")  # 0 forgets the class outside of it, too
+
+    def drawn(name: str, *more: object) -> np.ndarray:
+        assert run(*options, *interval, *more, "--out", tmp_path / name) == 0
+        return np.stack([*clips(tmp_path / name).values()])
+
+    usual, alone = drawn("usual"), drawn("alone", "--extend-guidance", 0)
+    assert np.array_equal(alone[:, :4], usual[:, :4]) and not np.array_equal(alone, usual)
+    assert np.array_equal(drawn("usual", "--extend-guidance", 1.5), usual), "of the same settings"
+    start = ("--extend", tmp_path / "alone" / "images" / "000000.png", "--frames", 10)
+    continued = [
+        drawn(name, "--extend-guidance", 0, *start, "--classes", classes)
+        for name, classes in (("a", "0,1"), ("b", "2,0"))
+    ]
+    assert np.array_equal(*continued), "frames alone decide"
+    capfd.readouterr()
+    assert run(*options, "--extend-guidance", 0, "--dry-run", "--out", tmp_path / "alone", *interval) == 0
+    assert "guidance 1.5 within (0.0, 0.1) and 0 where frames are known" in capfd.readouterr().out
+    assert "clips.guidance 0.0, asked for None" in refused(capfd, *options, *interval, "--out", tmp_path / "alone")
+
+
 def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
     capfd.readouterr()
     assert run(*args) == 2
@@ -248,6 +274,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--size 9", "--size 9: height must be a multiple of 4 pixels, got 9"),
         ("--format avi", "--format"),
         ("--overlap 2", "--overlap 2 needs --extend"),
+        ("--extend-guidance 0", "--extend-guidance 0.0 needs --extend"),
+        ("--extend --frames 9 --extend-guidance -1", "--extend-guidance -1: guidance scale must be a finite number"),
         ("--extend", "--extend needs --frames"),
         ("--extend --frames 9 --overlap 4", "--overlap 4: it must be below 4, the frames of training"),
         ("--extend --frames 9 --overlap 0", "--overlap 0: the overlap must be a whole number of at least 1"),
