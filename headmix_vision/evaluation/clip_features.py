@@ -81,13 +81,25 @@ class I3DExtractor(ClipExtractor):
         self.check_frames(samples.shape[2])
         try:
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-                features = self.network(
-                    samples.to(self.device).float(), rescale=True, resize=True, return_features=True
-                )
+                features = self.network(samples.float(), rescale=True, resize=True, return_features=True)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1]
             raise InputError(f"{self.description['weights']} cannot be called as I3D is: {reason}") from None
         return {"features": features.float().flatten(1)}
+
+
+def of_frames(images: FeatureExtractor, clips: Tensor, output: str = "features") -> Tensor:
+    """Computes an output of an image extractor for the frames of clips, float32 [B, T, E].
+
+    Frames that are equal, as those of a frozen clip or the digits cut out of real ones, are put through once.
+
+    Args:
+        images: The extractor of images.
+        clips: uint8 [B, C, T, H, W].
+        output: `features` or `logits`.
+    """
+    frames, places = clips.transpose(1, 2).flatten(0, 1).unique(dim=0, return_inverse=True)
+    return images(frames)[output][places].unflatten(0, (len(clips), clips.shape[2]))
 
 
 class FrameExtractor(ClipExtractor):
@@ -103,7 +115,7 @@ class FrameExtractor(ClipExtractor):
 
     def __init__(self, images: FeatureExtractor) -> None:
         self.images = images
-        self.mode, self.num_classes = images.mode, images.num_classes
+        self.mode, self.num_classes, self.device = images.mode, images.num_classes, images.device
         self.num_features = None if images.num_features is None else 2 * images.num_features
         self.description = {
             **images.description,
@@ -111,14 +123,9 @@ class FrameExtractor(ClipExtractor):
         }
 
     def extract(self, samples: Tensor) -> dict[str, Tensor]:
-        frames = self.of_frames(samples)
+        frames = of_frames(self.images, samples)
         changes = frames.diff(dim=1).abs().mean(1)
         return {"features": torch.cat([frames.mean(1), changes], 1), "frames": frames.flatten(0, 1)}
-
-    def of_frames(self, samples: Tensor) -> Tensor:
-        """Computes the features of frames, float32 [B, T, E]."""
-        features = self.images(samples.transpose(1, 2).flatten(0, 1))["features"]
-        return features.unflatten(0, (len(samples), samples.shape[2]))
 
 
 class DigitsExtractor(FrameExtractor):
@@ -138,8 +145,8 @@ class DigitsExtractor(FrameExtractor):
         )
 
     def extract(self, samples: Tensor) -> dict[str, Tensor]:
-        digits = self.of_frames(find_digits(samples).crops.transpose(1, 2))
-        changes = self.of_frames(samples).diff(dim=1).abs().mean(1)
+        digits = of_frames(self.images, find_digits(samples).crops)
+        changes = of_frames(self.images, samples).diff(dim=1).abs().mean(1)
         return {"features": torch.cat([digits.mean(1), changes], 1), "frames": digits.flatten(0, 1)}
 
 

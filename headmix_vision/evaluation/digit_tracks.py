@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool2d, pad
+from torch.nn.functional import pad
 
 from headmix_vision.data.datasets.moving_digits import DIGIT_SIZE
 from headmix_vision.errors import InputError
@@ -21,7 +21,7 @@ class Tracks:
     """The digit of each frame.
 
     Args:
-        crops: uint8 [B, T, C, S, S].
+        crops: uint8 [B, C, T, S, S].
         places: First row and first column of the crops before rounding, float32 [B, T, 2], in pixels.
     """
 
@@ -43,18 +43,24 @@ def find_digits(clips: Tensor) -> Tracks:
     batch, _, frames, height, width = clips.shape
     size = digit_size(height, width)
     edge = size // 2
-    pixels = pad(clips.transpose(1, 2).flatten(0, 1), (edge,) * 4)  # [B * T, C, H + S, W + S]
-    bright = pixels.float().mean(1, keepdim=True)
-    ink = (bright - _INK * bright.amax((2, 3), keepdim=True)).relu()
-    held = avg_pool2d(avg_pool2d(ink, (size, 1), 1), (1, size), 1)[:, 0]  # [B * T, H + 1, W + 1]
+    pixels = clips.transpose(1, 2).flatten(0, 1)  # [B * T, C, H, W]
+    bright = pixels.float().mean(1)
+    ink = (bright - _INK * bright.amax((1, 2), keepdim=True)).relu()
+    held = _windows(height, size).to(ink) @ ink @ _windows(width, size).to(ink).T  # [B * T, H + 1, W + 1]
     tied = (held >= _TIE * held.amax((1, 2), keepdim=True)).float()
     rows, columns = (torch.arange(length, device=clips.device, dtype=torch.float32) for length in held.shape[1:])
     count = tied.sum((1, 2))
     places = torch.stack([(tied.sum(2) * rows).sum(1) / count, (tied.sum(1) * columns).sum(1) / count], 1)
     row, column = places.round().long().unbind(1)
-    windows = pixels.unfold(2, size, 1).unfold(3, size, 1)  # [B * T, C, H + 1, W + 1, S, S]
+    windows = pad(pixels, (edge,) * 4).unfold(2, size, 1).unfold(3, size, 1)  # [B * T, C, H + 1, W + 1, S, S]
     crops = windows[torch.arange(len(pixels), device=clips.device), :, row, column]
-    return Tracks(crops.unflatten(0, (batch, frames)), (places - edge).unflatten(0, (batch, frames)))
+    return Tracks(crops.unflatten(0, (batch, frames)).transpose(1, 2), (places - edge).unflatten(0, (batch, frames)))
+
+
+def _windows(length: int, size: int) -> Tensor:
+    """Which places of an axis each window holds, float32 [length + 1, length]: summing by them is a matrix product."""
+    offsets = torch.arange(length) - torch.arange(length + 1)[:, None] + size // 2
+    return ((offsets >= 0) & (offsets < size)).float()
 
 
 def digit_size(height: int, width: int) -> int:

@@ -37,6 +37,7 @@ class FeatureExtractor(ABC):
     Attributes:
         grid_axes: Axes of the samples it takes: 2 for images, 3 for clips.
         mode: PIL mode of the samples it takes, `L` or `RGB`.
+        device: Where it runs.
         num_features: D, where it is known before any sample is seen.
         num_classes: K.
         description: Everything about it that changes a score: name, weights and their hash, resizing.
@@ -44,12 +45,13 @@ class FeatureExtractor(ABC):
 
     grid_axes = 2
     mode: str
+    device: torch.device = torch.device("cpu")
     num_features: int | None = None
     num_classes: int
     description: dict[str, Any]
 
     def __call__(self, samples: Tensor) -> dict[str, Tensor]:
-        """Computes the features of samples, uint8 [B, C, *grid].
+        """Computes the features of samples, uint8 [B, C, *grid], on whatever device they are.
 
         Returns:
             `features` float32 [B, D], `logits` float32 [B, K], and for Inception `spatial` float32 [B, 2023].
@@ -61,11 +63,11 @@ class FeatureExtractor(ABC):
             wanted = "images" if self.grid_axes == 2 else "clips"
             got = "images" if samples.ndim == 4 else f"clips of {samples.shape[2]} frames"
             raise InputError(f"{self.description['name']} takes {wanted}, got {got}")
-        return self.extract(samples)
+        return self.extract(samples.to(self.device))
 
     @abstractmethod
     def extract(self, samples: Tensor) -> dict[str, Tensor]:
-        """Computes what `__call__` returns, of samples with the right number of axes."""
+        """Computes what `__call__` returns, of samples with the right number of axes, on the extractor's device."""
 
 
 class InceptionExtractor(FeatureExtractor):
@@ -128,7 +130,7 @@ class InceptionExtractor(FeatureExtractor):
     @torch.inference_mode()
     def extract(self, samples: Tensor) -> dict[str, Tensor]:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            features, logits = self.network(samples.to(self.device))
+            features, logits = self.network(samples)
         return {"features": features, "logits": logits, "spatial": self.spatial}
 
 
@@ -177,7 +179,7 @@ class ClassifierExtractor(FeatureExtractor):
 
     @torch.inference_mode()
     def extract(self, samples: Tensor) -> dict[str, Tensor]:
-        pixels = samples.to(self.device).float() / 255
+        pixels = samples.float() / 255
         if pixels.shape[-2:] != self.size:
             pixels = interpolate(pixels, self.size, mode=self.interpolation, antialias=True).clamp(0, 1)
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headmix_vision.data.datasets.moving_digits import DIRECTIONS, FRAME_RATE, SPEEDS, STRAIGHT_S
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.clip_features import ClipExtractor
+from headmix_vision.evaluation.clip_features import ClipExtractor, of_frames
 from headmix_vision.evaluation.clips import ClipSet
 from headmix_vision.evaluation.digit_tracks import digit_size, find_digits
 from headmix_vision.evaluation.extractors import FeatureExtractor
@@ -88,14 +88,13 @@ class DigitJudge(ClipExtractor):
                 f"{classifier.description['name']} knows {classifier.num_classes} classes, the judge needs ten digits"
             )
         self.classifier = classifier
-        self.mode, self.num_classes = classifier.mode, classifier.num_classes
+        self.mode, self.num_classes, self.device = classifier.mode, classifier.num_classes, classifier.device
         self.description = {**classifier.description, "features": "digit and place in each frame"}
 
     def extract(self, samples: Tensor) -> dict[str, Tensor]:
         tracks = find_digits(samples)
-        logits = self.classifier(tracks.crops.flatten(0, 1))["logits"].cpu()
-        digits = logits.argmax(1).unflatten(0, tracks.crops.shape[:2])
-        return {"features": torch.cat([digits.float(), *tracks.places.unbind(2)], 1)}
+        digits = of_frames(self.classifier, tracks.crops, "logits").argmax(2)
+        return {"features": torch.cat([digits, *tracks.places.unbind(2)], 1)}
 
 
 def judge(scorer: Scorer, clips: ClipSet, labels: Tensor, frame_rate: float = FRAME_RATE) -> dict[str, float]:

@@ -10,9 +10,15 @@ import torch
 from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
 from torch_fidelity.metric_kid import kid_features_to_metric
 
-from headmix_vision.evaluation.clip_features import I3D_FILE, FrameExtractor, I3DExtractor, open_clip_extractor
+from headmix_vision.evaluation.clip_features import (
+    I3D_FILE,
+    FrameExtractor,
+    I3DExtractor,
+    of_frames,
+    open_clip_extractor,
+)
 from headmix_vision.evaluation.clips import ClipSampling, open_clips
-from headmix_vision.evaluation.extractors import open_extractor
+from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.fvd import freeze, fvd, shuffle
 from headmix_vision.evaluation.scores import Scorer
 
@@ -192,3 +198,19 @@ def test_a_dry_run_scores_nothing(network: Path, sides: tuple[Path, Path], capsy
     captured = capsys.readouterr()
     assert f"would score real {sides[0]} (64 clips) and fake moving_digits[:5] (5 clips) by i3d on" in captured.out
     assert "scoring:" not in captured.err
+
+
+def test_frames_that_are_equal_are_put_through_once() -> None:
+    class Recorder(FeatureExtractor):
+        mode, description = "L", {"name": "means", "features": "mean"}
+
+        def extract(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+            seen.append(len(samples))
+            return {"features": samples.float().mean((1, 2, 3))[:, None]}
+
+    seen: list[int] = []
+    clips = torch.from_numpy(moving(3, seed=1)[0]).movedim(-1, 1)
+    expected = clips.float().mean((1, 3, 4))[..., None]
+    assert torch.equal(of_frames(Recorder(), clips), expected)
+    assert torch.equal(of_frames(Recorder(), freeze(clips, range(3), 0)), expected[:, :1].expand_as(expected))
+    assert seen[0] > 3 and seen[1] == 3
