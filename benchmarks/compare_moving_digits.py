@@ -15,7 +15,7 @@ and `moving-digits` (with the judge's ceiling, that of real clips). Real trainin
 - Clips longer than those of training (--long) are drawn at once (`whole`) and window by window (`windows`, `--extend`).
   The class tells in which direction a clip starts, which is wrong for a window in its middle: windows after the first
   are drawn without it (`--extend-guidance 0`), from the frames before them alone. Beside them stand the times of
-  forward passes of the network (--times), and its training steps, timed alone before anything else runs.
+  forward passes of the network on 32 clips (--times), and its training steps, timed alone before anything else runs.
 - `mhla-distilled` and `hybrid-distilled` start from the softmax model of the same seed and have a fifth of its steps,
   the first half of them on the layers' errors (`headmix-distill`); `-short` is the same model from new weights in as
   many steps.
@@ -113,7 +113,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--long-samples", type=int, default=400, help="longer clips drawn from a model in either way (%(default)s)")
     add("--sampling-steps", type=int, default=25, help="steps of the sampler (%(default)s)")
     add("--guidance", type=float, default=1.5, help="scale of classifier-free guidance (%(default)s)")
-    add("--times", type=int, nargs="*", default=[64, 128, 256], help="frames of timed clips, nothing for no times")
+    add(
+        "--times",
+        type=int,
+        nargs="*",
+        default=[64, 128, 256],
+        help="frames of the 32 timed clips, nothing for no times",
+    )
     add("--options", default="", help="further options of headmix-train-gen, in quotes, the same for all")
     return parser.parse_args(argv)
 
