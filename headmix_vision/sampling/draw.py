@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import chain, islice
@@ -25,6 +26,7 @@ from headmix_vision.sampling.folder import SampleFolder
 
 GRID_IMAGES, GRID_PIXELS = 100, 2**26  # at most, in the picture of many samples
 GRID_STRIPS = 12  # clips at most, in the picture of their frames
+_WRITERS = 8  # threads: PNGs are encoded beside each other, and each file waits for the disk
 _LONG = timedelta(days=7)  # a process may have much less to do than another
 
 
@@ -193,9 +195,12 @@ def draw_samples(
         folder.remove_leftovers()
         folder.write_metadata({**metadata, "complete": False})
     processes.wait()
-    for indices, images in chain(first, drawn):
-        for index, pixels in zip(indices, images, strict=True):
-            folder.write_sample(index, pixels)
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        written: Iterable[None] = ()
+        for indices, images in chain(first, drawn):
+            list(written)  # of the batch before, while this one was drawn
+            written = pool.map(folder.write_sample, indices, images)
+        list(written)
     processes.wait()
     if processes.rank == 0:
         finish(pipeline, plan, folder, num, metadata, npz)

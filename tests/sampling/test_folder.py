@@ -103,7 +103,7 @@ def test_a_signal_leaves_whole_files_and_the_same_command_continues(
         assert run(out) == status
     assert capfd.readouterr().err.endswith("interrupted; the same command continues\n")
     assert signal.getsignal(signum) == before
-    assert names(out) == ["000000.png", "000001.png", "000002.png", "metadata.json"]
+    assert names(out) == [*(f"{i:06d}.png" for i in range(4)), "metadata.json"], "the batch that was being written"
     assert json.loads((out / "metadata.json").read_text())["complete"] is False
     assert run(out) == 0
     assert_same_images(whole, out)
