@@ -126,6 +126,9 @@ def record_attention(
             known = f"it has layers 0 to {len(found) - 1}" if found else "it has no attention layers of this package"
             raise InputError(f"layers {[*chosen]} of a {type(network).__name__} cannot be analysed: {known}")
         kept: dict[int, LayerAttention] = {}
+        for layer in found:
+            _leave_kernels(layer.attention.core)
+            _leave_kernels(layer.attention.head_mix)
         hooks = [
             found[number].attention.core.register_forward_pre_hook(
                 partial(_keep, kept, found[number], queries), with_kwargs=True
@@ -138,6 +141,13 @@ def record_attention(
         for hook in hooks:
             hook.remove()
     return [kept[number] for number in chosen]
+
+
+def _leave_kernels(part: nn.Module | None) -> None:
+    """Lets a core or head mix compute in PyTorch, whatever it was told: the kernels take no float64."""
+    for settings in () if part is None else (vars(part), getattr(part, "options", {})):
+        if "impl" in settings:
+            settings["impl"] = "torch"
 
 
 def _keep(

@@ -213,3 +213,11 @@ def test_matrices_beyond_the_memory_are_refused_before_they_are_computed():
     message = r"layer 0 need 35184 GB \(64 heads, 262144 x 262144 in float64\), the memory of cpu is \d+ GB: sample"
     with pytest.raises(InputError, match=f"{message} query tokens by queries, at most "):
         record_attention(layer, torch.zeros(1, 512**2, 64))
+
+
+@pytest.mark.parametrize("core", ["linear", "mhla", "hih"])
+def test_layers_that_ask_for_kernels_are_analysed_in_float64(core: str) -> None:
+    asked = {**MIXES["iha"], "head_mix_args": {"pseudo_heads": 2, "impl": "triton"}}
+    layer = make_layer(core, {"impl": "triton"}, **asked)
+    assert torch.equal(attention_of(layer).matrices(0), attention_of(make_layer(core, **MIXES["iha"])).matrices(0))
+    assert layer.head_mix is not None and layer.head_mix.impl == "triton", "the layer itself is as it was"
