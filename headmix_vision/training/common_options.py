@@ -10,7 +10,7 @@ DESCRIPTIONS = {
 }
 
 _START: Options = {
-    "config": "YAML file; later ones overlay earlier ones",
+    "config": "YAML; later ones win, model_args as a whole",
     "run_dir": "folder of the run",
 }
 _RUN: Options = {
