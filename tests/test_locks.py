@@ -11,7 +11,7 @@ import pytest
 
 from headmix_vision.errors import InputError
 from headmix_vision.files import locks
-from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.locks import hold_lock, lock_holder
 
 
 def test_second_holder_is_refused_and_nothing_stays_behind(tmp_path: Path) -> None:
@@ -19,7 +19,8 @@ def test_second_holder_is_refused_and_nothing_stays_behind(tmp_path: Path) -> No
     with hold_lock(path, "run directory x"):
         with pytest.raises(InputError, match=rf"run directory x is in use by process {os.getpid()} on "):
             hold_lock(path, "run directory x").__enter__()
-        assert path.exists()
+        assert path.exists() and (lock_holder(path) or "").startswith(f"process {os.getpid()} on ")
+    assert lock_holder(path) is None
     assert list(tmp_path.iterdir()) == []
     with hold_lock(path, "run"):
         (path.parent / "metrics.csv").touch()

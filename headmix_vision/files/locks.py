@@ -52,6 +52,23 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
                 folder.rmdir()
 
 
+def lock_holder(path: Path) -> str | None:
+    """Names who holds the lock on a file, at once; None where nobody does, or the file system has no locks."""
+    with suppress(FileNotFoundError, PermissionError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _read_holder(file.fileno())
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+    return None
+
+
+def _read_holder(descriptor: int) -> str:
+    return os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+
+
 def _locked(path: Path, what: str) -> int:
     """Opens and locks the file that lies at the path."""
     while True:
@@ -61,7 +78,7 @@ def _locked(path: Path, what: str) -> int:
             if _lies_at(path, descriptor):
                 return descriptor
         except BlockingIOError:
-            holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+            holder = _read_holder(descriptor)
             os.close(descriptor)
             raise InputError(f"{what} is in use by {holder}; wait until it ends or stop it (lock {path})") from None
         except OSError as error:

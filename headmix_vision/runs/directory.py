@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.locks import lock_holder
 
 CONFIG = "config.yaml"
 METRICS = "metrics.csv"
@@ -14,6 +15,7 @@ CHECKPOINTS = "checkpoints"
 PREDICTIONS = "predictions.csv"
 SAMPLES = "samples"
 INDEX = "model_index.json"  # of a pipeline, in its own directory
+LOCK = ".lock"  # while a process trains
 REPLACED = ".replaced"  # the earlier run, until the one that takes its place has a checkpoint
 
 BEST, LAST = f"{CHECKPOINTS}/best.ckpt", f"{CHECKPOINTS}/last.ckpt"
@@ -50,6 +52,12 @@ def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Pa
         hint = f"; the run that was to be replaced is a run directory still: {earlier}" if earlier.is_dir() else ""
         raise InputError(f"no checkpoint at {path} (asked for {which}){hint}")
     return path
+
+
+def trainer_of(checkpoint: Path) -> str | None:
+    """Names the process that trains the run which a checkpoint is of; None where none is known to."""
+    run = checkpoint.resolve().parent.parent
+    return lock_holder(run / LOCK) if checkpoint.resolve().parent.name == CHECKPOINTS else None
 
 
 def run_files(run: Path) -> list[Path]:

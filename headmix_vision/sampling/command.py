@@ -28,6 +28,7 @@ from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES
 from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.runs.directory import trainer_of
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.clip_folder import FORMATS, ClipFolder
 from headmix_vision.sampling.clip_options import EXTEND_SAMPLES, make_clip_plan, warn_of_unlearned
@@ -165,6 +166,9 @@ def sample(options: argparse.Namespace) -> None:
     if leads:
         folder.check(settings, options.num)
         warn_of_unlearned(pipeline, plan.clips)
+        if "checkpoint" in about and (trainer := trainer_of(Path(about["checkpoint"]))):
+            note = f"note: {trainer} is still training {options.model}, the samples are of step {about['step']}"
+            print(note, file=sys.stderr)
     pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
     shape = _check_memory(pipeline, plan, options)

@@ -22,6 +22,7 @@ from headmix_vision.runs.directory import (
     CHECKPOINTS,
     CONFIG,
     LAST,
+    LOCK,
     REPLACED,
     WRITTEN_BY_A_RUN,
     find_checkpoint,
@@ -30,7 +31,7 @@ from headmix_vision.runs.directory import (
     run_files,
 )
 
-LOCK, _REPLACING = ".lock", ".replacing"
+_REPLACING = ".replacing"
 
 
 class RunDirectory:

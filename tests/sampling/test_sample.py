@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from headmix_vision.diffusion import HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
+from headmix_vision.files.locks import hold_lock
 from headmix_vision.runs import export
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.command import main
@@ -267,6 +268,12 @@ def test_run_directory_checkpoint_and_export_are_the_same_model(
     assert raw["weights"] == "raw" and raw["weights_sha256"] != about["weights_sha256"]
     _, file = load_pipeline(run_dir / "checkpoints" / "last.ckpt")
     assert file["weights_sha256"] == about["weights_sha256"]
+
+    drawing = ("--model", run_dir, "--out", tmp_path / "out", "--num", 1, "--steps", 1, "--dry-run")
+    with hold_lock(run_dir / ".lock", "run"):
+        assert run(*drawing) == 0
+    assert f"is still training {run_dir}, the samples are of step 3\n" in capsys.readouterr().err
+    assert run(*drawing) == 0 and not capsys.readouterr().err
 
     export.main([str(run_dir), "--out", str(tmp_path / "exported")])
     assert "HeadMixDiTPipeline.from_pretrained" in capsys.readouterr().out
