@@ -104,7 +104,9 @@ def _read_start(
     return _fitting(clip, f"--extend {path}", pipeline, size)
 
 
-def _read_image(path: Path) -> np.ndarray:
+def _read_image(path: str) -> np.ndarray:
+    if not Path(path).is_file():
+        raise InputError(f"--first-frame {path!r} is no file")
     try:
         with Image.open(path) as image:
             return np.asarray(image.convert("RGB"))[None]

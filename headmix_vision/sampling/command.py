@@ -92,7 +92,7 @@ def _add_clip_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--frames", type=int, help="frames of a video (those of training); with more of them the positions go on")
     add("--fps", type=float, help="frames a second (those of training)")
-    add("--first-frame", type=Path, metavar="IMAGE", help="the first frame of all videos")
+    add("--first-frame", metavar="IMAGE", help="the first frame of all videos")
     add(
         "--extend",
         nargs="?",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -279,7 +280,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--extend", "--extend needs --frames"),
         ("--extend --frames 9 --overlap 4", "--overlap 4: it must be below 4, the frames of training"),
         ("--extend --frames 9 --overlap 0", "--overlap 0: the overlap must be a whole number of at least 1"),
-        ("--first-frame nowhere.png", "nowhere.png"),
+        ("--first-frame nowhere.png", "--first-frame 'nowhere.png' is no file"),
+        ("--first-frame ''", "--first-frame '' is no file"),
         ("--first-frame text.png", "text.png cannot be read as an image"),
         ("--first-frame wide.png", "wide.png is 8x12 pixels, the videos are 8x8"),
         ("--first-frame good.png --frames 1", "good.png has 1 frames already, --frames is 1"),
@@ -302,7 +304,7 @@ def test_wrong_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(files)
-    assert message in refused(capfd, "--model", model, "--out", tmp_path / "out", *FAST, *options.split())
+    assert message in refused(capfd, "--model", model, "--out", tmp_path / "out", *FAST, *shlex.split(options))
     assert not (tmp_path / "out").exists()
 
 
