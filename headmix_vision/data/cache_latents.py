@@ -161,6 +161,8 @@ def _check_sources(options: argparse.Namespace) -> None:
     ):
         if not is_clips and given:
             raise InputError(f"{name} is for videos, there are images")
+    if options.flip and not find_dataset(options.dataset or "folder", "caching").can_flip:
+        raise InputError(f"--flip does not apply to {options.dataset}: mirrored clips move the other way")
     if options.gray and options.vae != PIXELS:
         raise InputError(f"--gray goes with --vae {PIXELS} alone, --vae is {options.vae}")
 

@@ -95,6 +95,8 @@ class GenerationData(DataModule):
         )
         if hflip and not self.entry.has_images:
             raise InputError(f"hflip does not apply to {dataset}: cache_latents has flipped the images or not")
+        if hflip and not self.entry.can_flip:
+            raise InputError(f"hflip is {hflip}, it must be 0 for {dataset}: mirrored clips move the other way")
         if canvas_size is not None and not dataset.lower().startswith("canvas"):
             raise InputError(f"canvas_size is {canvas_size}, it must be null for dataset {dataset!r}")
         if clip != DEFAULT_CLIP and (3 not in self.entry.grid_axes or not self.entry.has_images):

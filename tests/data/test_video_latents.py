@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,9 @@ def test_videos_that_are_too_short_are_left_out_on_request(
     assert "2.mp4 cannot be read as a video" in lines[1] and lines[1].endswith("2 of 4 videos")
 
 
-def test_refusals(videos: Path, wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(
+    videos: Path, wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
 
     def message(*args: object, vae: object = "none") -> str:
@@ -267,8 +270,11 @@ def test_refusals(videos: Path, wan: Path, tmp_path: Path, capsys: pytest.Captur
         ((*images, "--clips-per-video", 2), "--clips-per-video is for videos"),
         (("--videos", videos, "--vae", "none", "--out", out), "--frames is not given"),
         (common(tmp_path / "absent", "none", out), "absent does not exist"),
+        (("--dataset", "moving_digits", *images[2:], "--flip"), "--flip does not apply to moving_digits"),
+        ((*images, "--gray"), "'digits' needs the package sklearn: pip install scikit-learn"),
     ):
         capsys.readouterr()
+        monkeypatch.setitem(sys.modules, "sklearn", None)  # not installed
         assert run(*args) == 2 and expected in capsys.readouterr().err and not out.exists()
     assert run(*common(videos, "none", out, "--frame-rate", 4)) == 0
     assert run(*common(videos, "none", out, "--frame-rate", 2)) == 2

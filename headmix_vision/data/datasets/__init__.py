@@ -13,17 +13,19 @@ from headmix_vision.data.datasets.streams import Stream
 from headmix_vision.errors import InputError
 
 _STREAM = ".streams:open_stream"
+_SKLEARN = ("sklearn", "pip install scikit-learn")
 _HUGGINGFACE = ("datasets", "pip install headmix_vision[datasets]")
 _WEBDATASET = ("webdataset", "pip install headmix_vision[webdataset]")
 _TENSORFLOW = ("tensorflow_datasets", "pip install tensorflow-datasets")
 
 DATASETS = {
-    "digits": DatasetEntry(".digits:open_digits", exact=True, scored_split="all"),
+    "digits": DatasetEntry(".digits:open_digits", exact=True, package=_SKLEARN, scored_split="all"),
     "canvas": DatasetEntry(
         ".canvas:open_canvas",
         names=("canvas", "canvas/same", "canvas/opposite"),
         uses=("classification", "generation", "scoring"),
         exact=True,
+        package=_SKLEARN,
     ),
     "fake": DatasetEntry(".fake:open_fake", uses=("classification", "generation"), grid_axes=(2, 3)),
     "folder": DatasetEntry(".folders:open_folder"),
@@ -42,6 +44,8 @@ DATASETS = {
         uses=("generation", "scoring", "caching"),
         exact=True,
         grid_axes=(3,),
+        can_flip=False,
+        package=_SKLEARN,
     ),
     "hfids": DatasetEntry(
         _STREAM, names=("hfids/NAME",), uses=("classification",), is_stream=True, package=_HUGGINGFACE

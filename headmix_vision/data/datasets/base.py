@@ -50,6 +50,7 @@ class DatasetEntry:
             policies that need PIL images do not apply.
         has_images: Samples are images or clips of pixels, to which the options of images apply.
         grid_axes: How many axes the grid of a sample may have: 2 of images, 3 of clips.
+        can_flip: A mirrored sample keeps its class; false where the class says left or right.
         is_stream: Samples come in an order of their own, shuffled in a buffer.
         package: A package that must be installed, and the command that installs it.
         scored_split: The split that is scored when none is named.
@@ -61,6 +62,7 @@ class DatasetEntry:
     exact: bool = False
     has_images: bool = True
     grid_axes: tuple[int, ...] = (2,)
+    can_flip: bool = True
     is_stream: bool = False
     package: tuple[str, str] | None = None
     scored_split: str = "validation"
