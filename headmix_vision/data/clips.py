@@ -34,11 +34,11 @@ class ClipConfig:
         if self.frame_rate is not None:
             if self.frame_stride is not None:
                 raise InputError(
-                    f"frame_rate is {self.frame_rate} and frame_stride is {self.frame_stride}: set one of them"
+                    f"the frame rate is {self.frame_rate} and the stride is {self.frame_stride}: set one of them"
                 )
             check_positive(frame_rate=self.frame_rate)
         if self.frame_stride is not None:
-            check_counts(1, frame_stride=self.frame_stride)
+            check_counts(1, **{"the stride of frames": self.frame_stride})
 
     def rate_of(self, frame_rate: float) -> float:
         """Frames a second of the clips of a video with `frame_rate`."""
@@ -59,7 +59,7 @@ class ClipConfig:
         step = float(self.frame_stride or 1)
         if self.frame_rate is not None:
             if frame_rate is None:
-                raise InputError("it states no frame rate: set frame_stride instead of frame_rate")
+                raise InputError("it states no frame rate: choose frames by a stride instead of a rate")
             if frame_rate < _LEAST_SHARE * self.frame_rate:
                 raise InputError(f"it has {frame_rate:g} frames a second, fewer than the {self.frame_rate:g} of a clip")
             step = frame_rate / self.frame_rate

@@ -58,7 +58,7 @@ class ImageSet:
         if image_size is not None:
             check_counts(1, **{"image size": image_size})
         if len(pictures) < 2:
-            raise InputError(f"{pictures.source} has {len(pictures)} images, at least 2 are needed")
+            raise InputError(f"at least 2 samples are needed, {pictures.source} has {len(pictures)}")
         self.pictures = pictures
         self.mode = mode
         self.image_size = image_size
@@ -101,7 +101,7 @@ class ImageSet:
                 frames = [center_crop(frame, self.image_size) for frame in frames]
             if self._size(item) != self.size or len({frame.size for frame in frames}) > 1:
                 raise InputError(
-                    f"{name} is {describe_size(self._size(item))}, the images before it are"
+                    f"{name} is {describe_size(self._size(item))}, the samples before it are"
                     f" {describe_size(self.size, unit='')}; --image-size N brings all to one size"
                 )
             pixels = np.stack([np.asarray(frame) for frame in frames])

@@ -154,7 +154,7 @@ def kid_subset_size(smaller: int, subset_size: int | None) -> int:
     """
     subset_size = min(KID_SUBSET_SIZE, smaller) if subset_size is None else subset_size
     if not 2 <= subset_size <= smaller:
-        raise InputError(f"kid subset size is {subset_size}, it must be in [2, {smaller}], the images of a side")
+        raise InputError(f"kid subset size is {subset_size}, it must be in [2, {smaller}], the samples of a side")
     return subset_size
 
 
@@ -278,7 +278,7 @@ def check_sizes(real: ImageSet | Statistics, fake: ImageSet | Statistics) -> Non
     sizes: Sequence[Any] = [side.description.get("size") for side in (real, fake)]
     if None not in sizes and list(sizes[0]) != list(sizes[1]):
         raise InputError(
-            f"real images are {describe_size(sizes[0])}, fake ones {describe_size(sizes[1], unit='')};"
+            f"real samples are {describe_size(sizes[0])}, fake ones {describe_size(sizes[1], unit='')};"
             " --image-size N brings both to one size"
         )
 

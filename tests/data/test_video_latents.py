@@ -259,9 +259,9 @@ def test_refusals(
     assert "20x20 is no multiple of 8" in message("--image-size", 20, vae=wan)
     assert "it has 20 frames, a clip needs 21" in (line := message("--stride", 5)) and "0.mp4 cannot be read" in line
     assert "it has 8 frames a second, fewer than the 16 of a clip" in message("--frame-rate", 16)
-    assert "frame_rate is 4.0 and frame_stride is 2: set one of them" in message("--frame-rate", 4, "--stride", 2)
+    assert "the frame rate is 4.0 and the stride is 2: set one of them" in message("--frame-rate", 4, "--stride", 2)
     assert "frames must be a whole number of at least 1, got 0" in message("--frames", 0)
-    assert "frame_stride must be a whole number" in message("--stride", 0)
+    assert "the stride of frames must be a whole number" in message("--stride", 0)
     assert "--images and --videos are both given" in message("--images", videos)
     assert "--videos names the videos already, leave out --root" in message("--root", videos)
     images = ("--dataset", "digits", "--vae", "none", "--out", out)

@@ -87,9 +87,7 @@ def test_folders_of_frames(root: Path) -> None:
     assert source(root / "skies").class_names == ["sky0", "sky1"]
     assert videos.files()[1] == ("sky1/part[0:]", FRAMES)
     assert source(root / "skies" / "train" / "sky0").class_names == []  # the folder itself is the training split
-    with pytest.raises(
-        InputError, match=r"sky0/part is a folder of frames, .* set frame_stride instead of frame_rate 8"
-    ):
+    with pytest.raises(InputError, match=r"sky0/part is a folder of frames, .* by a stride instead of the rate 8"):
         source(root / "skies", clip=ClipConfig(frame_rate=8))
 
 
@@ -220,8 +218,8 @@ def test_refusals(root: Path, tmp_path: Path) -> None:
         source(tmp_path / "mixed").read(0)
     for options, message in (
         ({"frame_rate": -1}, "frame_rate must be a finite number above 0, got -1"),
-        ({"frame_stride": 0}, "frame_stride must be a whole number of at least 1, got 0"),
-        ({"frame_rate": 8.0, "frame_stride": 2}, "frame_rate is 8.0 and frame_stride is 2: set one of them"),
+        ({"frame_stride": 0}, "the stride of frames must be a whole number of at least 1, got 0"),
+        ({"frame_rate": 8.0, "frame_stride": 2}, "the frame rate is 8.0 and the stride is 2: set one of them"),
     ):
         with pytest.raises(InputError, match=message):
             ClipConfig(**options)

@@ -185,7 +185,7 @@ def test_refusals(
     larger, _ = moving(4, size=32)
     np.savez(tmp_path / "larger.npz", arr_0=larger)
     sizes = line("--frames", 12, fake=tmp_path / "larger.npz")
-    assert "real images are 12 frames of 16x16 pixels, fake ones 12 frames of 32x32" in sizes
+    assert "real samples are 12 frames of 16x16 pixels, fake ones 12 frames of 32x32" in sizes
     out = tmp_path / "mine.json"
     out.write_text("mine")
     assert "already exists" in line("--frames", 12, "--out", out)

@@ -42,13 +42,13 @@ def test_bad_images(
         return line
 
     pixels = digit_pixels(range(6))
-    assert "1 images, at least 2" in message(write_digits(tmp_path / "one", [0]))
+    assert "at least 2 samples are needed" in message(write_digits(tmp_path / "one", [0]))
     (tmp_path / "empty").mkdir()
-    assert "0 images, at least 2" in message(tmp_path / "empty")
+    assert "at least 2 samples are needed" in message(tmp_path / "empty")
     assert "arr_0 is float64" in message(save_npz(tmp_path / "float.npz", arr_0=pixels / 255))
     assert "arr_0 is uint8 [8, 8]" in message(save_npz(tmp_path / "flat.npz", arr_0=pixels[0]))
     assert "has no mu and sigma" in message(save_npz(tmp_path / "labels.npz", labels=np.arange(3)))
-    assert "1 images" in message(save_npz(tmp_path / "single.npz", arr_0=pixels[:1, ..., None]))
+    assert "at least 2 samples are needed" in message(save_npz(tmp_path / "single.npz", arr_0=pixels[:1, ..., None]))
     assert "neither a file, nor a folder, nor a data set" in message(tmp_path / "absent")
 
     truncated = save_npz(tmp_path / "truncated.npz", arr_0=pixels)
@@ -66,10 +66,10 @@ def test_bad_images(
 
     mixed = write_digits(tmp_path / "mixed", range(6))
     Image.new("L", (9, 8)).save(mixed / "0004.png")
-    assert f"{mixed / '0004.png'} is 9x8 pixels, the images before it are 8x8" in message(mixed)
+    assert f"{mixed / '0004.png'} is 9x8 pixels, the samples before it are 8x8" in message(mixed)
 
     larger = save_npz(tmp_path / "larger.npz", arr_0=np.zeros((4, 16, 16, 3), np.uint8))
-    assert "real images are 8x8 pixels, fake ones 16x16" in message(larger)
+    assert "real samples are 8x8 pixels, fake ones 16x16" in message(larger)
     assert "--image-size must be a whole number of at least 1, got 0" in message(larger, "--image-size", 0)
     assert "batch size must be a whole number of at least 1, got 0" in message(larger, "--batch-size", 0)
 
@@ -282,7 +282,7 @@ def test_statistics_of_whole_numbers(statistics: Path, tmp_path: Path) -> None:
         ("digits[1:2:3:4]", "a slice is written"),
         ("digits[:1798]", "there are 1797 images, the slice goes beyond them"),
         ("digits[-1798:]", "goes beyond"),
-        ("digits[7:8]", "has 1 images, at least 2"),
+        ("digits[7:8]", "at least 2 samples are needed, digits"),
         ("digits:foo", "split 'foo' does not exist"),
         ("fake", "cannot be scored"),
         ("folder", "needs root"),
@@ -381,7 +381,8 @@ def test_a_dry_run_opens_everything_and_writes_nothing(
     assert not list(tmp_path.iterdir())
     sides = ("--real", folders[0], "--fake", folders[1], *common)
     assert "subset size is 81" in refused(capsys, "kid", *sides, "--subset-size", 81)
-    assert "1 images, at least 2" in refused(capsys, "is", "--fake", write_digits(tmp_path / "one", [0]), *common)
+    one = write_digits(tmp_path / "one", [0])
+    assert "at least 2 samples are needed" in refused(capsys, "is", "--fake", one, *common)
 
 
 def test_a_score_that_is_not_finite_is_none(

@@ -109,11 +109,11 @@ def test_refusals(tmp_path: Path) -> None:
         scorer.statistics(sets[2])
     with pytest.raises(ValueError, match="frames takes clips, got images"):
         Scorer(MeanFrames()).statistics(sets[0])
-    with pytest.raises(ValueError, match="real images are 2 frames of 8x8 pixels, fake ones 3 frames of 8x8"):
+    with pytest.raises(ValueError, match="real samples are 2 frames of 8x8 pixels, fake ones 3 frames of 8x8"):
         fid(scorer, sets[2], sets[3])
-    with pytest.raises(ValueError, match="real images are 2 frames of 8x8 pixels, fake ones 8x8;"):
+    with pytest.raises(ValueError, match="real samples are 2 frames of 8x8 pixels, fake ones 8x8;"):
         fid(scorer, sets[2], sets[0])
     folder = save(tmp_path / "out", clips(2, 3, 1))
     folder.write_sample(2, clips(1, 2, 1)[0])
-    with pytest.raises(ValueError, match=r"000002\.png is 2 frames of 8x10 pixels, the images before it are 3 frames"):
+    with pytest.raises(ValueError, match=r"000002\.png is 2 frames of 8x10 pixels, the samples before it are 3 frames"):
         list(open_images(str(tmp_path / "out"), "L").batches(3))

@@ -68,8 +68,8 @@ def make_videos(videos: list[Video], folder: Path, request: SplitRequest) -> "Vi
     frames = next((video.path for video in videos if video.path.is_dir()), None)
     if frames is not None and request.clip.frame_rate is not None:
         raise InputError(
-            f"{frames} is a folder of frames, which states no frame rate: set frame_stride instead of frame_rate"
-            f" {request.clip.frame_rate:g}"
+            f"{frames} is a folder of frames, which states no frame rate: choose frames by a stride"
+            f" instead of the rate {request.clip.frame_rate:g}"
         )
     if request.variant == UNLABELLED:
         videos = [Video(video.path, "", video.start, video.end) for video in videos]
