@@ -53,15 +53,12 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
 
 
 def lock_holder(path: Path) -> str | None:
-    """Names who holds the lock on a file, at once; None where nobody does, or the file system has no locks."""
-    with suppress(FileNotFoundError, PermissionError), path.open("rb") as file:
+    """Names who holds the lock on a file, at once; None where nobody is known to."""
+    with suppress(OSError), path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return _read_holder(file.fileno())
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
     return None
 
 
