@@ -140,9 +140,8 @@ class GeneratorPipeline(DiffusionPipeline):
             guidance: How they are guided.
         """
         width_of_all = self.transformer.embed_dim * (1 + 2 * self.transformer.config.mlp_ratio)
-        values = (
-            count * math.prod(grid) // math.prod(self._patch) * width_of_all * (1 if guidance.scale in (0, 1) else 2)
-        )
+        passes = 1 if guidance.scale in (0, 1) else 2
+        values = count * math.prod(grid) // math.prod(self._patch) * width_of_all * passes
         needed = values * self.transformer.dtype.itemsize
         device = self._execution_device
         memory = device_memory(device)
