@@ -17,6 +17,7 @@ os.environ["HEADMIX_VISION_UNTESTED_GPUS"] = "1"  # to compile for a GPU is not 
 
 import argparse
 import itertools
+import math
 import re
 import subprocess
 import sys
@@ -38,7 +39,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenBlocks, TokenScan, head_in_head, kernels, mhla, mix_heads
+from headmix_vision.ops import TokenBlocks, TokenScan, grid_conv, head_in_head, kernels, mhla, mix_heads
 
 # Compute capability, and shared memory that a program may ask for: the CUDA programming guide, compute capabilities.
 GPUS = {
@@ -174,6 +175,30 @@ def mix_heads_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
         yield case(out_heads, heads, count=1)
 
 
+def grid_conv_case(dtype: str, channels: int, grid: tuple[int, ...], extent: int, **options: bool) -> Case:
+    def call() -> None:
+        tokens = torch.empty(1, math.prod(grid), 3 * channels, dtype=TYPES[dtype])[..., channels : 2 * channels]
+        leaves = [tokens, torch.empty(channels, 1, *[extent] * len(grid)), torch.empty(channels)]
+        out = grid_conv(*(x.requires_grad_() for x in leaves), grid=grid, impl="triton", **options)
+        out.backward(torch.empty_like(out))
+
+    form = " ".join(("", *options))
+    return Case(f"grid_conv {'x'.join(map(str, grid))}, extent {extent}{form}", call, dtype, channels)
+
+
+def grid_conv_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
+    """Yield images and clips, in widths that are and are not whole tiles of channels."""
+    case = partial(grid_conv_case, dtype, 3 * dim)
+    yield case((14, 14), 3, residual=True)
+    yield case((8, 8, 8), 3, silu=True)
+    if not everything or dim not in (64, 72):
+        return
+    for grid in ((197,), (14, 14), (32, 32), (8, 8, 8), (21, 30, 52)):
+        for extent in (3, 5):
+            yield case(grid, extent, silu=True)
+            yield case(grid, extent, residual=True)
+
+
 PART = (("bfloat16", 64), ("float32", 128))
 
 
@@ -184,6 +209,7 @@ def all_cases(everything: bool) -> Iterator[Case]:
         yield from mhla_cases(dtype, dim, everything)
         yield from hih_cases(dtype, dim, everything)
         yield from mix_heads_cases(dtype, dim, everything)
+        yield from grid_conv_cases(dtype, dim, everything)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headmix_vision.checks import check_choice, check_counts, check_flags, check_keywords, keywords
 from headmix_vision.errors import InputError
+from headmix_vision.layers.bare_modules import is_bare
 from headmix_vision.layers.cores import CORES
 from headmix_vision.layers.grid_convolution import POSITION_ENCODINGS
 from headmix_vision.layers.head_mixes import HEAD_MIXES
@@ -134,7 +135,7 @@ class HeadMixAttention(nn.Module):
 
     def _project(self, x: Tensor) -> list[Tensor]:
         """Make queries, keys and values of the core's heads, [B, N * repeats, heads, D] each."""
-        if self.head_mix is not None and self.folds and _is_bare(self.qkv):
+        if self.head_mix is not None and self.folds and is_bare(self.qkv, nn.Linear):
             qkv = F.linear(x, *self.head_mix("fold", self.qkv.weight, self.qkv.bias))
             q, k, v = qkv.split([self.proj.in_features] * 3, dim=-1)  # unpacked, which torch.fx can trace
             return [y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)]
@@ -201,20 +202,6 @@ class HeadMixAttention(nn.Module):
 
 def _check_options(name: str, of: str, cls: type[nn.Module], options: object) -> None:
     check_keywords(f"{name} of {of!r}", {} if options is None else options, keywords(cls, leave_out=("spec",)))
-
-
-def _is_bare(projection: nn.Module) -> bool:
-    """Tell whether a projection is its weight and bias alone, which others may then apply in its place.
-
-    Adapters, hooks and a replaced ``forward`` act when the module is called: pruning and offloading make weights there.
-    """
-    hooks = (
-        projection._forward_pre_hooks,
-        projection._forward_hooks,
-        projection._backward_pre_hooks,
-        projection._backward_hooks,
-    )
-    return type(projection) is nn.Linear and "forward" not in vars(projection) and not any(hooks)
 
 
 # torch.fx records these calls whole: checks need real arguments.

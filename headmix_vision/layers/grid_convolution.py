@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenGrid
+from headmix_vision.layers.bare_modules import is_bare
+from headmix_vision.ops import TokenGrid, grid_conv
+from headmix_vision.ops.grid_conv.torch_impl import convolve_grid
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -16,16 +20,23 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class GridConvolution(nn.Module):
     """Convolves the tokens depthwise on their grid.
 
+    The convolution ``proj`` holds the weights, which :func:`headmix_vision.ops.grid_conv` applies; where it has hooks,
+    an adapter or another ``forward``, it is called.
+
     Args:
         dim: channels C.
         num_axes: axes of the token grid, 1 to 3.
         kernel_size: odd extent of the kernel along each axis.
         bias: add a bias.
+        silu: return SiLU of the result, of prefix tokens too.
 
     Shape:
-        ``x`` [B, N, C] -> [B, N, C], for the N tokens of ``grid``. Prefix tokens pass unchanged; each
-        repeated place is convolved with the same place of other tokens.
+        ``x`` [B, N, C] -> [B, N, C], for the N tokens of ``grid``. Prefix tokens are not convolved; each
+        repeated place is convolved with the same place of other tokens. Equal parts of the channels, as a list in place
+        of ``x``, are convolved to as many tensors, which copies nothing; there is no bias then.
     """
+
+    residual: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -33,49 +44,56 @@ class GridConvolution(nn.Module):
         num_axes: int = 2,
         kernel_size: int = 3,
         bias: bool = True,
+        silu: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.silu = silu
         conv, padding = CONVOLUTIONS[num_axes - 1], kernel_size // 2
         self.proj = conv(dim, dim, kernel_size, padding=padding, groups=dim, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, grid: TokenGrid) -> Tensor:
-        repeats, num_prefix_places = grid.repeats, grid.num_prefix_tokens * grid.repeats
-        prefix, tokens = x[:, :num_prefix_places], x[:, num_prefix_places:]
-        if repeats > 1:  # give each place a grid of its own
-            tokens = tokens.unflatten(1, (-1, repeats)).transpose(1, 2).flatten(0, 1)
-        tokens = self.combine(tokens, self.convolve(tokens, grid.shape))
-        if repeats > 1:
-            tokens = tokens.unflatten(0, (-1, repeats)).transpose(1, 2).flatten(1, 2)
-        return torch.cat([prefix, tokens], dim=1) if num_prefix_places else tokens
-
-    def convolve(self, tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Convolve the tokens [B, N, C] of a grid alone."""
-        return self.proj(tokens.transpose(1, 2).unflatten(2, shape)).flatten(2).transpose(1, 2)
+    def forward(self, x: Tensor | Sequence[Tensor], grid: TokenGrid) -> Any:
+        options = {"residual": self.residual, "silu": self.silu}
+        if isinstance(x, (tuple, list)):
+            count = range(len(x))  # torch.fx does not iterate over chunks
+            if is_bare(self.proj, *CONVOLUTIONS):
+                assert self.proj.bias is None
+                weights = self.proj.weight.chunk(len(x))
+                return [_grid_conv(x[i], weights[i], None, grid, **options) for i in count]
+            parts = _convolve(torch.cat(x, -1), self.proj, grid, **options).chunk(len(x), -1)
+            return [parts[i] for i in count]
+        return _convolve(cast(Tensor, x), self.proj, grid, **options)
 
     def flops(self, grid: TokenGrid) -> int:
         """Return the operations for the tokens of one image, multiply and add as two."""
         weights = sum(weight.numel() for name, weight in self.named_parameters() if name.endswith("weight"))
         return 2 * grid.repeats * grid.num_grid_tokens * weights
 
-    def combine(self, tokens: Tensor, convolved: Tensor) -> Tensor:
-        """Return the result for the tokens of the grid: here their convolution alone."""
-        return convolved
+
+def _convolve(x: Tensor, conv: nn.Module, grid: TokenGrid, residual: bool = False, silu: bool = False) -> Tensor:
+    if is_bare(conv, *CONVOLUTIONS):
+        return _grid_conv(x, cast(Tensor, conv.weight), cast("Tensor | None", conv.bias), grid, residual, silu)
+    return convolve_grid(x, conv, grid, residual, silu)
+
+
+@torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
+def _grid_conv(x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool) -> Tensor:
+    if x.is_cuda and x.dtype is torch.float32 and torch.is_autocast_enabled("cuda"):
+        x = x.to(torch.get_autocast_dtype("cuda"))  # as the products that read the result would round it
+    return grid_conv(x, weight, bias, grid=grid, residual=residual, silu=silu)
 
 
 class ConvPositionEncoding(GridConvolution):
     """Adds to tokens their depthwise convolution on the grid: conditional positional encoding (arXiv 2102.10882)."""
 
-    def combine(self, tokens: Tensor, convolved: Tensor) -> Tensor:
-        return tokens + convolved
+    residual = True
 
 
 class FactorisedPositionEncoding(ConvPositionEncoding):
     """Convolves the frames of a clip by 3 x 3 tokens and the result by 3 along time: 12 weights a channel, not 27.
 
-    Tokens in raster order are images in channels-last format, which neither convolution copies. The convolution along
-    time starts as the identity.
+    The convolution along time starts as the identity.
 
     Raises:
         InputError: if the grid has no time axis.
@@ -90,11 +108,15 @@ class FactorisedPositionEncoding(ConvPositionEncoding):
             nn.init.zeros_(self.time.weight)[:, :, 1] = 1
             nn.init.zeros_(cast(Tensor, self.time.bias))
 
-    def convolve(self, tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
-        frames, height, width = shape
-        images = tokens.unflatten(1, shape).flatten(0, 1).permute(0, 3, 1, 2)  # [B T, C, H, W]
-        places = self.proj(images).permute(0, 2, 3, 1).reshape(-1, frames, height * width, tokens.shape[2])
-        return self.time(places.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
+    def forward(self, x: Any, grid: TokenGrid) -> Any:
+        T, H, W = grid.shape
+        first = grid.repeats * grid.num_prefix_tokens
+        tokens = x[:, first:]
+        frames = tokens.unflatten(1, (T, -1)).flatten(0, 1)
+        convolved = _convolve(frames, self.proj, TokenGrid((H, W), 0, grid.repeats))
+        clips = convolved.unflatten(0, (-1, T)).flatten(1, 2)
+        tokens = tokens + _convolve(clips, self.time, TokenGrid((T, H * W), 0, grid.repeats))
+        return torch.cat([x[:, :first], tokens], 1) if first else tokens
 
 
 POSITION_ENCODINGS: dict[bool | str, type[ConvPositionEncoding]] = {

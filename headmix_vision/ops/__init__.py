@@ -1,5 +1,6 @@
 """Computes attention on tensors: one folder for each op; it holds no modules and no models."""
 
+from headmix_vision.ops.grid_conv import grid_conv
 from headmix_vision.ops.head_in_head import HeadInHeadOutput, head_in_head, head_in_head_rwkv7
 from headmix_vision.ops.mhla import mhla
 from headmix_vision.ops.mix_heads import mix_heads
@@ -16,6 +17,7 @@ __all__ = [
     "TokenGrid",
     "TokenScan",
     "TokenWindow",
+    "grid_conv",
     "head_in_head",
     "head_in_head_rwkv7",
     "mhla",

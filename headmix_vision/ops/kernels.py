@@ -110,16 +110,23 @@ def why_not_here(device: torch.device, name: str = "q") -> str | None:
     return None
 
 
-def why_not_triton(q: Tensor, v: Tensor, names: tuple[str, str] = ("q", "v")) -> str | None:
-    """Return the reason, naming the argument, why no kernel can run on these inputs; None if one can."""
+def why_no_kernel_takes(x: Tensor, name: str) -> str | None:
+    """Return why no kernel can run on a named argument of its device and type, or None."""
     if NO_KERNELS is not None:
-        return f"{names[0]} {NO_KERNELS}"
-    if reason := why_not_here(q.device, names[0]):
+        return f"{name} {NO_KERNELS}"
+    if reason := why_not_here(x.device, name):
         return reason
     if is_transforming():
-        return f"{names[0]} is under a transformation of torch.func: the kernels have none"
-    if q.dtype not in _DTYPES:
-        return f"{names[0]} has type {q.dtype}: the kernels take bfloat16, float16 and float32"
+        return f"{name} is under a transformation of torch.func: the kernels have none"
+    if x.dtype not in _DTYPES:
+        return f"{name} has type {x.dtype}: the kernels take bfloat16, float16 and float32"
+    return None
+
+
+def why_not_triton(q: Tensor, v: Tensor, names: tuple[str, str] = ("q", "v")) -> str | None:
+    """Return the reason, naming the argument, why no kernel can run on these inputs; None if one can."""
+    if reason := why_no_kernel_takes(q, names[0]):
+        return reason
     for name, x in zip(names, (q, v), strict=True):
         if x.shape[-1] > MAX_DIM:
             return f"{name} has head dim {x.shape[-1]}: the kernels take up to {MAX_DIM}"

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from headmix_vision import ops
-from headmix_vision.ops import mhla, mix_heads
+from headmix_vision.ops import grid_conv, mhla, mix_heads
 from headmix_vision.ops.mhla.settings import apply_feature_map
 
 HEAD_IN_HEAD_NAMES = ("q", "k", "v", "beta", "log_decay", "mask", "initial_state")
@@ -171,3 +171,20 @@ def make_mix_heads_inputs(count, batch, tokens, heads, out_heads, dim, dtype=tor
 def mix_heads_call(impl):
     """`mix_heads` with its weights as the last of its tensors."""
     return lambda *tensors: mix_heads(tensors[:-1], tensors[-1], impl=impl)
+
+
+def make_grid_conv_inputs(grid, extents, channels, batch=2, bias=True, dtype=torch.float64, seed=0):
+    """x, weight and bias of `grid_conv`, x a part of a packed projection, and an output gradient."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    x = normal(batch, grid.num_tokens, 3 * channels)[..., channels : 2 * channels]
+    inputs = [x, normal(channels, 1, *extents), *([normal(channels)] if bias else [])]
+    return inputs, normal(batch, grid.num_tokens, channels)
+
+
+def grid_conv_call(grid, impl, **options):
+    """`grid_conv` of its tensors alone."""
+    return lambda *tensors: grid_conv(*tensors, grid=grid, impl=impl, **options)

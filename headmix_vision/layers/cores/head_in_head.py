@@ -99,7 +99,7 @@ class HeadInHeadCore(AttentionCore):
         self.conv: GridConvolution | None = None
         if conv_size:
             axes = len(spec.grid.shape)
-            self.conv = GridConvolution(3 * heads * spec.head_dim, axes, conv_size, bias=False, **factory)
+            self.conv = GridConvolution(3 * heads * spec.head_dim, axes, conv_size, bias=False, silu=True, **factory)
         self.mask = SubHeadMask(heads, num_sub_heads, dim if mask == "token" else None, **factory)
         self.beta = nn.Linear(dim, heads, **factory)
         self.decay = nn.Linear(dim, heads, bias=False, **factory)
@@ -140,10 +140,11 @@ class HeadInHeadCore(AttentionCore):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Make queries, keys, values, strengths, decays and masks of the scans."""
         if self.conv is not None:
-            packed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], dim=-1)
-            q, k, v = self.conv(packed, grid).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
-        v = F.silu(v)
-        q, k = (F.normalize(F.silu(y), dim=-1, eps=1e-6).type_as(v) for y in (q, k))
+            parts = self.conv([y.flatten(2) for y in (q, k, v)], grid)
+            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in parts)
+        else:
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
+        q, k = (F.normalize(y, dim=-1, eps=1e-6).type_as(v) for y in (q, k))
         if rotation is not None:
             q, k = (rotate(y, rotation, grid).type_as(v) for y in (q, k))
         beta = self.beta_max * torch.sigmoid(self.beta(x))

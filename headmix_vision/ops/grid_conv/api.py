@@ -1,0 +1,72 @@
+"""The public entry of the depthwise convolution: it validates the arguments and chooses the implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from headmix_vision.ops.grid_conv.reference import grid_conv_reference
+from headmix_vision.ops.grid_conv.torch_impl import grid_conv_torch
+from headmix_vision.ops.grid_conv.validation import validate_grid_conv
+from headmix_vision.ops.kernels import NO_KERNELS, select, why_no_kernel_takes
+from headmix_vision.ops.token_grid import TokenGrid
+
+IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"reference": grid_conv_reference, "torch": grid_conv_torch}
+if NO_KERNELS is None:
+    from headmix_vision.ops.grid_conv.triton_impl import grid_conv_triton
+
+    IMPLEMENTATIONS["triton"] = grid_conv_triton
+
+MAX_EXTENT = 5  # of the kernels: their loops over taps are unrolled
+
+
+def grid_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    grid: TokenGrid | tuple[int, ...],
+    residual: bool = False,
+    silu: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    r"""Convolve each channel of the tokens on their grid, with zeros around it::
+
+        y[b, n, c] = bias[c] + sum_j weight[c, 0, j] x[b, n + j - extents // 2, c]      n, j: places on the grid
+
+    Prefix tokens are not convolved. Where several places stand for a token, each is convolved with the same place of
+    other tokens. Sums run in float32 (float64 for float64 inputs) whatever the input type, also under autocast.
+
+    Args:
+        x: [B, N, C] in raster order, prefix tokens first; any floating type, any strides. Kernels read it in place if
+            the channels of a token are contiguous, as in a view of a packed projection.
+        weight: [C, 1, \*extents] as of ``torch.nn.Conv1d``, ``Conv2d`` and ``Conv3d``, of an odd extent for each axis;
+            floating type, not necessarily that of ``x``.
+        bias: [C] of any floating type, or None.
+        grid: the grid of the N tokens, or its shape if there is no prefix.
+        residual: add ``x`` to the tokens of the grid: ``x + y``.
+        silu: return SiLU of the result, of prefix tokens too.
+        impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: kernels for bfloat16,
+            float16 and float32 and extents up to 5, differentiable once. ``"torch"``: PyTorch's convolution, any
+            device. ``"reference"``: a specification.
+
+    Returns:
+        [B, N, C] of the type of ``x``; contiguous from the kernels.
+
+    Raises:
+        InputError: naming the argument, if shapes, types or devices do not fit, or ``impl`` cannot run them.
+    """
+    grid = TokenGrid.of(grid)
+    validate_grid_conv(x, weight, bias, grid, residual, silu, impl)
+    run = select(impl, IMPLEMENTATIONS, x.is_cuda, lambda: _why_not_triton(x, weight))
+    return run(x, weight, bias, grid, residual, silu)
+
+
+def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:
+    if reason := why_no_kernel_takes(x, "x"):
+        return reason
+    extents = tuple(weight.shape[2:])
+    if max(extents) > MAX_EXTENT:
+        return f"weight has extents {extents}: the kernels take up to {MAX_EXTENT}"
+    return None

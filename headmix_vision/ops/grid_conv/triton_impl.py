@@ -1,0 +1,110 @@
+"""Runs the depthwise convolution in Triton kernels, as ``torch.library`` ops with gradients. README.md derives them.
+
+B batch, N tokens, C channels. For the backward pass the ops save the input, the weights and the bias, and compute
+again what SiLU needs. Sums have a fixed order: repeated calls are bit-equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headmix_vision.ops.eager import as_function, without_dispatcher
+from headmix_vision.ops.grid_conv import triton_launch as launch
+from headmix_vision.ops.token_grid import TokenGrid
+
+
+def grid_conv_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool
+) -> Tensor:
+    """Compute :func:`headmix_vision.ops.grid_conv` in kernels."""
+    shape = [*grid.shape]
+    out: Tensor = _call_forward(x, weight, bias, shape, grid.num_prefix_tokens, grid.repeats, residual, silu)
+    return out
+
+
+# Cached compiled graphs do not notice a change of an op's gradients: when their arguments change, rename the ops.
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], prefix: int, repeats: int, residual: bool,
+    silu: bool,
+) -> Tensor:  # fmt: skip
+    """Compute the convolved tokens."""
+    out = x.new_empty(x.shape)
+    if x.numel():
+        first, planes = prefix * repeats, _planes(weight, shape, repeats)
+        x = launch.in_rows(x)
+        if prefix:
+            out[:, :first] = F.silu(x[:, :first]) if silu else x[:, :first]
+        with torch.cuda.device_of(x):
+            launch.conv(
+                x[:, first:], launch.taps_first(weight), bias, None, out[:, first:], planes, residual, silu
+            )  # fmt: skip
+    return out
+
+
+def _planes(weight: Tensor, shape: list[int], repeats: int) -> launch.Planes:
+    return launch.Planes.of(TokenGrid(tuple(shape), 0, repeats), tuple(weight.shape[2:]))
+
+
+_forward_op = torch.library.custom_op("headmix_vision::grid_conv", _forward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(x, weight, bias, shape, prefix, repeats, residual, silu):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
+
+
+def _gradients(
+    d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], prefix: int, repeats: int,
+    residual: bool, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of the input, of the weight and of a bias."""
+    d_x, d_weight, d_bias = _like_gradients(x, weight, bias)
+    if x.numel() == 0:
+        return d_x, d_weight.zero_(), d_bias.zero_()
+    first, planes = prefix * repeats, _planes(weight, shape, repeats)
+    x, d_out, taps = launch.in_rows(x), launch.in_rows(d_out), launch.taps_first(weight)
+    if prefix:
+        d_prefix, of = d_out[:, :first], x[:, :first]
+        d_x[:, :first] = torch.ops.aten.silu_backward(d_prefix, of) if silu else d_prefix
+    x, d_out, d_tokens = x[:, first:], d_out[:, first:], d_x[:, first:]
+    with torch.cuda.device_of(x):
+        if silu:
+            d_sum = d_out.new_empty(d_out.shape)
+            launch.conv(x, taps, bias, d_out, d_sum, planes, residual, silu)
+            d_out = d_sum
+        launch.weight_gradient(d_out, x, planes, d_weight, d_bias)
+        launch.conv(d_out, taps, None, None, d_tokens, planes, residual, flip=True)
+    return d_x, d_weight, d_bias
+
+
+def _like_gradients(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    like = weight if bias is None else bias
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), like.new_empty(len(weight))
+
+
+_gradients_op = torch.library.custom_op("headmix_vision::grid_conv_gradients", _gradients, mutates_args=())
+_call_gradients = without_dispatcher(_gradients_op, _gradients)
+
+
+@_gradients_op.register_fake
+def _(d_out, x, weight, bias, shape, prefix, repeats, residual, silu):  # type: ignore[no-untyped-def]
+    return _like_gradients(x, weight, bias)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, *ctx.options = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias = ctx.saved_tensors
+    d_x, d_weight, d_bias = _call_gradients(d_out, x, weight, bias, *ctx.options)
+    return d_x, d_weight, None if bias is None else d_bias, *[None] * len(ctx.options)
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
+_call_forward = without_dispatcher(_forward_op, as_function(_forward, _setup_context, _backward), differentiable=True)

@@ -1,0 +1,58 @@
+"""Convolutions on the token grid: what they share with the modules that hold their weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from headmix_vision.layers.grid_convolution import ConvPositionEncoding, FactorisedPositionEncoding, GridConvolution
+from headmix_vision.ops import TokenGrid
+
+GRID = TokenGrid((3, 4, 2), 2)
+LAYERS = {
+    "plain": lambda: GridConvolution(6, 3),
+    "silu": lambda: GridConvolution(6, 3, bias=False, silu=True),
+    "cpe": lambda: ConvPositionEncoding(6, 3),
+    "factorised": lambda: FactorisedPositionEncoding(6, 3),
+}
+
+
+def double_by_hook(conv):
+    conv.register_forward_hook(lambda _, inputs, out: 2 * out)
+
+
+def double_by_forward(conv):
+    forward = conv.forward
+    conv.forward = lambda x: 2 * forward(x)
+
+
+class Adapter(nn.Module):
+    def __init__(self, conv):
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x):
+        return 2 * self.conv(x)
+
+
+@pytest.mark.parametrize("double", [double_by_hook, double_by_forward, Adapter])
+@pytest.mark.parametrize("name", [*LAYERS, "parts"])
+def test_what_is_put_on_a_convolution_is_called(name, double):
+    layer, x = LAYERS["silu" if name == "parts" else name](), torch.randn(2, GRID.num_tokens, 6)
+
+    def call(layer):
+        return torch.cat(layer(list(x.chunk(3, -1)), GRID), -1) if name == "parts" else layer(x, GRID)
+
+    expected, before = copy.deepcopy(layer), call(layer)
+    with torch.no_grad():
+        for parameter in expected.proj.parameters():
+            parameter.mul_(2)
+    layer.proj = double(layer.proj) or layer.proj
+    torch.testing.assert_close(call(layer), call(expected))
+    assert (call(layer) - before).abs().max() > 1e-3
+
+
+def test_parts_are_convolved_as_the_whole():
+    layer, x = LAYERS["silu"](), torch.randn(2, GRID.num_tokens, 6)
+    torch.testing.assert_close(torch.cat(layer(list(x.chunk(3, -1)), GRID), -1), layer(x, GRID))
