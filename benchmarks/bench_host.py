@@ -25,7 +25,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from headmix_vision.ops import TokenBlocks, head_in_head, kernels, mhla, mix_heads
+from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, kernels, mhla, mix_heads
 from headmix_vision.ops.launching import forget_plans
 
 HOPPER = kernels.Gpu("no GPU", (9, 0), 227 << 10, 132)
@@ -78,6 +78,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Sequence[Tensor]], list[Tensor]]
     yield "head_in_head, r = 4", lambda x=inputs: [head_in_head(*x, impl="triton")[0]], inputs
     inputs = [*(empty(1, 196, 6, 64) for _ in range(3)), empty(3, 12, 6, dtype=torch.float32)]
     yield "mix_heads, 6 to 12", lambda x=inputs: mix_heads(x[:3], x[3], impl="triton"), inputs
+    inputs = [empty(1, 196, 384), *(empty(*sizes, dtype=torch.float32) for sizes in ((384, 1, 3, 3), (384,)))]
+    yield "grid_conv, 14x14", lambda x=inputs: [grid_conv(*x, grid=(14, 14), residual=True, impl="triton")], inputs
 
 
 def launches_of(call: Callable[[], object]) -> list[tuple[object, ...]]:

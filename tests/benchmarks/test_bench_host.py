@@ -17,4 +17,5 @@ def test_later_calls_launch_what_the_first_does():
         *["mhla"] * 4,
         "head_in_head",
         "mix_heads",
+        "grid_conv",
     ]

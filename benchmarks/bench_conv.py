@@ -1,0 +1,229 @@
+"""Time of the depthwise convolution on the token grid against the copy floor and PyTorch's, eager and compiled.
+
+    python benchmarks/bench_conv.py                            # every shape; writes docs/conv_<device>.csv
+    python benchmarks/bench_conv.py --shapes video wan         # a few rows, printed only (--out DIR writes them)
+    python benchmarks/bench_conv.py --device cpu --tiny        # tries the script itself where there is no GPU
+
+bf16 tokens with weights in float32, forward and forward with backward (all gradients). "cpe" shapes add the convolution
+to the input; "hih" shapes have SiLU behind it, and read one part of a packed projection. PyTorch's convolution is
+written as a layer without an op has it: channels in front of the grid, and back. Floor: x read and out written once at
+the bandwidth of a large copy measured in the same run; with backward also dout and x read and dx written, 5/2 of that.
+Times are medians over rotating copies of the inputs, as `measuring.py` says: CUDA graph replays, plain launches beside
+them. Before anything is timed, output and gradients of ours are compared with float64, at a small batch; the budget is
+the error of PyTorch's in bf16, twice for the output, three times for gradients, in the mean. If one exceeds it, the
+exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from columns import Column, Row, measure, results, run_checks
+from measuring import (
+    copy_bandwidth,
+    device_slug,
+    environment,
+    format_table,
+    open_device,
+    release_memory,
+    write_csv,
+)
+from torch import Tensor
+
+from headmix_vision.ops import grid_conv
+
+DTYPE = torch.bfloat16
+GATE_BATCH = 2
+CONVOLUTIONS = {2: F.conv2d, 3: F.conv3d}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """B images or clips of a grid of tokens with C channels; ``group`` is "cpe" or "hih"."""
+
+    name: str
+    batch: int
+    grid: tuple[int, ...]
+    channels: int
+    group: str = "cpe"
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def options(self) -> dict[str, bool]:
+        return {"residual": self.group == "cpe", "silu": self.group == "hih"}
+
+    @property
+    def floor_bytes(self) -> int:
+        """What is moved forward."""
+        return 2 * self.batch * self.tokens * self.channels * DTYPE.itemsize
+
+    def tiny(self) -> Shape:
+        return replace(self, batch=2, grid=tuple(min(5, size) for size in self.grid), channels=24)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("deit_s_224", 128, (14, 14), 384),
+        Shape("deit_s_512", 32, (32, 32), 384),
+        Shape("dit_xl_256", 64, (16, 16), 1152),
+        Shape("hih_deit_s", 128, (14, 14), 384, "hih"),
+        Shape("video", 64, (8, 8, 8), 192),
+        Shape("hih_video", 64, (8, 8, 8), 192, "hih"),
+        Shape("wan", 1, (21, 30, 52), 1536),
+    )
+}
+
+
+def make(shape: Shape, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """The tokens, for "hih" a part of a packed projection, the weight, and for "cpe" a bias."""
+    normal = partial(torch.randn, generator=generator, device=generator.device)
+    parts, C = 3 if shape.group == "hih" else 1, shape.channels
+    packed = normal(shape.batch, shape.tokens, parts * C, dtype=DTYPE)
+    weight = normal(C, 1, *[3] * len(shape.grid)) / 3 ** (len(shape.grid) / 2)
+    inputs = (packed[..., -C:], weight, *([normal(C)] if shape.group == "cpe" else []))
+    return tuple(x.detach().requires_grad_() for x in inputs)
+
+
+def run_ours(shape: Shape, *inputs: Tensor) -> Tensor:
+    return grid_conv(*inputs, grid=shape.grid, **shape.options)
+
+
+def run_pytorch(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """With every step in the type of the tokens."""
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    images = x.transpose(1, 2).unflatten(2, shape.grid)
+    out = CONVOLUTIONS[len(shape.grid)](images, weight, bias, padding=1, groups=x.shape[2])
+    out = out.flatten(2).transpose(1, 2)
+    out = x + out if shape.options["residual"] else out
+    return F.silu(out) if shape.options["silu"] else out
+
+
+@lru_cache
+def _compiled() -> Any:
+    return torch.compile(run_pytorch, dynamic=False)
+
+
+def run_compiled(shape: Shape, *inputs: Tensor) -> Tensor:
+    out: Tensor = _compiled()(shape, *inputs)
+    return out
+
+
+COLUMNS = {
+    "cuda": (
+        Column("ours", make, run_ours, ours=True),
+        Column("pytorch", make, run_pytorch),
+        Column("compiled", make, run_compiled),
+    ),
+    "cpu": (Column("ours", make, run_ours, ours=True), Column("pytorch", make, run_pytorch)),
+}
+
+
+def check_shape(shape: Shape, device: torch.device, run: Any = run_ours) -> list[str]:
+    """One line for each result that misses its budget, at a small batch."""
+    small = replace(shape, batch=min(shape.batch, GATE_BATCH))
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = make(small, generator)
+    grad = torch.randn(inputs[0].shape, generator=generator, device=device, dtype=DTYPE)
+    exact = results(partial(run_pytorch, small), [x.double() for x in inputs], grad.double())
+    eager, found = (results(partial(f, small), inputs, grad) for f in (run_pytorch, run))
+    failures = []
+    for what, x, y, reference in zip(("out", "dx", "dweight", "dbias"), found, eager, exact, strict=False):
+        error, budget = ((z.double() - reference).abs().mean().item() for z in (x, y))
+        factor = 2 if what == "out" else 3
+        if not error <= factor * budget:
+            failures.append(f"{shape.name}: mean error of {what} is {error:.2e}, allowed {factor} x {budget:.2e}")
+    return failures
+
+
+def time_shape(shape: Shape, device: torch.device, bandwidth: float, limit_ms: float) -> tuple[list[Row], list[str]]:
+    """A CSV row for each column, and the notes."""
+    floor_ms, rows, notes = shape.floor_bytes / bandwidth * 1e3, [], []
+    for column in COLUMNS[device.type]:
+        found, reason = measure(shape, column, device, limit_ms)
+        release_memory()
+        notes += [f"{shape.name}, {column.name}: {reason}"] if reason else []
+        rows.append(
+            {
+                "shape": shape.name,
+                "group": shape.group,
+                "batch": shape.batch,
+                "grid": "x".join(map(str, shape.grid)),
+                "channels": shape.channels,
+                "column": column.name,
+                "forward_floor_ms": floor_ms,
+                "forward_ms": found["forward"],
+                "forward_launched_ms": found["forward_launched"],
+                "forward_backward_floor_ms": floor_ms * 5 / 2,
+                "forward_backward_ms": found["both"],
+                "forward_backward_launched_ms": found["both_launched"],
+                "peak_mib": found["peak_mib"],
+            }
+        )
+    return rows, notes
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print times in us, each with how many times the floor it is."""
+
+    def cell(row: Row, name: str, kind: str = "") -> str:
+        ms = row[f"{name}{kind}_ms"]
+        return "-" if ms is None else f"{ms * 1e3:.1f} ({ms / row[f'{name}_floor_ms']:.2f}x)"
+
+    header = ("shape", "column", "forward us", "with backward us", "launched us", "launched with backward us")
+    table = [
+        [row["shape"], row["column"]]
+        + [cell(row, name, kind) for kind in ("", "_launched") for name in ("forward", "forward_backward")]
+        for row in rows
+    ]
+    print(format_table(header, table))
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES))
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--tiny", action="store_true", help="small versions of the shapes")
+    parser.add_argument("--out", type=Path, help="folder of the CSV; default docs for a whole run on CUDA")
+    parser.add_argument("--limit_ms", type=float, default=150, help="skip what takes longer for one call")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    device = open_device(arguments.device)
+    shapes = [SHAPES[name].tiny() if arguments.tiny else SHAPES[name] for name in arguments.shapes]
+    torch._dynamo.config.recompile_limit = 64  # one function compiles every shape
+    facts = environment(device)
+    print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
+    run_checks(partial(check_shape, device=device), shapes, jobs=1)
+    print(f"correct: ours at {len(shapes)} shapes, all gradients")
+    bandwidth = copy_bandwidth(device)
+    print(f"copy: {bandwidth / 1e12:.3g} TB/s")
+    rows: list[Row] = []
+    for shape in shapes:
+        found, notes = time_shape(shape, device, bandwidth, arguments.limit_ms)
+        rows += found
+        print(*notes, *[f"{shape.name} done"], sep="\n", flush=True)
+    print_rows(rows)
+    whole = len(shapes) == len(SHAPES) and not arguments.tiny and device.type == "cuda"
+    out = arguments.out or (Path("docs") if whole else None)
+    if out is not None:
+        path = out / f"conv_{device_slug(facts['device'])}.csv"
+        write_csv(path, [row | {"copy_tb_per_s": bandwidth / 1e12, "dtype": "bfloat16"} | facts for row in rows])
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
