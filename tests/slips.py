@@ -45,6 +45,8 @@ SCORES = "tests/evaluation/test_scores.py -k without_options or antialiasing"
 RUNS, SAMPLING = "tests/runs/test_runs.py -k as_it_was_trained", "tests/sampling/test_sample.py -k another_seed"
 ATOMIC = "tests/test_atomic.py"
 IHA, MEA = "tests/layers/test_interleaved_heads.py", "tests/layers/test_explicit_heads.py"
+CONV, CONV_OP = "tests/layers/test_grid_convolution.py", "tests/ops/test_grid_conv.py -k gradients"
+CONV_KERNELS = "tests/ops/test_grid_conv_triton.py -k channels"
 WINDOW, DEPTH = "tests/ops/test_token_window.py", "tests/models/test_depth.py"
 MIX_NAMES = "tests/models/test_zoo.py -k names or published or decay"
 PROCESSES, FIT = "tests/training/test_processes.py -k one_rank", "tests/training/test_fit.py -k seed"
@@ -320,7 +322,12 @@ SLIPS = [
         "self.mix.repeat(1, self.queries_per_head, 1)",
         MEA,
     ),
-    Slip("hooks of a projection act", "layers/attention.py", " and not any(hooks)", "", MEA),
+    Slip("hooks of a projection act", "layers/bare_modules.py", " and not any(hooks)", "", MEA),
+    Slip(
+        "hooks of a convolution act", "layers/grid_convolution.py", "if is_bare(conv, *CONVOLUTIONS)", "if True", CONV
+    ),
+    Slip("input gradients flip the kernel", "ops/grid_conv/triton_impl.py", "flip=True", "flip=False", CONV_KERNELS),
+    Slip("weight gradients of clips", "ops/grid_conv/torch_impl.py", "max(0, -shift)", "max(0, shift)", CONV_OP),
     Slip(
         "places weigh as one token",
         "layers/cores/linear.py",
