@@ -73,6 +73,19 @@ def test_grids_and_extents(grid, extents):
     check(TokenGrid(grid, 2), extents, 128, silu=True)
 
 
+def test_one_layout_with_each_type_of_weights():
+    """Launches are kept by layout: another type of weights and bias is another kernel."""
+    inputs, d_out = make(VIDEO, (3, 3, 3), 72)
+    inputs = [inputs[0], *(y.to(BF16).float() for y in inputs[1:])]
+    op = grid_conv_call(VIDEO, "triton", silu=True)
+    expected = run(op, inputs, d_out)
+    for dtype in (BF16, torch.float64):
+        found = run(op, [inputs[0], *(y.to(dtype) for y in inputs[1:])], d_out)
+        assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
+    found = run(op, inputs[:2], d_out)[0]
+    assert torch.equal(found, grid_conv(*inputs[:2], torch.zeros(72, device="cuda"), grid=VIDEO, silu=True))
+
+
 @pytest.mark.parametrize("silu", [False, True])
 def test_repeated_backward_is_bit_equal_in_poisoned_memory(silu):
     """Under deterministic algorithms torch fills fresh memory with NaN."""

@@ -39,9 +39,8 @@ def _forward(
         if prefix:
             out[:, :first] = F.silu(x[:, :first]) if silu else x[:, :first]
         with torch.cuda.device_of(x):
-            launch.conv(
-                x[:, first:], launch.taps_first(weight), bias, None, out[:, first:], planes, residual, silu
-            )  # fmt: skip
+            taps = launch.taps_first(weight)
+            launch.conv(x[:, first:], taps, bias, None, out[:, first:], planes, residual, silu)
     return out
 
 

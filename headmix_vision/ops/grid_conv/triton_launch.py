@@ -84,7 +84,11 @@ def taps_first(weight: Tensor) -> Tensor:
 
 
 @planned
-def _conv(x: Layout, d_out: Layout, out: Layout, planes: Planes, residual: bool, silu: bool, flip: bool) -> Launch:
+def _conv(
+    x: Layout, d_out: Layout, out: Layout, bias: torch.dtype | None, planes: Planes, residual: bool, silu: bool,
+    flip: bool,
+) -> Launch:  # fmt: skip
+    """Plan a launch; it is compiled for each type of the bias."""
     B, _, C = x.shape
     segments, tiles, constants = planes.tiling(x.dtype)
     align = alignment(x, d_out, out)
@@ -99,8 +103,9 @@ def conv(
     residual: bool = False, silu: bool = False, flip: bool = False,
 ) -> None:  # fmt: skip
     """Fill ``out`` [B, N, C], of contiguous channels, from ``x``; see the kernel for ``d_out``."""
-    gradient = layout(out if d_out is None else d_out)
-    _conv(layout(x), gradient, layout(out), planes, residual, silu, flip)(x, taps, bias, d_out, out)
+    layouts = layout(x), layout(out if d_out is None else d_out), layout(out)
+    launch = _conv(*layouts, None if bias is None else bias.dtype, planes, residual, silu, flip)
+    launch(x, taps, bias, d_out, out)
 
 
 class WeightPlan(NamedTuple):
@@ -113,6 +118,7 @@ class WeightPlan(NamedTuple):
 
 @planned
 def _weight_gradient(d_out: Layout, x: Layout, planes: Planes, weight: torch.dtype, bias: torch.dtype) -> WeightPlan:
+    """Plan the launches; they are compiled for each type of the weight and of the bias."""
     B, _, C = x.shape
     segments, tiles, constants = planes.tiling(x.dtype)
     items = B * segments
