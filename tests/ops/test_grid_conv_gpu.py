@@ -81,9 +81,12 @@ def test_one_layout_with_each_type_of_weights():
     expected = run(op, inputs, d_out)
     for dtype in (BF16, torch.float64):
         found = run(op, [inputs[0], *(y.to(dtype) for y in inputs[1:])], d_out)
-        assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
-    found = run(op, inputs[:2], d_out)[0]
-    assert torch.equal(found, grid_conv(*inputs[:2], torch.zeros(72, device="cuda"), grid=VIDEO, silu=True))
+        assert all(map(torch.equal, found[:2], expected[:2]))
+        for gradient, reference in zip(found[2:], expected[2:], strict=True):
+            assert gradient.dtype is dtype
+            torch.testing.assert_close(gradient, reference.to(dtype))
+    x, weight, bias = inputs
+    assert torch.equal(op(x, weight), op(x, weight, torch.zeros_like(bias)))
 
 
 @pytest.mark.parametrize("silu", [False, True])
