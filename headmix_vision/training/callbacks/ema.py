@@ -5,10 +5,12 @@ from typing import cast
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from headmix_vision.errors import InputError
+
+_Tensors = tuple[list[Tensor], list[Tensor]]
 
 
 def ema_decay(num_updates: int, decay: float) -> float:
@@ -30,22 +32,28 @@ class WarmedUpAverage(AveragedModel):
     def __init__(self, module: nn.Module, decay: float) -> None:
         super().__init__(module, use_buffers=True)
         self.decay = decay
+        self._pairs: tuple[_Tensors, _Tensors] | None = None
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Brings the average closer to the model, and copies integer buffers."""
+        """Brings the average closer to the model, always the same one, and copies integer buffers."""
+        if self._pairs is None:  # finding tensors in their modules takes the host longer than all the rest
+            self._pairs = _tensors(self.module), _tensors(model)
+        (averages, integers), (currents, current_integers) = self._pairs
         count = int(self.n_averaged)
-        weight = 1 - ema_decay(count, self.decay)
-        averages = [*self.module.parameters(), *self.module.buffers()]
-        currents = [*model.parameters(), *model.buffers()]
-        pairs = list(zip(averages, currents, strict=True))
-        followed = [pair for pair in pairs if count and pair[0].is_floating_point()]
-        copied = [pair for pair in pairs if not count or not pair[0].is_floating_point()]
-        if followed:
-            torch._foreach_lerp_([a for a, _ in followed], [c for _, c in followed], weight)
-        if copied:
-            torch._foreach_copy_([a for a, _ in copied], [c for _, c in copied])
+        if count:
+            torch._foreach_lerp_(averages, currents, 1 - ema_decay(count, self.decay))
+        else:
+            torch._foreach_copy_(averages, currents)
+        if integers:
+            torch._foreach_copy_(integers, current_integers)
         self.n_averaged += 1
+
+
+def _tensors(module: nn.Module) -> _Tensors:
+    """Returns the parameters and buffers of a module: floating point ones, and others."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return [x for x in tensors if x.is_floating_point()], [x for x in tensors if not x.is_floating_point()]
 
 
 class EmaWithWarmup(WeightAveraging):
