@@ -114,7 +114,10 @@ class BaseModule(LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Sets the learning rate of this step and the random numbers of this batch."""
         self.schedule.step_update(self.trainer.global_step)
-        torch.manual_seed(self.batch_seed(batch_idx, _STEP))
+        seed = self.batch_seed(batch_idx, _STEP)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every kind of device, also absent ones
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def batch_seed(self, batch_idx: int, stream: int) -> int:
         """Returns the seed of one stream of random numbers in a training batch of this process."""
