@@ -17,6 +17,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 
 _STEP = 0  # stream of random numbers
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # optimizers that have fused kernels for GPUs
 
 
 def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int, steps_per_epoch: float) -> Scheduler:
@@ -33,6 +34,16 @@ def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int
         updates_per_epoch=1,
     )
     return schedule
+
+
+def place_steps(optimizer: Optimizer) -> None:
+    """Puts the counts of steps of a checkpoint where the optimizer reads them: it may have been fused there or not."""
+    for group in optimizer.param_groups:
+        on_device = group["fused"] or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:
+                state["step"] = state["step"].to(parameter.device if on_device else "cpu")
 
 
 class BaseModule(LightningModule):
@@ -83,6 +94,10 @@ class BaseModule(LightningModule):
             raise InputError(
                 f"optimizer {config.opt} cannot be made with optimizer.args={config.args}: {error}"
             ) from error
+        if type(optimizer) in _FUSED and self.device.type == "cuda":
+            for group in optimizer.param_groups:
+                if group["fused"] is group["foreach"] is None:
+                    group["fused"] = True
         self._param_group_options = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
@@ -99,6 +114,8 @@ class BaseModule(LightningModule):
         for group, options in zip(optimizer.param_groups, self._param_group_options, strict=True):
             group.pop("initial_lr", None)
             group.update(options)
+        if type(optimizer) in _FUSED:
+            place_steps(optimizer)
         total_steps = self.trainer.estimated_stepping_batches
         if not 0 < total_steps < math.inf:
             raise InputError("the schedule needs the length of the run: set trainer.max_epochs or trainer.max_steps")

@@ -100,6 +100,24 @@ def test_numbers_on_a_device_are_read_while_it_works_on_the_next_step(monkeypatc
         stop.on_before_optimizer_step(trainer, module, optimizer)
 
 
+def test_fused_optimizers_leave_a_bad_step_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On a device the optimizer steps before the numbers are read."""
+    monkeypatch.setattr(Later, "is_here", False)
+    monkeypatch.setattr(ImageClassifier, "training_step", poison_gradient(1, 2))
+    original, optimizers = ImageClassifier.configure_optimizers, []
+    monkeypatch.setattr(
+        ImageClassifier, "configure_optimizers", lambda self: optimizers.append(original(self)) or optimizers[0]
+    )
+    config = write_config(tmp_path / "tiny.yaml", model__optimizer={"args": {"fused": True}})
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 1
+    assert "epoch 1, step 4, batch 3" in capfd.readouterr().err
+    for parameter, state in optimizers[0].state.items():
+        assert all(x.isfinite().all() for x in (parameter, *state.values()))
+        assert state["step"] == 4
+
+
 def test_weights_that_are_not_finite_are_not_saved() -> None:
     module: Any = torch.nn.Linear(1, 1)
     module.weight.data.fill_(float("inf"))

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from headmix_vision.training.base_module import BaseModule
+from headmix_vision.training.base_module import BaseModule, place_steps
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.classification_metrics import ClassificationMetrics
 from headmix_vision.training.classifier import ImageClassifier
@@ -198,3 +198,25 @@ def test_the_average_keeps_steps_that_half_precision_would_lose() -> None:
     assert average.dtype == torch.float32
     # forty roundings of float32; one rounding of bfloat16 is a hundred steps of this size
     torch.testing.assert_close(average.detach().double(), expected, rtol=0, atol=3e-6)
+
+
+def test_optimizers_on_a_gpu_are_fused_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageClassifier, "device", torch.device("cuda"))
+
+    def fused(opt: str, **args: bool) -> set[bool | None]:
+        optimizer: Any = classifier(optimizer=OptimizerConfig(opt, args=args)).configure_optimizers()
+        return {group.get("fused") for group in optimizer.param_groups}
+
+    assert fused("adamw") == fused("sgd") == fused("adamw", fused=True) == {True}
+    assert fused("adamw", fused=False) == {False}
+    assert fused("adamw", foreach=True) == fused("lamb") == {None}
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (None, "cpu")])
+def test_counts_of_steps_lie_where_the_resumed_optimizer_reads_them(fused: bool | None, device: str) -> None:
+    """On the device of the weights if it is fused; another one would wait for the device at every step."""
+    weight = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    optimizer.state[weight] = {"step": torch.zeros(())}
+    place_steps(optimizer)
+    assert optimizer.state[weight]["step"].device.type == device
