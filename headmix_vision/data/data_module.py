@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning
+import torch
 from lightning.fabric.utilities.data import suggested_max_num_workers
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from headmix_vision.checks import check_counts, check_numbers
@@ -106,6 +108,7 @@ class DataModule(lightning.LightningDataModule):
         self.seed = seed
         self.max_unreadable = max_unreadable
         self.repeats = repeats
+        self._copies: torch.cuda.Stream | None = None
 
     @abstractmethod
     def sample_shape(self, net: Any) -> tuple[int, ...]:
@@ -176,6 +179,21 @@ class DataModule(lightning.LightningDataModule):
     def test_dataloader(self) -> DataLoader[Any]:
         """Every test sample once, in order."""
         return self._eval_dataloader("test")
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Copy a batch; to a GPU on a stream of its own, while the GPU still computes the step before."""
+        if device.type != "cuda":
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._copies):
+            copied = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(self._copies)
+        for part in copied:
+            if isinstance(part, Tensor):
+                part.record_stream(computing)  # its memory is not the next batch's before the step is done with it
+        return copied
 
     def state_dict(self) -> dict[str, Any]:
         """The class names, so that a checkpoint can name its classes without the data."""
