@@ -183,8 +183,8 @@ SLIPS = [
     Slip(
         "one rank's interrupt stops all",
         "training/callbacks/graceful_interrupt.py",
-        "Later(sum_of_processes(trainer, asked))",
-        "Later(asked)",
+        "read(sum_of_processes(trainer, asked))",
+        "read(asked)",
         PROCESSES,
     ),
     # diffusion

@@ -32,6 +32,19 @@ class Later:
         return self._copy
 
 
+class Latest:
+    """Reads a tensor that changes from time to time: on a CPU as it is, of a device as it was the time before."""
+
+    def __init__(self) -> None:
+        self._sent: Later | None = None
+
+    def read(self, tensor: Tensor) -> Tensor | None:
+        """Sends for the tensor; returns the newest copy that is not waited for, None the first time on a device."""
+        earlier, self._sent = self._sent, Later(tensor)
+        known = self._sent if self._sent.is_here else earlier
+        return None if known is None else known.get()
+
+
 def sum_of_processes(trainer: Trainer, tensor: Tensor) -> Tensor:
     """Adds up a tensor of all processes, in place and in the order of the device's work.
 

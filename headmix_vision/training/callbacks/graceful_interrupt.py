@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint, can_resume_after_batch
-from headmix_vision.training.later import Later, sum_of_processes
+from headmix_vision.training.later import Latest, sum_of_processes
 from headmix_vision.training.signals import InterruptRequest
 
 
@@ -31,7 +31,7 @@ class GracefulInterrupt(Callback):
         self.last = last
         self.resume_command = resume_command
         self._last_step = 0
-        self._asked: Later | None = None
+        self._asked = Latest()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the signals back from Lightning."""
@@ -47,7 +47,9 @@ class GracefulInterrupt(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes signals from here on, to act upon them between two steps."""
-        self._last_step, self._asked = trainer.global_step, None
+        self._last_step, self._asked = trainer.global_step, Latest()
+        # Lightning's processes ask at every step whether its own handler has run, and wait for the device to answer
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         self.request.deferred = True
         self.request.install()
 
@@ -91,9 +93,8 @@ class GracefulInterrupt(Callback):
         if trainer.world_size == 1:
             return self.request.signum is not None
         asked = torch.full((), float(self.request.signum is not None), device=trainer.strategy.root_device)
-        earlier, self._asked = self._asked, Later(sum_of_processes(trainer, asked))
-        known = self._asked if self._asked.is_here else earlier
-        return known is not None and known.get().item() > 0
+        known = self._asked.read(sum_of_processes(trainer, asked))
+        return known is not None and known.item() > 0
 
     def _requested(self, trainer: Trainer) -> bool:
         return trainer.strategy.reduce_boolean_decision(self.request.signum is not None, all=False)

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from headmix_vision.console.progress import Advance, duration, progress
 from headmix_vision.training.base_module import BaseModule
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
+from headmix_vision.training.later import Latest
 
 
 class ModelSize(Callback):
@@ -126,16 +127,21 @@ class EvaluationLines(Callback):
 
 
 class ImagesPerSecondBar(TQDMProgressBar):
-    """Adds to Lightning's progress bar how many images all devices train per second in this epoch."""
+    """Adds to Lightning's progress bar the loss, and how many images all devices train per second in this epoch.
+
+    The bar does not wait for the device: the loss of a GPU is that of the time before at which the bar was drawn.
+    """
 
     def __init__(self, refresh_rate: int = 10) -> None:
         super().__init__(refresh_rate=refresh_rate)
         self._start_s = 0.0
         self._images = 0
+        self._loss = Latest()
 
     def on_train_start(self, *args: Any) -> None:
         """Starts the clock: an epoch that goes on from its middle has no start of its own."""
         super().on_train_start(*args)
+        self._loss = Latest()
         self._start_s, self._images = time.monotonic(), 0
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -157,7 +163,8 @@ class ImagesPerSecondBar(TQDMProgressBar):
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         if trainer.training and isinstance(pl_module, BaseModule) and pl_module.step_loss is not None:
-            metrics["loss"] = float(pl_module.step_loss)  # only where the bar is drawn: reading waits for the device
+            loss = self._loss.read(pl_module.step_loss)
+            metrics |= {} if loss is None else {"loss": float(loss)}
         if trainer.training and self._images:
             metrics["images/s"] = f"{self._images / (time.monotonic() - self._start_s):.0f}"
         return metrics
