@@ -6,18 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from headmix_vision.data.generation import GenerationData
 from headmix_vision.training.classifier import ImageClassifier
-from headmix_vision.training.generator import ImageGenerator
 
-from . import gen_helpers, helpers
+from . import helpers
+from .test_waits import CASES
 
 pytestmark = pytest.mark.gpu
-DDPM = {"kind": "ddpm", "learned_variance": True}
-CASES = {
-    "classifier": (helpers, ImageClassifier, {}),
-    "flow": (gen_helpers, ImageGenerator, {}),
-    "ddpm": (gen_helpers, ImageGenerator, {"model__objective": DDPM}),
-}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,9 +40,10 @@ def test_steps_do_not_wait_for_the_device(case: str, tmp_path: Path, monkeypatch
 def test_bad_step_is_in_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    original = ImageClassifier.training_step
+    original, modules = ImageClassifier.training_step, []
 
     def poisoned(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+        modules.append(self)
         return original(self, batch, batch_idx) * (float("nan") if self.trainer.global_step == 4 else 1)
 
     monkeypatch.setattr(ImageClassifier, "training_step", poisoned)
@@ -56,4 +52,17 @@ def test_bad_step_is_in_no_checkpoint(
     assert "epoch 1, step 4, batch 2, 3 (rank 0" in capfd.readouterr().err
     last = helpers.load(tmp_path / "run" / "checkpoints" / "last.ckpt")
     assert last["global_step"] == 4
-    assert all(value.isfinite().all() for value in last["current_model_state"].values())
+    in_memory = modules[-1].state_dict()  # the optimizer is fused
+    assert all(x.isfinite().all() for state in (last["current_model_state"], in_memory) for x in state.values())
+
+
+def test_batches_arrive_whole_while_the_device_computes() -> None:
+    """Each is copied beside the step before, in whose memory it may lie only when that step is done."""
+    data, sums = GenerationData(), []
+    for number in range(8):
+        batch = torch.full((64, 4, 64, 64), float(number)).pin_memory(), torch.full((64,), number).pin_memory()
+        images, labels = data.transfer_batch_to_device(batch, torch.device("cuda", 0), 0)
+        torch.cuda._sleep(20_000_000)
+        sums.append(torch.stack([images.mean(), labels.float().mean()]))
+        del images, labels
+    assert torch.stack(sums).tolist() == [[number, number] for number in range(8)]
