@@ -94,8 +94,10 @@ class BaseModule(LightningModule):
             raise InputError(
                 f"optimizer {config.opt} cannot be made with optimizer.args={config.args}: {error}"
             ) from error
-        if type(optimizer) in _FUSED and self.device.type == "cuda":
-            for group in optimizer.param_groups:
+        if type(optimizer) in _FUSED:
+            # Lightning does not clip for optimizers that could undo a gradient scaler themselves; let it do both
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+            for group in optimizer.param_groups if self.device.type == "cuda" else ():
                 if group["fused"] is group["foreach"] is None:
                     group["fused"] = True
         self._param_group_options = [
