@@ -7,11 +7,11 @@ import os
 import shlex
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from flat_stop import is_flat
 from measuring import release_memory, time_calls
 from training_runs import FINISHED, REPOSITORY, RunFailed, read_curve, run_script, train
 
@@ -25,7 +25,7 @@ from headmix_vision.runs.networks import create_generator
 CONFIG = "benchmarks/moving_digits.yaml"
 JUDGE = "headmix_vision/models/weights/deit_mhla_digits.safetensors"
 LEARNED_PERCENT = 50.0  # of clips that move as their class says: a model below it has not learned
-SHORT = 0.2  # of the steps of the softmax model
+SHORT = 0.2  # of the steps
 WHOLE, WINDOWS, FORWARD, STEP = "whole", "windows", "forward", "step"
 TIMED_CLIPS = 32  # of a forward pass: with 8, those of 64 frames leave an H200 idle
 REAL, TEACHER = "real clips", "softmax"
@@ -34,8 +34,8 @@ REAL, TEACHER = "real clips", "softmax"
 class Model(NamedTuple):
     """What is trained for a row.
 
-    `options` are arguments of the network beyond its core's. `budget` is `full`, until the loss is flat; `short`, a
-    fifth of the softmax model's steps; or `distilled`, as many, after the softmax model.
+    `options` are arguments of the network beyond its core's. `budget` is `full`, all steps; `short`, a fifth of them;
+    or `distilled`, as many, after the softmax model.
     """
 
     core: str
@@ -144,7 +144,7 @@ class Runs:
     def _training(self, row: str, seed: int) -> list[object]:
         """Everything that the weights of a run depend on."""
         given, budget = self.arguments, MODELS[row].budget
-        own = [self.config, *self.options(row, seed), given.steps, given.min_steps]
+        own = [self.config, *self.options(row, seed), given.steps]
         return own if budget == "full" else [*own, budget, SHORT, *self.options(TEACHER, seed)]
 
     def directory(self, row: str, seed: int) -> Path:
@@ -169,17 +169,12 @@ class Runs:
             options: list[object] = []
             if (run / FINISHED).exists():
                 return run
-            if MODELS[row].budget == "full":
-                stop = {"class_path": "benchmarks.flat_stop.StopWhenFlat"}
-                stop |= {"init_args": {"min_steps": self.arguments.min_steps}}
-                options += ["--trainer.callbacks", json.dumps([stop])]
-            else:
-                teacher = self.train(TEACHER, seed)
-                steps = max(1, int(SHORT * trained_steps(teacher)))
-                if MODELS[row].budget == "distilled":
-                    script = "-m headmix_vision.distill"
-                    place = os.path.relpath(teacher, REPOSITORY)  # the same on another machine
-                    options += ["--model.teacher", place, "--model.distill_steps", steps // 2]
+            if MODELS[row].budget != "full":
+                steps = max(1, int(SHORT * steps))
+            if MODELS[row].budget == "distilled":
+                script = "-m headmix_vision.distill"
+                teacher = os.path.relpath(self.train(TEACHER, seed), REPOSITORY)  # the same on another machine
+                options += ["--model.teacher", teacher, "--model.distill_steps", steps // 2]
             options = [*self.options(row, seed), *options, "--trainer.max_steps", steps]
             try:
                 train(script, CONFIG, run, options, **self.how)
@@ -289,6 +284,17 @@ def keep_weights(run: Path) -> None:
 def trained_steps(run: Path) -> int:
     """Optimizer steps of a run."""
     return int(read_checkpoint(run / LAST)["global_step"])
+
+
+def is_flat(losses: Mapping[int, float]) -> bool:
+    """Tell whether the last loss is less than 2 % below that of a tenth of the run before.
+
+    Args:
+        losses: Validation losses by their steps; the last one at or before nine tenths of the run is compared.
+    """
+    last = max(losses)
+    earlier = [step for step in losses if step <= 0.9 * last]
+    return bool(earlier) and losses[last] > 0.98 * losses[max(earlier)]
 
 
 def _name(row: str) -> str:
