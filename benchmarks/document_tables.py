@@ -99,21 +99,44 @@ def digits() -> str:
     return markdown_table(["attention", "CPE", "last epoch", "best epoch"], lines)
 
 
-def head_mixes(task: str) -> str:
-    """Each core alone and under each mix at the rate that was chosen for it, with differences of means."""
+def accuracies(task: str, core: str, mix: str, full_mlp: bool) -> list[float]:
+    """Top-1 of `compare_head_mixes.py` over seeds, at the rate that was chosen."""
+    rows = [row for row in read("head_mixes", task=task, core=core, mix=mix) if row["dataset"] != "digits-tuning"]
+    rows = [row for row in rows if (row["mlp_ratio"] == "4.0") is full_mlp]
+    rates = {rate: [row for row in rows if row["rate"] == rate] for rate in {row["rate"] for row in rows}}
+    return numbers(max(rates.values(), key=len), "test_top1_percent")  # only the chosen one has all seeds
 
-    def scores(core: str, mix: str, full_mlp: bool) -> list[float]:
-        rows = [row for row in read("head_mixes", task=task, core=core, mix=mix) if row["dataset"] != "digits-tuning"]
-        rows = [row for row in rows if (row["mlp_ratio"] == "4.0") is full_mlp]
-        rates = {rate: [row for row in rows if row["rate"] == rate] for rate in {row["rate"] for row in rows}}
-        return numbers(max(rates.values(), key=len), "test_top1_percent")  # only the chosen one has all seeds
 
+def attentions() -> str:
+    """The cores side by side: cost, time at two lengths, accuracy on two tasks."""
+    columns = {"softmax": "cudnn_packed", "linear": "linear", "mhla": "auto"}
+    names = {
+        "softmax": "softmax (cuDNN)",
+        "linear": "linear (eager PyTorch)",
+        "mhla": "MHLA",
+        "hih": "Head-in-Head, r = 4",
+    }
     lines = []
     for core in CORES:
-        alone = scores(core, "plain", True)
+        times = []
+        for shape, hih_shape in (("deit", "n256"), ("k16", "n16384")):
+            found = read("hih_h200", shape=hih_shape, column="r4")
+            found = found if core == "hih" else read("mhla_h200", shape=shape, column=columns[core])
+            times.append(ms(found[0]["forward_backward_ms"]))
+        scores = [mean_and_deviation(accuracies(task, core, "plain", True), 1) for task in ("digits", "canvas")]
+        lines.append([names[core], "N²" if core == "softmax" else "N", *times, *scores])
+    header = ["attention", "cost", "128 images of 256 tokens", "2 of 16,384", "digits", "canvases"]
+    return markdown_table(header, lines)
+
+
+def head_mixes(task: str) -> str:
+    """Each core alone and under each mix at the rate that was chosen for it, with differences of means."""
+    lines = []
+    for core in CORES:
+        alone = accuracies(task, core, "plain", True)
         cells = [mean_and_deviation(alone)]
         for mix, full_mlp in (("iha", True), ("iha", False), ("mea", True)):
-            mixed = scores(core, mix, full_mlp)
+            mixed = accuracies(task, core, mix, full_mlp)
             gain = statistics.mean(mixed) - statistics.mean(alone)
             error = math.sqrt(sum(statistics.variance(sample) / len(sample) for sample in (mixed, alone)))
             cells.append(f"{mean_and_deviation(mixed)} ({gain:+.2f} ± {error:.2f})".replace("-", "−"))
@@ -273,6 +296,7 @@ def explicit_heads() -> str:
 DEIT_TITLES = [f"{size} px, batch {batch}, {mode}" for size, batch in ((224, 256), (512, 64))
                for mode in ("training", "inference")]  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
+    "attentions": attentions,
     "digits": digits,
     "head_mixes_digits": partial(head_mixes, "digits"),
     "head_mixes_canvas": partial(head_mixes, "canvas"),
