@@ -11,6 +11,7 @@ import lightning
 import torch
 from lightning.fabric.utilities.data import suggested_max_num_workers
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from headmix_vision.checks import check_counts, check_numbers
@@ -190,7 +191,7 @@ class DataModule(lightning.LightningDataModule):
             copied = super().transfer_batch_to_device(batch, device, dataloader_idx)
         computing = torch.cuda.current_stream(device)
         computing.wait_stream(self._copies)
-        for part in copied:
+        for part in tree_leaves(copied):
             if isinstance(part, Tensor):
                 part.record_stream(computing)  # its memory is not the next batch's before the step is done with it
         return copied

@@ -21,7 +21,7 @@ class GridConvolution(nn.Module):
     """Convolves the tokens depthwise on their grid.
 
     The convolution ``proj`` holds the weights, which :func:`headmix_vision.ops.grid_conv` applies; where it has hooks,
-    an adapter or another ``forward``, it is called.
+    an adapter, another ``forward``, or strides, dilations or a padding of its own, it is called.
 
     Args:
         dim: channels C.
@@ -29,6 +29,7 @@ class GridConvolution(nn.Module):
         kernel_size: odd extent of the kernel along each axis.
         bias: add a bias.
         silu: return SiLU of the result, of prefix tokens too.
+        impl: of :func:`headmix_vision.ops.grid_conv`.
 
     Shape:
         ``x`` [B, N, C] -> [B, N, C], for the N tokens of ``grid``. Prefix tokens are not convolved; each
@@ -45,19 +46,20 @@ class GridConvolution(nn.Module):
         kernel_size: int = 3,
         bias: bool = True,
         silu: bool = False,
+        impl: str = "auto",
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.silu = silu
+        self.silu, self.impl = silu, impl
         conv, padding = CONVOLUTIONS[num_axes - 1], kernel_size // 2
         self.proj = conv(dim, dim, kernel_size, padding=padding, groups=dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor | Sequence[Tensor], grid: TokenGrid) -> Any:
-        options = {"residual": self.residual, "silu": self.silu}
+        options: dict[str, Any] = {"residual": self.residual, "silu": self.silu, "impl": self.impl}
         if isinstance(x, (tuple, list)):
             count = range(len(x))  # torch.fx does not iterate over chunks
-            if is_bare(self.proj, *CONVOLUTIONS):
+            if _is_plain(self.proj):
                 assert self.proj.bias is None
                 weights = self.proj.weight.chunk(len(x))
                 return [_grid_conv(x[i], weights[i], None, grid, **options) for i in count]
@@ -71,17 +73,30 @@ class GridConvolution(nn.Module):
         return 2 * grid.repeats * grid.num_grid_tokens * weights
 
 
-def _convolve(x: Tensor, conv: nn.Module, grid: TokenGrid, residual: bool = False, silu: bool = False) -> Tensor:
-    if is_bare(conv, *CONVOLUTIONS):
-        return _grid_conv(x, cast(Tensor, conv.weight), cast("Tensor | None", conv.bias), grid, residual, silu)
+def _is_plain(conv: nn.Module) -> bool:
+    """Tell whether a convolution is its weight and bias alone, with zeros around the grid."""
+    if not is_bare(conv, *CONVOLUTIONS):
+        return False
+    options = cast(nn.Conv2d, conv)
+    centred = options.padding == tuple(extent // 2 for extent in options.kernel_size)
+    return centred and options.padding_mode == "zeros" and {*options.stride, *options.dilation} == {1}
+
+
+def _convolve(
+    x: Tensor, conv: nn.Module, grid: TokenGrid, residual: bool = False, silu: bool = False, impl: str = "auto"
+) -> Tensor:
+    if _is_plain(conv):
+        return _grid_conv(x, cast(Tensor, conv.weight), cast("Tensor | None", conv.bias), grid, residual, silu, impl)
     return convolve_grid(x, conv, grid, residual, silu)
 
 
 @torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
-def _grid_conv(x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool) -> Tensor:
-    if x.is_cuda and x.dtype is torch.float32 and torch.is_autocast_enabled("cuda"):
-        x = x.to(torch.get_autocast_dtype("cuda"))  # as the products that read the result would round it
-    return grid_conv(x, weight, bias, grid=grid, residual=residual, silu=silu)
+def _grid_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool, impl: str
+) -> Tensor:
+    if not residual and x.is_cuda and x.dtype is torch.float32 and torch.is_autocast_enabled("cuda"):
+        x = x.to(torch.get_autocast_dtype("cuda"))  # as convolutions do; what a residual adds keeps its digits
+    return grid_conv(x, weight, bias, grid=grid, residual=residual, silu=silu, impl=impl)
 
 
 class ConvPositionEncoding(GridConvolution):

@@ -17,7 +17,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 
 _STEP = 0  # stream of random numbers
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # optimizers that have fused kernels for GPUs
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)  # fused on GPUs; fused SGD fails on parameters without a first gradient
 
 
 def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int, steps_per_epoch: float) -> Scheduler:
@@ -98,7 +98,7 @@ class BaseModule(LightningModule):
             # Lightning does not clip for optimizers that could undo a gradient scaler themselves; let it do both
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
             for group in optimizer.param_groups if self.device.type == "cuda" else ():
-                if group["fused"] is group["foreach"] is None:
+                if group["fused"] is group["foreach"] is None and not group["differentiable"]:
                     group["fused"] = True
         self._param_group_options = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
@@ -134,9 +134,12 @@ class BaseModule(LightningModule):
         """Sets the learning rate of this step and the random numbers of this batch."""
         self.schedule.step_update(self.trainer.global_step)
         seed = self.batch_seed(batch_idx, _STEP)
+        if self.device.type not in ("cpu", "cuda"):
+            torch.manual_seed(seed)
+            return
         torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every kind of device, also absent ones
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def batch_seed(self, batch_idx: int, stream: int) -> int:
         """Returns the seed of one stream of random numbers in a training batch of this process."""

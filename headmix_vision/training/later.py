@@ -15,7 +15,7 @@ class Later:
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._copy = tensor.detach().to("cpu", non_blocking=True)  # into pinned memory
+        self._copy = tensor.detach().to("cpu", non_blocking=tensor.is_cuda)  # into pinned memory
         if tensor.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()

@@ -56,3 +56,21 @@ def test_what_is_put_on_a_convolution_is_called(name, double):
 def test_parts_are_convolved_as_the_whole():
     layer, x = LAYERS["silu"](), torch.randn(2, GRID.num_tokens, 6)
     torch.testing.assert_close(torch.cat(layer(list(x.chunk(3, -1)), GRID), -1), layer(x, GRID))
+
+
+def test_options_of_a_replaced_convolution_are_kept():
+    grid, x = TokenGrid((4, 5)), torch.randn(2, 20, 6)
+    layer = ConvPositionEncoding(6, 2)
+    for options in ({"padding": 2, "dilation": 2}, {"padding": 1, "padding_mode": "circular"}):
+        layer.proj = conv = nn.Conv2d(6, 6, 3, groups=6, **options)
+        expected = x + conv(x.mT.unflatten(2, (4, 5))).flatten(2).mT
+        torch.testing.assert_close(layer(x, grid), expected)
+
+
+def test_gradients_of_clips_do_not_depend_on_autocast():
+    layer, x = GridConvolution(6, 3), torch.randn(2, GRID.num_tokens, 6, requires_grad=True)
+    out = layer(x, GRID).sum()
+    (expected,) = torch.autograd.grad(out, x, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = torch.autograd.grad(out, x)
+    assert torch.equal(found, expected)

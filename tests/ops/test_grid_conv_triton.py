@@ -73,8 +73,19 @@ def test_strided_tensors():
     weight = weight.flip(-1).transpose(2, 3)
     expanded = torch.ones((), device=DEVICE, dtype=DTYPE).expand_as(x)
     tokens_first = d_out.transpose(0, 1).contiguous().transpose(0, 1)
-    for y, gradient in ((odd, expanded), (apart, tokens_first)):
+    biases = torch.randn(7, 2, device=DEVICE, dtype=DTYPE)[:, 0], bias[:1].expand(7)
+    for y, gradient, bias in ((odd, expanded, biases[0]), (apart, tokens_first, biases[1])):
         assert_agrees(SMALL, [y, weight, bias], gradient, silu=True)
+
+
+def test_a_number_that_is_none_reaches_the_taps_that_see_it_alone():
+    (x, weight, bias), d_out = make(SMALL, (3, 3), 5)
+    x = x.clone()
+    x[0, 5, 3] = float("inf")  # at the end of the first row, in the first column of no tap
+    found, expected = (
+        run(grid_conv_call(SMALL, impl), [x, weight, bias], d_out)[2] for impl in ("triton", "reference")
+    )
+    assert torch.equal(found.isfinite(), expected.isfinite())
 
 
 def test_what_surrounds_a_view_does_not_reach_in():

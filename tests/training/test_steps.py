@@ -207,9 +207,11 @@ def test_optimizers_on_a_gpu_are_fused_unless_told_otherwise(monkeypatch: pytest
         optimizer: Any = classifier(optimizer=OptimizerConfig(opt, args=args)).configure_optimizers()
         return {group.get("fused") for group in optimizer.param_groups}
 
-    assert fused("adamw") == fused("sgd") == fused("adamw", fused=True) == {True}
+    assert fused("adamw") == fused("adam") == fused("adamw", fused=True) == {True}
     assert fused("adamw", fused=False) == {False}
-    assert fused("adamw", foreach=True) == fused("lamb") == {None}
+    assert (
+        fused("adamw", foreach=True) == fused("adamw", differentiable=True) == fused("sgd") == fused("lamb") == {None}
+    )
 
 
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (None, "cpu")])

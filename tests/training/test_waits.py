@@ -1,5 +1,6 @@
 """Training steps read nothing that a device computes: on a CPU, where nothing is waited for, reads are counted."""
 
+import inspect
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -137,6 +138,7 @@ def test_lightning_does_not_ask_for_its_own_signals(monkeypatch: pytest.MonkeyPa
     trainer: Any = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     GracefulInterrupt(InterruptRequest()).on_train_start(trainer, lightning.LightningModule())
     loop: Callable[[], None] = trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
+    assert "_broadcast_sigterm_tensor" in inspect.getsource(type(trainer.fit_loop.epoch_loop).advance), "renamed"
     monkeypatch.setattr(torch, "tensor", ask)
     loop()
 

@@ -99,7 +99,10 @@ class HeadInHeadCore(AttentionCore):
         self.conv: GridConvolution | None = None
         if conv_size:
             axes = len(spec.grid.shape)
-            self.conv = GridConvolution(3 * heads * spec.head_dim, axes, conv_size, bias=False, silu=True, **factory)
+            conv_impl = impl if impl in ("torch", "reference") else "auto"
+            self.conv = GridConvolution(
+                3 * heads * spec.head_dim, axes, conv_size, bias=False, silu=True, impl=conv_impl, **factory
+            )
         self.mask = SubHeadMask(heads, num_sub_heads, dim if mask == "token" else None, **factory)
         self.beta = nn.Linear(dim, heads, **factory)
         self.decay = nn.Linear(dim, heads, bias=False, **factory)

@@ -51,7 +51,7 @@ def convolve_grid(
 def _convolve(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve [B, C, *shape] with zeros around the images."""
     learns = torch.is_grad_enabled() and (images.requires_grad or weight.requires_grad)
-    if images.ndim == 5 and learns and not is_transforming():
+    if images.ndim == 5 and learns and not images.is_cuda and not is_transforming():
         out: Tensor = _Clips.apply(images, weight)
         return out if bias is None else out + bias[:, None, None, None]
     padding = [extent // 2 for extent in weight.shape[2:]]
@@ -72,8 +72,9 @@ class _Clips(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
         clips, weight = ctx.saved_tensors
-        d_clips = _convolve(d_out, weight.flip(2, 3, 4), None) if ctx.needs_input_grad[0] else None
-        return d_clips, _gradient_of_weight(d_out, clips, weight) if ctx.needs_input_grad[1] else None
+        with autocast_off(d_out):
+            d_clips = _convolve(d_out, weight.flip(2, 3, 4), None) if ctx.needs_input_grad[0] else None
+            return d_clips, _gradient_of_weight(d_out, clips, weight) if ctx.needs_input_grad[1] else None
 
 
 def _gradient_of_weight(d_out: Tensor, clips: Tensor, weight: Tensor) -> Tensor:

@@ -22,17 +22,18 @@ def weight_gradient_kernel(
     tile = tl.program_id(0) // blocks // KH % tiles
     part = tl.program_id(0) // blocks // KH // tiles
     row, place = places(tile, tiles_w, BH, BW)
+    inside = (c < C) & (row < H) & (place < W)  # beyond the grid a gradient of zero could meet a number that is none
     totals = ()
     for _ in tl.static_range(KT * KW + 1):
         totals = totals + (tl.zeros((BH * BW, BC), tl.float32),)
     for item in range(part * per_part, tl.minimum(part * per_part + per_part, items)):
         b, first = (item // segments).to(tl.int64), item % segments * STEPS
-        gradients = load_planes(d_out + b * d_out_b * ALIGN + c, d_out_n, row, place, c < C, first, T, H, W, STEPS,
+        gradients = load_planes(d_out + b * d_out_b * ALIGN + c, d_out_n, row, place, inside, first, T, H, W, STEPS,
                                 ALIGN)  # fmt: skip
         added = ()
         for kw in tl.static_range(KW):
             planes = load_planes(x + b * x_b * ALIGN + c, x_n, row + kh - KH // 2, place + (kw - KW // 2) * REPEATS,
-                                 c < C, first - KT // 2, T, H, W, STEPS + KT - 1, ALIGN)  # fmt: skip
+                                 inside, first - KT // 2, T, H, W, STEPS + KT - 1, ALIGN)  # fmt: skip
             for kt in tl.static_range(KT):
                 total = totals[kw * KT + kt]
                 for i in tl.static_range(STEPS):

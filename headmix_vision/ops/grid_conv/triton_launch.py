@@ -103,6 +103,7 @@ def conv(
     residual: bool = False, silu: bool = False, flip: bool = False,
 ) -> None:  # fmt: skip
     """Fill ``out`` [B, N, C], of contiguous channels, from ``x``; see the kernel for ``d_out``."""
+    bias = None if bias is None else bias.contiguous()
     layouts = layout(x), layout(out if d_out is None else d_out), layout(out)
     launch = _conv(*layouts, None if bias is None else bias.dtype, planes, residual, silu, flip)
     launch(x, taps, bias, d_out, out)

@@ -1,6 +1,6 @@
 """Averages the weights while they are trained, with a warm-up of the decay."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -34,9 +34,16 @@ class WarmedUpAverage(AveragedModel):
         self.decay = decay
         self._pairs: tuple[_Tensors, _Tensors] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_pairs": None}  # a copy finds its own
+
+    def forget_tensors(self) -> None:
+        """Find the tensors again at the next update: they may have been replaced."""
+        self._pairs = None
+
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Brings the average closer to the model, always the same one, and copies integer buffers."""
+        """Brings the average closer to the model, the same one until `forget_tensors`, and copies integer buffers."""
         if self._pairs is None:  # finding tensors in their modules takes the host longer than all the rest
             self._pairs = _tensors(self.module), _tensors(model)
         (averages, integers), (currents, current_integers) = self._pairs
@@ -85,6 +92,11 @@ class EmaWithWarmup(WeightAveraging):
         """Moves the average to the device of the model, which `setup` copies before the strategy has moved it."""
         assert self._average_model is not None
         self._average_model.module.to(pl_module.device)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets the average look for the model's tensors again, some of which may be others now."""
+        assert isinstance(self._average_model, WarmedUpAverage)
+        self._average_model.forget_tensors()
 
     @property
     def average(self) -> LightningModule | None:

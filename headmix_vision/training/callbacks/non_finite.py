@@ -44,8 +44,8 @@ class StopOnNonFinite(Callback):
     On a CPU it does so before the optimizer step. A device is not waited for: its numbers are read while it works on
     the next step, before which the run ends. Whatever would keep the weights in between, a checkpoint, a validation or
     the end of the epoch, waits for them, and a checkpoint for the weights themselves: those on disk stay the last good
-    ones. So do weights and states in memory where the optimizer is fused, as it leaves a bad step out by itself; to
-    undo the step of another one would take a copy of them all.
+    ones. So do weights and states in memory of a fused Adam or AdamW, which leaves a bad step out by itself; to undo
+    the step of another optimizer would take a copy of them all.
 
     With float16 and a gradient scaler only the loss is checked: overflowing gradients are how the scaler finds its
     scale.
@@ -75,7 +75,8 @@ class StopOnNonFinite(Callback):
         norm = torch.nn.utils.get_total_norm(gradients).float().reshape(1)
         checked = losses if trainer.precision == "16-mixed" else torch.cat([losses, norm])
         bad = sum_of_processes(trainer, (~torch.isfinite(checked).all()).float().reshape(1))
-        if trainer.precision != "16-mixed" and all(group.get("fused") for group in optimizer.param_groups):
+        fused = isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
+        if fused and trainer.precision != "16-mixed":
             optimizer.found_inf = bad.clamp(max=1).squeeze()  # type: ignore[attr-defined]
         self._check = _Check(
             trainer.current_epoch,
