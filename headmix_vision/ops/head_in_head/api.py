@@ -41,26 +41,18 @@ class HeadInHeadOutput(NamedTuple):
     final_state: Tensor | None
 
 
-WIDEST_CHUNK_MEMORY = 192 << 10  # bytes of shared memory for r = 8 in float32 or float16
-
-
 def _why_not_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
     if mask.shape[-1] not in SUB_HEADS:
         return f"mask has r = {mask.shape[-1]} sub-heads: the kernels take {SUB_HEADS}"
-    return why_not_triton(q, v) or _why_not_here(q.device, q.dtype, int(mask.shape[-1]))
+    return why_not_triton(q, v) or _why_not_here(q.device)
 
 
 @torch.compiler.assume_constant_result
-def _why_not_here(device: torch.device, dtype: torch.dtype, r: int) -> str | None:
+def _why_not_here(device: torch.device) -> str | None:
     gpu = kernels.find_gpu(device)
     assert gpu is not None, device
     if gpu.capability[0] in kernels.TENSOR_MEMORY:
         return f"q is on {gpu.name}, for which Triton 3.6 does not compile the backward pass of Head-in-Head"
-    if r == 8 and dtype != torch.bfloat16 and gpu.shared_memory < WIDEST_CHUNK_MEMORY:
-        return (
-            f"q has type {dtype}, for which the kernels of r = 8 sub-heads need {WIDEST_CHUNK_MEMORY >> 10} KB of"
-            f" shared memory, and is on {gpu.name} with {gpu.shared_memory >> 10} KB: use bfloat16"
-        )
     return None
 
 

@@ -10,6 +10,7 @@ from headmix_vision.ops.head_in_head.triton_tiles import (
     LEAST_LOG_DECAY,
     decay_between,
     decay_if,
+    dot_over_tokens,
     load_decays,
     load_entries,
     load_mask,
@@ -83,13 +84,13 @@ def scan_backward_kernel(
 
         d_correction = tl.dot(after, tl.trans(write_keys(key, D, SUB_HEADS)), input_precision=PRECISION)
         d_correction *= to_end[None, :]
-        d_correction += tl.dot(gradient, score, input_precision=PRECISION)
+        d_correction += dot_over_tokens(gradient, score, PRECISION)
         d_error = tl.dot(d_correction.to(COMPUTE), solve, input_precision=PRECISION)
         store_matrix(d_errors + at * DV * ROWS, first, d_error, DV, ROWS, VALUES, ROWS)
         query = (query * (scale * from_start)[:, None]).to(COMPUTE)
         d_error = (d_error * -factor[None, :]).to(COMPUTE)
         d_state *= decay_if(total, all_resets == 0)
-        d_state += tl.dot(gradient, query, input_precision=PRECISION)
+        d_state += dot_over_tokens(gradient, query, PRECISION)
         d_state += tl.dot(d_error, masked_keys(key, entries, SUB_HEADS), input_precision=PRECISION)
     tl.store(d_initial + head * D * DV + of_state, d_state, mask=in_state)
 
@@ -198,7 +199,7 @@ def inputs_backward_kernel(
         of_total += tl.sum(tl.sum(state * d_state.to(tl.float32), 1), 0)
     d_write *= to_end[:, None]
     of_total = decay_if(total, all_resets == 0) * of_total + tl.sum(tl.sum(write.to(tl.float32) * d_write, 1), 0)
-    d_write += tl.dot(tl.trans(d_score.to(COMPUTE)), query, input_precision=PRECISION)
+    d_write += dot_over_tokens(tl.trans(d_score.to(COMPUTE)), query, PRECISION)
     masked = (to_rows(key, SUB_HEADS) * to_columns(entries, D, KEYS, SUB_HEADS)).to(COMPUTE)
     d_write += tl.dot(tl.trans(d_system), masked, input_precision=PRECISION)
     d_write = own_columns(d_write, D, SUB_HEADS)

@@ -13,6 +13,7 @@ from headmix_vision.ops.head_in_head.triton_tiles import (
     LEAST_LOG_DECAY,
     decay_between,
     decay_if,
+    dot_over_tokens,
     load_decays,
     load_mask,
     load_matrix,
@@ -129,7 +130,7 @@ def scan_kernel(
 
         read = tl.dot(before, tl.trans(masked_keys(key, entries, SUB_HEADS)), input_precision=PRECISION)
         error = (read * -factor[None, :]).to(COMPUTE)
-        correction = tl.dot(tl.trans(value), tl.trans(of_value), input_precision=PRECISION)
+        correction = dot_over_tokens(tl.trans(value), tl.trans(of_value), PRECISION)
         correction += tl.dot(error, tl.trans(solve), input_precision=PRECISION)
         if SAVE:
             store_matrix(corrections + at * DV * ROWS, first, correction, DV, ROWS, VALUES, ROWS)

@@ -16,7 +16,6 @@ from headmix_vision.ops.head_in_head import triton_forward as forward
 from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, numerics
 from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
 
-LEAST_TOKENS = 16  # fewest tokens of a chunk: no side of a product may be shorter
 Tiles = dict[str, int]
 # These are the best of sweeps on an H200 for bfloat16, up to 64 rows and keys. More stages hide the latency of memory
 # where they do not crowd out a second program on a processor. Scans of one sub-head take most shared memory: they get
@@ -59,8 +58,8 @@ class Gradients(NamedTuple):
 
 
 def chunk_tokens(r: int) -> int:
-    """Return T, the tokens that make 64 rows, but no fewer than the shortest chunk has."""
-    return max(LEAST_TOKENS, 64 // r)
+    """Return T, the tokens that make 64 rows."""
+    return 64 // r
 
 
 def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
@@ -104,23 +103,16 @@ def _constants(k: Layout, mask: Layout, ordered: bool, align: int) -> dict[str, 
     )  # fmt: skip
 
 
-def _is_large(k: Layout, mask: Layout) -> bool:
-    """Tell whether the tile of a chunk's keys has 128 x 128 numbers or more."""
-    r = mask.shape[-1]
-    return r * chunk_tokens(r) * _columns(k.shape[-1]) >= 128 * 128
-
-
-def _tiles(tiles: Tiles, k: Layout, mask: Layout) -> Tiles:
+def _tiles(tiles: Tiles, k: Layout) -> Tiles:
     """Give the tiles fewer columns and more warps where a program would not fit."""
-    tall = mask.shape[-1] * chunk_tokens(mask.shape[-1]) > 64
-    wide = tall or k.shape[-1] > 64
+    wide = k.shape[-1] > 64
     if k.dtype == torch.bfloat16 and not wide:
         return tiles
     if "VALUES" not in tiles:
-        return tiles | Tiles(num_warps=8 if tall else 4)
+        return tiles | Tiles(num_warps=4)
     if k.dtype == torch.bfloat16:
-        return tiles | Tiles(num_warps=8 if tall else 4, num_stages=1)
-    return tiles | Tiles(VALUES=16 if _is_large(k, mask) else 32, num_warps=8 if wide else 4, num_stages=1)
+        return tiles | Tiles(num_warps=4, num_stages=1)
+    return tiles | Tiles(VALUES=32, num_warps=8 if wide else 4, num_stages=1)
 
 
 def _columns(dim: int) -> int:
@@ -129,7 +121,7 @@ def _columns(dim: int) -> int:
 
 
 def _values(k: Layout, v: Layout, mask: Layout, tiles: Tiles) -> dict[str, Any]:
-    tiles = _tiles(tiles, k, mask)
+    tiles = _tiles(tiles, k)
     tiles |= Tiles(VALUES=min(_columns(v.shape[-1]), tiles["VALUES"]))
     return dict(DV=v.shape[-1], TOKEN_MASK=len(mask.shape) == 5, **tiles)
 
@@ -152,7 +144,7 @@ def _forward(
     constants, sizes = _constants(k, mask, ordered, align), (N, H, C, Dk**-0.5)
     strides = (*_strides(align, q, k), *beta.strides, *log_decay.strides, *_mask_strides(mask))
     prepare = Launch(
-        forward.prepare_kernel, (B * H * C,), (*strides, *sizes), constants | _tiles(PREPARE, k, mask)
+        forward.prepare_kernel, (B * H * C,), (*strides, *sizes), constants | _tiles(PREPARE, k)
     )  # fmt: skip
     values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
     programs = B * H * -(-v.shape[-1] // values["VALUES"])

@@ -44,6 +44,16 @@ def store_tokens(base, tokens, exists, stride, first, x, D: tl.constexpr, SIZE: 
 
 
 @triton.jit
+def dot_over_tokens(x, y, precision: tl.constexpr):
+    """Multiply [M, T] by [T, N]. Products have 16 terms at least: a chunk of 8 tokens is filled up with zeros."""
+    if x.shape[1] < 16:
+        x = tl.reshape(tl.join(x, tl.zeros_like(x)), (x.shape[0], 2 * x.shape[1]))
+        y = tl.permute(tl.join(y, tl.zeros_like(y)), (0, 2, 1))
+        y = tl.reshape(y, (2 * y.shape[0], y.shape[2]))
+    return tl.dot(x, y, input_precision=precision)
+
+
+@triton.jit
 def _places(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, stride):
     rows, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     return rows, columns, rows[:, None] * stride + columns[None, :]
