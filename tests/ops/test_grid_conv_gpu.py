@@ -109,7 +109,9 @@ def test_what_surrounds_a_view_does_not_reach_in():
     surrounded = memory[1:3, 4:516, 8:80].copy_(x)
     op = grid_conv_call(VIDEO, "triton")
     ours, expected = run(op, [surrounded, *rest], d_out), run(op, [x, *rest], d_out)
-    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    assert all(map(torch.equal, ours[:2], expected[:2]))
+    for sums, others in zip(ours[2:], expected[2:], strict=True):  # in the order of the tile, which follows the strides
+        torch.testing.assert_close(sums, others, rtol=1e-5, atol=1e-4)
 
 
 def test_addresses_that_are_no_multiples_of_sixteen_bytes():
@@ -148,7 +150,7 @@ def test_strides_beyond_two_to_the_31():
 def test_compiled_by_inductor_with_any_batch():
     def block(x, projection, weight):
         parts = (x @ projection).chunk(3, -1)
-        return sum(grid_conv(part, weight, grid=VIDEO, silu=True, impl="triton") for part in parts).relu()
+        return sum(grid_conv(part, weight, grid=VIDEO, silu=True, impl="triton") for part in parts).sin()
 
     compiled = torch.compile(block, fullgraph=True, dynamic=None)
     projection = torch.randn(96, 3 * 64, device="cuda", dtype=BF16) / 10
