@@ -250,8 +250,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if out is not None:
         slug = device_slug(facts["device"])
         write_csv(out / f"hih_{slug}.csv", rows)
-        if any(row["group"] != "scaling" for row in rows):
-            draw(rows, out / "images" / f"hih_{slug}.png")
+        if any(row["group"] == "scaling" for row in rows):
+            draw(rows, out / "images" / f"hih_{slug}.svg")
         print(f"written to {out}")
 
 

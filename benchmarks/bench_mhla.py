@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         slug = device_slug(facts["device"])
         write_csv(out / f"mhla_{slug}.csv", rows)
         if any(row["group"] == "sweep" for row in rows):
-            draw(rows, out / "images" / f"mhla_{slug}.png")
+            draw(rows, out / "images" / f"mhla_{slug}.svg")
         print(f"written to {out}")
 
 

@@ -107,9 +107,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=64, help="clips of a training step, and drawn at a time (%(default)s)")
     add("--steps", type=int, default=5000, help="training steps (%(default)s)")
     add("--interval", type=int, default=500, help="training steps between validations (%(default)s)")
-    add("--samples", type=int, default=2048, help="clips drawn from a model, classes in turn (%(default)s)")
+    add("--samples", type=int, default=1000, help="clips drawn from a model, classes in turn (%(default)s)")
     add("--long", type=int, default=64, help="frames of the longer clips, 0 for none (%(default)s)")
-    add("--long-samples", type=int, default=400, help="longer clips drawn from a model in either way (%(default)s)")
+    add("--long-samples", type=int, default=200, help="longer clips drawn from a model in either way (%(default)s)")
     add("--sampling-steps", type=int, default=25, help="steps of the sampler (%(default)s)")
     add("--guidance", type=float, default=3.0, help="scale of classifier-free guidance (%(default)s)")
     add(

@@ -1,10 +1,10 @@
-"""Write the tables of the documents anew from the CSV files beside them.
+"""Write the tables of the documents, and plots of times, anew from the CSV files beside them.
 
     python benchmarks/document_tables.py            # after a benchmark has written its CSV
     python benchmarks/document_tables.py --check    # names the documents that say something else; exit status 1
 
 A line `<!-- table NAME -->` in a document is followed by the table of that name, which is made here from one file of
-docs/. Deviations are those of samples (n - 1).
+docs/. Deviations are those of samples (n - 1). Plots are written in any case: the check leaves them out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import hih_report
+import mhla_report
 from counting_report import accuracy_table, read_runs, tuned
 from training_runs import REPOSITORY, markdown_table, mean_and_deviation
 
@@ -315,6 +317,9 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+PLOTS = {"mhla_h200": mhla_report.draw, "hih_h200": hih_report.draw}
+
+
 def renewed(text: str) -> str:
     """A document's text with all of its tables made anew.
 
@@ -340,6 +345,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{path.relative_to(REPOSITORY)} {'differs from' if check else 'is renewed by'} its CSV files")
         if not check:
             path.write_text(new)
+    for name, draw in {} if check else PLOTS.items():
+        draw(read(name), DOCS / "images" / f"{name}.svg")
     raise SystemExit(1 if check and stale else 0)
 
 

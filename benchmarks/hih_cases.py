@@ -103,7 +103,7 @@ COLUMNS: dict[str, Column] = {
         Column("fla", delta_inputs, run_fla, scaling=True),
         Column("mhla", raster_inputs, partial(run_mhla, "auto")),
         Column("flash", head_inputs, partial(run_sdpa, SDPBackend.FLASH_ATTENTION)),
-        Column("cudnn", head_inputs, partial(run_sdpa, SDPBackend.CUDNN_ATTENTION)),
+        Column("cudnn", head_inputs, partial(run_sdpa, SDPBackend.CUDNN_ATTENTION), scaling=True),
         Column("math", head_inputs, partial(run_sdpa, SDPBackend.MATH), max_tokens=4096),
     )
 }

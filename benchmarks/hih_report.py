@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from columns import Row
-from matplotlib.figure import Figure
 from training_runs import markdown_table
 
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.analysis.lines import BLACK, OKABE_ITO, label_ends, line_figure, save_svg
 
 TIMES = ("forward_ms", "forward_backward_ms")
 # Column, base, most times slower forward and forward with backward.
@@ -88,36 +87,27 @@ def bars(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+# What is drawn, of more columns at the shapes of fixed batch and heads: a plot of more lines says less.
+LINES = {"r1": "r = 1", "r4": "r = 4", "fla": "fla, r = 1", "cudnn": "softmax, cuDNN"}
+
+
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Time per token and head against the number of tokens, log-log, with the floor: flat is linear in N."""
-    rows = sorted((row for row in rows if row["group"] != "scaling"), key=lambda row: row["tokens"])
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    columns = list(dict.fromkeys(row["column"] for row in rows))
-    colours = list(dict.fromkeys(_sub_heads(name) or name for name in columns))  # one for all forms with the same r
-    styles = {"": "-", "torch": ":", "loop": "-."}
-    for axis, time, title in zip(axes, TIMES, ("forward", "forward with backward"), strict=True):
-        for name in columns:
-            points = [(row["tokens"], _per_token(row, time)) for row in rows if row["column"] == name and row[time]]
-            style = styles[name.rpartition("_")[0]] if _sub_heads(name) else "--"
-            colour = f"C{colours.index(_sub_heads(name) or name)}"
-            # Without points too, so that both panels have the same colours.
-            xs, ys = zip(*points, strict=True) if points else ((), ())
-            width = 2.5 if style == "-" else 1.5
-            axis.plot(xs, ys, style, color=colour, marker="o", markersize=4, linewidth=width, label=label(name))
-        floor = time.replace("_ms", "_floor_ms")
-        floors = {row["tokens"]: _per_token(row, floor) for row in rows}
-        axis.plot(list(floors), list(floors.values()), color="black", linewidth=1, label="copy floor")
-        axis.set(yscale="log", xlabel="tokens N", title=title)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(list(floors), [f"{n:,}" for n in floors])
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("ns per token and head")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
-    figure.suptitle(f"{rows[0]['device']}: gated delta rules with r sub-heads, head dim {rows[0]['head_dim']}, bf16")
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
-
-
-def _per_token(row: Row, time: str) -> float:
-    return row[time] * 1e6 / (row["batch"] * row["tokens"] * row["heads"])
+    """Time of a forward pass against the number of tokens, batch and heads fixed, and the floor."""
+    rows = sorted((row for row in rows if row["group"] == "scaling"), key=lambda row: int(row["tokens"]))
+    some = rows[-1]
+    figure, (axes,) = line_figure()
+    for name, colour in zip(LINES, OKABE_ITO, strict=False):
+        points = [(int(row["tokens"]), float(row["forward_ms"])) for row in rows if row["column"] == name
+                  and row["forward_ms"]]  # fmt: skip
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, label=LINES[name])
+    floors = {int(row["tokens"]): float(row["forward_floor_ms"]) for row in rows}
+    axes.plot(list(floors), list(floors.values()), color=BLACK, linestyle="--", linewidth=1, label="memory's floor")
+    axes.set(yscale="log", xlabel="tokens of an image", ylabel="forward, ms")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(floors), [f"{n:,}" for n in floors])
+    axes.yaxis.set_major_formatter("{x:g}")
+    sizes = f"{some['batch']} images, {some['heads']} heads of {some['head_dim']}"
+    axes.set_title(f"{some['device']}: Head-in-Head, {sizes}, bf16")
+    label_ends(axes)
+    save_svg(path, figure)

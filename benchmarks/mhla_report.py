@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from columns import Column, Row
-from matplotlib.figure import Figure
 from measuring import format_table
-from mhla_cases import COLUMNS
 
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.analysis.lines import BLACK, OKABE_ITO, label_ends, line_figure, save_svg
 
 
 def print_tables(rows: Sequence[Row], columns: Sequence[Column]) -> None:
@@ -44,39 +42,27 @@ def _ratios(row: Row, ours: Row) -> str:
     return " / ".join("-" if x is None or y is None else f"{x / y:.2f}" for x, y in pairs)
 
 
+# What is drawn: a plot of more lines says less.
+LINES = {"auto": "MHLA", "flash": "FlashAttention 2", "cudnn": "cuDNN", "flash4": "FlashAttention 4"}
+
+
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Time against the number of tokens at a fixed number of tokens in the batch, log-log, with the floor."""
-    rows = sorted((row for row in rows if row["group"] == "sweep"), key=lambda row: row["tokens"])
+    """Time of forward and backward against the number of tokens, for as many in all, and the floor."""
+    rows = sorted((row for row in rows if row["group"] == "sweep"), key=lambda row: int(row["tokens"]))
     some = rows[-1]
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    for axis, key, title in zip(
-        axes, ("forward", "forward_backward"), ("forward", "forward with backward"), strict=True
-    ):
-        for name in dict.fromkeys(row["column"] for row in rows):
-            points = [(r["tokens"], r[f"{key}_ms"]) for r in rows if r["column"] == name and r[f"{key}_ms"] is not None]
-            ours = COLUMNS[name].ours
-            if points:
-                axis.plot(
-                    *zip(*points, strict=True),
-                    marker="o",
-                    markersize=3,
-                    linewidth={"auto": 5.0}.get(name, 2.0 if ours else 1.3),
-                    alpha=0.4 if name == "auto" else 1.0,
-                    label=f"mhla {name}" if ours else name,
-                )
-        tokens = sorted({row["tokens"] for row in rows})
-        floors = [next(r[f"{key}_floor_ms"] for r in rows if r["tokens"] == n) for n in tokens]
-        axis.plot(tokens, floors, color="black", linestyle="--", linewidth=1, label="copy floor")
-        axis.set(yscale="log", xlabel="tokens N", title=title)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(tokens[::2], [f"{n:,}" for n in tokens[::2]])
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("ms")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
-    total = some["batch"] * some["tokens"]
-    figure.suptitle(
-        f"{some['device']}: {total:,} tokens in all, {some['heads']} heads of {some['head_dim']}, bf16, 16 blocks"
-    )
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+    figure, (axes,) = line_figure()
+    for name, colour in zip(LINES, OKABE_ITO, strict=False):
+        points = [(int(row["tokens"]), float(time)) for row in rows if row["column"] == name
+                  and (time := row["forward_backward_ms"])]  # fmt: skip
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=3 if name == "auto" else 2, label=LINES[name])
+    floors = {int(row["tokens"]): float(row["forward_backward_floor_ms"]) for row in rows}
+    axes.plot(list(floors), list(floors.values()), color=BLACK, linestyle="--", linewidth=1, label="memory's floor")
+    axes.set(yscale="log", xlabel="tokens of an image", ylabel="forward and backward, ms")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(floors)[::3], [f"{n:,}" for n in list(floors)[::3]])
+    axes.yaxis.set_major_formatter("{x:g}")
+    total = int(some["batch"]) * int(some["tokens"])
+    axes.set_title(f"{some['device']}: {total:,} tokens in all, {some['heads']} heads of {some['head_dim']}, bf16")
+    label_ends(axes)
+    save_svg(path, figure)

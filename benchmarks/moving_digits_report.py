@@ -10,6 +10,7 @@ from PIL import Image
 from result_table import ResultTable, Row
 from training_runs import markdown_table, mean_and_deviation, read_curve
 
+from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE, MovingDigits
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.sampling.contact_sheet import draw_strips
@@ -29,6 +30,11 @@ TABLES = {
 }
 QUALITY = ("digit_percent", "motion_percent")
 CEILINGS = ("digit_ceiling_percent", "motion_ceiling_percent")
+CONTROLS = {  # of half of the real clips from the other half
+    "half of the real clips": "fvd_halves",
+    "the same, frozen": "fvd_frozen",
+    "the same, frames shuffled": "fvd_shuffled",
+}
 SHOWN = 13  # the first sample of "3 left", as classes take turns
 
 
@@ -57,11 +63,11 @@ class Report:
         """All tables for which there are rows, in Markdown, mean ± standard deviation over seeds."""
         parts = []
         for title, rows in TABLES.items():
-            there = [row for row in rows if self._found(row)]
-            if there and (title == "Attention" or set(there) - set(BASE)):
-                parts.append(f"{title}:\n\n{self._quality(there)}")
+            there = {row for row in rows if self._found(row)}
+            if there and (title == "Attention" or there - set(BASE)):
+                parts.append(f"{title}:\n\n{self.quality(title)}")
         if self.given.long or self.given.times:
-            parts.append(f"Length:\n\n{self._lengths()}")
+            parts.append(f"Length:\n\n{self.lengths()}")
         return "\n\n".join(parts)
 
     def _found(self, row: str, frames: int | None = None, way: str = WHOLE) -> list[Row]:
@@ -73,7 +79,9 @@ class Report:
         found = self.table.row(case, self.runs.recipe(case)) if MODELS[row].budget == "full" else None
         return found["ms"] if found else "–"
 
-    def _quality(self, rows: Sequence[str]) -> str:
+    def quality(self, title: str) -> str:
+        """One of `TABLES`: the rows that are there, then real clips, and between which of them the FVD is taken."""
+        rows = [row for row in TABLES[title] if self._found(row)]
         header = ["attention", "parameters", "steps", "step, ms", "FVD", "digit, %", "motion, %"]
         lines = []
         for row in rows:
@@ -88,12 +96,14 @@ class Report:
         ceilings = [_cell(self._found(rows[0])[:1], column) for column in CEILINGS]
         case = Case(REAL, 0, self.given.frames, WHOLE)
         real = self.table.row(case, self.runs.recipe(case))
-        lines.append(["real clips", "–", "–", "–", _cell([real] if real else [], "fvd"), *ceilings])
-        controls = [f"{name} {_cell([real], f'fvd_{name}')}" for name in ("halves", "frozen", "shuffled") if real]
-        said = f"\n\nFVD of half of the real clips from the others: {', '.join(controls)}." if real else ""
-        return markdown_table(header, lines) + said
+        none = "–"
+        lines.append(["real clips", none, none, none, _cell([real] if real else [], "fvd"), *ceilings])
+        for name, control in CONTROLS.items() if real else ():
+            lines.append([name, none, none, none, _cell([real], control), none, none])
+        return markdown_table(header, lines)
 
-    def _lengths(self) -> str:
+    def lengths(self) -> str:
+        """Clips longer than those of training, and the times of forward passes."""
         short, long, times = self.given.frames, self.given.long, self.given.times
         header = ["attention", f"digit, % of {short} frames", "motion, %"]
         header += [f"{name}, {long} frames, {way}" for way in (WHOLE, WINDOWS) for name in ("digit", "motion") if long]
@@ -121,9 +131,9 @@ class Report:
         return f"{_cell(found, column)} ({statistics.mean(gains):+.2f})" if found else "–"
 
     def draw(self, folder: Path) -> None:
-        """Draw samples of the first seed, one for each attention, and the plot, into `moving_digits*.png`."""
+        """Draw samples of the first seed, one for each attention, and the plot, as `moving_digits*`."""
         self._draw_samples(folder / "moving_digits.png")
-        self._plot(folder / "moving_digits_curves.png")
+        self._plot(folder / "moving_digits_curves.svg")
 
     def _draw_samples(self, path: Path) -> None:
         given, clips = self.given, {}
@@ -143,34 +153,19 @@ class Report:
             Image.fromarray(picture).save(temporary, "png")
 
     def _plot(self, path: Path) -> None:
-        """Validation losses of the runs that are there, every seed a line, and the times of forward passes."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
-        FigureCanvasAgg(figure)
-        losses, lengths = figure.subplots(1, 2)
-        for index, row in enumerate(MODELS):
+        """Validation losses of the runs that are there, a line for each seed."""
+        figure, (axes,) = line_figure()
+        for row, colour in zip(BASE, OKABE_ITO, strict=False):
             for seed in self.given.seeds:
                 run = self.runs.directory(row, seed)
-                if MODELS[row].budget == "full" and (run / "metrics.csv").is_file():
-                    label = row if seed == self.given.seeds[0] else None
+                if (run / "metrics.csv").is_file():
                     curve = read_curve(run, "val/loss")
-                    losses.plot(list(curve), list(curve.values()), color=f"C{index}", label=label, linewidth=1)
-            timed = {frames: self._ms(row, frames, FORWARD) for frames in self.given.times}
-            there = {frames: float(ms) for frames, ms in timed.items() if ms != "–"}
-            if there:
-                lengths.plot(list(there), list(there.values()), "o-", color=f"C{index}", label=row, markersize=4)
-        losses.set(xlabel="step", ylabel="validation loss", yscale="log")
-        lengths.set(xlabel="frames", ylabel="forward pass, ms a frame", xscale="log", yscale="log")
-        lengths.set_xticks(self.given.times, [str(frames) for frames in self.given.times])
-        lengths.minorticks_off()
-        for axes in (losses, lengths):
-            axes.grid(alpha=0.3)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=8)
-        with atomic_path(path) as temporary:
-            figure.savefig(temporary, dpi=110, format="png")
+                    label = row if seed == self.given.seeds[0] else None
+                    axes.plot(list(curve), list(curve.values()), color=colour, linewidth=1, label=label)
+        if axes.lines:
+            axes.set(xlabel="step", ylabel="validation loss", yscale="log")
+            label_ends(axes)
+            save_svg(path, figure)
 
 
 def _cell(rows: Sequence[Row], column: str) -> str:

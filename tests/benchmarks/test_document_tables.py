@@ -21,3 +21,11 @@ def test_another_number_is_found(load):
     assert renewed.endswith(" |\n\nAfter.\n")
     with pytest.raises(KeyError, match="nowhere"):
         tables.renewed("<!-- table nowhere -->\n")
+
+
+def test_plots_of_times_name_their_lines(load, tmp_path):
+    tables = load("document_tables")
+    for name, labels in {"mhla_h200": ("MHLA", "cuDNN"), "hih_h200": ("r = 4", "fla, r = 1")}.items():
+        tables.PLOTS[name](tables.read(name), tmp_path / "plot.svg")
+        plot = (tmp_path / "plot.svg").read_text()
+        assert all(f">{label}</text>" in plot for label in (*labels, "memory's floor")) and len(plot) < 100_000

@@ -114,7 +114,7 @@ def test_models_are_trained_distilled_drawn_and_scored(load, tmp_path: Path, cap
     assert float(rows["softmax", "16", "windows"]["motion_ceiling_percent"]) > 90
     assert float(rows["softmax", "16", "forward"]["ms"]) > 0
     assert "| mhla-distilled (has not learned) |" in printed
-    pictures = [tmp_path / name for name in ("moving_digits.png", "moving_digits_curves.png")]
+    pictures = [tmp_path / name for name in ("moving_digits.png", "moving_digits_curves.svg")]
     assert all(picture.stat().st_size > 2000 for picture in pictures)
     (teacher,) = (path for path in runs.glob("softmax-*") if (path / "finished").exists())
     weights = (teacher / "checkpoints" / "last.ckpt").stat().st_size

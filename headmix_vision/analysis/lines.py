@@ -1,0 +1,83 @@
+"""Plots of a few labelled lines, as SVG of one page's width that can be read at half of it."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from headmix_vision.files.atomic import atomic_path
+
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # told apart by colour-blind eyes too
+BLACK = "#000000"
+_WIDTH_IN, _TEXT_PT, _PITCH_PT = 6.0, 11, 13
+_STYLE = {
+    "font.size": _TEXT_PT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "lines.linewidth": 2.0,
+    "svg.hashsalt": "headmix_vision",  # the same plot is the same file
+}
+
+
+def line_figure(panels: int = 1, height_in: float = 3.6) -> tuple[Figure, list[Axes]]:
+    """Makes a figure of panels side by side, six inches wide."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+        FigureCanvasSVG(figure)
+        return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def label_ends(axes: Axes) -> None:
+    """Writes each line's label to the right of its last point, in its colour, one above the other where they are close.
+
+    Call it last: it goes by where the points are in the finished plot.
+    """
+    figure = axes.figure
+    figure.draw_without_rendering()
+    lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_") and len(line.get_xydata())]
+    ends = {line: axes.transData.transform(line.get_xydata()[-1]) * 72 / figure.dpi for line in lines}
+    lines.sort(key=lambda line: ends[line][1])
+    heights = apart([ends[line][1] for line in lines], _PITCH_PT)
+    right = max((x for x, _ in ends.values()), default=0.0)
+    for line, height in zip(lines, heights, strict=True):
+        x, y = ends[line]
+        axes.annotate(
+            str(line.get_label()),
+            line.get_xydata()[-1],
+            xytext=(right - x + 6, height - y),
+            textcoords="offset points",
+            va="center",
+            color=line.get_color(),
+            annotation_clip=False,
+        )
+
+
+def apart(places: Sequence[float], pitch: float) -> list[float]:
+    """Moves places, in rising order, apart to a pitch: those that are closer stand evenly about their mean."""
+    groups: list[list[float]] = []
+    for place in places:
+        groups.append([place])
+        while len(groups) > 1 and _span(groups[-1], pitch)[0] < _span(groups[-2], pitch)[1] + pitch:
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return [_span(group, pitch)[0] + index * pitch for group in groups for index in range(len(group))]
+
+
+def _span(group: Sequence[float], pitch: float) -> tuple[float, float]:
+    """Where the first and the last of a group stand."""
+    middle, half = sum(group) / len(group), pitch * (len(group) - 1) / 2
+    return middle - half, middle + half
+
+
+def save_svg(path: Path, figure: Figure) -> None:
+    """Writes a figure as an SVG that is complete or absent, text as text."""
+    encoded = io.StringIO()
+    with mpl.rc_context(_STYLE | {"svg.fonttype": "none"}):
+        figure.savefig(encoded, format="svg", metadata={"Date": None})
+    with atomic_path(path) as temporary:
+        temporary.write_text(encoded.getvalue())
