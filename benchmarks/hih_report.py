@@ -95,7 +95,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Time of a forward pass against the number of tokens, batch and heads fixed, and the floor."""
     rows = sorted((row for row in rows if row["group"] == "scaling"), key=lambda row: int(row["tokens"]))
     some = rows[-1]
-    figure, (axes,) = line_figure()
+    figure, ((axes,),) = line_figure()
     for name, colour in zip(LINES, OKABE_ITO, strict=False):
         points = [(int(row["tokens"]), float(row["forward_ms"])) for row in rows if row["column"] == name
                   and row["forward_ms"]]  # fmt: skip

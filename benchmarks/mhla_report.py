@@ -50,7 +50,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Time of forward and backward against the number of tokens, for as many in all, and the floor."""
     rows = sorted((row for row in rows if row["group"] == "sweep"), key=lambda row: int(row["tokens"]))
     some = rows[-1]
-    figure, (axes,) = line_figure()
+    figure, ((axes,),) = line_figure()
     for name, colour in zip(LINES, OKABE_ITO, strict=False):
         points = [(int(row["tokens"]), float(time)) for row in rows if row["column"] == name
                   and (time := row["forward_backward_ms"])]  # fmt: skip

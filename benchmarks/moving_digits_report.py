@@ -154,7 +154,7 @@ class Report:
 
     def _plot(self, path: Path) -> None:
         """Validation losses of the runs that are there, a line for each seed."""
-        figure, (axes,) = line_figure()
+        figure, ((axes,),) = line_figure()
         for row, colour in zip(BASE, OKABE_ITO, strict=False):
             for seed in self.given.seeds:
                 run = self.runs.directory(row, seed)

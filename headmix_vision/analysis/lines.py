@@ -3,8 +3,10 @@
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -14,7 +16,7 @@ from headmix_vision.files.atomic import atomic_path
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # told apart by colour-blind eyes too
 BLACK = "#000000"
 _WIDTH_IN, _TEXT_PT, _PITCH_PT = 6.0, 11, 13
-_STYLE = {
+_STYLE: Any = {
     "font.size": _TEXT_PT,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -25,12 +27,22 @@ _STYLE = {
 }
 
 
-def line_figure(panels: int = 1, height_in: float = 3.6) -> tuple[Figure, list[Axes]]:
-    """Makes a figure of panels side by side, six inches wide."""
+def line_figure(rows: int = 1, columns: int = 1, height_in: float = 3.6, **shared: Any) -> tuple[Figure, np.ndarray]:
+    """Makes a figure of panels, six inches wide.
+
+    Args:
+        rows: Panels one above the other.
+        columns: Panels side by side.
+        height_in: Height of all, in inches.
+        **shared: `sharex` and `sharey` of `Figure.subplots`.
+
+    Returns:
+        The figure and its panels [rows, columns].
+    """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
         FigureCanvasSVG(figure)
-        return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+        return figure, figure.subplots(rows, columns, squeeze=False, **shared)
 
 
 def label_ends(axes: Axes) -> None:
@@ -39,18 +51,19 @@ def label_ends(axes: Axes) -> None:
     Call it last: it goes by where the points are in the finished plot.
     """
     figure = axes.figure
+    assert isinstance(figure, Figure)
     figure.draw_without_rendering()
-    lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_") and len(line.get_xydata())]
-    ends = {line: axes.transData.transform(line.get_xydata()[-1]) * 72 / figure.dpi for line in lines}
-    lines.sort(key=lambda line: ends[line][1])
-    heights = apart([ends[line][1] for line in lines], _PITCH_PT)
-    right = max((x for x, _ in ends.values()), default=0.0)
-    for line, height in zip(lines, heights, strict=True):
-        x, y = ends[line]
+    lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+    points = {line: np.asarray(line.get_xydata()) for line in lines}
+    ends = {line: axes.transData.transform(xy[-1]) * 72 / figure.dpi for line, xy in points.items() if len(xy)}
+    named = sorted(ends, key=lambda line: float(ends[line][1]))
+    heights = apart([float(ends[line][1]) for line in named], _PITCH_PT)
+    right = max((float(x) for x, _ in ends.values()), default=0.0)
+    for line, height in zip(named, heights, strict=True):
         axes.annotate(
             str(line.get_label()),
-            line.get_xydata()[-1],
-            xytext=(right - x + 6, height - y),
+            tuple(points[line][-1]),
+            xytext=(right - ends[line][0] + 6, height - ends[line][1]),
             textcoords="offset points",
             va="center",
             color=line.get_color(),

@@ -12,7 +12,7 @@ def test_labels_stand_apart():
 
 def test_a_plot_is_the_same_file_twice(tmp_path):
     for name in ("a.svg", "b.svg"):
-        figure, (left, right) = line_figure(2)
+        figure, ((left, right),) = line_figure(columns=2)
         left.plot([1, 2], [3, 4], label="rising")
         left.plot([1], [4], label="a point")
         right.plot([1, 2], [3, 4])
