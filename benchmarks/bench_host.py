@@ -19,12 +19,12 @@ os.environ["TRITON_INTERPRET"] = "0"  # before the kernels are defined
 
 import torch
 from torch import Tensor
-from training_runs import markdown_table
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from headmix_vision.console.tables import markdown_table
 from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, kernels, mhla, mix_heads
 from headmix_vision.ops.launching import forget_plans
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from canvas_runs import FLOORS, MODELS, Case, Runs
-from result_table import ResultTable, Row
-from training_runs import markdown_table, mean_and_deviation
+
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
+from headmix_vision.files.result_table import ResultTable, Row
 
 COLUMNS = (
     *("task", "model", "seed", "steps", "parameters", "last_top1_percent", "best_top1_percent"),

@@ -43,7 +43,7 @@ class Runs:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.one_thread = arguments.jobs > 1
+        self.side_by_side = arguments.jobs > 1
 
     def cases(self, task: str) -> list[Case]:
         """All runs of a task."""
@@ -94,14 +94,14 @@ class Runs:
     def classify(self, case: Case) -> None:
         """Train a classifier."""
         options = self.options(case)
-        train("train_cls.py", "canvas", self.directory(case), options, one_thread=self.one_thread)
+        train("train_cls.py", "canvas", self.directory(case), options, side_by_side=self.side_by_side)
 
     def generate(self, case: Case) -> None:
         """Train a generator and draw its samples."""
         run, options = self.directory(case), self.options(case)
-        train("train_gen.py", "canvas", run, options, one_thread=self.one_thread)
+        train("train_gen.py", "canvas", run, options, side_by_side=self.side_by_side)
         command = ["sample.py", "images", "--model", run.absolute(), "--out", self.samples(case).parent.absolute()]
-        run_script([*command, "--npz", *self.sampling(case)], one_thread=self.one_thread)
+        run_script([*command, "--npz", *self.sampling(case)], side_by_side=self.side_by_side)
 
     def samples(self, case: Case) -> Path:
         """The drawn samples, with their labels."""

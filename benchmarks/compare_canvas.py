@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from canvas_report import open_table, report
 from canvas_runs import FLOORS, MODELS, Case, Runs
-from result_table import ResultTable, Row
-from training_runs import RunFailed, read_metric
 
+from headmix_vision.console.scripts import RunFailed
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.evaluation import scores
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.npz import npz_labels
 from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, open_images
+from headmix_vision.files.result_table import ResultTable, Row
+from headmix_vision.runs.directory import read_curve
 
 
 class Judge:
@@ -96,7 +97,7 @@ def compare(arguments: argparse.Namespace) -> tuple[ResultTable, list[str]]:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         started = {task: start_missing(pool, runs, table, task) for task in ("classification", "generation")}
         for case in finished(started["classification"]):
-            top1 = [100 * value for value in read_metric(runs.directory(case), "val/top1")]
+            top1 = [100 * value for value in read_curve(runs.directory(case), "val/top1").values()]
             add_run(table, runs, case, last_top1_percent=top1[-1], best_top1_percent=max(top1))
             say(case, f"top-1 {top1[-1]:.2f} %, best {max(top1):.2f} %")
 

@@ -15,7 +15,11 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from training_runs import RunFailed, markdown_table, mean_and_deviation, read_metric, train
+from training_runs import train
+
+from headmix_vision.console.scripts import RunFailed
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
+from headmix_vision.runs.directory import read_curve
 
 CORES = ("softmax", "linear", "mhla", "hih")
 Results = dict[tuple[str, bool, int], tuple[float, float]]  # of core, CPE and seed
@@ -26,8 +30,8 @@ def train_setting(core: str, cpe: bool, seed: int, directory: Path, jobs: int) -
     run = directory / f"{core}-cpe_{cpe}-seed_{seed}"
     arguments: list[object] = ["--model.name", f"deit_{core}_digits", "--model.model_args.cpe", str(cpe).lower()]
     arguments += ["--seed_everything", seed, "--trainer.devices", 1, "--trainer.enable_progress_bar", "false"]
-    train("train_cls.py", "digits", run, arguments, one_thread=jobs > 1)
-    top1 = [100 * value for value in read_metric(run, "val/top1")]
+    train("train_cls.py", "digits", run, arguments, side_by_side=jobs > 1)
+    top1 = [100 * value for value in read_curve(run, "val/top1").values()]
     return top1[-1], max(top1)
 
 

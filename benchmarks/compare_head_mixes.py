@@ -33,8 +33,8 @@ from pathlib import Path
 from head_mix_runs import CORES, MIXES, Network, Run, check_equal, of_equal_flops, size_of
 from run_groups import add_options, check_options, complete
 from run_table import RunTable, open_table
-from training_runs import markdown_table, mean_and_deviation
 
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.files.atomic import atomic_path
 
 TASKS = ("digits", "canvas")

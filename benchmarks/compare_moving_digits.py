@@ -42,10 +42,10 @@ from pathlib import Path
 
 from moving_digits_report import Report, open_table
 from moving_digits_runs import BASE, MODELS, Case, Runs
-from result_table import ResultTable
-from training_runs import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver
 
+from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver
 from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.result_table import ResultTable
 
 
 def complete(runs: Runs, table: ResultTable, deadline_s: float) -> tuple[list[str], list[Case]]:

@@ -27,8 +27,8 @@ import timm.data
 import torch
 from graphed_training import Trained, train_side_by_side
 from torch import nn
-from training_runs import markdown_table, mean_and_deviation
 
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.files.tensor_files import write_tensors

@@ -5,8 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from training_runs import markdown_table, mean_and_deviation
-
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.files.atomic import atomic_path
 
 RESULTS = ("step", "loss", "tuning_percent", "exact_percent", "floor_percent", "parameters", "attention_flops")

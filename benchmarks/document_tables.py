@@ -21,7 +21,9 @@ from pathlib import Path
 import hih_report
 import mhla_report
 from counting_report import accuracy_table, read_runs, tuned
-from training_runs import REPOSITORY, markdown_table, mean_and_deviation
+from training_runs import REPOSITORY
+
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
 
 DOCS = REPOSITORY / "docs"
 MARKER = re.compile(r"(?m)^<!-- table (?P<name>\S+) -->\n(?P<table>(?:\|.*\n)*)")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from columns import Row
-from training_runs import markdown_table
 
 from headmix_vision.analysis.lines import BLACK, OKABE_ITO, label_ends, line_figure, save_svg
+from headmix_vision.console.tables import markdown_table
 
 TIMES = ("forward_ms", "forward_backward_ms")
 # Column, base, most times slower forward and forward with backward.

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 from moving_digits_runs import BASE, FORWARD, LEARNED_PERCENT, MODELS, REAL, STEP, WHOLE, WINDOWS, Case, Runs
 from PIL import Image
-from result_table import ResultTable, Row
-from training_runs import markdown_table, mean_and_deviation, read_curve
 
 from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE, MovingDigits
 from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.result_table import ResultTable, Row
+from headmix_vision.runs.directory import read_curve
 from headmix_vision.sampling.contact_sheet import draw_strips
 
 COLUMNS = (

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from measuring import release_memory, time_calls
-from training_runs import FINISHED, REPOSITORY, RunFailed, read_curve, run_script, train
+from training_runs import REPOSITORY, run_script, train
 
 from headmix_vision.console.devices import default_device, open_device
+from headmix_vision.console.scripts import RunFailed
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, read_checkpoint
-from headmix_vision.runs.directory import LAST
+from headmix_vision.runs.directory import FINISHED, LAST, read_curve
 from headmix_vision.runs.networks import create_generator
 
 CONFIG = "benchmarks/moving_digits.yaml"
@@ -81,7 +82,7 @@ class Runs:
     def __init__(self, arguments: argparse.Namespace, deadline_s: float) -> None:
         self.arguments = arguments
         self.config = (REPOSITORY / CONFIG).read_text()
-        self.how = {"one_thread": arguments.jobs > 1, "deadline_s": deadline_s}
+        self.how = {"side_by_side": arguments.jobs > 1, "deadline_s": deadline_s}
         self._locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
         self._failed: dict[Path, RunFailed] = {}
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from head_mix_runs import Result, Run, train_group
 from run_table import RunTable, describe
-from training_runs import EXIT_FAILED, EXIT_TIME_OVER
+
+from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER
 
 
 class Groups:

@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 from head_mix_runs import Network, Run
 from run_groups import add_options, check_options, complete
 from run_table import RunTable, open_table
-from training_runs import markdown_table, mean_and_deviation
 
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.files.atomic import atomic_path
 
 STEP = math.sqrt(3)

@@ -1,1 +1,1 @@
-"""What command lines share: options, devices, processes and the progress of long jobs."""
+"""What command lines share: options, devices, processes, the progress of long jobs, commands they start, tables."""

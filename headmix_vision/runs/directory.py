@@ -13,6 +13,7 @@ CURVES = "curves.png"
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 PREDICTIONS = "predictions.csv"
+FINISHED = "finished"  # of runs that another command has started
 SAMPLES = "samples"
 INDEX = "model_index.json"  # of a pipeline, in its own directory
 LOCK = ".lock"  # while a process trains
@@ -22,7 +23,7 @@ BEST, LAST = f"{CHECKPOINTS}/best.ckpt", f"{CHECKPOINTS}/last.ckpt"
 _REPORTS = (("classes", "csv"), ("confusion", "csv"), ("confusion", "png"))
 # patterns of all files of a run
 WRITTEN_BY_A_RUN = (
-    *(CONFIG, METRICS, CURVES, PREDICTIONS, BEST, LAST),
+    *(CONFIG, METRICS, CURVES, PREDICTIONS, FINISHED, BEST, LAST),
     *(f"{name}_{split}.{kind}" for split in ("val", "test") for name, kind in _REPORTS),
     *(f"{TENSORBOARD}/events.out.tfevents.*", f"{TENSORBOARD}/hparams.yaml"),
     *(f"{SAMPLES}/step_*_{weights}.{kind}" for weights in ("raw", "ema") for kind in ("png", "gif")),
@@ -89,3 +90,14 @@ def metric_names(run: Path) -> list[str]:
             return next(csv.reader(file), [])
     except (FileNotFoundError, UnicodeDecodeError, csv.Error):
         return []
+
+
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """Reads the rows of the metrics of a run, in the order of steps, without empty cells."""
+    with (run / METRICS).open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def read_curve(run: Path, name: str) -> dict[int, float]:
+    """Reads all values of a metric of a run, by the step at which they were logged, in their order."""
+    return {int(row["step"]): row[name] for row in read_metrics(run) if name in row}

@@ -121,24 +121,6 @@ def test_digits_of_one_core_join_those_of_an_earlier_call(load, monkeypatch, tmp
     assert not calls and path.read_text() == "something,else\n1,2\n"
 
 
-def test_training_runs_tables(load):
-    training_runs = load("training_runs")
-    assert training_runs.mean_and_deviation([1.0, 2.0, 3.0]) == "2.00 ± 1.00"
-    assert [training_runs.mean_and_deviation(values, 1) for values in ([], [2.0])] == ["–", "2.0"]
-    assert training_runs.markdown_table(["a", "b"], [["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
-    with pytest.raises(training_runs.RunFailed, match=r"no_such_script\.py"):
-        training_runs.run_script(["no_such_script.py"])
+def test_validations_divide_the_steps(load):
     assert load("canvas_runs").validation_interval(2500, 5) == 500
     assert load("canvas_runs").validation_interval(7, 5) == 7
-
-
-def test_scripts_share_the_gpus_out(load, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    gpus = load("training_runs").Gpus()
-    with gpus.least_busy() as first, gpus.least_busy() as second:
-        assert [first, second] == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
-    with gpus.least_busy(), gpus.least_busy(), gpus.least_busy() as third:
-        assert third == {"CUDA_VISIBLE_DEVICES": "3"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with load("training_runs").Gpus().least_busy() as only:
-        assert only == {}

@@ -3,7 +3,6 @@
 import csv
 import json
 import shlex
-import time
 from pathlib import Path
 
 import pytest
@@ -47,18 +46,6 @@ def test_models_differ_in_their_attention_alone(load, tmp_path: Path, monkeypatc
         settings["model"].pop("name")
         recipes.append(settings)
     assert all(recipe == recipes[0] for recipe in recipes)
-
-
-def test_a_script_is_interrupted_when_the_time_is_over(load):
-    runs = load("training_runs")
-    begin = time.monotonic()
-    with pytest.raises(runs.TimeOver):
-        runs.run_script(["-c", "import time; time.sleep(60)"], deadline_s=begin + 0.2)
-    with pytest.raises(runs.TimeOver):
-        runs.run_script(["-c", "raise SystemExit('it was started')"], deadline_s=begin)
-    assert time.monotonic() - begin < 30
-    with pytest.raises(runs.RunFailed, match="no memory"):
-        runs.run_script(["-c", "raise SystemExit('no memory')"], deadline_s=time.monotonic() + 60)
 
 
 def test_rows_that_are_missing_are_said_and_rows_of_chance_are_marked(load, tmp_path: Path, monkeypatch, capsys):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path
 
 Row = dict[str, str]
@@ -20,7 +21,7 @@ class ResultTable:
         order: Gives the place of a row, by these texts.
 
     Raises:
-        ValueError: The file is of another kind.
+        InputError: The file is of another kind.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], keys: int, order: Callable[[tuple[str, ...]], Any]) -> None:
@@ -30,7 +31,7 @@ class ResultTable:
             with path.open(newline="") as file:
                 rows = list(csv.DictReader(file))
             if any(set(row) != set(columns) for row in rows):
-                raise ValueError(f"{path} is no table of this script; choose another --out")
+                raise InputError(f"{path} is no table of this command; choose another --out")
             self.rows = {tuple(row[name] for name in columns[:keys]): row for row in rows}
 
     def add(self, key: Iterable[object], **values: object) -> Row:

@@ -1,0 +1,61 @@
+"""What long jobs of several commands share: commands until a time, GPUs, tables over seeds, tables of results."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from headmix_vision.console.scripts import Gpus, RunFailed, TimeOver, run_python
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
+from headmix_vision.files.result_table import ResultTable
+
+
+def test_a_command_is_interrupted_when_the_time_is_over():
+    begin = time.monotonic()
+    with pytest.raises(TimeOver):
+        run_python(["-c", "import time; time.sleep(60)"], deadline_s=begin + 0.2)
+    with pytest.raises(TimeOver):
+        run_python(["-c", "raise SystemExit('it was started')"], deadline_s=begin)
+    assert time.monotonic() - begin < 30
+    with pytest.raises(RunFailed, match="no memory"):
+        run_python(["-c", "raise SystemExit('no memory')"], deadline_s=time.monotonic() + 60)
+
+
+def test_a_command_says_what_it_printed_and_why_it_failed(tmp_path: Path):
+    assert run_python(["-c", "import os; print(os.getcwd())"], cwd=tmp_path) == f"{tmp_path}\n"
+    with pytest.raises(RunFailed, match=r"no_such_script\.py"):
+        run_python(["no_such_script.py"])
+    with pytest.raises(RunFailed) as failed:
+        run_python(["-c", "raise SystemExit('a warning\\nerror: no such file')"])
+    assert failed.value.reason == "no such file"
+
+
+def test_commands_side_by_side_share_the_gpus_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    gpus = Gpus()
+    with gpus.least_busy() as first, gpus.least_busy() as second:
+        assert [first, second] == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
+    with gpus.least_busy(), gpus.least_busy(), gpus.least_busy() as third:
+        assert third == {"CUDA_VISIBLE_DEVICES": "3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with Gpus().least_busy() as only:
+        assert only == {}
+
+
+def test_tables_of_seeds():
+    assert mean_and_deviation([1.0, 2.0, 3.0]) == "2.00 ± 1.00"
+    assert [mean_and_deviation(values, 1) for values in ([], [2.0])] == ["–", "2.0"]
+    assert markdown_table(["a", "b"], [["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
+
+
+def test_a_table_of_results_keeps_its_rows(tmp_path: Path):
+    def opened() -> ResultTable:
+        return ResultTable(tmp_path / "new" / "x.csv", ("name", "seed", "top1", "recipe"), 2, lambda key: key)
+
+    opened().add(("b", 0), top1=1 / 3, recipe="r")
+    opened().add(("a", 1), recipe="r")
+    assert (tmp_path / "new" / "x.csv").read_text().split() == ["name,seed,top1,recipe", "a,1,,r", "b,0,0.33,r"]
+    assert opened().row(("b", 0), "other") is None and opened().row(("c", 0), "r") is None
+    (tmp_path / "new" / "x.csv").write_text("something,else\n1,2\n")
+    with pytest.raises(ValueError, match=r"x\.csv is no table"):
+        opened()
