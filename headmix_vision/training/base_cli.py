@@ -23,6 +23,7 @@ from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, 
 from headmix_vision.runs.directory import CHECKPOINTS, LAST, METRICS, find_checkpoint
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
 from headmix_vision.training.callbacks.dry_run import DryRun
+from headmix_vision.training.callbacks.early_stop import EarlyStop
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
@@ -38,7 +39,13 @@ from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
 from headmix_vision.training.metrics_csv import MetricsCSV
-from headmix_vision.training.options import AnalysisConfig, EmaConfig, check_trainer_options, require
+from headmix_vision.training.options import (
+    AnalysisConfig,
+    EarlyStoppingConfig,
+    EmaConfig,
+    check_trainer_options,
+    require,
+)
 from headmix_vision.training.parser import OptionParser, with_config_of_run
 from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.signals import InterruptRequest
@@ -90,7 +97,7 @@ class RunCLI(LightningCLI):
         parser.add_argument("--seed_everything", type=int, default=0, help="Seed of everything that is random.")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the options of the run directory, of the moving average and of the attention matrices."""
+        """Adds the options of the run directory, the moving average, early stopping and the attention matrices."""
         parser.add_argument(
             "--run_dir",
             type=str | None,
@@ -111,6 +118,7 @@ class RunCLI(LightningCLI):
             help="Also write last.ckpt every so many optimizer steps, not only around each validation.",
         )
         parser.add_class_arguments(EmaConfig, "ema")
+        parser.add_class_arguments(EarlyStoppingConfig, "early_stopping")
         parser.add_class_arguments(AnalysisConfig, "analysis")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
@@ -236,6 +244,8 @@ class RunCLI(LightningCLI):
         self.last = LastCheckpoint(run_dir / LAST, options.checkpoint_every_n_steps)
         self.speed = ImagesPerSecond()
         average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
+        stopping = self.config_init[self.config.subcommand].early_stopping
+        stop = [EarlyStop(stopping)] if stopping.patience is not None else []
         before, after = self.fit_callbacks(run_dir, average[0] if average else None)
         # the order matters: average, show, save, stop
         return [
@@ -245,6 +255,7 @@ class RunCLI(LightningCLI):
             AttentionNumbers(self.config_init[self.config.subcommand].analysis),
             self.speed,
             *self._progress(),
+            *stop,
             self.last,
             GracefulInterrupt(self.request, self.last, resume_command(run_dir)),
             *after,

@@ -231,6 +231,28 @@ class AnalysisConfig:
                 check_counts(1, **{f"analysis.{name}": getattr(self, name)})
 
 
+@dataclass
+class EarlyStoppingConfig:
+    """End of a run when validation has stopped to improve, by Lightning's `EarlyStopping`; resuming changes nothing.
+
+    The schedule does not know of it: `model.schedule.sched=constant` goes with it.
+
+    Args:
+        patience: End after so many validations in a row without a better one; run to the end when null.
+        monitor: What validation logs, for example `val/loss` or `val/top1`; losses are to fall, all else to rise.
+        min_delta: By how much a better validation is better.
+    """
+
+    patience: int | None = None
+    monitor: str = "val/loss"
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.patience is not None:
+            check_counts(1, **{"early_stopping.patience": self.patience})
+        check_numbers(0, **{"early_stopping.min_delta": self.min_delta})
+
+
 # Lightning takes these as they come, and divides by zero or trains nothing.
 _LEAST_OF_TRAINER = {
     "max_epochs": (1, -1),

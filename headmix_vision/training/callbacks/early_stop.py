@@ -1,0 +1,58 @@
+"""Ends a run when validation does not improve any more."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+
+from headmix_vision.errors import InputError
+from headmix_vision.training.options import EarlyStoppingConfig
+
+
+class EarlyStop(EarlyStopping):
+    """Ends a run after so many validations without a better one, also a run that is resumed after that.
+
+    Args:
+        config: The rule; its patience must be given.
+    """
+
+    def __init__(self, config: EarlyStoppingConfig) -> None:
+        assert config.patience is not None
+        super().__init__(
+            config.monitor,
+            config.min_delta,
+            config.patience,
+            mode="min" if config.monitor.endswith("loss") else "max",
+            check_on_train_epoch_end=False,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the best value and the count; the patience is that of the command line."""
+        super().load_state_dict({**state_dict, "patience": self.patience})
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends a run at once that had been stopped: Lightning would train until the next validation.
+
+        Raises:
+            InputError: If there are no validations.
+        """
+        if not sum(trainer.num_val_batches):
+            raise InputError("early_stopping.patience needs validation: set data.val_split")
+        trainer.should_stop = self.wait_count >= self.patience
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compares the validation with the best one.
+
+        Raises:
+            InputError: If it does not log what is monitored; before the training already.
+        """
+        if self.monitor not in trainer.callback_metrics:
+            known = ", ".join(name for name in trainer.callback_metrics if name.startswith("val/"))
+            raise InputError(f"early_stopping.monitor must be one of {known}, got {self.monitor}")
+        super().on_validation_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Says why the run has ended."""
+        if self.wait_count >= self.patience and trainer.is_global_zero:
+            best = float(self.best_score)
+            print(f"stopped: no better {self.monitor} than {best:.4f} in {self.wait_count} validations", flush=True)
