@@ -17,6 +17,7 @@ from headmix_vision.data.datasets import DATASETS
 from headmix_vision.data.datasets.base import BatchSource, DatasetEntry, Source, SplitRequest
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
+from headmix_vision.data.datasets.parts import hold_out
 from headmix_vision.runs.networks import create_network
 
 CORES = ("softmax", "linear", "mhla", "hih")
@@ -116,31 +117,9 @@ def check_equal(network: Network, budget: str) -> None:
     assert abs(difference) <= tolerance, f"{network} differs in {budget} by {100 * difference:.1f} %"
 
 
-class Part(Source):
-    """Some samples of another source.
-
-    Args:
-        source: The other source.
-        indices: Which of its samples.
-    """
-
-    in_memory = True
-
-    def __init__(self, source: Source, indices: list[int]) -> None:
-        self.source, self.indices, self.class_names = source, indices, source.class_names
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def read(self, index: int) -> tuple[Any, int]:
-        return self.source.read(self.indices[index])
-
-
 def open_digits_for_tuning(request: SplitRequest) -> Source:
     """Four fifths of the training digits to train on, and the other fifth for validation."""
-    digits = Digits("train", request.channels)
-    held_out = request.split != request.train_split
-    return Part(digits, [i for i in range(len(digits)) if (i % TUNING_SHARE == 0) == held_out])
+    return hold_out(Digits("train", request.channels), TUNING_SHARE, held=request.split != request.train_split)
 
 
 def open_few_canvases(request: SplitRequest) -> BatchSource:

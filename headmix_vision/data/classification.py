@@ -57,6 +57,8 @@ class ClassificationData(DataModule):
         crop_pct: Centre crop of evaluation, as a share of the resized image; the model's if null (digits, canvas: all).
         interpolation: Resizing in evaluation; the model's if null (digits, canvas: bilinear).
         augmentation: Training augmentation.
+        holdout_every: Every so many-th training image is kept out of training, and validation runs on these instead of
+            val_split, on which a run that was stopped or chosen by validation can then be tested; none if null.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, an empty class folder, splits with
@@ -82,6 +84,7 @@ class ClassificationData(DataModule):
         crop_pct: float | None = None,
         interpolation: str | None = None,
         augmentation: Augmentation = Augmentation(),  # noqa: B008 - read only; jsonargparse shows its fields
+        holdout_every: int | None = None,
     ) -> None:
         if crop_pct is not None:
             check_numbers(0, 1, crop_pct=crop_pct)
@@ -104,6 +107,7 @@ class ClassificationData(DataModule):
             seed=seed,
             max_unreadable=max_unreadable,
             repeats=augmentation.repeats,
+            holdout_every=holdout_every,
         )
         if self.entry.is_stream and self.repeats > 1:
             raise InputError(f"augmentation.repeats is {self.repeats}, it must be 1 for dataset {dataset!r}")

@@ -18,6 +18,7 @@ from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.batches import TrainBatchSampler, eval_batches
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
+from headmix_vision.data.datasets.parts import hold_out
 from headmix_vision.data.datasets.streams import Stream, StreamLoader
 from headmix_vision.data.loading import (
     Collate,
@@ -64,6 +65,8 @@ class DataModule(lightning.LightningDataModule):
         max_unreadable: Largest share of unreadable samples, above which an error stops the run; each process counts
             what it reads.
         repeats: Repeated augmentation: each sample this many times in a row, the epoch keeping its length.
+        holdout_every: Every so many-th training sample is kept out of training, and validation runs on these instead of
+            `val_split`, which is left to be tested on; none when None.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, splits with different classes, a
@@ -88,6 +91,7 @@ class DataModule(lightning.LightningDataModule):
         seed: int,
         max_unreadable: float,
         repeats: int = 1,
+        holdout_every: int | None = None,
     ) -> None:
         super().__init__()
         self.entry = find_dataset(dataset, self.use)
@@ -98,6 +102,10 @@ class DataModule(lightning.LightningDataModule):
         if num_workers is not None:
             check_counts(0, num_workers=num_workers)
         check_numbers(0, 1, max_unreadable=max_unreadable)
+        if holdout_every is not None:
+            check_counts(2, holdout_every=holdout_every)
+            if self.entry.is_stream:
+                raise InputError(f"holdout_every is {holdout_every}, it must be null for dataset {dataset!r}")
         self.dataset = dataset
         self.root = root
         self.train_split = train_split
@@ -109,6 +117,7 @@ class DataModule(lightning.LightningDataModule):
         self.seed = seed
         self.max_unreadable = max_unreadable
         self.repeats = repeats
+        self.holdout_every = holdout_every
         self._copies: torch.cuda.Stream | None = None
 
     @abstractmethod
@@ -130,12 +139,13 @@ class DataModule(lightning.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the splits that `stage` (fit, validate or test) needs, and check them."""
         self._attach(stage)
-        names = {"train": self.train_split, "val": self.val_split, "test": self.test_split}
+        val_split = self.val_split if self.holdout_every is None else self.train_split
+        names = {"train": self.train_split, "val": val_split, "test": self.test_split}
         roles = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}[stage]
         opened = {role: str(names[role]) for role in roles if names[role] is not None}
         if not opened:
             raise InputError("there is no validation split: set data.val_split")
-        self._splits = {role: open_split(self.request(split, role)) for role, split in opened.items()}
+        self._splits = {role: self._open(split, role) for role, split in opened.items()}
         first, *others = self._splits
         self.class_names = self._splits[first].class_names
         self.num_classes = len(self.class_names)
@@ -143,6 +153,13 @@ class DataModule(lightning.LightningDataModule):
             self._check_class_names(self._splits[role].class_names, f"the {opened[role]} split")
         if stage == "fit":
             self._check_interval(self.train_dataloader())  # which refuses a split that is smaller than a batch
+
+    def _open(self, split: str, role: str) -> Source | Stream:
+        opened = open_split(self.request(split, role))
+        if self.holdout_every is None or role == "test":
+            return opened
+        assert isinstance(opened, Source)
+        return hold_out(opened, self.holdout_every, held=role == "val")
 
     def request(self, split: str, role: str) -> SplitRequest:
         """Say what is asked of the data set for a split whose role is train, val or test."""

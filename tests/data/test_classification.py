@@ -9,8 +9,9 @@ from sklearn.datasets import load_digits
 
 from headmix_vision.data import Augmentation, ClassificationData
 from headmix_vision.data.batches import SampleKey
+from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.data.loading import TrainSamples
+from headmix_vision.data.loading import TrainSamples, WholeBatches
 
 from .helpers import Recorder, attach, make_trainer
 
@@ -168,6 +169,25 @@ def test_repeats_reach_the_batches() -> None:
     assert not torch.equal(images[0], images[1])
 
 
+@pytest.mark.parametrize(("dataset", "size"), [("digits", 8), ("canvas", 64)])
+def test_held_out_images_are_validated_on_and_not_trained_on(dataset: str, size: int) -> None:
+    data = ClassificationData(dataset, holdout_every=5)
+    attach(data, img_size=size, num_classes=10 if dataset == "digits" else 9)
+    train, val = data._splits["train"], data._splits["val"]
+    whole = Digits("train") if dataset == "digits" else CanvasDigits("train", size)
+    assert (len(train), len(val)) == (len(whole) - len(val), -(-len(whole) // 5))
+    assert [val.name(1), train.name(0), train.name(4)] == [whole.name(5), whole.name(1), whole.name(6)]
+    image, target = val.read(1)
+    assert torch.equal(image, whole.read(5)[0]) and target == whole.read(5)[1]
+    assert isinstance(data.val_dataloader().dataset, WholeBatches) == (dataset == "canvas")
+    images, _ = next(iter(data.val_dataloader()))
+    assert torch.equal(images[1], data.eval_transform()(image))
+
+    data = ClassificationData(dataset, holdout_every=5)
+    attach(data, stage="test", img_size=size, num_classes=10 if dataset == "digits" else 9)
+    assert data._splits["test"].name(0) == type(whole)("validation").name(0)
+
+
 def test_evaluation_stages_run_without_training_data() -> None:
     module, data = Recorder(), ClassificationData(batch_size=200, test_split="train")
     trainer = make_trainer()
@@ -194,6 +214,8 @@ def test_evaluation_stages_run_without_training_data() -> None:
         ({"augmentation": Augmentation(remode="noise")}, "augmentation.remode must be one of"),
         ({"augmentation": Augmentation(interpolation="cubic")}, "augmentation.interpolation must be one of"),
         ({"dataset": "wds/", "augmentation": Augmentation(repeats=2)}, "must be 1 for dataset 'wds/'"),
+        ({"holdout_every": 1}, "holdout_every must be a whole number of at least 2, got 1"),
+        ({"dataset": "wds/", "holdout_every": 5}, "holdout_every is 5, it must be null for dataset 'wds/'"),
     ],
 )
 def test_wrong_options(options: dict, message: str) -> None:
