@@ -1,4 +1,4 @@
-"""`python -m headmix_vision.analysis rank|entropy|maps|mixing ...`: see `headmix_vision.analysis.command`."""
+"""`python -m headmix_vision.analysis rank|entropy|maps|mixing|sweep ...`: see `headmix_vision.analysis.command`."""
 
 from headmix_vision.commands import analyze as main
 

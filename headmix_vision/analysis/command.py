@@ -1,7 +1,8 @@
-"""`headmix-analyze`: attention matrices of networks in numbers and maps, and what they have learned to mix.
+"""`headmix-analyze`: attention matrices of networks in numbers and maps, what they have learned to mix, and sweeps.
 
 headmix-analyze rank --model deit_softmax_digits deit_linear_digits deit_mhla_digits --data digits --out rank
 headmix-analyze mixing --model runs/digits --out pictures
+headmix-analyze sweep block_count --task digits --out sweeps
 """
 
 import argparse
@@ -16,6 +17,7 @@ from headmix_vision.analysis.inputs import ImageRequest, Inputs, read_inputs
 from headmix_vision.analysis.maps import Place, attention_maps, draw_maps
 from headmix_vision.analysis.mixing import draw_mixing
 from headmix_vision.analysis.profiles import PROFILES, draw_profiles, profile_layers
+from headmix_vision.analysis.sweeps import command as sweep
 from headmix_vision.checks import check_counts
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import default_device, open_device
@@ -55,6 +57,10 @@ def _parser() -> argparse.ArgumentParser:
             )  # fmt: skip
         if run is _profile:
             one.add_argument("--queries", type=int, help="so many query tokens, drawn by a fixed seed (default: all)")
+    what = "train classifiers that differ in one thing, and compare them"
+    one = commands.add_parser("sweep", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    one.set_defaults(run=sweep.run)
+    sweep.add_options(one)
     return parser
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch
 
 EXIT_FAILED = 1
 EXIT_TIME_OVER = 75  # EX_TEMPFAIL of sysexits.h: try again
+_LONGEST_S = 1e6  # the system waits no longer than 24 days
 _GRACE_S = 60.0  # for the step in progress and its checkpoint
 
 
@@ -23,8 +24,9 @@ class RunFailed(RuntimeError):
 
     @property
     def reason(self) -> str:
-        """The last line that the command printed, which of wrong input says what is wrong."""
-        return str(self).rstrip().rpartition("\n")[2].removeprefix("error: ")
+        """Of wrong input the line which says what is wrong, else the whole message."""
+        last = str(self).rstrip().rpartition("\n")[2]
+        return last.removeprefix("error: ") if last.startswith("error: ") else str(self)
 
 
 class TimeOver(RuntimeError):
@@ -90,7 +92,8 @@ def run_python(
     """
     command = [sys.executable, *map(str, arguments)]
     threads = {"OMP_NUM_THREADS": "1"} if side_by_side else {}
-    with gpus().least_busy() if side_by_side else nullcontext({}) as gpu:
+    gpu_of_it: AbstractContextManager[dict[str, str]] = gpus().least_busy() if side_by_side else nullcontext({})
+    with gpu_of_it as gpu:
         if time.monotonic() >= deadline_s:
             raise TimeOver
         pipe = subprocess.PIPE
@@ -99,7 +102,7 @@ def run_python(
         )
         try:
             left_s = deadline_s - time.monotonic()
-            output, errors = process.communicate(timeout=None if math.isinf(left_s) else max(left_s, 0))
+            output, errors = process.communicate(timeout=max(left_s, 0) if left_s < _LONGEST_S else None)
         except subprocess.TimeoutExpired:
             process.terminate()
             try:

@@ -1,0 +1,134 @@
+"""The figure of a sweep: legible on half the width of a page, with the names of lines beside them."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from headmix_vision.analysis.sweeps.kinds import SWEEPS
+from headmix_vision.analysis.sweeps.report import LABELS, lines_of, values
+from headmix_vision.analysis.sweeps.runs import Runs
+from headmix_vision.files.result_table import ResultTable
+from headmix_vision.runs.directory import metric_names, read_metrics
+
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+_WIDTH_IN, _PANEL_IN, _DOT_IN, _AXIS_IN, _TEXT_PT = 6.0, 2.6, 0.4, 0.7, 14
+_LOGARITHMIC = 5  # an axis is, where its largest number is so many times the smallest
+
+Ends = dict[str, float]  # of lines, the height at which their names are wanted
+
+
+def draw(table: ResultTable, runs: Runs) -> Figure | None:
+    """Draws the numbers of a sweep, a panel for each: means and standard deviations over seeds.
+
+    Returns:
+        The figure; None while there is nothing to draw.
+    """
+    return _Drawing(table, runs).figure()
+
+
+class _Drawing:
+    def __init__(self, table: ResultTable, runs: Runs) -> None:
+        self.table, self.runs, self.sweep = table, runs, runs.request.sweep
+        names = lines_of(SWEEPS[runs.request.kind].variants)
+        self.colours = dict(zip(names, OKABE_ITO, strict=False))  # those of a part of a sweep are those of the whole
+
+    def figure(self) -> Figure | None:
+        panel = {"lines": self._lines, "dots": self._dots, "curves": self._curves}[self.sweep.draw]
+        numbers = self.sweep.numbers
+        height = _DOT_IN * len(self.runs.variants) if self.sweep.draw == "dots" else _PANEL_IN * len(numbers)
+        with matplotlib.rc_context({"font.size": _TEXT_PT}):
+            figure = Figure(figsize=(_WIDTH_IN, height + _AXIS_IN), layout="constrained")
+            FigureCanvasAgg(figure)
+            drawn = [
+                panel(axes, number)
+                for axes, number in zip(figure.subplots(len(numbers), 1, squeeze=False)[:, 0], numbers, strict=True)
+            ]
+        for axes in figure.axes:
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        return figure if all(drawn) else None
+
+    def _values(self, name: str, number: str) -> list[float]:
+        return values(self.runs.rows(self.table, name), number)
+
+    def _lines(self, axes: Axes, number: str) -> bool:
+        ends: Ends = {}
+        drawn: list[float] = []
+        for line, variants in lines_of(self.sweep.variants).items():
+            found = [(variant.x, scores) for variant in variants if (scores := self._values(variant.name, number))]
+            if found:
+                means = [statistics.mean(scores) for _, scores in found]
+                spread, places = [_deviation(scores) for _, scores in found], [x for x, _ in found]
+                axes.errorbar(places, means, spread, color=self.colours[line], marker="o", markersize=6, capsize=4)
+                ends[line] = means[-1]
+                drawn += means
+        axes.set_xscale("log", base=2)
+        places = sorted({variant.x for variant in self.sweep.variants})
+        axes.set_xticks(places, [f"{x:,.0f}" for x in places])
+        axes.minorticks_off()
+        axes.set(xlabel=self.sweep.axis, ylabel=LABELS[number])
+        if drawn and max(drawn) > _LOGARITHMIC * min(drawn) > 0:
+            axes.set_yscale("log")
+        elif number == "images_per_s":
+            axes.set_ylim(0)
+        self._name(axes, ends)
+        return bool(ends)
+
+    def _dots(self, axes: Axes, number: str) -> bool:
+        found = {name: scores for name in self.runs.variants if (scores := self._values(name, number))}
+        if not found:
+            return False
+        for place, scores in enumerate(found.values()):
+            axes.plot(scores, [place] * len(scores), "o", color=OKABE_ITO[0], markerfacecolor="none", markersize=5)
+            mean, deviation = statistics.mean(scores), _deviation(scores)
+            axes.errorbar(mean, place, xerr=deviation, color=OKABE_ITO[0], marker="|", markersize=16, capsize=4)
+        axes.set_yticks(range(len(found)), list(found))
+        axes.set(xlabel=LABELS[number], ylim=(len(found) - 0.5, -0.5))
+        return True
+
+    def _curves(self, axes: Axes, number: str) -> bool:
+        """Draws a number by epoch, as far as all seeds of a network have trained."""
+        ends: Ends = {}
+        for variant in self.sweep.variants:
+            if curves := self._by_epoch(variant.name, number):
+                epochs = sorted(set.intersection(*map(set, curves)))
+                scores = [[curve[epoch] for curve in curves] for epoch in epochs]
+                pairs = [(statistics.mean(each), _deviation(each)) for each in scores]
+                means, colour = [mean for mean, _ in pairs], self.colours[variant.line]
+                axes.plot(epochs, means, color=colour)
+                low, high = [mean - spread for mean, spread in pairs], [mean + spread for mean, spread in pairs]
+                axes.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0)
+                ends[variant.line] = means[-1]
+        axes.set(xlabel="epoch", ylabel=LABELS[number])
+        axes.set_ylim(0)
+        self._name(axes, ends)
+        return bool(ends)
+
+    def _by_epoch(self, name: str, number: str) -> list[dict[int, float]]:
+        """Reads a number of the attention matrices, mean of layers, from the runs whose metrics are still there."""
+        curves = []
+        for case in self.runs.compared(self.table, name):
+            run = self.runs.directory(case)
+            logged = [column for column in metric_names(run) if column.startswith(f"analysis/{number}/")]
+            if logged and self.runs.row(self.table, case):
+                rows = [row for row in read_metrics(run) if logged[0] in row]
+                curves.append({int(row["epoch"]) + 1: statistics.mean(row[one] for one in logged) for row in rows})
+        return curves
+
+    def _name(self, axes: Axes, ends: Ends) -> None:
+        """Writes the names of lines at the right end of a panel, as near to their ends as they do not overlap."""
+        low, high = axes.get_ylim()
+        scale = math.log if axes.get_yscale() == "log" else float
+        at = -math.inf
+        for line, y in sorted(ends.items(), key=lambda end: end[1]):
+            at = max((scale(y) - scale(low)) / (scale(high) - scale(low)), at + 1.4 * _TEXT_PT / 72 / _PANEL_IN)
+            axes.text(1.02, at, line, color=self.colours[line], transform=axes.transAxes, va="center")
+
+
+def _deviation(scores: Sequence[float]) -> float:
+    return statistics.stdev(scores) if len(scores) > 1 else 0.0

@@ -1,0 +1,110 @@
+"""The table of a sweep in Markdown, and the rule by which its networks are compared."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from headmix_vision.analysis.sweeps.kinds import Variant
+from headmix_vision.analysis.sweeps.runs import AT_LIMIT, NOT_FINITE, Runs
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
+from headmix_vision.files.result_table import ResultTable, Row
+
+LABELS = {
+    "val_top1_percent": "validation top-1, %",
+    "test_top1_percent": "top-1, %",
+    "test_balanced_percent": "balanced accuracy, %",
+    "images_per_s": "training, images/s",
+    "rank": "rank of attention",
+    "stable_rank": "stable rank",
+    "entropy": "entropy of a row, nats",
+}
+"""The columns that are numbers, and what they are."""
+
+_LEARNED = 0.1  # of the way from the accuracy of naming the commonest class to 100 %
+
+
+def values(rows: Sequence[Row], column: str) -> list[float]:
+    """Reads a column of rows, where it is not empty."""
+    return [float(row[column]) for row in rows if row[column]]
+
+
+def lines_of(variants: Sequence[Variant]) -> dict[str, list[Variant]]:
+    """Sorts networks by the line of the figure on which they lie."""
+    lines: dict[str, list[Variant]] = {}
+    for variant in variants:
+        lines.setdefault(variant.line, []).append(variant)
+    return lines
+
+
+def report(table: ResultTable, runs: Runs) -> str:
+    """Writes what is compared, by which rule, and the table, in Markdown: means ± standard deviations over seeds."""
+    request, config = runs.request, runs.config
+    monitor, patience = config["early_stopping"]["monitor"], config["early_stopping"]["patience"]
+    limit = config["trainer"]["max_epochs"]
+    held_out = "training images that are held out" if runs.holds_out else "the validation split"
+    rates = f"the best of {', '.join(runs.rates)} at seed 0" if len(runs.rates) > 1 else runs.rates[0]
+    rule = (
+        f"Recipe {' '.join(request.recipes)}. A run ends when {monitor} has not improved for {patience} validations, or"
+        f" after {limit} epochs. The learning rate is {rates}. Rate, end and tested checkpoint are chosen on"
+        f" {held_out}; top-1 and balanced accuracy are of the split {runs.reported}. Mean ± standard deviation over"
+        " seeds."
+    )
+    parts = [f"{request.sweep.about[0].upper()}{request.sweep.about[1:]}.", rule, _table(table, runs)]
+    at_a_time = {row["side_by_side"] for name in runs.variants for row in runs.rows(table, name)} - {"", "1"}
+    if at_a_time:
+        parts.append(f"Images/s are of runs side by side, {' or '.join(sorted(at_a_time))} at a time.")
+    if request.sweep.axis == "tokens":
+        parts.append(_falls(table, runs))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _table(table: ResultTable, runs: Runs) -> str:
+    found = {name: rows for name in runs.variants if (rows := runs.rows(table, name))}
+    shown = [name for name in LABELS if any(values(rows, name) for rows in found.values())]
+    lines = []
+    for name, rows in found.items():
+        epochs = mean_and_deviation(values(rows, "epochs"), 0)
+        cells = [mean_and_deviation(values(rows, column), 0 if column == "images_per_s" else 2) for column in shown]
+        remarks = _remarks(rows, runs.rates)
+        lines.append([name + remarks, rows[0]["parameters"], rows[0]["rate"], str(len(rows)), epochs, *cells])
+    if floors := [floor for rows in found.values() for floor in values(rows, "floor_percent")]:
+        cells = [f"{floors[0]:.2f}" if name == "test_top1_percent" else "–" for name in shown]
+        lines.append(["always the commonest class", *"––––", *cells])
+    return markdown_table(
+        ["network", "parameters", "rate", "seeds", "epochs", *(LABELS[name] for name in shown)], lines
+    )
+
+
+def _remarks(rows: Sequence[Row], rates: Sequence[str]) -> str:
+    """Says what a reader has to know before comparing a network."""
+    ways = {row["ended"] for row in rows}
+    scores = [(float(row["test_top1_percent"]), float(row["floor_percent"])) for row in rows if row["floor_percent"]]
+    remarks = {
+        "numbers not finite": NOT_FINITE in ways,
+        "has not learned": any(score < floor + _LEARNED * (100 - floor) for score, floor in scores),
+        "still improving": AT_LIMIT in ways,
+        "rate at the edge": len(rates) > 1 and rows[0]["rate"] in (rates[0], rates[-1]),
+    }
+    said = ", ".join(text for text, holds in remarks.items() if holds)
+    return f" ({said})" if said else ""
+
+
+def _falls(table: ResultTable, runs: Runs) -> str:
+    """Says of each line where its accuracy begins to fall: below its best, by more than two standard errors."""
+    said = []
+    for line, variants in lines_of(runs.request.sweep.variants).items():
+        found = [(one.x, values(runs.rows(table, one.name), "test_top1_percent")) for one in variants]
+        found = [(x, scores) for x, scores in found if len(scores) > 1]
+        if len(found) < 2:
+            continue
+        best = max(range(len(found)), key=lambda index: statistics.mean(found[index][1]))
+        falls = (x for x, scores in found[best + 1 :] if _is_below(scores, found[best][1]))
+        fall = next(falls, None)
+        where = f"falls off at {fall:,.0f}" if fall else f"does not fall off up to {found[-1][0]:,.0f}"
+        said.append(f"{line} {where} tokens")
+    return f"{'; '.join(said)} (a fall is of more than two standard errors, from the best length)." if said else ""
+
+
+def _is_below(scores: Sequence[float], best: Sequence[float]) -> bool:
+    error = math.sqrt(sum(statistics.variance(each) / len(each) for each in (scores, best)))
+    return statistics.mean(best) - statistics.mean(scores) > 2 * error

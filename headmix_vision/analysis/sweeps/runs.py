@@ -1,0 +1,279 @@
+"""The runs of a sweep: their options, where they are, and what is read from them."""
+
+import csv
+import hashlib
+import json
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from headmix_vision.analysis.sweeps.kinds import SWEEPS, Sweep, Variant
+from headmix_vision.console.scripts import RunFailed, run_python
+from headmix_vision.errors import InputError
+from headmix_vision.files.result_table import ResultTable, Row
+from headmix_vision.layers import CORES
+from headmix_vision.recipes import find_config
+from headmix_vision.runs.checkpoints import read_checkpoint
+from headmix_vision.runs.directory import LAST, metric_names, read_curve, read_metrics
+from headmix_vision.runs.networks import create_network
+from headmix_vision.runs.starting import train
+
+NUMBERS = (
+    *("epochs", "val_top1_percent", "test_top1_percent", "test_balanced_percent", "floor_percent"),
+    *("images_per_s", "side_by_side", "rank", "stable_rank", "entropy", "parameters"),
+)
+COLUMNS = ("variant", "rate", "seed", *NUMBERS, "ended", "recipe")
+TRAINING = ("-m", "headmix_vision.train_cls")
+# All train until validation stops to improve, by a rate that does not depend on the end, which is unknown.
+RULE = (
+    *("--trainer.max_epochs", 200, "--early_stopping.patience", 20, "--early_stopping.monitor", "val/top1"),
+    *("--model.schedule.sched", "constant", "--trainer.devices", 1),
+    *("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"),
+)
+POOLING = {"class_token": False, "global_pool": "avg"}  # else softmax alone would have a class token
+RATE_FACTORS = (0.5, 1.0, 2.0)
+HOLDOUT_EVERY = 5
+BY_PATIENCE, AT_LIMIT, NOT_FINITE = "patience", "limit", "not finite"
+
+
+class Case(NamedTuple):
+    """One run: a row of the table."""
+
+    variant: str
+    rate: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks of a sweep.
+
+    Args:
+        kind: Name of the sweep.
+        sweep: What it is.
+        recipes: Recipes of `headmix-train-cls`, in their order.
+        root: Place of the data; that of the recipe when None.
+        options: Further options of `headmix-train-cls fit`.
+        rates: Learning rates of which each variant chooses; half, once and twice that of the recipe when None.
+        seeds: So many runs of each variant.
+        out: Folder of the results.
+        side_by_side: So many runs at a time.
+    """
+
+    kind: str
+    sweep: Sweep
+    recipes: Sequence[str]
+    root: str | None
+    options: Sequence[str]
+    rates: Sequence[float] | None
+    seeds: int
+    out: Path
+    side_by_side: int
+
+    @property
+    def table(self) -> Path:
+        """The CSV file of the results."""
+        return self.out / f"{self.kind}.csv"
+
+
+class Runs:
+    """The runs of a sweep.
+
+    Args:
+        request: What is asked for.
+        deadline_s: When the last of them has to end, on the clock of `time.monotonic`.
+
+    Raises:
+        InputError: An option that the training refuses, or a network that cannot be.
+    """
+
+    def __init__(self, request: Request, deadline_s: float) -> None:
+        self.request = request
+        self.variants = {variant.name: variant for variant in request.sweep.variants}
+        self.how: dict[str, Any] = {"side_by_side": request.side_by_side > 1, "deadline_s": deadline_s}
+        texts = [find_config(recipe, "cls") for recipe in request.recipes]
+        self._texts = [Path(text).read_text() if Path(text).is_file() else text for text in texts]
+        self._place = [] if request.root is None else ["--data.root", request.root]
+        recipes = [part for recipe in request.recipes for part in ("-c", recipe)]
+        self._given = [*recipes, *RULE, *request.sweep.options, *request.options]
+        self.config = yaml.safe_load(self._ask("fit", *self._given, *self._place, "--print_config"))
+        data = self.config["data"]
+        self.reported = data["test_split"] or data["val_split"]
+        splits_differ = self.reported != data["val_split"] or data["holdout_every"] is not None
+        self._holdout = () if splits_differ else ("--data.holdout_every", HOLDOUT_EVERY)
+        self.holds_out = data["holdout_every"] is not None or not splits_differ
+        base = self.config["model"]["optimizer"]["lr"]
+        self.rates = [f"{rate:g}" for rate in sorted(request.rates or [factor * base for factor in RATE_FACTORS])]
+        self._models = {name: self._model(variant) for name, variant in self.variants.items()}
+        self.parameters = {name: _count_parameters(model) for name, model in self._models.items()}
+
+    def _ask(self, *arguments: object) -> str:
+        try:
+            return run_python([*TRAINING, *arguments])
+        except RunFailed as error:
+            raise InputError(error.reason) from None
+
+    def check(self, case: Case) -> None:
+        """Tries a run with one batch, and writes nothing.
+
+        Raises:
+            InputError: What the training says of it.
+        """
+        place = self.directory(case).with_name("tried")
+        self._ask("fit", *self._options(case), *self._place, "--run_dir", place, "--dry_run")
+
+    def place(self, key: tuple[str, ...]) -> Any:
+        """Gives the place of a row in the table."""
+        variant, rate, seed = key
+        names = [known.name for known in SWEEPS[self.request.kind].variants]
+        return [*names, variant].index(variant), float(rate), int(seed)
+
+    def ready(self, table: ResultTable) -> list[Case]:
+        """Lists the runs that lack a row and can start: those that choose a rate, and where it is chosen, all seeds."""
+        cases = []
+        for variant in self.variants:
+            tuning = [case for case in self._tuning(variant) if not self.row(table, case)]
+            cases += tuning or [case for case in self.compared(table, variant) if not self.row(table, case)]
+        return cases
+
+    def missing(self, table: ResultTable) -> int:
+        """Counts the runs that lack a row."""
+        count = 0
+        for variant in self.variants:
+            others = self.request.seeds - 1
+            done = sum(row["seed"] != "0" for row in self.rows(table, variant))
+            count += others - done + sum(self.row(table, case) is None for case in self._tuning(variant))
+        return count
+
+    def rows(self, table: ResultTable, variant: str) -> list[Row]:
+        """Returns the rows of the runs of a variant that are compared."""
+        return [row for case in self.compared(table, variant) if (row := self.row(table, case))]
+
+    def compared(self, table: ResultTable, variant: str) -> list[Case]:
+        """Lists the runs of a variant that are compared, by its rate; none before that is chosen."""
+        rate = self.chosen(table, variant)
+        return [] if rate is None else [Case(variant, rate, seed) for seed in range(self.request.seeds)]
+
+    def chosen(self, table: ResultTable, variant: str) -> str | None:
+        """Names the rate of a variant with the best validation of seed 0, the lowest of equals."""
+        rows = {case.rate: self.row(table, case) for case in self._tuning(variant)}
+        scores = {rate: float(row["val_top1_percent"]) for rate, row in rows.items() if row}
+        return max(scores, key=lambda rate: scores[rate]) if len(scores) == len(self.rates) else None
+
+    def row(self, table: ResultTable, case: Case) -> Row | None:
+        """Returns the row of a run."""
+        return table.row(case, self.recipe(case))
+
+    def _tuning(self, variant: str) -> list[Case]:
+        return [Case(variant, rate, 0) for rate in self.rates]
+
+    def _model(self, variant: Variant) -> dict[str, Any]:
+        """Gives the options of the model of a variant: `name`, `num_classes`, `img_size` and `model_args`."""
+        base = self.config["model"]
+        model = {name: base[name] for name in ("name", "num_classes", "img_size", "model_args")}
+        model["name"] = with_core(base["name"], variant.core)
+        model["model_args"] = {**(base["model_args"] or {}), **POOLING, **variant.model_args}
+        if variant.side_tokens is not None:
+            model["img_size"] = variant.side_tokens * _create(model).patch_embed.patch_size[0]
+        return model
+
+    def _options(self, case: Case) -> list[object]:
+        model = self._models[case.variant]
+        options = [*self._given, *self._holdout, "--model.name", model["name"]]
+        options += ["--model.model_args", json.dumps(model["model_args"])]
+        if model["img_size"] is not None:
+            options += ["--model.img_size", json.dumps(model["img_size"])]
+        return [*options, "--model.optimizer.lr", case.rate, "--seed_everything", case.seed]
+
+    def recipe(self, case: Case) -> str:
+        """Hashes everything that a run depends on but the place of the data."""
+        return hashlib.sha256(shlex.join(map(str, [*self._texts, *self._options(case)])).encode()).hexdigest()[:8]
+
+    def directory(self, case: Case) -> Path:
+        """Names the run directory."""
+        name = f"{case.variant}-rate_{case.rate}-seed_{case.seed}-{self.recipe(case)}"
+        return self.request.out.absolute() / self.request.kind / name
+
+    def complete(self, case: Case) -> dict[str, object]:
+        """Trains and tests, or goes on with that, and reads the columns of the table.
+
+        Raises:
+            RunFailed: A command failed.
+            TimeOver: It was interrupted.
+        """
+        run, known = self.directory(case), {"parameters": self.parameters[case.variant], "recipe": self.recipe(case)}
+        try:
+            train(TRAINING, run, [*self._options(case), *self._place], **self.how)
+        except RunFailed as error:
+            if "not finite" not in str(error) and "non-finite" not in str(error):
+                raise
+            return {**known, "ended": NOT_FINITE, "val_top1_percent": 0.0}
+        counted = run / "classes_test.csv"
+        if not counted.exists():
+            run_python([*TRAINING, "test", "--run_dir", run, *self._place], **self.how)
+        return {**known, **read_run(run), **read_test(counted), "side_by_side": self.request.side_by_side}
+
+
+def read_run(run: Path) -> dict[str, object]:
+    """Reads the columns of the table from the metrics of a finished run."""
+    speeds = list(read_curve(run, "train/images_per_s").values())
+    numbers: dict[str, object] = {
+        "epochs": int(read_metrics(run)[-1]["epoch"]) + 1,
+        "ended": BY_PATIENCE if _has_stopped(run) else AT_LIMIT,
+        "val_top1_percent": 100 * max(read_curve(run, "val/top1").values()),
+        "images_per_s": statistics.median(speeds[1:] or speeds),
+    }
+    for number in ("rank", "stable_rank", "entropy"):
+        layers = [name for name in metric_names(run) if name.startswith(f"analysis/{number}/")]
+        if layers:
+            numbers[number] = statistics.mean(list(read_curve(run, name).values())[-1] for name in layers)
+    return numbers
+
+
+def _create(model: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        return create_network(**model)
+
+
+def _count_parameters(model: dict[str, Any]) -> int:
+    return sum(parameter.numel() for parameter in _create(model).parameters())
+
+
+def _has_stopped(run: Path) -> bool:
+    """Tells whether a run has ended because validation did not improve any more."""
+    states = read_checkpoint(run / LAST)["callbacks"]
+    return any(
+        state["wait_count"] >= state["patience"] for name, state in states.items() if name.startswith("EarlyStop")
+    )
+
+
+def read_test(path: Path) -> dict[str, float]:
+    """Reads accuracies in percent from what `test` has counted, and that of naming the commonest class always."""
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if int(row["images"])]
+    images = [int(row["images"]) for row in rows]
+    correct = [int(row["correct"]) for row in rows]
+    return {
+        "test_top1_percent": 100 * sum(correct) / sum(images),
+        "test_balanced_percent": 100 * statistics.mean(a / b for a, b in zip(correct, images, strict=True)),
+        "floor_percent": 100 * max(images) / sum(images),
+    }
+
+
+def with_core(name: str, core: str) -> str:
+    """Puts another core into the name of a model.
+
+    Raises:
+        InputError: If the model has no core.
+    """
+    family, _, rest = name.partition("_")
+    old, _, member = rest.partition("_")
+    if family not in ("deit", "vit") or old not in CORES:
+        raise InputError(f"a sweep changes the core of a model such as deit_mhla_tiny, the recipe trains {name}")
+    return f"{family}_{core}_{member}"
