@@ -34,7 +34,6 @@ _TRAINING: Options = {
     "model.optimizer.weight_decay": "weight decay",
     "model.schedule.warmup_epochs": "epochs of warm-up",
     "ema.decay": "averaging of weights; null for none",
-    "early_stopping.patience": "end after so many validations without a better one",
     "analysis.every_n_epochs": "log ranks of attention; never if not given",
 }
 _DATA: Options = {

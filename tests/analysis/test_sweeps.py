@@ -47,7 +47,7 @@ def without_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(out: Path, kind: str = "block_count", **changes: Any) -> tuple[Runs, ResultTable]:
-    given = {"recipes": ["digits"], "root": None, "options": (), "rates": None, "seeds": 3, "side_by_side": 1}
+    given = {"recipes": ["digits"], "root": None, "options": (), "rates": None, "seeds": 3, "jobs": 1}
     request = Request(kind=kind, sweep=SWEEPS[kind], out=out, **(given | changes))
     runs = Runs(request, math.inf)
     return runs, ResultTable(request.table, COLUMNS, 3, runs.place)

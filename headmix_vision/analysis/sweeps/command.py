@@ -4,7 +4,6 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
         _check_rows(runs, table)
         if ready := runs.ready(table):
             runs.check(ready[0])
-        failures = _complete(runs, table, request.side_by_side, deadline_s)
+        failures = _complete(runs, table, request.jobs, deadline_s)
         if table.rows:
             _write(runs, table)
     for failure in failures:
@@ -135,9 +134,6 @@ def _complete(runs: Runs, table: ResultTable, jobs: int, deadline_s: float) -> l
     running: dict[Future[dict[str, object]], Case] = {}
     pool = ThreadPoolExecutor(jobs)
 
-    def say(case: Case, text: str) -> None:
-        print(f"[{time.monotonic() - start:5.0f} s] {_name(case)}: {text}", flush=True)
-
     def submit() -> None:
         for case in runs.ready(table):
             if case not in known and time.monotonic() < deadline_s:
@@ -149,30 +145,20 @@ def _complete(runs: Runs, table: ResultTable, jobs: int, deadline_s: float) -> l
         while running:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 case = running.pop(future)
-                _note(case, future, table, failures, say)
+                try:
+                    row = table.add(case, **future.result())
+                except TimeOver:
+                    continue
+                except RunFailed as error:
+                    failures.append(f"{_name(case)}: {error.reason}")
+                    found = "failed"
+                else:
+                    found = f"validation {row['val_top1_percent']} %, test {row['test_top1_percent'] or '–'} %"
+                print(f"[{time.monotonic() - start:5.0f} s] {_name(case)}: {found}", flush=True)
             submit()
     finally:  # an interrupt has reached the runs, too: they save and end
         pool.shutdown(cancel_futures=True)
     return failures
-
-
-def _note(
-    case: Case,
-    future: Future[dict[str, object]],
-    table: ResultTable,
-    failures: list[str],
-    say: Callable[[Case, str], None],
-) -> None:
-    try:
-        row = table.add(case, **future.result())
-    except TimeOver:
-        say(case, "interrupted")
-    except RunFailed as error:
-        failures.append(f"{_name(case)}: {error.reason}")
-        say(case, "failed")
-    else:
-        found = f"validation {row['val_top1_percent']} %, test {row['test_top1_percent']} %"
-        say(case, f"{found}, {row['epochs']} epochs" if row["epochs"] else row["ended"])
 
 
 def _write(runs: Runs, table: ResultTable) -> None:

@@ -75,7 +75,7 @@ class _Drawing:
         if drawn and max(drawn) > _LOGARITHMIC * min(drawn) > 0:
             axes.set_yscale("log")
         elif number == "images_per_s":
-            axes.set_ylim(0)
+            axes.set_ylim(0, 1.15 * max(drawn, default=1))
         self._name(axes, ends)
         return bool(ends)
 
@@ -95,8 +95,8 @@ class _Drawing:
         """Draws a number by epoch, as far as all seeds of a network have trained."""
         ends: Ends = {}
         for variant in self.sweep.variants:
-            if curves := self._by_epoch(variant.name, number):
-                epochs = sorted(set.intersection(*map(set, curves)))
+            curves = self._by_epoch(variant.name, number)
+            if epochs := sorted(set.intersection(*map(set, curves))) if curves else []:
                 scores = [[curve[epoch] for curve in curves] for epoch in epochs]
                 pairs = [(statistics.mean(each), _deviation(each)) for each in scores]
                 means, colour = [mean for mean, _ in pairs], self.colours[variant.line]

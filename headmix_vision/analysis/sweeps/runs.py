@@ -63,7 +63,7 @@ class Request:
         rates: Learning rates of which each variant chooses; half, once and twice that of the recipe when None.
         seeds: So many runs of each variant.
         out: Folder of the results.
-        side_by_side: So many runs at a time.
+        jobs: So many runs at a time.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class Request:
     rates: Sequence[float] | None
     seeds: int
     out: Path
-    side_by_side: int
+    jobs: int
 
     @property
     def table(self) -> Path:
@@ -89,6 +89,14 @@ class Runs:
         request: What is asked for.
         deadline_s: When the last of them has to end, on the clock of `time.monotonic`.
 
+    Attributes:
+        variants: The networks by name.
+        config: All options of the training, those of a variant left out, as in `config.yaml`.
+        rates: The learning rates, as they are written in the table, from the lowest on.
+        reported: The split that accuracies are reported of.
+        holds_out: Whether rate and end are chosen on training images that are held out; else on the validation split.
+        parameters: Of each network, the number of parameters.
+
     Raises:
         InputError: An option that the training refuses, or a network that cannot be.
     """
@@ -96,7 +104,7 @@ class Runs:
     def __init__(self, request: Request, deadline_s: float) -> None:
         self.request = request
         self.variants = {variant.name: variant for variant in request.sweep.variants}
-        self.how: dict[str, Any] = {"side_by_side": request.side_by_side > 1, "deadline_s": deadline_s}
+        self.how: dict[str, Any] = {"side_by_side": request.jobs > 1, "deadline_s": deadline_s}
         texts = [find_config(recipe, "cls") for recipe in request.recipes]
         self._texts = [Path(text).read_text() if Path(text).is_file() else text for text in texts]
         self._place = [] if request.root is None else ["--data.root", request.root]
@@ -105,9 +113,9 @@ class Runs:
         self.config = yaml.safe_load(self._ask("fit", *self._given, *self._place, "--print_config"))
         data = self.config["data"]
         self.reported = data["test_split"] or data["val_split"]
-        splits_differ = self.reported != data["val_split"] or data["holdout_every"] is not None
-        self._holdout = () if splits_differ else ("--data.holdout_every", HOLDOUT_EVERY)
-        self.holds_out = data["holdout_every"] is not None or not splits_differ
+        given = data["holdout_every"] is not None
+        self.holds_out = given or self.reported == data["val_split"]
+        self._holdout = ("--data.holdout_every", HOLDOUT_EVERY) if self.holds_out and not given else ()
         base = self.config["model"]["optimizer"]["lr"]
         self.rates = [f"{rate:g}" for rate in sorted(request.rates or [factor * base for factor in RATE_FACTORS])]
         self._models = {name: self._model(variant) for name, variant in self.variants.items()}
@@ -217,7 +225,7 @@ class Runs:
         counted = run / "classes_test.csv"
         if not counted.exists():
             run_python([*TRAINING, "test", "--run_dir", run, *self._place], **self.how)
-        return {**known, **read_run(run), **read_test(counted), "side_by_side": self.request.side_by_side}
+        return {**known, **read_run(run), **read_test(counted), "side_by_side": self.request.jobs}
 
 
 def read_run(run: Path) -> dict[str, object]:
