@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from headmix_vision.analysis.sweeps.drawing import draw
 from headmix_vision.analysis.sweeps.kinds import SWEEPS
@@ -168,8 +167,7 @@ def test_figures(kind: str, tmp_path: Path):
         (line,) = figure.axes[0].lines
         assert line.get_xydata().tolist() == [[1, 2], [2, 6]] and names == ["MHLA"]
     elif kind == "length":
-        heights = [text.get_position()[1] for text in figure.axes[0].texts]
-        assert sorted(names) == ["MHLA", "linear", "softmax"] and min(map(float.__sub__, heights[1:], heights)) > 0.09
+        assert sorted(names) == ["MHLA", "linear", "softmax"]
 
 
 @pytest.mark.usefixtures("without_training")
@@ -273,7 +271,7 @@ def test_runs_of_digits_are_trained_tested_and_continued(tmp_path: Path, capsys:
     rows = {row["rate"]: row for row in csv.DictReader((out / "rank_over_training.csv").read_text().splitlines())}
     assert rows["1e+30"]["ended"] == "not finite" and rows["0.003"]["ended"] in ("patience", "limit")
     assert float(rows["0.003"]["images_per_s"]) > 10 and 1 <= float(rows["0.003"]["rank"]) <= 64
-    assert Image.open(out / "rank_over_training.png").width == 720
+    assert ">MHLA</text>" in (out / "rank_over_training.svg").read_text()
     (run,) = (out / "rank_over_training").glob("mhla-rate_0.003-*")
     network, about = open_network(run)
     assert about["name"] == "deit_mhla_digits" and network.embed_dim == 16

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
-from headmix_vision.analysis.figures import save_figure
+from headmix_vision.analysis.lines import save_svg
 from headmix_vision.analysis.sweeps.drawing import draw
 from headmix_vision.analysis.sweeps.kinds import SWEEPS
 from headmix_vision.analysis.sweeps.report import report
@@ -99,7 +99,7 @@ def _request(options: argparse.Namespace) -> Request:
 def _check_place(table: Path) -> None:
     """Refuses to write where something else would be overwritten."""
     check_place(table)
-    for path in (table.with_suffix(".md"), table.with_suffix(".png")):
+    for path in (table.with_suffix(".md"), table.with_suffix(".svg")):
         if path.exists() and not table.exists():
             raise InputError(f"{path.parent} holds {path.name} without {table.name}; choose another --out")
 
@@ -125,7 +125,7 @@ def _try(runs: Runs, table: ResultTable) -> None:
     print(f"would train {runs.missing(table)} runs, first {len(ready)}:")
     for case in ready:
         print(f"  {_name(case)}: {runs.directory(case)}")
-    print(f"would write {table.path}, {table.path.stem}.md and {table.path.stem}.png")
+    print(f"would write {table.path}, {table.path.stem}.md and {table.path.stem}.svg")
 
 
 def _complete(runs: Runs, table: ResultTable, jobs: int, deadline_s: float) -> list[str]:
@@ -167,7 +167,7 @@ def _write(runs: Runs, table: ResultTable) -> None:
     with atomic_path(table.path.with_suffix(".md")) as temporary:
         temporary.write_text(text)
     if figure is not None:
-        save_figure(table.path.with_suffix(".png"), figure)
+        save_svg(table.path.with_suffix(".svg"), figure)
 
 
 def _name(case: Case) -> str:

@@ -1,25 +1,20 @@
 """The figure of a sweep: legible on half the width of a page, with the names of lines beside them."""
 
-import math
 import statistics
 from collections.abc import Sequence
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure
 from headmix_vision.analysis.sweeps.kinds import SWEEPS
 from headmix_vision.analysis.sweeps.report import LABELS, lines_of, values
 from headmix_vision.analysis.sweeps.runs import Runs
 from headmix_vision.files.result_table import ResultTable
 from headmix_vision.runs.directory import metric_names, read_metrics
 
-OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
-_WIDTH_IN, _PANEL_IN, _DOT_IN, _AXIS_IN, _TEXT_PT = 6.0, 2.6, 0.4, 0.7, 14
+_PANEL_IN, _DOT_IN, _AXIS_IN = 2.6, 0.4, 0.7  # heights of a panel of lines, of a line of dots, of what is around
 _LOGARITHMIC = 5  # an axis is, where its largest number is so many times the smallest
-
-Ends = dict[str, float]  # of lines, the height at which their names are wanted
 
 
 def draw(table: ResultTable, runs: Runs) -> Figure | None:
@@ -41,31 +36,24 @@ class _Drawing:
         panel = {"lines": self._lines, "dots": self._dots, "curves": self._curves}[self.sweep.draw]
         numbers = self.sweep.numbers
         height = _DOT_IN * len(self.runs.variants) if self.sweep.draw == "dots" else _PANEL_IN * len(numbers)
-        with matplotlib.rc_context({"font.size": _TEXT_PT}):
-            figure = Figure(figsize=(_WIDTH_IN, height + _AXIS_IN), layout="constrained")
-            FigureCanvasAgg(figure)
-            drawn = [
-                panel(axes, number)
-                for axes, number in zip(figure.subplots(len(numbers), 1, squeeze=False)[:, 0], numbers, strict=True)
-            ]
+        figure, panels = line_figure(len(numbers), height_in=height + _AXIS_IN)
+        drawn = [panel(axes, number) for axes, number in zip(panels[:, 0], numbers, strict=True)]
         for axes in figure.axes:
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
+            label_ends(axes)
         return figure if all(drawn) else None
 
     def _values(self, name: str, number: str) -> list[float]:
         return values(self.runs.rows(self.table, name), number)
 
     def _lines(self, axes: Axes, number: str) -> bool:
-        ends: Ends = {}
         drawn: list[float] = []
         for line, variants in lines_of(self.sweep.variants).items():
             found = [(variant.x, scores) for variant in variants if (scores := self._values(variant.name, number))]
             if found:
                 means = [statistics.mean(scores) for _, scores in found]
                 spread, places = [_deviation(scores) for _, scores in found], [x for x, _ in found]
-                axes.errorbar(places, means, spread, color=self.colours[line], marker="o", markersize=6, capsize=4)
-                ends[line] = means[-1]
+                axes.plot(places, means, "o-", color=self.colours[line], label=line)
+                axes.errorbar(places, means, spread, fmt="none", ecolor=self.colours[line], capsize=4)
                 drawn += means
         axes.set_xscale("log", base=2)
         places = sorted({variant.x for variant in self.sweep.variants})
@@ -76,8 +64,7 @@ class _Drawing:
             axes.set_yscale("log")
         elif number == "images_per_s":
             axes.set_ylim(0, 1.15 * max(drawn, default=1))
-        self._name(axes, ends)
-        return bool(ends)
+        return bool(drawn)
 
     def _dots(self, axes: Axes, number: str) -> bool:
         found = {name: scores for name in self.runs.variants if (scores := self._values(name, number))}
@@ -93,21 +80,18 @@ class _Drawing:
 
     def _curves(self, axes: Axes, number: str) -> bool:
         """Draws a number by epoch, as far as all seeds of a network have trained."""
-        ends: Ends = {}
         for variant in self.sweep.variants:
             curves = self._by_epoch(variant.name, number)
             if epochs := sorted(set.intersection(*map(set, curves))) if curves else []:
                 scores = [[curve[epoch] for curve in curves] for epoch in epochs]
                 pairs = [(statistics.mean(each), _deviation(each)) for each in scores]
                 means, colour = [mean for mean, _ in pairs], self.colours[variant.line]
-                axes.plot(epochs, means, color=colour)
+                axes.plot(epochs, means, color=colour, label=variant.line)
                 low, high = [mean - spread for mean, spread in pairs], [mean + spread for mean, spread in pairs]
                 axes.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0)
-                ends[variant.line] = means[-1]
         axes.set(xlabel="epoch", ylabel=LABELS[number])
         axes.set_ylim(0)
-        self._name(axes, ends)
-        return bool(ends)
+        return bool(axes.lines)
 
     def _by_epoch(self, name: str, number: str) -> list[dict[int, float]]:
         """Reads a number of the attention matrices, mean of layers, from the runs whose metrics are still there."""
@@ -119,15 +103,6 @@ class _Drawing:
                 rows = [row for row in read_metrics(run) if logged[0] in row]
                 curves.append({int(row["epoch"]) + 1: statistics.mean(row[one] for one in logged) for row in rows})
         return curves
-
-    def _name(self, axes: Axes, ends: Ends) -> None:
-        """Writes the names of lines at the right end of a panel, as near to their ends as they do not overlap."""
-        low, high = axes.get_ylim()
-        scale = math.log if axes.get_yscale() == "log" else float
-        at = -math.inf
-        for line, y in sorted(ends.items(), key=lambda end: end[1]):
-            at = max((scale(y) - scale(low)) / (scale(high) - scale(low)), at + 1.4 * _TEXT_PT / 72 / _PANEL_IN)
-            axes.text(1.02, at, line, color=self.colours[line], transform=axes.transAxes, va="center")
 
 
 def _deviation(scores: Sequence[float]) -> float:
