@@ -1,6 +1,6 @@
 """What is lost when the key and value heads of trained classifiers are compressed, and what more training recovers.
 
-    python benchmarks/compress_digits.py --out docs/compress.csv --plot docs/images/compress.png
+    python benchmarks/compress_digits.py --out docs/compress.csv --plot docs/images/compress.svg
     python benchmarks/compress_digits.py --out docs/compress.csv --cores softmax --seeds 0 --heads 4  # one short chain
 
 For each core and seed a digits model of 8 heads is trained by the recipe `digits`, its keys and values are compressed
@@ -28,6 +28,7 @@ import torch
 from graphed_training import Trained, train_side_by_side
 from torch import nn
 
+from headmix_vision.analysis.lines import BLACK, OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.files.atomic import atomic_path
@@ -133,32 +134,27 @@ def table(rows: list[Row]) -> str:
 
 def plot(path: Path, rows: list[Row]) -> None:
     """Top-1 against component heads, a panel for each core; lines are means, bands extremes over seeds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     cores = list(dict.fromkeys(row["core"] for row in rows))
-    figure = Figure(figsize=(4.5 * len(cores), 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    labels = ("all heads", "compressed", "compressed, trained on", "new weights, trained as long")
-    for axes, core in zip(figure.subplots(1, len(cores), sharey=True, squeeze=False)[0], cores, strict=True):
+    figure, panels = line_figure(len(cores), height_in=0.6 + 3 * len(cores), sharex=True)
+    labels = ("all heads", "compressed", "trained on", "new weights, as long")
+    for axes, core in zip(panels[:, 0], cores, strict=True):
         points = [(heads, column) for name, heads, column in groups(rows) if name == core]
-        for name, label in zip(RESULTS, labels, strict=True):
+        for name, label, colour in zip(RESULTS, labels, (BLACK, *OKABE_ITO), strict=False):
             x, values = [heads for heads, _ in points], [column(name) for _, column in points]
-            style = {"color": "gray", "linestyle": "--"} if name == "base_top1_percent" else {"marker": "."}
-            (line,) = axes.plot(x, [statistics.mean(v) for v in values], label=label, **style)
-            axes.fill_between(x, [min(v) for v in values], [max(v) for v in values], color=line.get_color(), alpha=0.2)
-        axes.set(title=core, xlabel=f"component heads of keys and values, of {HEADS}", xticks=x)
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("top-1 on held-out digits, %")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+            style = "--" if name == "base_top1_percent" else ".-"
+            axes.plot(x, [statistics.mean(v) for v in values], style, color=colour, label=label)
+            axes.fill_between(x, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.2)
+        axes.set(title=core, xticks=x, ylabel="top-1 on held-out digits, %")
+    panels[-1, 0].set_xlabel(f"component heads of keys and values, of {HEADS}")
+    for axes in panels[:, 0]:
+        label_ends(axes)
+    save_svg(path, figure)
 
 
 def read_arguments(args: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="CSV to write")
-    parser.add_argument("--plot", type=Path, help="PNG to write")
+    parser.add_argument("--plot", type=Path, help="SVG to write")
     parser.add_argument("--cores", nargs="+", choices=CORES, default=CORES)
     parser.add_argument("--heads", type=int, nargs="+", default=range(1, HEADS + 1), help="component heads h'")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -1,6 +1,6 @@
 """How many heads it takes to count pairs, with interleaved heads and without: CPM-3 of arXiv 2602.21371.
 
-    python benchmarks/counting.py --out docs/counting.csv --plot docs/images/counting.png --jobs 8
+    python benchmarks/counting.py --out docs/counting.csv --plot docs/images/counting.svg --jobs 8
     python benchmarks/counting.py --out /tmp/counting.csv --tiny
 
 The task is `headmix_vision/data/datasets/counting.py`: N numbers below M on a grid, and at each the number of pairs
@@ -240,7 +240,7 @@ def positive(text: str) -> int:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="CSV to go on with, or to write")
-    parser.add_argument("--plot", type=Path, help="PNG to write")
+    parser.add_argument("--plot", type=Path, help="SVG to write")
     parser.add_argument("--heads", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="divisors of the width")
     parser.add_argument("--moduli", type=positive, nargs="+", default=[3, 5], help="M, at least 3 each")
     parser.add_argument("--cores", nargs="+", default=["softmax", "mhla"], choices=tuple(CORES))

@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headmix_vision.analysis.lines import BLACK, OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.files.atomic import atomic_path
 
@@ -12,7 +13,7 @@ RESULTS = ("step", "loss", "tuning_percent", "exact_percent", "floor_percent", "
 DEGENERATE = 2  # heads up to which P = H is a model that also has another name
 WIDER, SYMBOLS = "plain, twice the width", "plain, symbols"  # controls, at one or two numbers of heads
 FLOOR = "commonest count"
-COLOURS = {"plain": "C0", "P = 2": "C2", "P = H": "C1", WIDER: "C3", SYMBOLS: "C4"}
+COLOURS = dict(zip(("plain", "P = 2", "P = H", WIDER, SYMBOLS), OKABE_ITO, strict=False))
 
 
 class Setting(NamedTuple):
@@ -126,38 +127,25 @@ def training_table(models: Models, width: int) -> str:
 
 
 def plot(path: Path, models: Models, width: int) -> None:
-    """Write `draw` as a PNG."""
-    with atomic_path(path) as temporary:
-        draw(models, width).savefig(temporary, dpi=110, format="png")
+    """Write `draw` as an SVG."""
+    save_svg(path, draw(models, width))
 
 
 def draw(models: Models, width: int) -> Any:
     """Counts exactly right against heads, a panel for each modulus and core: means, and extremes as bands and bars."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    moduli, cores = (list(dict.fromkeys(getattr(model, name) for model in models)) for name in ("modulus", "core"))
+    panels = sorted({(model.modulus, model.core) for model in models})
     heads = sorted({model.heads for model in models})
-    figure = Figure(figsize=(1 + 4 * len(cores), 0.8 + 2.9 * len(moduli)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(moduli), len(cores), sharex=True, sharey=True, squeeze=False)
-    for modulus, line in zip(sorted(moduli), panels, strict=True):
-        for core, axes in zip(cores, line, strict=True):
-            some = {model: runs for model, runs in models.items() if (model.modulus, model.core) == (modulus, core)}
-            draw_lines(axes, some, width)
-            axes.set(title=f"{core}, M = {modulus}", ylim=(0, 102))
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(heads, map(str, heads))
-            axes.grid(alpha=0.3)
-        line[0].set_ylabel("counts exactly right, %")
-    for axes in panels[-1]:
-        axes.set_xlabel("heads")
-    names = {}
-    for axes in panels.flat:  # a panel may lack what another shows
-        handles, labels = axes.get_legend_handles_labels()
-        names.update(zip(labels, handles, strict=True))
-    order = [name for name in (*COLOURS, FLOOR) if name in names]
-    panels[0, 0].legend([names[name] for name in order], order, loc="center right", fontsize="small")
+    figure, axes_of = line_figure(len(panels), height_in=0.6 + 2.5 * len(panels), sharex=True)
+    for (modulus, core), axes in zip(panels, axes_of[:, 0], strict=True):
+        draw_lines(
+            axes, {model: models[model] for model in models if (model.modulus, model.core) == (modulus, core)}, width
+        )
+        axes.set(title=f"{core}, M = {modulus}", ylim=(0, 102), ylabel="exactly right, %")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(heads, map(str, heads))
+    axes_of[-1, 0].set_xlabel("heads")
+    for axes in axes_of[:, 0]:
+        label_ends(axes)
     return figure
 
 
@@ -176,9 +164,10 @@ def draw_lines(axes: Any, models: Models, width: int) -> None:
         if name in (WIDER, SYMBOLS):
             spans = [[abs(mean - end) for mean, end in zip(means, ends, strict=True)] for ends in (lows, highs)]
             style = {"fmt": "o", "markerfacecolor": "white", "capsize": 3, "elinewidth": 1}
-            axes.errorbar(heads, means, spans, color=COLOURS[name], label=name, **style)
+            axes.errorbar(heads, means, spans, color=COLOURS[name], **style)
+            axes.plot(heads, means, " ", color=COLOURS[name], label=name)
             continue
         axes.plot(heads, means, ".-", color=COLOURS[name], label=name)
         axes.fill_between(heads, lows, highs, color=COLOURS[name], alpha=0.2)
     floor = max(last(seeds, "floor_percent")[0] for seeds in models.values())
-    axes.axhline(floor, color="grey", linestyle=":", label=FLOOR)
+    axes.plot([1, max(model.heads for model in models)], [floor] * 2, ":", color=BLACK, linewidth=1, label=FLOOR)

@@ -1,7 +1,7 @@
 """What the rank of Head-in-Head's transition is good for: associative recall over image patches.
 
-    python benchmarks/expressivity.py --out docs/expressivity.csv --plot docs/images/expressivity.png
-    python benchmarks/expressivity.py --out docs/expressivity.csv --plot docs/images/expressivity.png --jobs 9
+    python benchmarks/expressivity.py --out docs/expressivity.csv --plot docs/images/expressivity.svg
+    python benchmarks/expressivity.py --out docs/expressivity.csv --plot docs/images/expressivity.svg --jobs 9
 
 The task is `headmix_vision/data/datasets/recall.py`. The model is a ViT of one block whose attention is Head-in-Head
 with one head, scanned forward, that answers at every patch; all of it is equal for every r but the r x r mask. Prints a
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import headmix_vision  # noqa: F401  registers the models
+from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.data.datasets.recall import GLYPH, PATCH, PatchRecall
 from headmix_vision.files.atomic import atomic_path
 
@@ -143,13 +144,9 @@ def spread(values: list[float]) -> str:
 
 def plot(path: Path, rows: list[dict[str, Any]], steps: int) -> None:
     """Left the share of glyphs recalled in the course of training, right by age; lines are means, bands extremes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     attributes = list(dict.fromkeys(row["attributes"] for row in rows))
-    figure = Figure(figsize=(9, 0.8 + 2.7 * len(attributes)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(attributes), 2, sharex="col", sharey=True, squeeze=False)
+    height_in = 0.8 + 2.4 * len(attributes)
+    figure, panels = line_figure(len(attributes), 2, height_in, sharex="col", sharey=True)
     for (training, ages), count in zip(panels, attributes, strict=True):
         some = [row for row in rows if row["attributes"] == count]
         final = [row for row in some if row["age"] != "all"]
@@ -158,26 +155,25 @@ def plot(path: Path, rows: list[dict[str, Any]], steps: int) -> None:
         draw_lines(ages, [row | {"age": ranges.index(row["age"])} for row in final], "age")
         for axes in (training, ages):
             axes.set(title=f"{count} place{'s' if count != 1 else ''} per write", ylim=(0, 102))
-            axes.grid(alpha=0.3)
         training.set_ylabel("glyphs recalled, %")
-        ages.set_xticks(range(len(ranges)), [f"{n}-{2 * n - 1}" if n > 1 else str(n) for n in ranges])
+        ages.set_xticks(range(len(ranges)), map(str, ranges))
     panels[-1, 0].set_xlabel("training step")
-    panels[-1, 1].set_xlabel(f"patches since the glyph was written, after {steps} steps")
-    panels[0, 0].legend(loc="lower right")
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+    panels[-1, 1].set_xlabel(f"age in patches, at least, after {steps} steps")
+    for axes in panels[:, 1]:
+        label_ends(axes)
+    save_svg(path, figure)
 
 
 def draw_lines(axes: Any, rows: list[dict[str, Any]], x_name: str) -> None:
     """A line of means with a band of extremes for each r."""
-    for sub_heads in dict.fromkeys(row["sub_heads"] for row in rows):
+    for sub_heads, colour in zip(dict.fromkeys(row["sub_heads"] for row in rows), OKABE_ITO, strict=False):
         points: dict[int, list[float]] = {}
         for row in rows:
             if row["sub_heads"] == sub_heads:
                 points.setdefault(row[x_name], []).append(float(row["glyphs_percent"]))
         x, values = sorted(points), [points[key] for key in sorted(points)]
-        (line,) = axes.plot(x, [statistics.mean(v) for v in values], marker=".", label=f"r = {sub_heads}")
-        axes.fill_between(x, [min(v) for v in values], [max(v) for v in values], color=line.get_color(), alpha=0.2)
+        axes.plot(x, [statistics.mean(v) for v in values], ".-", color=colour, label=f"r = {sub_heads}")
+        axes.fill_between(x, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.2)
 
 
 def positive(text: str) -> int:
@@ -190,7 +186,7 @@ def positive(text: str) -> int:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="CSV to write")
-    parser.add_argument("--plot", type=Path, help="PNG to write")
+    parser.add_argument("--plot", type=Path, help="SVG to write")
     parser.add_argument(
         "--ranks", type=positive, nargs="+", default=[1, 2, 4], help="sub-heads r, divisors of the width"
     )

@@ -1,6 +1,6 @@
 """MEA's claim of stability: how large a learning rate does it bear, and is it the mix or the norm that bears it?
 
-    python benchmarks/stable_rates.py --out docs/stable_rates.csv --plot docs/images/stable_rates.png
+    python benchmarks/stable_rates.py --out docs/stable_rates.csv --plot docs/images/stable_rates.svg
 
 Softmax attention and MHLA on digits without CPE (networks of head_mix_runs.py), each in four variants: the core alone;
 the core with MEA's norm and no mix, which says what the norm does; MEA; MEA without its norm, which the paper says
@@ -37,8 +37,8 @@ from head_mix_runs import Network, Run
 from run_groups import add_options, check_options, complete
 from run_table import RunTable, open_table
 
+from headmix_vision.analysis.lines import BLACK, OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
-from headmix_vision.files.atomic import atomic_path
 
 STEP = math.sqrt(3)
 CLAIMED_STEPS = 2
@@ -183,41 +183,36 @@ def verdict(sweep: Sweep, core: str, rule: Rule) -> str:
 
 def plot(sweep: Sweep, path: Path) -> None:
     """Accuracy against rate, a panel for each core: means over seeds, and bands from the worst seed to the best."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(sweep.arguments.cores), 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(sweep.arguments.cores), sharey=True, squeeze=False)[0]
-    for axes, core in zip(panels, sweep.arguments.cores, strict=True):
-        for number, variant in enumerate(VARIANTS):
+    cores = sweep.arguments.cores
+    figure, panels = line_figure(len(cores), height_in=0.6 + 3 * len(cores), sharex=True)
+    for axes, core in zip(panels[:, 0], cores, strict=True):
+        for variant, colour in zip(VARIANTS, OKABE_ITO, strict=False):
             known = [(rate, scores) for rate in sweep.rates if (scores := sweep.accuracies(core, variant, rate))]
-            rates, color = [rate for rate, _ in known], f"C{number}"
+            rates = [rate for rate, _ in known]
             style = "--" if "norm" in variant else "-"
-            axes.plot(rates, [statistics.mean(scores) for _, scores in known], style, color=color, label=variant)
+            axes.plot(rates, [statistics.mean(scores) for _, scores in known], style, color=colour, label=variant)
             bounds = [[bound(scores) for _, scores in known] for bound in (min, max)]
-            axes.fill_between(rates, *bounds, color=color, alpha=0.15, linewidth=0)
+            axes.fill_between(rates, *bounds, color=colour, alpha=0.15, linewidth=0)
             index = sweep.highest_stable(core, variant, MEAN_RULE)
             if index is not None:
                 mean = statistics.mean(sweep.accuracies(core, variant, sweep.rates[index]))
-                axes.plot(sweep.rates[index], mean, "o", color=color)
-        axes.axhline(CHANCE_PERCENT, color="0.6", linewidth=1, linestyle=":")
-        axes.set(xscale="log", xlabel="peak learning rate", title=core)
+                axes.plot(sweep.rates[index], mean, "o", color=colour)
+        axes.axhline(CHANCE_PERCENT, color=BLACK, linewidth=1, linestyle=":")
+        axes.set(xscale="log", title=core, ylabel="test accuracy, %")
         axes.set_xticks(sweep.rates[::2], [f"{rate:.2g}" for rate in sweep.rates[::2]])
         axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("test accuracy, % (dots: highest stable rate)")
-    panels[0].legend(loc="lower left")
+    panels[-1, 0].set_xlabel("peak learning rate; dots: highest stable one")
+    for axes in panels[:, 0]:
+        label_ends(axes)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+    save_svg(path, figure)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="CSV to write, or to complete")
-    add("--plot", type=Path, help="PNG to write")
+    add("--plot", type=Path, help="SVG to write")
     add("--cores", nargs="+", choices=CORES, default=list(CORES))
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(0 1 2)")
     add("--lowest", type=float, default=1e-3 * STEP, help="lowest rate (%(default).3g)")

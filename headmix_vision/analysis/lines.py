@@ -46,24 +46,25 @@ def line_figure(rows: int = 1, columns: int = 1, height_in: float = 3.6, **share
 
 
 def label_ends(axes: Axes) -> None:
-    """Writes each line's label to the right of its last point, in its colour, one above the other where they are close.
+    """Writes each line's label right of the panel, at the height of its last point and in its colour.
 
-    Call it last: it goes by where the points are in the finished plot.
+    Where lines end close to each other, their labels stand one above the other. Call it last: it goes by where the
+    points are in the finished plot.
     """
     figure = axes.figure
     assert isinstance(figure, Figure)
     figure.draw_without_rendering()
     lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
     points = {line: np.asarray(line.get_xydata()) for line in lines}
-    ends = {line: axes.transData.transform(xy[-1]) * 72 / figure.dpi for line, xy in points.items() if len(xy)}
-    named = sorted(ends, key=lambda line: float(ends[line][1]))
-    heights = apart([float(ends[line][1]) for line in named], _PITCH_PT)
-    right = max((float(x) for x, _ in ends.values()), default=0.0)
+    ends = {line: float(axes.transData.transform(xy[-1])[1]) for line, xy in points.items() if len(xy)}
+    named, pt = sorted(ends, key=lambda line: ends[line]), 72 / figure.dpi
+    heights = apart([ends[line] * pt for line in named], _PITCH_PT, axes.get_window_extent().ymax * pt)
     for line, height in zip(named, heights, strict=True):
         axes.annotate(
             str(line.get_label()),
-            tuple(points[line][-1]),
-            xytext=(right - ends[line][0] + 6, height - ends[line][1]),
+            (1, points[line][-1][1]),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(6, height - ends[line] * pt),
             textcoords="offset points",
             va="center",
             color=line.get_color(),
@@ -71,14 +72,21 @@ def label_ends(axes: Axes) -> None:
         )
 
 
-def apart(places: Sequence[float], pitch: float) -> list[float]:
-    """Moves places, in rising order, apart to a pitch: those that are closer stand evenly about their mean."""
+def apart(places: Sequence[float], pitch: float, most: float) -> list[float]:
+    """Moves places, in rising order, apart to a pitch: those that are closer stand evenly about their mean.
+
+    Args:
+        places: What is moved.
+        pitch: Least distance of two neighbours.
+        most: Where the last may stand.
+    """
     groups: list[list[float]] = []
     for place in places:
         groups.append([place])
         while len(groups) > 1 and _span(groups[-1], pitch)[0] < _span(groups[-2], pitch)[1] + pitch:
             groups[-2:] = [groups[-2] + groups[-1]]
-    return [_span(group, pitch)[0] + index * pitch for group in groups for index in range(len(group))]
+    moved = [_span(group, pitch)[0] + index * pitch for group in groups for index in range(len(group))]
+    return [min(place, most - pitch * after) for after, place in zip(range(len(moved))[::-1], moved, strict=True)]
 
 
 def _span(group: Sequence[float], pitch: float) -> tuple[float, float]:

@@ -4,10 +4,11 @@ from headmix_vision.analysis.lines import apart, label_ends, line_figure, save_s
 
 
 def test_labels_stand_apart():
-    assert apart([0.0, 40.0, 90.0], 13) == [0.0, 40.0, 90.0]
-    assert apart([10.0, 12.0], 13) == [4.5, 17.5]
-    assert apart([0.0, 20.0, 22.0, 24.0], 13) == [-3.0, 10.0, 23.0, 36.0]
-    assert apart([], 13) == []
+    assert apart([0.0, 40.0, 90.0], 13, 100) == [0.0, 40.0, 90.0]
+    assert apart([10.0, 12.0], 13, 100) == [4.5, 17.5]
+    assert apart([0.0, 20.0, 22.0, 24.0], 13, 100) == [-3.0, 10.0, 23.0, 36.0]  # the three push the first
+    assert apart([0.0, 60.0, 98.0, 99.0], 13, 100) == [0.0, 60.0, 87.0, 100.0]
+    assert apart([], 13, 100) == []
 
 
 def test_a_plot_is_the_same_file_twice(tmp_path):
