@@ -73,7 +73,7 @@ def test_networks_differ_in_what_is_varied_alone(tmp_path: Path, monkeypatch: py
     expected = {
         "block_count": ({"M=4": ("mhla", 64), "M=64": ("mhla", 64)}, "block_grid"),
         "length": ({"softmax-256": ("softmax", 256), "mhla-1024": ("mhla", 1024)}, "img_size", "name"),
-        "modules": ({"gate": ("mhla", 64), "plain,uniform,kept": ("mhla", 64)}, "cpe", "output_gate", "core_args"),
+        "modules": ({"gate": ("mhla", 64), "plain-uniform-kept": ("mhla", 64)}, "cpe", "output_gate", "core_args"),
     }
     attentions = {}
     for kind, (networks, *varied) in expected.items():
@@ -96,7 +96,7 @@ def test_networks_differ_in_what_is_varied_alone(tmp_path: Path, monkeypatch: py
         assert rest[0]["schedule"]["sched"] == "constant"
     assert [attentions[name].core.mixing.blocks.num_blocks for name in ("M=4", "M=64", "mhla-1024")] == [4, 64, 16]
     assert attentions["gate"].gate is not None and attentions["gate"].cpe is None
-    kept = attentions["plain,uniform,kept"]
+    kept = attentions["plain-uniform-kept"]
     assert kept.gate is None and "weight" not in dict(kept.core.mixing.named_parameters())
     assert kept.core.mixing.weight.unique().numel() == 1
 
@@ -265,8 +265,7 @@ def test_runs_of_digits_are_trained_tested_and_continued(tmp_path: Path, capsys:
     out = tmp_path / "out"
     arguments = ["rank_over_training", "--task", "digits", "--out", out, "--seeds", 1, "--rates", "3e-3", "1e30"]
     arguments += ["--variants", "mhla", "--jobs", 2, "--options", *SMALL, "--early_stopping.patience", 1]
-    options = ["--minutes", 0.7]
-    assert status_of(*arguments[:8], *options, *arguments[8:]) == 75
+    assert status_of("--minutes", 0.3, *arguments) == 75
     assert status_of(*arguments) == 0
     rows = {row["rate"]: row for row in csv.DictReader((out / "rank_over_training.csv").read_text().splitlines())}
     assert rows["1e+30"]["ended"] == "not finite" and rows["0.003"]["ended"] in ("patience", "limit")

@@ -83,9 +83,9 @@ SWEEPS = {
             *(
                 Variant(name, name, model_args=_MODULES["plain"] | _mixing(init, trainable))
                 for name, init, trainable in (
-                    ("plain,uniform", "uniform", True),
-                    ("plain,locality,kept", "locality", False),
-                    ("plain,uniform,kept", "uniform", False),
+                    ("plain-uniform", "uniform", True),
+                    ("plain-locality-kept", "locality", False),
+                    ("plain-uniform-kept", "uniform", False),
                 )
             ),
         ),
