@@ -140,7 +140,7 @@ def test_maps_of_clips_lay_frames_side_by_side():
         ("maps", ("--model", MHLA, MHLA), "--model names a network twice"),
         ("maps", ("--model", "dit_mhla_s_2"), "nor a model that comes with weights (deit_hih_digits, "),
         ("rank", ("--checkpoint", "best"), "leave out --checkpoint best"),
-        ("sweep", (), "invalid choice: 'sweep'"),
+        ("rang", (), "invalid choice: 'rang'"),
     ],
 )
 def test_wrong_input_is_refused(
