@@ -26,7 +26,7 @@ def test_what_is_compressed_and_trained(compression, few_digits, tmp_path: Path,
 
     monkeypatch.setattr(compression, "train_side_by_side", train_small_networks)
     out, epochs = tmp_path / "x.csv", ["--epochs", "2", "--recovery-epochs", "1", "--group", "3"]
-    arguments = ["--out", str(out), "--plot", str(tmp_path / "x.png"), "--cores", "mhla", "--seeds", "3"]
+    arguments = ["--out", str(out), "--plot", str(tmp_path / "x.svg"), "--cores", "mhla", "--seeds", "3"]
     compression.main([*arguments, "--heads", "8", "1", *epochs])
     assert list(map(len, groups)) == [1, 3, 1]
     given = [dict(zip(command[::2], command[1::2], strict=True)) for group in groups for command in group]
@@ -46,7 +46,7 @@ def test_what_is_compressed_and_trained(compression, few_digits, tmp_path: Path,
     assert all(0 < float(row[name]) < 100 for row in (one, eight) for name in compression.RESULTS)
     *_, first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"| mhla | 1 | {int(one['parameters']):,} | ") and second.startswith("| mhla | 8 | ")
-    assert "| 0.0 | 0.0 |" in second and (tmp_path / "x.png").stat().st_size > 1000
+    assert "| 0.0 | 0.0 |" in second and (tmp_path / "x.svg").stat().st_size > 1000
 
 
 def test_accuracy_is_that_of_the_weights_of_the_package(compression):

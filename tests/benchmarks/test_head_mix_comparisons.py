@@ -148,13 +148,13 @@ def test_verdict_counts_steps_above_the_core_alone(load, without_training, tmp_p
         return 92 if index < edge else 85 if index == edge else math.nan
 
     asked = without_training(accuracy)
-    arguments = ["--out", str(tmp_path / "x.csv"), "--plot", str(tmp_path / "x.png"), "--lowest", "1e-3"]
+    arguments = ["--out", str(tmp_path / "x.csv"), "--plot", str(tmp_path / "x.svg"), "--lowest", "1e-3"]
     script.main([*arguments, "--steps", "9", "--seeds", "0", "1"])
     printed = capsys.readouterr().out
     assert len(asked) == 2 * 2 * sum(edge + 3 for edge in edges.values()), "two steps after each fell, none is tried"
     assert printed.count(said) == 4, "two cores, two rules"
     assert printed.count("| 0.0052 | 0.003 |\n") == 2 * sum(edge == 3 for edge in edges.values())
-    assert (tmp_path / "x.png").stat().st_size > 10_000
+    assert (tmp_path / "x.svg").stat().st_size > 10_000
 
 
 def test_one_bad_seed_breaks_the_strict_rule_alone_and_a_variant_may_bear_all_rates(
