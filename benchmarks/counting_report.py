@@ -137,9 +137,8 @@ def draw(models: Models, width: int) -> Any:
     heads = sorted({model.heads for model in models})
     figure, axes_of = line_figure(len(panels), height_in=0.6 + 2.5 * len(panels), sharex=True)
     for (modulus, core), axes in zip(panels, axes_of[:, 0], strict=True):
-        draw_lines(
-            axes, {model: models[model] for model in models if (model.modulus, model.core) == (modulus, core)}, width
-        )
+        some = {model: runs for model, runs in models.items() if (model.modulus, model.core) == (modulus, core)}
+        draw_lines(axes, some, width)
         axes.set(title=f"{core}, M = {modulus}", ylim=(0, 102), ylabel="exactly right, %")
         axes.set_xscale("log", base=2)
         axes.set_xticks(heads, map(str, heads))

@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,7 +167,7 @@ def plot(path: Path, rows: list[dict[str, Any]], steps: int) -> None:
 
 def draw_lines(axes: Any, rows: list[dict[str, Any]], x_name: str) -> None:
     """A line of means with a band of extremes for each r."""
-    for sub_heads, colour in zip(dict.fromkeys(row["sub_heads"] for row in rows), OKABE_ITO, strict=False):
+    for sub_heads, colour in zip(dict.fromkeys(row["sub_heads"] for row in rows), cycle(OKABE_ITO), strict=False):
         points: dict[int, list[float]] = {}
         for row in rows:
             if row["sub_heads"] == sub_heads:
