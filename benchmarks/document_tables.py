@@ -20,7 +20,10 @@ from pathlib import Path
 
 import hih_report
 import mhla_report
+from compare_moving_digits import parse_arguments
 from counting_report import accuracy_table, read_runs, tuned
+from moving_digits_report import Report, open_table
+from moving_digits_runs import Runs
 from training_runs import REPOSITORY
 
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
@@ -210,6 +213,12 @@ def wan() -> str:
     return markdown_table(header, lines)
 
 
+def moving_digits(part: Callable[[Report], str]) -> str:
+    """A table of `compare_moving_digits.py` as it is called without options."""
+    arguments = parse_arguments(["--out", str(DOCS / "moving_digits.csv")])
+    return part(Report(open_table(arguments.out), Runs(arguments, math.inf)))
+
+
 def mhla() -> str:
     """Times of the op at the shapes of models, and over the floor, beside softmax and the released maths."""
     lines = []
@@ -308,6 +317,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "compress": compress,
     "counting": counting,
     "wan": wan,
+    "moving_digits": partial(moving_digits, lambda report: report.quality("Attention")),
+    "moving_digits_distilled": partial(moving_digits, lambda report: report.quality("Distilled")),
+    "moving_digits_lengths": partial(moving_digits, Report.lengths),
     "mhla": mhla,
     "hih": hih,
     "head_mix_parts": head_mix_parts,

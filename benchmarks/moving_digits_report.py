@@ -87,7 +87,7 @@ class Report:
         lines = []
         for row in rows:
             found = self._found(row)
-            steps = mean_and_deviation([float(each["steps"]) for each in found], 0)
+            steps = " to ".join(sorted({each["steps"] for each in found}, key=int))
             flat = "" if all(each["flat"] != "no" for each in found) else " (not flat)"
             scores = [_cell(found, column) for column in ("fvd", *QUALITY)]
             motion = statistics.mean(float(each["motion_percent"]) for each in found)
@@ -99,7 +99,7 @@ class Report:
         real = self.table.row(case, self.runs.recipe(case))
         none = "–"
         lines.append(["real clips", none, none, none, _cell([real] if real else [], "fvd"), *ceilings])
-        for name, control in CONTROLS.items() if real else ():
+        for name, control in CONTROLS.items() if real and title == "Attention" else ():
             lines.append([name, none, none, none, _cell([real], control), none, none])
         return markdown_table(header, lines)
 
@@ -108,13 +108,13 @@ class Report:
         short, long, times = self.given.frames, self.given.long, self.given.times
         header = ["attention", f"digit, % of {short} frames", "motion, %"]
         header += [f"{name}, {long} frames, {way}" for way in (WHOLE, WINDOWS) for name in ("digit", "motion") if long]
-        header += [f"{frames} frames, ms a frame" for frames in times]
+        header += [f"{frames} frames, us a frame" for frames in times]
         lines = []
         for row in BASE:
             cells = [_cell(self._found(row), column) for column in QUALITY]
             for way in (WHOLE, WINDOWS) if long else ():
                 cells += [self._lost(row, column, way) for column in QUALITY]
-            cells += [self._ms(row, frames, FORWARD) for frames in times]
+            cells += [_us(self._ms(row, frames, FORWARD)) for frames in times]
             if set(cells) != {"–"}:
                 lines.append([row, *cells])
         ceilings = [
@@ -167,6 +167,10 @@ class Report:
             axes.set(xlabel="step", ylabel="validation loss", yscale="log")
             label_ends(axes)
             save_svg(path, figure)
+
+
+def _us(ms: str) -> str:
+    return ms if ms == "–" else f"{1000 * float(ms):.2f}"
 
 
 def _cell(rows: Sequence[Row], column: str) -> str:
