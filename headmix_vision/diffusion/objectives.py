@@ -41,6 +41,10 @@ class ObjectiveConfig:
         beta_end: DDPM: variance of the last step.
         clean_prefix: Flow matching of clips: share of training clips whose first frames, from one to all but one, stay
             clean, so that the model learns to continue a clip.
+        prefix_noise: Their noise level is drawn from 0 to this one instead of being 0, so that the model learns to
+            continue frames that are not quite right, as those it has drawn itself (arXiv 2408.14837).
+        prefix_class_dropout: Share of them that are trained without their class, besides what the network leaves out: a
+            class that tells how a clip starts is wrong in its middle.
     """
 
     kind: Literal["flow", "ddpm"] = "flow"
@@ -53,6 +57,8 @@ class ObjectiveConfig:
     beta_start: float = 1e-4
     beta_end: float = 0.02
     clean_prefix: float = 0.0
+    prefix_noise: float = 0.0
+    prefix_class_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -62,7 +68,8 @@ class ObjectiveConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise InputError(f"objective.{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        for name in ("logit_mean", "logit_std", "shift", "beta_start", "beta_end", "clean_prefix"):
+        shares = ("clean_prefix", "prefix_noise", "prefix_class_dropout")
+        for name in ("logit_mean", "logit_std", "shift", "beta_start", "beta_end", *shares):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise InputError(f"objective.{name} must be a finite number, got {value!r}")
@@ -72,8 +79,11 @@ class ObjectiveConfig:
             )
         if self.kind == "flow" and self.learned_variance:
             raise InputError("objective.learned_variance needs objective.kind=ddpm: flow matching has no variance")
-        if not 0 <= self.clean_prefix <= 1:
-            raise InputError(f"objective.clean_prefix must be in [0, 1], got {self.clean_prefix}")
+        for name in shares:
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"objective.{name} must be in [0, 1], got {getattr(self, name)}")
+            if getattr(self, name) and not self.clean_prefix:
+                raise InputError(f"objective.{name} is of known first frames: it needs objective.clean_prefix")
         if self.kind == "ddpm" and self.clean_prefix:
             raise InputError("objective.clean_prefix needs objective.kind=flow: DDPM has no noise level of zero")
         if not 0 < self.beta_start <= self.beta_end < 1:
@@ -159,7 +169,11 @@ class FlowMatching(Objective):
         if frames is None or not self.config.clean_prefix:
             return times
         prefix = self._draw_prefixes(count, frames // tubelet, device) * tubelet
-        return times[:, None] * (torch.arange(frames, device=device) >= prefix[:, None])
+        known = torch.arange(frames, device=device) < prefix[:, None]
+        noise = torch.zeros_like(times)
+        if self.config.prefix_noise:
+            noise = torch.minimum(NUM_TIMESTEPS * self.config.prefix_noise * torch.rand_like(times), times)
+        return torch.where(known, noise[:, None], times[:, None])
 
     def _draw_prefixes(self, count: int, places: int, device: torch.device | str) -> Tensor:
         """Draws how many first places of each clip stay clean, of `places` in all: int64 [B]."""
@@ -174,7 +188,7 @@ class FlowMatching(Objective):
         error = predict(self.add_noise(x0, times, noise), times).float() - (noise - x0)
         if times.ndim == 1:
             return _mean_square(error)
-        noisy = times > 0
+        noisy = (times > 0) & (times == times.amax(1, keepdim=True))
         by_frame = error.square().mean(dim=(1, 3, 4))
         return (by_frame * noisy).sum(1) / noisy.sum(1).clamp(min=1)
 

@@ -79,6 +79,8 @@ class ImageGenerator(BaseModule):
             raise InputError("model_args.learned_variance and objective.learned_variance must agree")
         if objective.clean_prefix and len(self.net.input_size) != 3:
             raise InputError(f"objective.clean_prefix is of clips: it must be 0 for {name}, a model of images")
+        if objective.prefix_class_dropout and not self.net.has_null_class:
+            raise InputError("objective.prefix_class_dropout needs a model with a null class (model_args.class_dropout)")
         self.num_classes = int(self.net.num_classes)
         self.description: dict[str, Any] = {
             "kind": "generator",
@@ -119,7 +121,7 @@ class ImageGenerator(BaseModule):
         """Returns the mean loss of x [B, C, *grid], float32, and labels [B], int64."""
         x0, labels = batch
         times = self._draw_times(x0, x0.device)
-        losses = self._losses(x0, labels, times, torch.randn_like(x0))
+        losses = self._losses(x0, self._without_some(labels, times), times, torch.randn_like(x0))
         loss = losses.mean()
         self.track_loss(loss, len(x0))
         level = (_noisy_time(times) / NUM_TIMESTEPS * LEVELS).long().clamp(max=LEVELS - 1)
@@ -132,6 +134,15 @@ class ImageGenerator(BaseModule):
             return self.objective.draw_times(len(x0), device)
         net: Any = self.net
         return self.objective.draw_times(len(x0), device, x0.shape[2], net.patch_size[0])
+
+    def _without_some(self, labels: Tensor, times: Tensor) -> Tensor:
+        """Returns the labels [B], that of no class for some of the clips that continue known frames."""
+        share = self.objective_config.prefix_class_dropout
+        if not share or times.ndim == 1:
+            return labels
+        continued = times.amin(1) < times.amax(1)
+        dropped = torch.rand(len(labels), device=labels.device) < share
+        return torch.where(continued & dropped, self.num_classes, labels)
 
     def _losses(self, x0: Tensor, labels: Tensor, times: Tensor, noise: Tensor) -> Tensor:
         y = labels if self.num_classes else None

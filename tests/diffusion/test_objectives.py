@@ -166,6 +166,22 @@ def test_prefixes_of_clips_stay_clean():
     assert objective.draw_times(5).shape == create_objective(ObjectiveConfig()).draw_times(5, frames=6).shape == (5,)
 
 
+def test_known_frames_may_be_noisy():
+    torch.manual_seed(0)
+    objective = create_objective(ObjectiveConfig(clean_prefix=1.0, prefix_noise=0.3))
+    times = objective.draw_times(20000, frames=4)
+    level, known = times[:, -1], times[:, 0]
+    assert torch.equal(times, times.sort(1).values) and all(len(clip.unique()) <= 2 for clip in times[:100])
+    assert (known <= level).all() and known.max() <= 300
+    assert (known[level > 300] / 300).mean() == pytest.approx(0.5, abs=0.01)
+
+    x0, noise = draw(2, (3, 4, 2, 2))
+    times = torch.tensor([[100.0, 100, 400, 400], [300, 500, 500, 500]])
+    error = torch.tensor([[9.0, 9, 1, 2], [9, 1, 2, 3]])[:, None, :, None, None]
+    losses = objective.losses(lambda x, t: noise - x0 + error, x0, times, noise)
+    torch.testing.assert_close(losses, torch.tensor([2.5, 14 / 3]))
+
+
 def test_clean_frames_count_nothing():
     x0, noise = draw(2, (3, 4, 2, 2))
     times = torch.tensor([[0.0, 0, 0, 400], [0, 500, 500, 500]])
@@ -210,6 +226,8 @@ def test_ddpm_is_the_process_of_the_scheduler():
         ({"learned_variance": True}, "needs objective.kind=ddpm"),
         ({"beta_start": 0.5}, "beta_start <= beta_end"),
         ({"clean_prefix": 1.5}, r"clean_prefix must be in \[0, 1\], got 1.5"),
+        ({"clean_prefix": 0.5, "prefix_noise": 2.0}, r"prefix_noise must be in \[0, 1\], got 2.0"),
+        ({"prefix_noise": 0.5}, "prefix_noise is of known first frames: it needs objective.clean_prefix"),
         ({"kind": "ddpm", "clean_prefix": 0.5}, "clean_prefix needs objective.kind=flow"),
     ],
 )

@@ -18,6 +18,8 @@ from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.latent_cache import write_cache
 from headmix_vision.data.loading import PreparedSamples
+from headmix_vision.diffusion.objectives import ObjectiveConfig
+from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.sampling.command import main as sample
 from headmix_vision.training.callbacks.ema import ema_decay
@@ -227,6 +229,18 @@ def test_wrong_options(
     captured = capfd.readouterr().err
     assert message in captured and "Traceback" not in captured
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_clips_that_continue_known_frames_may_lose_their_class() -> None:
+    options = {"input_size": [4, 16, 16], "objective": ObjectiveConfig(clean_prefix=0.5, prefix_class_dropout=0.25)}
+    module = ImageGenerator("dit_video_mhla_digits", **options, model_args={"depth": 1, "embed_dim": 16})
+    torch.manual_seed(0)
+    labels, times = torch.full((20000,), 7), torch.tensor([[0.0, 0, 500, 500], [500, 500, 500, 500]]).repeat(10000, 1)
+    continued, whole = module._without_some(labels, times).view(-1, 2).unbind(1)
+    assert set(continued.tolist()) == {7, module.num_classes} and (whole == 7).all()
+    assert (continued == 7).float().mean() == pytest.approx(0.75, abs=0.01)
+    with pytest.raises(InputError, match=r"prefix_class_dropout needs a model with a null class"):
+        ImageGenerator("dit_video_mhla_digits", **options, model_args={"depth": 1, "class_dropout": 0.0})
 
 
 def test_another_objective_does_not_continue_a_run(reference: Path, capfd: pytest.CaptureFixture[str]) -> None:
