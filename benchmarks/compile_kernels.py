@@ -36,6 +36,7 @@ from measuring import write_csv
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from headmix_vision.errors import InputError
@@ -122,9 +123,11 @@ def mhla_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
     yield case("pairwise, 1024 tokens", grid=(32, 32), block_grid=(4, 4), regime="pairwise")
     yield case("summary, 16 blocks of 16", grid=(16, 16), block_grid=(4, 4), regime="summary")
     yield case("summary, 64 blocks of 256", grid=(128, 128), block_grid=(8, 8), regime="summary")
-    if not everything or dim not in (64, 128):
+    if not everything:
         return
     yield case("pairwise, 256 tokens", grid=(16, 16), block_grid=(4, 4), regime="pairwise")
+    if dim not in (64, 128):
+        return
     yield case("pairwise, 128 tokens", grid=(8, 16), block_grid=(2, 4), regime="pairwise")
     yield case("pairwise, 64 tokens", grid=(8, 8), block_grid=(2, 2), regime="pairwise")
     yield case("pairwise, blocks of 1", grid=(8, 15), block_grid=(8, 15), regime="pairwise")
@@ -255,7 +258,8 @@ def compile_launch(launch: Launch, kernel: JITFunction, capability: tuple[int, i
     names = kernel.arg_names
     constants = {(names.index(name),): value for name, value in launch.constants}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned}
-    source = ASTSource(kernel, dict(launch.signature), constants, attributes)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, dict(launch.signature), constants, attributes)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     try:
         compiled = triton.compile(source, target=target, options=dict(launch.options))

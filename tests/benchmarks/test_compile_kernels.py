@@ -20,6 +20,10 @@ def test_training_fits_a_gpu_with_little_shared_memory():
     assert "4 kernels" in compile_for("--gpu", "8.9", "--match", "backward_key_kernel mhla pairwise", "--jobs", "2")
 
 
+def test_hopper_has_a_kernel_for_short_sequences():
+    assert "1 kernels" in compile_for("--gpu", "9.0", "--match", "gluon_forward", "--jobs", "2")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("gpu", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])

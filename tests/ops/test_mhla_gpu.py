@@ -7,11 +7,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headmix_vision.ops import TokenBlocks, kernels, mhla
+from headmix_vision.ops.mhla import triton_launch_pairwise
 
 from .helpers import assert_within_budget, make_inputs, run
 
 pytestmark = pytest.mark.gpu
-REGIMES = ("triton_pairwise", "triton_summary")
+PORTABLE = "triton_pairwise_portable"
+REGIMES = ("triton_pairwise", PORTABLE, "triton_summary")
 VIT = TokenBlocks.from_grid((14, 14), (4, 4), num_prefix_tokens=1)
 BF16 = torch.bfloat16
 
@@ -22,6 +24,16 @@ def exact_float32_products():
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+@pytest.fixture
+def impl(request, monkeypatch):
+    """The name of an implementation; PORTABLE goes without the kernels that only Hopper has."""
+    if request.param == PORTABLE:
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("has no other pairwise kernels")
+        monkeypatch.setattr(triton_launch_pairwise, "is_for_hopper", lambda *_: False)
+    return "triton_pairwise" if request.param == PORTABLE else request.param
 
 
 def make(blocks, dtype=BF16, **options):
@@ -40,20 +52,20 @@ def check(impl, blocks, dtype=BF16, options=None, **shapes):
     assert_within_budget(impl, ours, inputs, d_out, blocks, **(options or {}))
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [16, 24, 64, 72, 80, 128])
 def test_head_dims_and_types(impl, dim, dtype):
     check(impl, VIT, dtype, dim=dim, value_dim=dim)
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 @pytest.mark.parametrize(("dim", "value_dim"), [(72, 24), (24, 128), (64, 1), (128, 72)])
 def test_other_value_dims(impl, dim, value_dim):
     check(impl, VIT, dim=dim, value_dim=value_dim, per_head=True)
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 @pytest.mark.parametrize("dim", [32, 64, 72, 128])
 @pytest.mark.parametrize(
     "blocks",
@@ -73,20 +85,29 @@ def test_partitions(impl, blocks, dim):
     check(impl, blocks, dim=dim, value_dim=dim, batch=1, heads=1)
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("tokens", [193, 196, 208, 225, 240, 255, 256])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (72, 72), (80, 64), (64, 80)])
+def test_many_short_sequences(tokens, dim, value_dim):
+    """More heads than a GPU has multiprocessors: on Hopper a program takes one after the other."""
+    prefix = tokens % 2
+    blocks = TokenBlocks.from_grid((1, tokens - prefix), (1, 15), prefix)
+    check("triton_pairwise", blocks, dim=dim, value_dim=value_dim, batch=80, heads=4, per_head=tokens < 230)
+
+
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 @pytest.mark.parametrize("dim", [97, 128])
 def test_wide_float32_heads_in_parts_of_several_tiles(impl, dim):
     check(impl, TokenBlocks.from_grid((32, 32), (4, 4)), torch.float32, dim=dim, value_dim=dim)
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 @pytest.mark.parametrize("normalizer", ["paper", None])
 @pytest.mark.parametrize("feature_map", ["relu", "elu1"])
 def test_normalizers_and_feature_maps(impl, normalizer, feature_map):
     check(impl, VIT, options={"normalizer": normalizer, "feature_map": feature_map})
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 @pytest.mark.parametrize("scale", [0.0, 100.0])
 def test_zero_and_large_features(impl, scale):
     (q, k, v, mixing), d_out = make(VIT)
@@ -97,7 +118,7 @@ def test_zero_and_large_features(impl, scale):
         assert_within_budget(impl, ours, inputs, d_out, VIT)
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 @pytest.mark.parametrize("normalizer", ["paper", "source_block", None])
 def test_no_uninitialised_memory_is_read_and_results_repeat(impl, normalizer):
     """Under deterministic algorithms torch fills fresh memory with NaN."""
@@ -137,7 +158,7 @@ def test_offsets_beyond_two_to_the_31():
         assert ((ours.double() - reference).norm() / reference.norm()).item() < 0.01
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 def test_head_strides_beyond_two_to_the_31(impl):
     """Views with the heads in front, and a mixing matrix of each head, whose third head lies 2.2e9 numbers away."""
     blocks, stride = TokenBlocks.from_grid((8, 8), (4, 4)), 2**30 + 5
@@ -161,7 +182,7 @@ def test_heads_that_do_not_fit_a_small_gpu_are_read_tile_by_tile(monkeypatch, gr
     check("triton_pairwise", TokenBlocks.from_grid(grid, (4, 4)))
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 def test_tables_first_asked_for_inside_a_cuda_graph(impl):
     """With ``reduce-overhead`` the first call runs in the memory pool of a graph, which others use again."""
     blocks = TokenBlocks.from_grid((11, 13), (3, 2), 1)
@@ -183,7 +204,7 @@ def test_tables_first_asked_for_inside_a_cuda_graph(impl):
             assert ((a - b).float().norm() / b.float().norm()).item() < 0.02
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 def test_compiled_by_inductor_with_any_batch(impl):
     def block(x, weight, mixing):
         q, k, v = (x @ weight).unflatten(-1, (3, 3, 64)).unbind(-3)
@@ -200,7 +221,7 @@ def test_compiled_by_inductor_with_any_batch(impl):
             assert ((a - b).float().norm() / b.float().norm()).item() < 0.01
 
 
-@pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 def test_cuda_graph(impl):
     inputs, d_out = make(VIT)
     leaves = [x.clone().requires_grad_() for x in inputs]

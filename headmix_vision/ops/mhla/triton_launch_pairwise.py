@@ -5,11 +5,14 @@ B batch, N tokens, H heads, M blocks, D and Dv head dims.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headmix_vision.ops.kernels import INTERPRETED
 from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_tiles as shared
@@ -26,7 +29,7 @@ from headmix_vision.ops.mhla.triton_launch import (
     row_strides,
     sum_leading,
 )
-from headmix_vision.ops.mhla.triton_tables import Places, places
+from headmix_vision.ops.mhla.triton_tables import Places, block_of_token, places
 
 # Bytes of the unsummed mixing gradients of the backward pass; larger batches take several launches.
 MIXING_GRADIENT_BYTES = 1 << 26
@@ -78,8 +81,18 @@ def is_resident(dim: int, num_tokens: int, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and dim <= 64 and num_tokens <= tuning.RESIDENT_TOKENS
 
 
+class ForwardPlan(NamedTuple):
+    """The launch of a forward kernel, with what makes its weights of the mixing, and the table of tokens it takes."""
+
+    weights: Callable[[Tensor], Tensor]
+    table: Tensor
+    launch: Launch
+
+
 @planned
-def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Settings) -> PairwisePlan:
+def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Settings) -> ForwardPlan:
+    if is_for_hopper(q, k, v, settings):
+        return _hopper_forward(q, k, v, mixing, settings)
     B, N, H, D = q.shape
     resident = is_resident(max(D, v.shape[-1]), N, q.dtype)
     c = tuning.resident(tuning.RESIDENT_FORWARD, N) if resident else choose_tiles(tuning.PAIRWISE_FORWARD, q, v)
@@ -94,15 +107,55 @@ def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings:
     else:
         programs = B * H * ceil(t.num_places, c["BQ"])
         launch = Launch(pairwise.pairwise_forward_kernel, (programs,), numbers, constants)
-    return PairwisePlan(t, weights, launch)
+    return ForwardPlan(weights, t.tokens, launch)
+
+
+@lru_cache
+def _gluon_kernel() -> Any:
+    """Return the kernel in Gluon, or None: it is part of Triton, but no public interface yet. Its import takes time."""
+    try:
+        from headmix_vision.ops.mhla.gluon_pairwise_forward import gluon_forward_kernel
+    except ImportError:
+        return None
+    return gluon_forward_kernel
+
+
+def is_for_hopper(q: Layout, k: Layout, v: Layout, settings: Settings) -> bool:
+    """Tell whether the Gluon kernel takes these inputs: bf16 rows of whole 16 bytes, on a Hopper GPU."""
+    dims, num_blocks = (q.shape[-1], v.shape[-1]), settings.blocks.num_blocks
+    return (
+        not INTERPRETED
+        and q.gpu.capability == (9, 0)
+        and q.dtype == torch.bfloat16
+        and q.shape[1] in tuning.HOPPER_TOKENS
+        and all(dim in tuning.HOPPER_DIMS for dim in dims)
+        and num_blocks <= tuning.HOPPER_BLOCKS
+        and all(x.strides[-1] == 1 for x in (q, k, v))
+        and alignment(q, k, v) == 8
+        and tuning.hopper_bytes(*dims, num_blocks) <= q.gpu.shared_memory
+        and _gluon_kernel() is not None
+    )
+
+
+def _hopper_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Settings) -> ForwardPlan:
+    """Plan the Gluon kernel: a program for each multiprocessor."""
+    B, N, H, _ = q.shape
+    M = settings.blocks.num_blocks
+    strides = [stride // 8 for x in (q, k, v) for stride in (x.strides[0], x.strides[2])]
+    numbers = (*strides, *mixing_strides(mixing.strides), B * H, H, settings.eps)
+    constants = dict(Q_N=q.strides[1], K_N=k.strides[1], V_N=v.strides[1], N=N, M=M, MB=tuning.hopper_blocks(M))
+    constants |= kernel_constants(q, v, settings, 8) | dict(num_warps=8)
+    del constants["COMPUTE"], constants["PRECISION"]
+    launch = Launch(_gluon_kernel(), (min(B * H, q.gpu.processors),), numbers, constants)
+    return ForwardPlan(lambda mixing: mixing, block_of_token(settings.blocks, q.device), launch)
 
 
 def pairwise_forward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, inverse: Tensor, out: Tensor, settings: Settings
 ) -> None:
     """Fill ``out`` [B, N, H, Dv] and, for the paper's normalizer, ``inverse`` [B, H, N]."""
-    t, weights, launch = _pairwise_forward(layout(q), layout(k), layout(v), layout(mixing), settings)
-    launch(q, k, v, weights(mixing), out, inverse, t.tokens)
+    weights, table, launch = _pairwise_forward(layout(q), layout(k), layout(v), layout(mixing), settings)
+    launch(q, k, v, weights(mixing), out, inverse, table)
 
 
 class QueryPlan(NamedTuple):

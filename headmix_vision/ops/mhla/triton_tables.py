@@ -62,6 +62,12 @@ def places(blocks: TokenBlocks, longest_run: int, device: torch.device) -> Place
 
 
 @cached_tables
+def block_of_token(blocks: TokenBlocks, device: torch.device) -> Tensor:
+    """List the block of each token in raster order: int32 [N]."""
+    return blocks.tables(_CPU).block_of_token.to(device, torch.int32)
+
+
+@cached_tables
 def parts(blocks: TokenBlocks, split: int, device: torch.device) -> Tensor:
     """Cut the tokens of each block into ``split`` parts, -1 where there is none: int32 [C = M * split, tokens]."""
     tokens = blocks.tables(_CPU).tokens
