@@ -80,7 +80,7 @@ class ImageGenerator(BaseModule):
         if objective.clean_prefix and len(self.net.input_size) != 3:
             raise InputError(f"objective.clean_prefix is of clips: it must be 0 for {name}, a model of images")
         if objective.prefix_class_dropout and not self.net.has_null_class:
-            raise InputError("objective.prefix_class_dropout needs a model with a null class (model_args.class_dropout)")
+            raise InputError("objective.prefix_class_dropout needs a model with a null class: set class_dropout")
         self.num_classes = int(self.net.num_classes)
         self.description: dict[str, Any] = {
             "kind": "generator",
