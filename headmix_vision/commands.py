@@ -69,6 +69,14 @@ def cache_latents(args: Sequence[str] | None = None) -> None:
     main(args)
 
 
+def index_shards(args: Sequence[str] | None = None) -> None:
+    """Makes the index of a folder of tar shards."""
+    with one_line_errors():
+        require_extra("diffusion", "headmix-index-shards")
+        from headmix_vision.data.index_shards import main
+    main(args)
+
+
 def models(args: Sequence[str] | None = None) -> None:
     """Lists the models."""
     with one_line_errors():

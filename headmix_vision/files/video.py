@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -38,6 +38,21 @@ class VideoInfo:
 
 
 @dataclass(frozen=True)
+class EncodedVideo:
+    """A video in memory, as it would lie in a file, and what messages call it."""
+
+    name: str
+    data: bytes
+
+    def __str__(self) -> str:
+        return self.name
+
+    def open(self, mode: str) -> BinaryIO:
+        """Opens it as `Path.open` opens a file."""
+        return io.BytesIO(self.data)
+
+
+@dataclass(frozen=True)
 class _Packet:
     """A coded frame, in the order of decoding: times in units of the stream, None where the file has none."""
 
@@ -46,7 +61,7 @@ class _Packet:
     is_key: bool
 
 
-def probe(path: str | os.PathLike[str]) -> VideoInfo:
+def probe(path: str | os.PathLike[str] | EncodedVideo) -> VideoInfo:
     """Counts the frames of a video, without decoding them, and reads their rate and size.
 
     Raises:
@@ -58,12 +73,12 @@ def probe(path: str | os.PathLike[str]) -> VideoInfo:
 
 
 def read_frames(
-    path: str | os.PathLike[str], indices: Sequence[int] | Callable[[VideoInfo], Sequence[int]]
+    path: str | os.PathLike[str] | EncodedVideo, indices: Sequence[int] | Callable[[VideoInfo], Sequence[int]]
 ) -> np.ndarray:
     """Reads frames by their numbers; decoding begins at the last key frame before the first of them.
 
     Args:
-        path: The video.
+        path: The video, on a disk or in memory.
         indices: Numbers of frames from 0, in any order, also repeated; or what chooses them.
 
     Returns:
@@ -138,12 +153,12 @@ def check_video_name(path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
+def _opened(path: str | os.PathLike[str] | EncodedVideo) -> Iterator[tuple[Any, Any]]:
     """Opens a file and its first video stream; whatever PyAV raises within names the file."""
     require_extra("video", "reading a video")
     import av
 
-    with Path(path).open("rb") as file:
+    with (path if isinstance(path, EncodedVideo) else Path(path)).open("rb") as file:
         try:
             with av.open(file) as container:
                 if not container.streams.video:
@@ -164,7 +179,7 @@ def _packets(container: Any, stream: Any) -> list[_Packet]:
     ]
 
 
-def _info(path: str | os.PathLike[str], stream: Any, packets: list[_Packet]) -> VideoInfo:
+def _info(path: str | os.PathLike[str] | EncodedVideo, stream: Any, packets: list[_Packet]) -> VideoInfo:
     if not packets:
         raise InputError(f"{path} has no frames")
     rate = stream.average_rate or stream.guessed_rate

@@ -39,6 +39,7 @@ DATASETS = {
         uses=("generation", "scoring", "caching"),
         grid_axes=(3,),
     ),
+    "shards": DatasetEntry(".shards:open_shards", grid_axes=(2, 3)),
     "moving_digits": DatasetEntry(
         ".moving_digits:open_moving_digits",
         uses=("generation", "scoring", "caching"),

@@ -160,6 +160,8 @@ class Source(ABC):
     """Whether reading costs nothing, so that loaders need no worker processes."""
     what = "image"
     """What to call a sample in messages."""
+    shard_sizes: Sequence[int] | None = None
+    """Numbers of samples that lie together in a file, in their order; None where each has a file of its own."""
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -1,0 +1,243 @@
+"""`shards`: images or videos in tar files, as WebDataset and img2dataset write them, read by their number.
+
+`headmix-index-shards` makes the index of a folder of shards once, `index.safetensors`: for each of N samples where its
+picture or video begins in its tar file, its bytes and its label; for each shard its name, size, number of samples and a
+hash of its beginning.
+"""
+
+import hashlib
+import io
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from headmix_vision.data.clips import ClipConfig, crop_frames
+from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, Source, SplitRequest, to_mode, to_picture
+from headmix_vision.data.datasets.folders import split_candidates
+from headmix_vision.errors import InputError
+from headmix_vision.extras import require_extra
+from headmix_vision.files.fields import check_fields
+from headmix_vision.files.tensor_files import open_tensors
+from headmix_vision.files.video import EncodedVideo, VideoInfo, read_frames
+
+INDEX = "index.safetensors"
+FORMAT = 1
+KINDS = ("images", "clips")
+TENSORS = ("offset", "size", "label")
+_ENTRIES = {"format": int, "kind": str, "class_names": list, "shards": list}
+_SHARD = {"name": str, "bytes": int, "samples": int, "head": str}
+_HEAD_BYTES = 4096
+_THREADS = 16
+_AGAIN = "restore it, or make the index again with headmix-index-shards"
+
+
+def open_shards(request: SplitRequest) -> Source:
+    """Open the shards of a split: a folder of the root, or the root itself for training.
+
+    Raises:
+        InputError: No such folder, no index, shards that are not those of the index, images where clips are wanted or
+            the other way round, or no labels for a classifier.
+    """
+    root = request.existing_root()
+    folder = next((root / name for name in split_candidates(request.split) if (root / name).is_dir()), root)
+    if request.split in ("", ".", "..") or (folder == root and request.split != request.train_split):
+        raise InputError(f"root {str(root)!r} has no folder {request.split!r} of shards")
+    shards = Shards(folder)
+    wanted = "clips" if len(request.grid) in (1, 3) else "images"
+    still = wanted == "clips" and request.grid[0] == 1 and shards.kind == "images"
+    if shards.kind != wanted and not still:
+        raise InputError(f"the shards of {folder} hold {shards.kind}, asked for {wanted}")
+    names = shards.class_names
+    if not names and request.use == "classification":
+        raise InputError(f"the shards of {folder} have no labels: see headmix-index-shards --label")
+    if names == [str(number) for number in range(len(names))]:  # not every split has a sample of the last class
+        names = [str(number) for number in range(max(len(names), request.num_classes))]
+    if shards.kind == "images":
+        images = ShardImages(shards, names, request.mode)
+        return ShardStills(images, request.grid[1:]) if still else images
+    require_extra("video", "reading a video")
+    return ShardClips(shards, names, request)
+
+
+class Shards:
+    """The encoded samples of a folder of shards, which must be those of its index.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        InputError: No index there, a damaged one, or a shard that is missing, unknown, of another size or another one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / INDEX
+        if not path.is_file():
+            raise InputError(f"{folder} has no {INDEX}: make it with headmix-index-shards {folder}")
+        with open_tensors(path) as file:
+            found = json.loads((file.metadata() or {}).get("shards", "null"))
+            index = check_fields(str(path), found, {"format": int})
+            if index["format"] != FORMAT:
+                raise InputError(f"{path} is of format {index['format']}, this version reads {FORMAT}")
+            index = check_fields(str(path), index, _ENTRIES)
+            shards = [check_fields(f"a shard in {path}", shard, _SHARD) for shard in index["shards"]]
+            self.offsets, self.sizes, self.labels = (file.get_tensor(name) for name in TENSORS)
+        self.kind: str = index["kind"]
+        self.class_names: list[str] = index["class_names"]
+        self.names = [shard["name"] for shard in shards]
+        self.shard_sizes = [shard["samples"] for shard in shards]
+        self._ends = list(accumulate(self.shard_sizes))
+        if not {len(self.offsets), len(self.sizes), len(self.labels)} == {sum(self.shard_sizes)}:
+            raise InputError(f"{path} has {len(self.offsets)} samples, its shards have {sum(self.shard_sizes)}")
+        self._check(shards)
+
+    def _check(self, shards: list[dict[str, Any]]) -> None:
+        existing = {path.name for path in find_shards(self.folder)}
+        missing = sorted({*self.names} - existing)
+        if missing:
+            raise InputError(
+                f"{self.folder} lacks {len(missing)} of {len(shards)} shards, first {missing[0]}: {_AGAIN}"
+            )
+        unknown = sorted(existing - {*self.names})
+        if unknown:
+            raise InputError(f"{self.folder / unknown[0]} is not in {INDEX}: remove it, or make the index again")
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = list(pool.map(describe_shard, (self.folder / name for name in self.names)))
+        for shard, now in zip(shards, found, strict=True):
+            if now["bytes"] != shard["bytes"]:
+                what = f"has {now['bytes']} bytes, {INDEX} says {shard['bytes']}"
+            elif now["head"] != shard["head"]:
+                what = f"is another shard than {INDEX} was made of"
+            else:
+                continue
+            raise InputError(f"{self.folder / shard['name']} {what}: {_AGAIN}")
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def read(self, index: int) -> bytes:
+        """The file of a sample's picture or video; ValueError if its shard ends before."""
+        size = int(self.sizes[index])
+        with (self.folder / self.names[self._shard(index)]).open("rb") as file:
+            file.seek(int(self.offsets[index]))
+            data = file.read(size)
+        if len(data) < size:
+            raise ValueError(f"the shard ends after {len(data)} of {size} bytes")
+        return data
+
+    def name(self, index: int) -> str:
+        """The path of a sample's shard, with its number therein."""
+        return f"{self.folder / self._relative(index)}"
+
+    def files(self) -> list[tuple[str, int]]:
+        """Shards with the number therein, and sizes in bytes, of all samples."""
+        return [(self._relative(index), size) for index, size in enumerate(self.sizes.tolist())]
+
+    def _relative(self, index: int) -> str:
+        number = self._shard(index)
+        return f"{self.names[number]}[{index - self._ends[number] + self.shard_sizes[number]}]"
+
+    def _shard(self, index: int) -> int:
+        return bisect_right(self._ends, index)
+
+
+class ShardImages(Pictures):
+    """Images of shards.
+
+    Args:
+        shards: The shards.
+        class_names: One name per label.
+        mode: PIL mode of the images, `L` or `RGB`.
+    """
+
+    data: Shards
+
+    def __init__(self, shards: Shards, class_names: list[str], mode: str) -> None:
+        super().__init__(shards, class_names, mode)
+        self.shard_sizes = shards.shard_sizes
+
+    def read(self, index: int) -> tuple[RawImage, int]:
+        with Image.open(io.BytesIO(self.data.read(index))) as image:
+            return to_mode(image, self.mode), int(self.data.labels[index])
+
+    def name(self, index: int) -> str:
+        return self.data.name(index)
+
+    def files(self) -> list[tuple[str, int]]:
+        return self.data.files()
+
+
+class ShardStills(ShardImages):
+    """Images of shards as clips of one frame, float32 [C, 1, H, W] in [0, 1].
+
+    Args:
+        images: The images.
+        size: H and W to which they are cropped; empty to leave them as they are.
+    """
+
+    def __init__(self, images: ShardImages, size: Sequence[int]) -> None:
+        super().__init__(images.data, images.class_names, images.mode)
+        self.size = size
+
+    def read(self, index: int) -> tuple[RawImage, int]:
+        image, target = super().read(index)
+        return crop_frames([to_picture(image)], self.size, self.mode), target
+
+
+class ShardClips(ClipSource):
+    """Clips of the videos of shards.
+
+    Args:
+        shards: The shards.
+        class_names: One name per label.
+        request: Frames, size, channels and choice of the frames of a clip.
+    """
+
+    def __init__(self, shards: Shards, class_names: list[str], request: SplitRequest) -> None:
+        self.shards = shards
+        self.class_names = class_names
+        self.shard_sizes = shards.shard_sizes
+        self.num_frames, *self.size = request.grid
+        self.mode = request.mode
+        self.clip: ClipConfig = request.clip
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def read_part(self, index: int, place: float) -> tuple[Tensor, int]:
+        """As `ClipSource` says; ValueError for a video that is damaged, too short or too slow."""
+
+        def choose(info: VideoInfo) -> list[int]:
+            return self.clip.frames(self.num_frames, info.num_frames, info.frame_rate, place)
+
+        try:
+            frames = read_frames(EncodedVideo(self.name(index), self.shards.read(index)), choose)
+            pictures = [Image.fromarray(frame) for frame in frames]
+            return crop_frames(pictures, self.size, self.mode), int(self.shards.labels[index])
+        except InputError as error:
+            raise ValueError(str(error)) from None  # one of many: training skips it
+
+    def name(self, index: int) -> str:
+        return self.shards.name(index)
+
+    def files(self) -> list[tuple[str, int]]:
+        return self.shards.files()
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """Lists the tar files of a folder by name."""
+    return sorted(path for path in folder.glob("*.tar") if not path.name.startswith("."))
+
+
+def describe_shard(path: Path) -> dict[str, Any]:
+    """Tells a shard by its size, `bytes`, and a hash of its first 4096 bytes, `head`."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+        return {"bytes": file.seek(0, io.SEEK_END), "head": hashlib.sha256(head).hexdigest()[:16]}
