@@ -4,7 +4,7 @@ Names: W processes, B samples per process and batch, a *global batch* is the W*B
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,11 +33,17 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
     With `repeats` > 1 (repeated augmentation, Hoffer et al. 2020, as in DeiT) every image stands `repeats` times in
     a row, hence on neighbouring ranks, and the epoch is cut to its usual length.
 
+    With `shard_sizes`, the order goes through the shards in groups of `shuffle_shards`, drawn anew in every epoch, and
+    shuffles the samples of a group: at any time all processes read from one group, at its borders from two.
+
     Args:
         num_samples: Size of the data set.
         batch_size: B, samples per process and batch.
         seed: Base seed of the order.
         repeats: How often an image appears in a row.
+        shard_sizes: Numbers of samples that lie together, in the order of the data set; one permutation of all when
+            None.
+        shuffle_shards: Number of shards of a group.
         rank: This process, 0 <= rank < world_size.
         world_size: W, number of processes.
         first_batch: Called at every `iter()`: the number of global batches since the start of training that are
@@ -54,6 +60,8 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
         *,
         seed: int = 0,
         repeats: int = 1,
+        shard_sizes: Sequence[int] | None = None,
+        shuffle_shards: int = 1,
         rank: int = 0,
         world_size: int = 1,
         first_batch: Callable[[], int] = lambda: 0,
@@ -62,6 +70,8 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
         self.global_batch_size = batch_size * world_size
         self.seed = seed
         self.repeats = repeats
+        self.shard_sizes = shard_sizes
+        self.shuffle_shards = shuffle_shards
         self.rank = rank
         self.world_size = world_size
         self.first_batch = first_batch
@@ -84,12 +94,22 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
 
     def state(self) -> dict[str, float]:
         """Everything that decides the order of the samples."""
-        return {name: getattr(self, name) for name in ("num_samples", "global_batch_size", "seed", "repeats")}
+        state = {name: getattr(self, name) for name in ("num_samples", "global_batch_size", "seed", "repeats")}
+        if self.shard_sizes is not None:
+            state |= {"shuffle_shards": self.shuffle_shards, "num_shards": len(self.shard_sizes)}
+        return state
 
     def order(self, epoch: int) -> torch.Tensor:
         """Shuffled indices of one epoch, int64 [ceil(num_samples / repeats)]; each stands for `repeats` samples."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
-        return torch.randperm(self.num_samples, generator=generator)[: -(-self.num_samples // self.repeats)]
+        if self.shard_sizes is None:
+            order = torch.randperm(self.num_samples, generator=generator)
+        else:
+            shards = torch.arange(self.num_samples).split(list(self.shard_sizes))
+            groups = torch.randperm(len(shards), generator=generator).split(self.shuffle_shards)
+            parts = [torch.cat([shards[number] for number in group.tolist()]) for group in groups]
+            order = torch.cat([part[torch.randperm(len(part), generator=generator)] for part in parts])
+        return order[: -(-self.num_samples // self.repeats)]
 
     def _stream(self, first: int, length: int | None) -> Iterator[list[SampleKey]]:
         epoch, order = -1, torch.empty(0)

@@ -138,7 +138,8 @@ def _ask_for_clips(
 
 
 def _is_clips(options: argparse.Namespace) -> bool:
-    return options.videos is not None or find_dataset(options.dataset or "folder", "caching").is_clips
+    entry = find_dataset(options.dataset or "folder", "caching")
+    return options.videos is not None or entry.is_clips or (3 in entry.grid_axes and options.frames is not None)
 
 
 def _check_sources(options: argparse.Namespace) -> None:

@@ -38,9 +38,10 @@ class ClassificationData(DataModule):
 
     Args:
         dataset: digits (embedded), canvas or canvas/opposite (boards of digits, of the model's input size), folder (a
-            directory or tar file per split and class), hfds (a local Hugging Face directory), fake (random images of
-            the model's input size), table/NAME (a table of images, labelled by its column NAME), or a timm name:
-            torch/NAME, hfds/NAME, hfids/NAME, wds/, tfds/NAME.
+            directory or tar file per split and class), shards (tar files with the index of
+            headmix-index-shards), hfds (a local Hugging Face directory), fake (random images of the model's input
+            size), table/NAME (a table of images, labelled by its column NAME), or a timm name: torch/NAME, hfds/NAME,
+            hfids/NAME, wds/, tfds/NAME.
         root: Place of the data. For folder a directory with train/ and val/ or train.tar and val.tar, or one tar
             file with these directories inside; for table/NAME a .csv, or the directory of an images.csv.
         train_split: Name of the training split.
@@ -59,6 +60,7 @@ class ClassificationData(DataModule):
         augmentation: Training augmentation.
         holdout_every: Every so many-th training image is kept out of training, and validation runs on these instead of
             val_split, on which a run that was stopped or chosen by validation can then be tested; none if null.
+        shuffle_shards: Number of shards of which samples are mixed at a time; all if null.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, an empty class folder, splits with
@@ -85,6 +87,7 @@ class ClassificationData(DataModule):
         interpolation: str | None = None,
         augmentation: Augmentation = Augmentation(),  # noqa: B008 - read only; jsonargparse shows its fields
         holdout_every: int | None = None,
+        shuffle_shards: int | None = None,
     ) -> None:
         if crop_pct is not None:
             check_numbers(0, 1, crop_pct=crop_pct)
@@ -108,6 +111,7 @@ class ClassificationData(DataModule):
             max_unreadable=max_unreadable,
             repeats=augmentation.repeats,
             holdout_every=holdout_every,
+            shuffle_shards=shuffle_shards,
         )
         if self.entry.is_stream and self.repeats > 1:
             raise InputError(f"augmentation.repeats is {self.repeats}, it must be 1 for dataset {dataset!r}")

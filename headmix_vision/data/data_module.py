@@ -67,6 +67,8 @@ class DataModule(lightning.LightningDataModule):
         repeats: Repeated augmentation: each sample this many times in a row, the epoch keeping its length.
         holdout_every: Every so many-th training sample is kept out of training, and validation runs on these instead of
             `val_split`, which is left to be tested on; none when None.
+        shuffle_shards: Number of shards of which samples are mixed at a time, so that shards are read one group after
+            the other; all when None.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, splits with different classes, a
@@ -92,6 +94,7 @@ class DataModule(lightning.LightningDataModule):
         max_unreadable: float,
         repeats: int = 1,
         holdout_every: int | None = None,
+        shuffle_shards: int | None = None,
     ) -> None:
         super().__init__()
         self.entry = find_dataset(dataset, self.use)
@@ -106,6 +109,8 @@ class DataModule(lightning.LightningDataModule):
             check_counts(2, holdout_every=holdout_every)
             if self.entry.is_stream:
                 raise InputError(f"holdout_every is {holdout_every}, it must be null for dataset {dataset!r}")
+        if shuffle_shards is not None:
+            check_counts(1, shuffle_shards=shuffle_shards)
         self.dataset = dataset
         self.root = root
         self.train_split = train_split
@@ -118,6 +123,7 @@ class DataModule(lightning.LightningDataModule):
         self.max_unreadable = max_unreadable
         self.repeats = repeats
         self.holdout_every = holdout_every
+        self.shuffle_shards = shuffle_shards
         self._copies: torch.cuda.Stream | None = None
 
     @abstractmethod
@@ -152,6 +158,8 @@ class DataModule(lightning.LightningDataModule):
         for role in others:
             self._check_class_names(self._splits[role].class_names, f"the {opened[role]} split")
         if stage == "fit":
+            if self.shuffle_shards is not None and getattr(self._splits["train"], "shard_sizes", None) is None:
+                raise InputError(f"shuffle_shards is {self.shuffle_shards}, but {self.dataset!r} is not in shards")
             self._check_interval(self.train_dataloader())  # which refuses a split that is smaller than a batch
 
     def _open(self, split: str, role: str) -> Source | Stream:
@@ -262,6 +270,8 @@ class DataModule(lightning.LightningDataModule):
             self.batch_size,
             seed=seed,
             repeats=self.repeats,
+            shard_sizes=None if self.shuffle_shards is None else split.shard_sizes,
+            shuffle_shards=self.shuffle_shards or 1,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             first_batch=self._batches_trained,

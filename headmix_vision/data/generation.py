@@ -37,10 +37,10 @@ class GenerationData(DataModule):
 
     Args:
         dataset: digits (embedded), canvas or canvas/opposite (boards of digits), latents (shards of cache_latents),
-            fake (random numbers, to try a recipe), folder (a directory per split and class), table/NAME (a table of
-            images, labelled by its column NAME) or a timm name torch/NAME, hfds/NAME. For networks of clips:
-            moving_digits (embedded), videos (a directory per split and class, of files or of folders of frames, or a
-            table), videos/unlabelled, latents, fake.
+            fake (random numbers, to try a recipe), folder (a directory per split and class), shards (tar files with
+            the index of headmix-index-shards), table/NAME (a table of images, labelled by its column NAME) or a timm
+            name torch/NAME, hfds/NAME. For networks of clips: moving_digits (embedded), videos (a directory per split
+            and class, of files or of folders of frames, or a table), videos/unlabelled, shards, latents, fake.
         root: Place of the data; of latents the directory of the cache, or of a cache for each split.
         train_split: Name of the training split; `all` trains on both splits of digits.
         val_split: Name of the validation split, on which the loss is measured; none when null.
@@ -55,6 +55,7 @@ class GenerationData(DataModule):
         canvas_size: Height and width of a canvas in pixels; the network's input size if null.
         clip: Which frames of a video make a clip: the network's frame rate if nothing is set.
         stills: Batches of clips of one frame among those of clips, in training.
+        shuffle_shards: Number of shards of which samples are mixed at a time; all if null.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, a training split smaller than one global
@@ -79,6 +80,7 @@ class GenerationData(DataModule):
         canvas_size: int | None = None,
         clip: ClipConfig = DEFAULT_CLIP,
         stills: StillsConfig = DEFAULT_STILLS,
+        shuffle_shards: int | None = None,
     ) -> None:
         check_numbers(0, 1, hflip=hflip)
         super().__init__(
@@ -92,6 +94,7 @@ class GenerationData(DataModule):
             num_workers=num_workers,
             seed=seed,
             max_unreadable=max_unreadable,
+            shuffle_shards=shuffle_shards,
         )
         if hflip and not self.entry.has_images:
             raise InputError(f"hflip does not apply to {dataset}: cache_latents has flipped the images or not")

@@ -160,6 +160,8 @@ class LatentShards(PreparedSource):
         self.class_names: list[str] = self.manifest["class_names"]
         self.num_classes = len(self.class_names)
         self.frame_rate: float | None = self.manifest["frame_rate"]
+        count = count_shards(self.manifest)
+        self.shard_sizes = [shard_length(number, self.manifest) for number in range(count)]
         self._stills = False
         self.shape: tuple[int, ...] = tuple(self.manifest["shape"])
         scale = self.manifest["autoencoder"]

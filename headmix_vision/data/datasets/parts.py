@@ -1,6 +1,8 @@
 """A part of the samples of a source."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -53,4 +55,8 @@ def hold_out(source: Source, every: int, *, held: bool) -> Part:
     indices = [index for index in range(len(source)) if (index % every == 0) == held]
     if not indices:
         raise InputError(f"holdout_every={every} leaves nothing of {len(source)} {source.what}s to train on")
-    return BatchPart(source, indices) if isinstance(source, BatchSource) else Part(source, indices)
+    part = BatchPart(source, indices) if isinstance(source, BatchSource) else Part(source, indices)
+    if source.shard_sizes is not None:
+        ends = [bisect_left(indices, end) for end in accumulate(source.shard_sizes, initial=0)]
+        part.shard_sizes = [end - start for start, end in pairwise(ends)]
+    return part
