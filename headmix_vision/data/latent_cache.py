@@ -26,6 +26,7 @@ from headmix_vision.data.datasets.latents import (
     STORES,
     check_shard,
     count_shards,
+    find_difference,
     read_manifest,
     shard_length,
     shard_name,
@@ -249,13 +250,12 @@ def _check_directory(out: Path, manifest: dict[str, Any]) -> bool:
             raise InputError(f"{out} is not empty and holds no latents; choose another --out")
         return True
     earlier = read_manifest(out)
-    # where weights and images lie may change, what they are may not
-    for key, value in manifest.items():
-        if key not in ("images", "source") and _without_source(earlier.get(key)) != _without_source(value):
-            raise InputError(
-                f"{out} was begun with {key} {_short(earlier.get(key))}, now it is {_short(value)};"
-                " choose another --out or the same options"
-            )
+    key = find_difference(manifest, earlier)
+    if key is not None:
+        raise InputError(
+            f"{out} was begun with {key} {_short(earlier.get(key))}, now it is {_short(manifest[key])};"
+            " choose another --out or the same options"
+        )
     if earlier["source"] is None:
         warnings.warn(f"{out} was begun by an earlier version, which did not record its images", stacklevel=2)
         return False
@@ -279,10 +279,6 @@ def _remove_leftovers(out: Path, rank: int, world_size: int) -> None:
         shard = _SHARD_NUMBER.match(entry.name) if is_temporary(entry.name) else None
         if shard is not None and int(shard[1]) % world_size == rank:
             entry.unlink(missing_ok=True)
-
-
-def _without_source(value: Any) -> Any:
-    return {k: v for k, v in value.items() if k != "source"} if isinstance(value, dict) else value
 
 
 def _short(value: Any) -> str:

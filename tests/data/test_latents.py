@@ -1,8 +1,11 @@
 """Latents from images to training samples, with a tiny autoencoder made on the spot."""
 
 import json
+import multiprocessing
 import pickle
+import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,13 @@ from torch import Tensor
 
 from headmix_vision.data import cache_latents
 from headmix_vision.data.center_crop import center_crop
+from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.folders import open_class_folders
-from headmix_vision.data.datasets.latents import MANIFEST, LatentShards
+from headmix_vision.data.datasets.latents import MANIFEST, LatentShards, shard_name
 from headmix_vision.data.latent_cache import write_cache
 from headmix_vision.errors import InputError
 from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.tensor_files import header_of
 from headmix_vision.models.autoencoders import Autoencoder, LatentScale, load_autoencoder
 
 from .helpers import write_image
@@ -305,6 +310,53 @@ def test_a_cache_of_an_earlier_version_goes_on(images: Path, tmp_path: Path) -> 
     assert len(LatentShards(out)) == 12
 
 
+@pytest.mark.timeout(120)
+def test_killed_processes_lose_and_double_nothing(tmp_path: Path) -> None:
+    """Killed at any moment, restarted as another number of processes; 360 digits in 120 shards."""
+    out, source = tmp_path / "out", Digits("validation")
+    autoencoder = Autoencoder(None)
+    autoencoder.image_channels = 1
+    moments, context = random.Random(0), multiprocessing.get_context("fork")
+
+    def start(world_size: int, dead: int | None = None) -> list[Any]:
+        options = {"image_size": 8, "origin": "digits", "shard_size": 3, "world_size": world_size}
+        processes = [
+            context.Process(target=write_cache, args=(source, autoencoder, out), kwargs={**options, "rank": rank})
+            for rank in range(world_size)
+            if rank != dead
+        ]
+        for process in processes:
+            process.start()
+        return processes
+
+    def written() -> list[int]:
+        return sorted(int(path.stem[-5:]) for path in out.glob("shard-*.safetensors"))
+
+    for world_size in (3, 2, 4):
+        goal = min(len(written()) + moments.randrange(1, 16), 120)
+        processes = start(world_size)
+        while len(written()) < goal:
+            time.sleep(moments.uniform(0, 0.005))
+        for process in processes:
+            process.kill()
+            process.join()
+    (out / shard_name(1)).unlink(missing_ok=True)
+    for process in start(3, dead=1):
+        process.join()
+    missing = {*range(120)} - {*written()}
+    assert {number % 3 for number in missing} == {1}
+    with pytest.raises(InputError, match=rf"lacks {len(missing)} of 120 shards, first"):
+        LatentShards(out)
+    for process in start(2):
+        process.join()
+    shards = LatentShards(out)
+    latents = torch.stack([shards[index][0] for index in range(360)])
+    torch.testing.assert_close(latents, source.images * 2 - 1, rtol=0, atol=0.004)
+    assert shards.labels().tolist() == [int(target) for target in source.targets]
+    left = {path.name for path in out.iterdir() if path.suffix != ".lock"}  # a killed process leaves its lock behind
+    assert left == {MANIFEST, *map(shard_name, range(120))}
+
+
 def test_one_process_at_a_time_writes_a_share(
     images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,7 +439,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"count": "x"}, "entry 'count' is 'x'"),
         ({"count": 0}, "entry 'count' is 0, it must be at least 1"),
-        ({"count": 14}, r"shard-00002.safetensors: labels is \[2\], it must be \[4\]"),
+        ({"count": 14}, "shard-00000.safetensors is of another cache: its count is not that of latents.json"),
         ({"shard_size": 0}, "entry 'shard_size' is 0"),
         ({"shape": None}, "entry 'shape' is None"),
         ({"shape": [3, 8, 8]}, r"mean is \[5, 3, 12, 12\], it must be \[5, 3, 8, 8\]"),
@@ -429,6 +481,11 @@ def test_damaged_shards_are_found_when_the_cache_is_opened(finished: Path, tmp_p
     ):
         save_file(changed, shard)
         with pytest.raises(InputError, match=rf"shard-00001\.safetensors.*{message}"):
+            LatentShards(out)
+    header = json.loads(header_of(finished / shard.name)["latents"])
+    for entry, value in (("image_size", 24), ("autoencoder", {**header["autoencoder"], "sha256": "0"})):
+        save_file(tensors, shard, {"latents": json.dumps({**header, entry: value})})
+        with pytest.raises(InputError, match=rf"shard-00001\.safetensors is of another cache: its {entry} is not that"):
             LatentShards(out)
     shard.write_bytes((finished / shard.name).read_bytes()[:-9])
     with pytest.raises(InputError, match=r"shard-00001\.safetensors is truncated"):

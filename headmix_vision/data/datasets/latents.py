@@ -86,7 +86,8 @@ def check_shard(path: Path, number: int, manifest: dict[str, Any]) -> None:
     """Check that a shard is whole and holds what the manifest says.
 
     Raises:
-        InputError: Damaged, tensors that are missing or of another shape, or labels beyond the classes.
+        InputError: Damaged, tensors that are missing or of another shape, labels beyond the classes, or a shard of
+            another cache.
     """
     length = shard_length(number, manifest)
     with open_tensors(path / shard_name(number)) as file:
@@ -96,11 +97,27 @@ def check_shard(path: Path, number: int, manifest: dict[str, Any]) -> None:
             if shape != expected:
                 raise InputError(f"{path / shard_name(number)}: {name} is {shape}, it must be {expected}")
         labels, classes = file.get_tensor("labels"), max(len(manifest["class_names"]), 1)
+        made = json.loads((file.metadata() or {}).get("latents", "{}"))
     if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise InputError(
             f"{path / shard_name(number)}: labels are {int(labels.min())} to {int(labels.max())}, there are"
             f" {classes} classes"
         )
+    different = find_difference(made, manifest)
+    if different is not None:
+        raise InputError(f"{path / shard_name(number)} is of another cache: its {different} is not that of {MANIFEST}")
+
+
+def find_difference(made: dict[str, Any], manifest: dict[str, Any]) -> str | None:
+    """Finds the first entry of a record that a manifest has otherwise; where images and weights lie does not count."""
+    for name, value in made.items():
+        if name not in ("images", "source") and _without_source(manifest.get(name)) != _without_source(value):
+            return name
+    return None
+
+
+def _without_source(value: Any) -> Any:
+    return {k: v for k, v in value.items() if k != "source"} if isinstance(value, dict) else value
 
 
 def tensor_names(manifest: dict[str, Any]) -> list[str]:
