@@ -31,7 +31,7 @@ from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.image_files import ImageFiles, find_images
 from headmix_vision.data.datasets.latents import STORES, count_shards, read_manifest
 from headmix_vision.data.datasets.moving_digits import MovingDigits
-from headmix_vision.data.datasets.videos import Videos, open_video_folder
+from headmix_vision.data.datasets.videos import open_video_folder
 from headmix_vision.data.latent_cache import DTYPES, EvenClips, write_cache
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
@@ -65,7 +65,7 @@ def open_clips(
     if videos is not None and not Path(videos).exists():
         raise InputError(f"--videos {videos} does not exist")
     source = open_source(request) if videos is None else open_video_folder(Path(videos), request)
-    if skip_unusable and isinstance(source, Videos):
+    if skip_unusable and isinstance(source, ClipSource):
         total, faults = len(source), source.leave_out_unusable()
         for number, fault in enumerate(faults, start=1):
             print(f"skipped {fault}, {number} of {total} videos", file=sys.stderr)

@@ -341,7 +341,7 @@ def test_pictures_serve_as_clips_of_one_frame(indexed: Path) -> None:
     assert clip.shape == (3, 1, 4, 4) and label == 2 and (clip * 255).round().unique().tolist() == [8]
 
 
-def test_latents_of_shards(clips: Path, indexed: Path, tmp_path: Path) -> None:
+def test_latents_of_shards(clips: Path, indexed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def cache(root: Path, out: Path, *args: object) -> LatentShards:
         common = ("--dataset", "shards", "--root", root, "--vae", "none", "--out", out, "--workers", 0)
         cache_latents.main([str(arg) for arg in (*common, "--image-size", 8, "--shard-size", 10, *args)])
@@ -351,3 +351,5 @@ def test_latents_of_shards(clips: Path, indexed: Path, tmp_path: Path) -> None:
     assert latents.shape == (3, 8, 8) and latents.shard_sizes == [10, 10, 4]
     assert latents.labels().tolist() == [i % 3 for i in range(24)]
     assert cache(clips, tmp_path / "clips", "--frames", 3).shape == (3, 3, 8, 8)
+    longer = cache(clips, tmp_path / "longer", "--frames", 8, "--skip-unusable", "--clips-per-video", 2)
+    assert len(longer) == 4 and f"skipped {clips / 'train' / '1.tar'}[0] (it has 3 frames" in capsys.readouterr().err

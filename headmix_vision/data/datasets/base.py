@@ -229,6 +229,10 @@ class ClipSource(Source):
     def read_part(self, index: int, place: float) -> tuple[Tensor, int]:
         """The clip that begins at a place between 0 and 1 of those at which it can; see `read`."""
 
+    @abstractmethod
+    def leave_out_unusable(self) -> list[str]:
+        """Leaves out the videos of which no clip can be made, which is found without decoding; names them and why."""
+
 
 class PreparedSource(Source):
     """A source whose samples are already what the network takes, and may be drawn anew in every epoch."""

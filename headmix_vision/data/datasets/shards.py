@@ -25,7 +25,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.tensor_files import open_tensors
-from headmix_vision.files.video import EncodedVideo, VideoInfo, read_frames
+from headmix_vision.files.video import EncodedVideo, VideoInfo, probe, read_frames
 
 INDEX = "index.safetensors"
 FORMAT = 1
@@ -202,33 +202,52 @@ class ShardClips(ClipSource):
 
     def __init__(self, shards: Shards, class_names: list[str], request: SplitRequest) -> None:
         self.shards = shards
+        self.kept: Sequence[int] = range(len(shards))
         self.class_names = class_names
-        self.shard_sizes = shards.shard_sizes
+        self.shard_sizes: list[int] | None = shards.shard_sizes
         self.num_frames, *self.size = request.grid
         self.mode = request.mode
         self.clip: ClipConfig = request.clip
 
     def __len__(self) -> int:
-        return len(self.shards)
+        return len(self.kept)
 
     def read_part(self, index: int, place: float) -> tuple[Tensor, int]:
         """As `ClipSource` says; ValueError for a video that is damaged, too short or too slow."""
-
-        def choose(info: VideoInfo) -> list[int]:
-            return self.clip.frames(self.num_frames, info.num_frames, info.frame_rate, place)
-
         try:
-            frames = read_frames(EncodedVideo(self.name(index), self.shards.read(index)), choose)
+            frames = read_frames(self._video(index), lambda info: self._choose(info, place))
             pictures = [Image.fromarray(frame) for frame in frames]
-            return crop_frames(pictures, self.size, self.mode), int(self.shards.labels[index])
+            return crop_frames(pictures, self.size, self.mode), int(self.shards.labels[self.kept[index]])
         except InputError as error:
             raise ValueError(str(error)) from None  # one of many: training skips it
 
+    def _video(self, index: int) -> EncodedVideo:
+        return EncodedVideo(self.name(index), self.shards.read(self.kept[index]))
+
+    def _choose(self, info: VideoInfo, place: float) -> list[int]:
+        return self.clip.frames(self.num_frames, info.num_frames, info.frame_rate, place)
+
+    def leave_out_unusable(self) -> list[str]:
+        """As `ClipSource` says."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            faults = list(pool.map(self._fault, range(len(self))))
+        self.kept = [number for number, fault in zip(self.kept, faults, strict=True) if fault is None]
+        self.shard_sizes = None
+        return [fault for fault in faults if fault is not None]
+
+    def _fault(self, index: int) -> str | None:
+        try:
+            self._choose(probe(self._video(index)), 0)
+        except (ValueError, OSError) as error:
+            return f"{self.name(index)} ({error})"
+        return None
+
     def name(self, index: int) -> str:
-        return self.shards.name(index)
+        return self.shards.name(self.kept[index])
 
     def files(self) -> list[tuple[str, int]]:
-        return self.shards.files()
+        files = self.shards.files()
+        return [files[number] for number in self.kept]
 
 
 def find_shards(folder: Path) -> list[Path]:

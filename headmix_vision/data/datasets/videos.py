@@ -131,7 +131,7 @@ class Videos(ClipSource):
         return [video.start + number for number in numbers]
 
     def leave_out_unusable(self) -> list[str]:
-        """Leaves out the videos of which no clip can be made, which is found without decoding; names them and why."""
+        """As `ClipSource` says."""
         with ThreadPoolExecutor(_PROBE_THREADS) as pool:
             faults = list(pool.map(self._fault, self.videos))
         self.videos = [video for video, fault in zip(self.videos, faults, strict=True) if fault is None]
