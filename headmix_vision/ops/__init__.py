@@ -6,6 +6,7 @@ from headmix_vision.ops.mhla import mhla
 from headmix_vision.ops.mix_heads import mix_heads
 from headmix_vision.ops.token_blocks import BlockTables, TokenBlocks
 from headmix_vision.ops.token_grid import TokenGrid
+from headmix_vision.ops.token_ranks import TokenRanks
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
 from headmix_vision.ops.token_window import TokenWindow
 
@@ -15,6 +16,7 @@ __all__ = [
     "ScanTables",
     "TokenBlocks",
     "TokenGrid",
+    "TokenRanks",
     "TokenScan",
     "TokenWindow",
     "grid_conv",

@@ -5,6 +5,7 @@ N tokens, M blocks, n the largest number of tokens in one block.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.ops.arguments import as_axes
 from headmix_vision.ops.cached_tables import cached_tables
 from headmix_vision.ops.token_grid import TokenGrid
+from headmix_vision.ops.token_ranks import TokenRanks
 from headmix_vision.ops.tracing import is_plain
 
 
@@ -129,22 +131,128 @@ class TokenBlocks:
 
     def block_centers(self) -> Tensor:
         """Compute the mean coordinates, in tokens, of all blocks but the prefix block: float64 [M - prefix, axes]."""
-        axes = [_axis_centers(g, b) for g, b in zip(self.grid.shape, self.block_grid, strict=True)]
+        starts = [axis.starts(torch.device("cpu")).double() for axis in self._axes]
+        axes = [(ends[:-1] + ends[1:] - 1) / 2 for ends in starts]
         return torch.cartesian_prod(*axes).reshape(math.prod(self.block_grid), len(self.block_grid))
 
+    def of_rank(self, ranks: TokenRanks) -> BlocksOfRank:
+        """Return the blocks of the tokens that a rank holds where several share the grid.
 
-def _axis_starts(size: int, blocks: int, device: torch.device) -> Tensor:
-    """Return the first token of each block along one axis, and the axis length at the end: [blocks + 1]."""
-    return (torch.arange(blocks + 1, device=device) * size + blocks - 1) // blocks
+        Raises:
+            InputError: if the grid has fewer rows than there are ranks.
+        """
+        return BlocksOfRank(self.grid, self.block_grid, ranks)
+
+    @property
+    def _axes(self) -> list[_Axis]:
+        return list(map(_Axis, self.grid.shape, self.block_grid))
 
 
-def _axis_centers(size: int, blocks: int) -> Tensor:
-    starts = _axis_starts(size, blocks, torch.device("cpu")).double()
-    return (starts[:-1] + starts[1:] - 1) / 2
+@dataclass(frozen=True)
+class BlocksOfRank(TokenBlocks):
+    """The blocks, whole or in part, of the tokens that one of several ranks holds.
+
+    ``grid`` and ``block_grid`` are those of all ranks; counted and listed are the tokens of this rank, and the blocks
+    that have one of them.
+    """
+
+    ranks: TokenRanks
+
+    @property
+    def held(self) -> TokenGrid:
+        """The tokens of this rank."""
+        return self.ranks.local(self.grid)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.held.num_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        first, end = self.spans[self.ranks.rank]
+        return end - first
+
+    @property
+    def num_prefix_blocks(self) -> int:
+        return int(self.held.num_prefix_tokens > 0)
+
+    @property
+    def max_block_size(self) -> int:
+        largest = math.prod([axis.longest for axis in self._axes])
+        return self.grid.repeats * max(largest, self.held.num_prefix_tokens)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The first block of each rank among those of all, and the block after its last."""
+        prefix, each = int(self.grid.num_prefix_tokens > 0), math.prod(self.block_grid[1:])
+        rows = [self._rows(rank) for rank in range(self.ranks.size)]
+        ends = [(prefix + part.first_block * each, prefix + (part.first_block + part.count) * each) for part in rows]
+        return [(0, ends[0][1]), *ends[1:]]
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether two ranks, this one or others, have tokens of one block."""
+        return any(end > first for (_, end), (first, _) in itertools.pairwise(self.spans))
+
+    @property
+    def _axes(self) -> list[_Axis]:
+        return [self._rows(self.ranks.rank), *map(_Axis, self.grid.shape[1:], self.block_grid[1:])]
+
+    def _rows(self, rank: int) -> _PartOfAxis:
+        return _PartOfAxis.cut(_Axis(self.grid.shape[0], self.block_grid[0]), *self.ranks.rows(self.grid, rank))
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis of ``size`` tokens in ``count`` blocks."""
+
+    size: int
+    count: int
+
+    def starts(self, device: torch.device) -> Tensor:
+        """Return the first token of each block, and the number of tokens at the end: [blocks + 1]."""
+        return (torch.arange(self.count + 1, device=device) * self.size + self.count - 1) // self.count
+
+    def blocks(self, device: torch.device) -> Tensor:
+        """Return the block of each token: [size]."""
+        return torch.arange(self.size, device=device) * self.count // self.size
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest block."""
+        return -(-self.size // self.count)
+
+
+@dataclass(frozen=True)
+class _PartOfAxis(_Axis):
+    """The tokens of an axis from one on, and their blocks, the first of which may begin before them."""
+
+    whole: _Axis
+    first_token: int
+    first_block: int
+
+    @classmethod
+    def cut(cls, whole: _Axis, first: int, end: int) -> _PartOfAxis:
+        first_block, last_block = (token * whole.count // whole.size for token in (first, end - 1))
+        return cls(end - first, last_block + 1 - first_block, whole, first, first_block)
+
+    def starts(self, device: torch.device) -> Tensor:
+        starts = self.whole.starts(device)[self.first_block :][: self.count + 1] - self.first_token
+        return starts.clamp(0, self.size)
+
+    def blocks(self, device: torch.device) -> Tensor:
+        return self.whole.blocks(device)[self.first_token :][: self.size] - self.first_block
+
+    @property
+    def longest(self) -> int:
+        blocks = range(self.first_block, self.first_block + self.count + 1)
+        starts = [-(-block * self.whole.size // self.whole.count) - self.first_token for block in blocks]
+        return max(min(end, self.size) - max(start, 0) for start, end in itertools.pairwise(starts))
 
 
 def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
-    repeats, prefix, prefix_blocks = blocks.grid.repeats, blocks.grid.num_prefix_tokens, blocks.num_prefix_blocks
+    grid = blocks.held if isinstance(blocks, BlocksOfRank) else blocks.grid
+    repeats, prefix, prefix_blocks = grid.repeats, grid.num_prefix_tokens, blocks.num_prefix_blocks
     n = blocks.max_block_size // repeats
 
     # index holds the raster index of every (block, place in block). Where a block is short along an axis, -1 marks the
@@ -152,9 +260,9 @@ def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
     block_of_token = torch.zeros((), dtype=torch.long, device=device)
     slot_in_block = torch.zeros((), dtype=torch.long, device=device)
     index = torch.zeros((1, 1), dtype=torch.long, device=device)
-    for size, count in zip(blocks.grid.shape, blocks.block_grid, strict=True):
-        length = -(-size // count)
-        starts = _axis_starts(size, count, device)
+    for axis in blocks._axes:
+        size, count, length = axis.size, axis.count, axis.longest
+        starts = axis.starts(device)
         place = torch.arange(length, device=device)
         table = starts[:-1, None] + place
         table = torch.where(table < starts[1:, None], table, -1)
@@ -162,7 +270,7 @@ def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
         absent = (index[:, None, :, None] < 0) | (table[None, :, None, :] < 0)
         index = torch.where(absent, -1, combined).reshape(index.shape[0] * count, index.shape[1] * length)
         token = torch.arange(size, device=device)
-        block = token * count // size
+        block = axis.blocks(device)
         block_of_token = (block_of_token[..., None] * count + block).reshape(-1)
         slot_in_block = (slot_in_block[..., None] * length + token - starts[block]).reshape(-1)
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, head_in_head, mhla
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, TokenScan, head_in_head, mhla
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARTITIONS = [
@@ -165,3 +165,29 @@ def test_sizes_of_numpy_are_sizes():
     numpy = pytest.importorskip("numpy")
     blocks = TokenBlocks.from_grid(tuple(numpy.array([4, 6])), [numpy.int32(2), 3])
     assert blocks == TokenBlocks.from_grid((4, 6), (2, 3)) and type(blocks.num_tokens) is int
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("shape", "block_grid", "prefix"),
+    [((5, 7), (2, 3), 2), ((9,), (4,), 1), ((7, 3, 4), (3, 1, 2), 0), ((6, 5), (1, 1), 3)],
+)
+def test_ranks_have_the_tokens_of_a_grid_between_them(shape, block_grid, prefix, size):
+    whole = TokenBlocks.from_grid(shape, block_grid, prefix)
+    rows, blocks_of_tokens = [], []
+    for rank in range(size):
+        blocks = whole.of_rank(TokenRanks("", rank, size))
+        tables = blocks.tables(torch.empty(0))
+        assert blocks.held.num_prefix_tokens == (0 if rank else prefix)
+        assert tables.tokens.shape == (blocks.num_blocks, blocks.max_block_size)
+        assert (tables.tokens >= 0).any(0).all() and (tables.tokens >= 0).any(1).all()
+        assert tables.tokens.flatten()[tables.slot_of_token].tolist() == list(range(blocks.num_tokens))
+        blocks_of_tokens.append(tables.block_of_token + blocks.spans[rank][0])
+        rows.append(blocks.held.shape[0])
+    assert sum(rows) == shape[0] and max(rows) - min(rows) <= 1
+    assert torch.equal(torch.cat(blocks_of_tokens), whole.tables(torch.empty(0)).block_of_token)
+
+
+def test_ranks_share_no_block_where_their_number_divides_that_of_the_blocks():
+    blocks = TokenBlocks.from_grid((11, 3), (4, 2), 1)
+    assert [blocks.of_rank(TokenRanks("", 0, size)).are_shared for size in (1, 2, 3, 4)] == [False, False, True, False]

@@ -48,7 +48,9 @@ def mhla(
         v: [B, N, H, Dv], values, as ``q``.
         mixing: [M, M], shared by the heads, or [H, M, M]; row: query block, column: key block; non-negative for the
             positive feature maps. Floating type.
-        blocks: partition of the N tokens into M blocks.
+        blocks: partition of the N tokens into M blocks. Where ranks share the tokens (``blocks.of_rank``), q, k and v
+            are those of this rank and N counts them; the mixing is of all blocks, and every rank gets its gradient
+            divided by the number of ranks.
         normalizer: ``"paper"`` divides by the denominator above. ``"source_block"`` divides by the denominator of the
             released code, ``sum_b m[i, b] (q_b . z_b) + eps``, where ``q_b`` is the query at the same place of block
             ``b`` (a block without that place adds nothing) and ``z_b`` the sum of its keys. ``None`` does not divide.

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headmix_vision.ops.index_maps import IndexMap, with_tangents
+from headmix_vision.ops.mhla.exchange import mix_over_ranks
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map
 from headmix_vision.ops.precision import accumulation_dtype, autocast_off
-from headmix_vision.ops.token_blocks import BlockTables
+from headmix_vision.ops.token_blocks import BlocksOfRank, BlockTables
 
 
 def mhla_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
@@ -31,10 +32,13 @@ def mhla_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settin
         tables = blocks.tables(q)
         q, k, v = (to_blocks(x, tables) for x in (q, k, v))  # [B, H, M, n, D], absent places zero
 
-        # A batched product over B and H: the matrix product of a shared M x M with all of them is several times slower.
-        mixing = mixing.expand(q.shape[0], q.shape[1], *mixing.shape[-2:])
         summaries = k.transpose(-1, -2) @ v  # [B, H, M, D, Dv]
-        mixed = (mixing @ summaries.flatten(-2)).view_as(summaries)
+        if isinstance(blocks, BlocksOfRank):
+            (mixed,) = mix_over_ranks(mixing, blocks, dtype, summaries)
+        else:
+            # A batched product over B and H: that of a shared M x M with all of them is several times slower.
+            mixing = mixing.expand(q.shape[0], q.shape[1], *mixing.shape[-2:])
+            mixed = (mixing @ summaries.flatten(-2)).view_as(summaries)
         out = to_tokens(q @ mixed, tables)  # [B, N, H, Dv]
         if normalizer == "paper":
             out = out[..., :-1] / out[..., -1:]

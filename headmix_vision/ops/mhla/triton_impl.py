@@ -20,14 +20,18 @@ from headmix_vision.ops.mhla.regimes import choose_regime
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, is_pairwise, unpack, unpack_cached
 from headmix_vision.ops.mhla.torch_impl import source_block_denominator, to_blocks
 from headmix_vision.ops.mhla.triton_launch import Gradients, gradient
+from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
 from headmix_vision.ops.packed_parts import are_traced_parts, split_parts
 from headmix_vision.ops.precision import autocast_off
+from headmix_vision.ops.token_blocks import BlocksOfRank
 
 
 def mhla_triton(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings, regime: str | None = None
 ) -> Tensor:
     """Compute :func:`headmix_vision.ops.mhla` in one regime, "pairwise" or "summary", or in the cost model's choice."""
+    if isinstance(settings.blocks, BlocksOfRank):
+        return mhla_triton_of_rank(q, k, v, mixing, settings)
     settings = settings._replace(regime=regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1]))
     denominator = None
     if settings.normalizer == "source_block":

@@ -28,6 +28,7 @@ from headmix_vision.ops.mhla.triton_launch import (
     sum_leading,
 )
 from headmix_vision.ops.mhla.triton_tables import parts
+from headmix_vision.ops.token_blocks import BlocksOfRank
 
 # Tokens in a part of a block, whatever the device and the batch: results do not depend on these.
 PART_TOKENS = 512
@@ -80,6 +81,12 @@ class TokenPlan(NamedTuple):
     launch: Launch
 
 
+def storage(dtype: torch.dtype, settings: Settings) -> torch.dtype:
+    """Return the type of summaries of blocks, for inputs of a type: float32 where ranks have parts of blocks to sum."""
+    blocks = settings.blocks
+    return torch.float32 if isinstance(blocks, BlocksOfRank) and blocks.are_shared else numerics(dtype).storage
+
+
 def _part_summaries(q: Tensor, v: Tensor, settings: Settings) -> Summaries:
     """Allocate summaries of parts: [B, H, C, D, Dv], float32 if they are still to be summed, and vectors [B, H, C, D].
 
@@ -88,7 +95,7 @@ def _part_summaries(q: Tensor, v: Tensor, settings: Settings) -> Summaries:
     B, _, H, D = q.shape
     split = _split(settings)
     C = settings.blocks.num_blocks * split
-    dtype = numerics(q.dtype).storage if split == 1 else torch.float32
+    dtype = storage(q.dtype, settings) if split == 1 else torch.float32
     vectors = C if settings.normalizer == "paper" else 0
     matrix = q.new_empty(B, H, C, D, v.shape[-1], dtype=dtype)
     return Summaries(matrix, q.new_empty(B, H, vectors, D, dtype=torch.float32))
@@ -99,7 +106,7 @@ def _sum_parts(of_parts: Summaries, q: Tensor, settings: Settings) -> Summaries:
     if split == 1:
         return of_parts
     matrix, vector = (x.unflatten(2, (-1, split)).sum(3) if x.numel() else x for x in of_parts)
-    return Summaries(matrix.to(numerics(q.dtype).storage), vector)
+    return Summaries(matrix.to(storage(q.dtype, settings)), vector)
 
 
 @planned

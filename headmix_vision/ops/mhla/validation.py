@@ -8,7 +8,7 @@ from headmix_vision.checks import check_numbers
 from headmix_vision.errors import InputError
 from headmix_vision.ops.arguments import check_tensors, check_types
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings
-from headmix_vision.ops.token_blocks import TokenBlocks
+from headmix_vision.ops.token_blocks import BlocksOfRank, TokenBlocks
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton", *(f"triton_{regime}" for regime in REGIMES))
 
@@ -51,6 +51,16 @@ def validate_mhla(
     if q.shape[1] != blocks.num_tokens:
         raise InputError(f"q has {q.shape[1]} tokens, but blocks divide {blocks.grid}: {blocks.num_tokens} tokens.")
     m = blocks.num_blocks
+    if isinstance(blocks, BlocksOfRank):
+        m = blocks.spans[-1][1]
+        if settings.normalizer == "source_block":
+            raise InputError(
+                "normalizer 'source_block' needs queries of all blocks: ranks that share tokens take others."
+            )
+        if impl in ("reference", "triton_pairwise"):
+            raise InputError(
+                f"impl={impl!r} needs all tokens: ranks that share them take 'auto', 'torch' and 'triton'."
+            )
     if tuple(mixing.shape) not in ((m, m), (q.shape[2], m, m)):
         raise InputError(
             f"mixing must be [M, M] or [H, M, M] with M = {m} blocks and H = {q.shape[2]} heads, "

@@ -1,0 +1,85 @@
+"""Mixes the block summaries of all ranks where each has some of the tokens (README.md, "Tokens on several GPUs").
+
+B batch, H heads, M blocks of all ranks, m those with tokens of this rank, F numbers of a summary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmix_vision.ops.precision import accumulation_dtype
+from headmix_vision.ops.token_blocks import BlocksOfRank
+
+
+def mix_over_ranks(mixing: Tensor, blocks: BlocksOfRank, dtype: torch.dtype, *summaries: Tensor) -> tuple[Tensor, ...]:
+    """Mix summaries of all ranks for the queries of this one.
+
+    Args:
+        mixing: [M, M], shared by the heads, or [H, M, M].
+        blocks: those of this rank.
+        dtype: to which the mixing and the first of the summaries are rounded before they are multiplied.
+        summaries: [B, H, m, ...] each, of blocks or, where ranks share blocks, of their parts, which are summed.
+
+    Returns:
+        Mixed summaries, as ``summaries``. Each rank gets 1 / size of the whole gradient of the mixing, so that it can
+        tell its sign, and the sum over the ranks is whole.
+    """
+    mixed: tuple[Tensor, ...] = _MixOverRanks.apply(mixing, blocks, dtype, *summaries)
+    return mixed
+
+
+class _MixOverRanks(torch.autograd.Function):
+    """Gathers the summaries of all blocks and mixes them for those of this rank.
+
+    The adjoint gathers and mixes the gradients in the same way, by the transpose of the mixing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, mixing: Tensor, blocks: BlocksOfRank, dtype: torch.dtype, *summaries: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.blocks, ctx.dtype = blocks, dtype
+        gathered = _gather(summaries, blocks, dtype)
+        ctx.save_for_backward(mixing, *gathered)
+        first, end = blocks.spans[blocks.ranks.rank]
+        return _mix(mixing[..., first:end, :], gathered, summaries, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        mixing, *summaries = ctx.saved_tensors
+        ranks = ctx.blocks.ranks
+        first, end = ctx.blocks.spans[ranks.rank]
+        d_summaries = _mix(mixing[..., first:end].mT, _gather(grads, ctx.blocks, ctx.dtype), grads, ctx.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, *d_summaries
+        d_mixing = torch.zeros_like(mixing, dtype=accumulation_dtype(ctx.dtype))
+        over = (0,) if mixing.ndim == 3 else (0, 1)
+        for grad, summary in zip(grads, summaries, strict=True):
+            products = grad.flatten(3).to(summary.dtype) @ summary.mT  # [B, H, m, M]
+            d_mixing[..., first:end, :] += products.sum(over, dtype=d_mixing.dtype)
+        d_mixing = ranks.all_reduce(d_mixing) / ranks.size
+        return d_mixing.to(mixing.dtype), None, None, *d_summaries
+
+
+def _mix(weights: Tensor, summaries: list[Tensor], like: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Multiply weights [(H,) m, M] with summaries [B, H, M, F], to the shapes and types of ``like``."""
+    weights = weights.to(dtype).expand(*summaries[0].shape[:2], *weights.shape[-2:])  # see mhla_torch
+    return tuple((weights.to(x.dtype) @ x).to(y.dtype).view_as(y) for x, y in zip(summaries, like, strict=True))
+
+
+def _gather(summaries: tuple[Tensor, ...], blocks: BlocksOfRank, dtype: torch.dtype) -> list[Tensor]:
+    """Join summaries [B, H, m, ...] of all ranks to [B, H, M, F], parts of a block summed, and round the first."""
+    gathered = []
+    for x in summaries:
+        parts = blocks.ranks.all_gather(x.flatten(3), [end - first for first, end in blocks.spans], 2)
+        if blocks.are_shared:
+            whole = parts[0].new_zeros(*parts[0].shape[:2], blocks.spans[-1][1], parts[0].shape[3])
+            for (first, end), part in zip(blocks.spans, parts, strict=True):
+                whole[:, :, first:end] += part
+        else:
+            whole = torch.cat(parts, 2)
+        gathered.append(whole)
+    return [gathered[0].to(dtype), *gathered[1:]]
