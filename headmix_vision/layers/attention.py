@@ -20,7 +20,7 @@ from headmix_vision.layers.grid_convolution import POSITION_ENCODINGS
 from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.layers.positions import Rotation
 from headmix_vision.layers.spec import LayerSpec
-from headmix_vision.ops import TokenGrid
+from headmix_vision.ops import TokenGrid, TokenRanks
 from headmix_vision.ops.arguments import as_axes
 
 
@@ -47,6 +47,7 @@ class HeadMixAttention(nn.Module):
     Shape:
         ``x`` [B, N, C] -> [B, N, C], tokens in raster order, prefix first. ``grid`` is another token grid for this
         call alone; ``rotation`` are its rotary positions (:func:`~headmix_vision.layers.positions.rotary_tables`).
+        Where ranks share the tokens (:meth:`set_ranks`), ``x`` and ``rotation`` are of this rank, the grid is of all.
 
     Raises:
         InputError: for an unknown core or head mix, an option that it does not take, heads not dividing the width,
@@ -98,6 +99,7 @@ class HeadMixAttention(nn.Module):
         head_dim = dim // num_heads
         self.num_heads, self.head_dim = num_heads, head_dim
         self.grid = TokenGrid.of(grid, num_prefix_tokens)
+        self.ranks: TokenRanks | None = None
         averages = CORES[core].averages_places
         spec = LayerSpec(dim, num_heads, head_dim, self.grid, tuple(block_grid), attn_drop, averages, device, dtype)
         factory = spec.factory
@@ -150,6 +152,27 @@ class HeadMixAttention(nn.Module):
         self.core.set_grid(new.repeat(self.repeats))
         self.grid = new
 
+    def set_ranks(self, ranks: TokenRanks | None) -> None:
+        """Share the tokens of each sample with other ranks: only block summaries and edges for ``cpe`` are exchanged.
+
+        The gradients of the parameters are then those of this rank's tokens (:meth:`TokenRanks.sum_gradients`).
+
+        Args:
+            ranks: those of a process group, or None for all tokens on each rank.
+
+        Raises:
+            InputError: if there is a head mix, or the core needs all tokens.
+        """
+        if ranks is not None:
+            self.check_ranks()
+        self.ranks = ranks
+
+    def check_ranks(self) -> None:
+        """Raise InputError if ranks cannot share the tokens of this layer."""
+        if self.head_mix is not None:
+            raise InputError(f"tokens on several ranks take no head mix, got {type(self.head_mix).__name__}.")
+        self.core.check_ranks()
+
     def set_block_grid(self, block_grid: tuple[int, ...]) -> None:
         """Cut the token grid into other blocks and resample the mixing matrix.
 
@@ -176,9 +199,10 @@ class HeadMixAttention(nn.Module):
         rotation: Rotation | None = None,
     ) -> Tensor:
         tokens = self.grid if grid is None else replace(self.grid, shape=tuple(grid))
-        _check_tokens(x, tokens)
+        ranks = self.ranks
+        _check_tokens(x, tokens if ranks is None else ranks.local(tokens))
         if self.cpe is not None:
-            x = self.cpe(x, tokens)
+            x = self.cpe(x, tokens) if ranks is None else self.cpe.of_rank(x, tokens, ranks)
         q, k, v = self._project(x)
         if self.head_mix is not None:
             _assert_mixed(self.head_mix.core_heads, self.repeats * x.shape[1], q, k, v)
@@ -190,6 +214,8 @@ class HeadMixAttention(nn.Module):
         if rotation is not None:
             self.core.check_rotation()
             needed["rotation"] = rotation
+        if ranks is not None:
+            needed["ranks"] = ranks
         out = self.core(q, k, v, tokens.repeat(self.repeats), **needed)
         if self.head_mix is not None:
             out = self.head_mix("after", out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.layers.bare_modules import is_bare
-from headmix_vision.ops import TokenGrid, grid_conv
+from headmix_vision.ops import TokenGrid, TokenRanks, grid_conv
 from headmix_vision.ops.grid_conv.torch_impl import convolve_grid
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -66,6 +67,29 @@ class GridConvolution(nn.Module):
             parts = _convolve(torch.cat(x, -1), self.proj, grid, **options).chunk(len(x), -1)
             return [parts[i] for i in count]
         return _convolve(cast(Tensor, x), self.proj, grid, **options)
+
+    def of_rank(self, x: Tensor, grid: TokenGrid, ranks: TokenRanks) -> Tensor:
+        """Convolve the tokens [B, n, C] of a rank, where several share a grid: [B, n, C].
+
+        Neighbouring ranks send the rows that the kernel reaches.
+
+        Raises:
+            InputError: if a rank has fewer rows than the kernel reaches.
+        """
+        reach, held = self.reach, ranks.local(grid)
+        rows = [end - first for first, end in (ranks.rows(grid, rank) for rank in range(ranks.size))]
+        if min(rows) < reach:
+            raise InputError(f"{grid} over {ranks.size} ranks: one has {min(rows)} rows, the kernel reaches {reach}.")
+        row = grid.repeats * held.num_grid_tokens // held.shape[0]
+        before, after = reach * (ranks.rank > 0), reach * (ranks.rank + 1 < ranks.size)
+        wide = replace(held, shape=(before + held.shape[0] + after, *held.shape[1:]))
+        out = self(ranks.exchange_edges(x, reach * row), wide)
+        return out[:, before * row : out.shape[1] - after * row]
+
+    @property
+    def reach(self) -> int:
+        """How many rows of the first axis the kernel reaches on either side."""
+        return cast(nn.Conv2d, self.proj).kernel_size[0] // 2
 
     def flops(self, grid: TokenGrid) -> int:
         """Return the operations for the tokens of one image, multiply and add as two."""
@@ -122,6 +146,10 @@ class FactorisedPositionEncoding(ConvPositionEncoding):
         with torch.no_grad():
             nn.init.zeros_(self.time.weight)[:, :, 1] = 1
             nn.init.zeros_(cast(Tensor, self.time.bias))
+
+    @property
+    def reach(self) -> int:
+        return self.time.kernel_size[0] // 2
 
     def forward(self, x: Any, grid: TokenGrid) -> Any:
         T, H, W = grid.shape

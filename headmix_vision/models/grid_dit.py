@@ -15,6 +15,8 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from timm.layers import Mlp
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from headmix_vision.checks import check_counts, check_flags, check_numbers
 from headmix_vision.errors import InputError
@@ -23,6 +25,7 @@ from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, 
 from headmix_vision.layers.grid_convolution import CONVOLUTIONS
 from headmix_vision.layers.positions import Rotation, check_rotary, rotary_tables
 from headmix_vision.models.depth import attention_of_layer
+from headmix_vision.ops import TokenGrid, TokenRanks
 
 POSITIONS = ("sincos", "rope")
 
@@ -139,6 +142,7 @@ class GridDiT(ModelMixin, ConfigMixin):
         self.input_size = input_size
         self.base_grid = self._grid(input_size)
         self.embed_dim, self.positions = embed_dim, positions
+        self.ranks: TokenRanks | None = None
 
         self.x_embedder = PatchEmbedding(patch, in_channels, embed_dim, **factory)
         self.t_embedder = TimestepEmbedding(embed_dim, **factory)
@@ -236,17 +240,53 @@ class GridDiT(ModelMixin, ConfigMixin):
             raise InputError(f"x must be [B, {self.in_channels}, {axes}], got {tuple(x.shape)}.")
         grid = self._grid(tuple(x.shape[2:]))
         c = self._condition(x, t, y)
+        ranks, tokens = self.ranks, TokenGrid(grid)
+        if ranks is not None:
+            first, end = ranks.rows(tokens, ranks.rank)
+            x = x[:, :, first * self.patch[0] : end * self.patch[0]]
+            c = c if c.ndim == 2 else c[:, first:end]
         x, rotation = self.x_embedder(x), None
         if self.positions == "rope":
             rotation = rotary_tables(self.head_dim, grid, self.base_grid, time_step, like=x)
+            if ranks is not None:
+                rotation = ranks.split(rotation[0], tokens, dim=0), ranks.split(rotation[1], tokens, dim=0)
         else:
-            x = x + sincos_positions(self.embed_dim, grid, self.base_grid, x, time_step)
+            places = sincos_positions(self.embed_dim, grid, self.base_grid, x, time_step)
+            x = x + (places if ranks is None else ranks.split(places, tokens, dim=0))
         for block in self.blocks:
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 x = self._gradient_checkpointing_func(block, x, c, grid, rotation)
             else:
                 x = block(x, c, grid, rotation)
-        return self._unpatch(self.final_layer(x, c), grid)
+        x = self.final_layer(x, c)
+        return self._unpatch(x if ranks is None else ranks.gather(x, tokens), grid)
+
+    def spread_tokens(self, group: ProcessGroup | DeviceMesh | None) -> None:
+        """Spread the tokens of each sample over the ranks of a group: context parallelism.
+
+        As in diffusers, every rank is called with the same whole input and returns the whole output; in between it has
+        the tokens of some rows of an image, or frames of a clip. In an attention layer the ranks exchange summaries of
+        blocks, whose size does not depend on the number of tokens, and with ``cpe`` the rows at the edges of each rank.
+
+        In training every rank computes the same loss, from the same noise and labels; labels are dropped alike where
+        the random numbers of the ranks are alike. Gradients are then those of the tokens of a rank: their sum is that
+        of the loss (``model.ranks.sum_gradients(model.parameters())``; DistributedDataParallel and FSDP take the mean,
+        so that the loss must be multiplied by the size of the group).
+
+        Args:
+            group: a process group, a device mesh of one dimension, or None to end it.
+
+        Raises:
+            InputError: for layers with a head mix, or of another core than MHLA and linear attention; and, when called,
+                if there are fewer rows of tokens than ranks.
+        """
+        ranks = None if group is None else TokenRanks.of(group)
+        layers = [cast(HeadMixAttention, block.attn) for block in self.blocks]
+        for layer in layers if ranks else ():
+            layer.check_ranks()  # all, before any is changed
+        for layer in layers:
+            layer.set_ranks(ranks)
+        self.ranks = ranks
 
     def _grid(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if not all(sizes) or any(size % p for size, p in zip(sizes, self.patch, strict=True)):

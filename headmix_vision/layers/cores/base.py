@@ -21,7 +21,9 @@ class AttentionCore(nn.Module):
     Shape:
         ``q``, ``k`` [B, N, H, D] and ``v`` [B, N, H, Dv] in raster order -> [B, N, H, Dv]. ``grid`` holds the N tokens
         of this call, which may be others than those of the spec. A core that can rotate (``check_rotation``) is called
-        with the further argument ``rotation`` where positions are rotary.
+        with the further argument ``rotation`` where positions are rotary. One whose tokens can lie on several ranks
+        (``check_ranks``) is called with the further argument ``ranks`` where they do: ``grid`` is then that of all
+        ranks, the tensors and the rotation are those of this one.
 
     Attributes:
         forms_weights: the core forms a weight for each pair of tokens; it accepts ``attn_drop`` and is called with the
@@ -63,6 +65,12 @@ class AttentionCore(nn.Module):
     def check_rotation(self) -> None:
         """Raise InputError if the core cannot take rotary positions; it then has no argument ``rotation``."""
         raise InputError(f"{type(self).__name__} takes no rotary positions.")
+
+    def check_ranks(self) -> None:
+        """Raise InputError if tokens of a sample cannot lie on several ranks; there is then no argument ``ranks``."""
+        raise InputError(
+            f"{type(self).__name__} needs all tokens: only MHLA and linear attention share them between ranks."
+        )
 
     def set_grid(self, grid: TokenGrid) -> None:
         """Adopt another token grid; most cores do not depend on it."""

@@ -12,10 +12,11 @@ from headmix_vision.errors import InputError
 from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.positions import Rotation, rotate
 from headmix_vision.layers.spec import LayerSpec
-from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla
 from headmix_vision.ops.mhla.settings import apply_feature_map
 from headmix_vision.ops.mhla.validation import check_options
 from headmix_vision.ops.precision import accumulation_dtype
+from headmix_vision.ops.token_blocks import BlocksOfRank
 
 
 @CORES.register("linear")
@@ -48,13 +49,27 @@ class LinearCore(AttentionCore):
             "impl": impl,
         }
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, rotation: Rotation | None = None) -> Tensor:
-        return _linear_attention(q, k, v, grid, rotation, self.options)
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid,
+        *,
+        rotation: Rotation | None = None,
+        ranks: TokenRanks | None = None,
+    ) -> Tensor:
+        return _linear_attention(q, k, v, grid, rotation, ranks, self.options)
 
     def check_rotation(self) -> None:
         """Refuse rotary positions beside the normalizer of the released code, which has no rotated form."""
         if self.options["normalizer"] == "source_block":
             raise InputError("rotary positions need the normalizer 'paper' or None, not 'source_block'.")
+
+    def check_ranks(self) -> None:
+        """Refuse the normalizer of the released code, which takes queries of all blocks."""
+        if self.options["normalizer"] == "source_block":
+            raise InputError("tokens on several ranks need the normalizer 'paper' or None, not 'source_block'.")
 
     def flops(self, grid: TokenGrid) -> int:
         """Count each token's part of the memory and its query of it, with their normaliser."""
@@ -71,9 +86,20 @@ class LinearCore(AttentionCore):
 
 @torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
 def _linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, rotation: Rotation | None, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grid: TokenGrid,
+    rotation: Rotation | None,
+    ranks: TokenRanks | None,
+    options: dict[str, Any],
 ) -> Tensor:
-    mixing, blocks = per_token(q.new_ones(1, 1), grid, options), TokenBlocks.from_grid((q.shape[1],), (1,))
+    blocks = TokenBlocks.from_grid((q.shape[1],), (1,))
+    if ranks is not None:  # prefix tokens have to be a block of their own
+        blocks = TokenBlocks(grid, (1,) * len(grid.shape))
+    mixing = per_token(q.new_ones(blocks.num_blocks, blocks.num_blocks), grid, options)
+    if ranks is not None:
+        blocks = blocks.of_rank(ranks)
     if rotation is not None:
         return rotated_mhla(q, k, v, mixing, blocks, rotation, grid, **options)
     return mhla(q, k, v, mixing, blocks, **options)
@@ -100,7 +126,11 @@ def rotated_mhla(
     """
     q, k = (apply_feature_map(y.to(accumulation_dtype(y.dtype)), feature_map, eps) for y in (q, k))
     if normalizer is not None:
-        mixing = mixing / blocks.max_block_size  # cancels, and keeps sums within the range of float16
+        mixing = (
+            mixing / TokenBlocks(blocks.grid, blocks.block_grid).max_block_size
+        )  # cancels, and keeps sums within the range of float16
+
+    grid = blocks.held if isinstance(blocks, BlocksOfRank) else grid
 
     def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return mhla(q.type_as(v), k.type_as(v), v, mixing, blocks, normalizer=None, feature_map="identity", impl=impl)

@@ -13,7 +13,7 @@ from headmix_vision.layers.cores.base import CORES
 from headmix_vision.layers.cores.linear import LinearCore, per_token, rotated_mhla
 from headmix_vision.layers.positions import Rotation
 from headmix_vision.layers.spec import LayerSpec
-from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla
 
 
 @CORES.register("mhla")
@@ -46,8 +46,17 @@ class MHLACore(LinearCore):
         blocks = TokenBlocks(spec.grid, spec.block_grid)
         self.mixing = MixingMatrix(blocks, heads, mixing_init, mixing_trainable, **spec.factory)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, rotation: Rotation | None = None) -> Tensor:
-        return _mhla(q, k, v, self.mixing(), grid, self.mixing.blocks.block_grid, rotation, self.options)
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid,
+        *,
+        rotation: Rotation | None = None,
+        ranks: TokenRanks | None = None,
+    ) -> Tensor:
+        return _mhla(q, k, v, self.mixing(), grid, self.mixing.blocks.block_grid, rotation, ranks, self.options)
 
     def flops(self, grid: TokenGrid) -> int:
         """Count linear attention, and the mixing of the memories of all blocks."""
@@ -71,10 +80,13 @@ def _mhla(
     grid: TokenGrid,
     block_grid: tuple[int, ...],
     rotation: Rotation | None,
+    ranks: TokenRanks | None,
     options: dict[str, Any],
 ) -> Tensor:
     blocks = TokenBlocks.of_clip(grid, block_grid)
     mixing = per_token(mixing_of_first(mixing, blocks), grid, options)
+    if ranks is not None:
+        blocks = blocks.of_rank(ranks)
     if rotation is not None:
         return rotated_mhla(q, k, v, mixing, blocks, rotation, grid, **options)
     return mhla(q, k, v, mixing, blocks, **options)

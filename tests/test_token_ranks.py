@@ -1,0 +1,259 @@
+"""Tokens of a sample on two and four processes: what they compute and learn is what one process does."""
+
+import multiprocessing
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headmix_vision.errors import InputError
+from headmix_vision.layers import ConvPositionEncoding, HeadMixAttention
+from headmix_vision.layers.positions import rotary_tables
+from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla
+from headmix_vision.ops.kernels import INTERPRETED
+
+LIMIT_S = 180
+DOUBLE = torch.float64
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+def errors(ours, exact):
+    return max(((x.double() - y).norm() / y.norm().clamp(min=1e-30)).item() for x, y in zip(ours, exact, strict=True))
+
+
+def gradients(call, leaves, d_out):
+    out = call(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))
+
+
+def op(ranks, shape, block_grid, prefix=0, per_head=False, dtype=DOUBLE, **options):
+    blocks = TokenBlocks.from_grid(shape, block_grid, prefix)
+    B, H, D, Dv, M = 2, 3, 8, 5, blocks.num_blocks
+    q, k, v, d_out = (random(B, blocks.num_tokens, H, d, seed=i) for i, d in enumerate((D, D, Dv, Dv)))
+    mixing = random(*([H] if per_head else []), M, M, seed=5).abs()
+
+    def of_rank(x):
+        return ranks.split(x, blocks.grid).to(dtype)
+
+    def leaves(*tensors):
+        return [x.clone().requires_grad_() for x in tensors]
+
+    plain = options | {"impl": "torch"}
+    exact = gradients(lambda *x: mhla(*x, blocks, **plain), leaves(q, k, v, mixing), d_out)
+    ours = gradients(
+        lambda *x: mhla(*x, blocks.of_rank(ranks), **options),
+        leaves(of_rank(q), of_rank(k), of_rank(v), mixing.to(dtype)),
+        of_rank(d_out),
+    )
+    whole = [ranks.gather(x, blocks.grid) for x in ours[:4]]
+    return errors([*whole, ours[4] * ranks.size], exact)
+
+
+def layer(ranks, shape=(6, 5), rotary=False, **options):
+    torch.manual_seed(0)
+    whole = HeadMixAttention(24, 3, grid=shape, dtype=DOUBLE, **options)
+    grid = whole.grid
+    rotation = rotary_tables(8, shape, shape, 1.0, like=random(1)) if rotary else None
+    x, d_out = random(2, grid.num_tokens, 24), random(2, grid.num_tokens, 24, seed=1)
+    leaves = [x.requires_grad_(), *whole.parameters()]
+    exact = gradients(lambda x, *_: whole(x, rotation=rotation), leaves, d_out)
+    whole.set_ranks(ranks)
+    if rotation is not None:
+        rotation = tuple(ranks.split(table, TokenGrid(shape), dim=0) for table in rotation)
+    out, d_x, *d_parameters = gradients(
+        lambda x, *_: whole(ranks.split(x, grid), rotation=rotation), leaves, ranks.split(d_out, grid)
+    )
+    return errors([ranks.gather(out, grid), *(ranks.all_reduce(d) for d in (d_x, *d_parameters))], exact)
+
+
+def model(ranks, kind=HeadMixDiT, parallel=False, frame_times=False, checkpointing=False, **options):
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 3, "class_dropout": 0.0, "in_channels": 2}
+    whole = kind(**sizes, **options, dtype=DOUBLE)
+    with torch.no_grad():
+        for index, parameter in enumerate(whole.parameters()):
+            if not parameter.any():
+                parameter.copy_(0.1 * random(*parameter.shape, seed=index))
+    whole.set_grad_checkpointing(checkpointing)
+    x, y = random(2, 2, *whole.input_size), torch.tensor([0, 2])
+    t = torch.tensor([10.0, 700.0])
+    if frame_times:
+        t = 1000 * torch.rand(2, x.shape[2], generator=torch.Generator().manual_seed(0))
+
+    def step(call, scale=1.0):
+        whole.zero_grad()
+        out = call(x, t, y)
+        (scale * out.square().mean()).backward()
+        return [out.detach()]
+
+    def learned():
+        return [parameter.grad.clone() for parameter in whole.parameters()]
+
+    exact = step(whole) + learned()
+    whole.spread_tokens(dist.group.WORLD)
+    if parallel:
+        return errors(step(DistributedDataParallel(whole), ranks.size) + learned(), exact)
+    ours = step(whole)
+    whole.ranks.sum_gradients(whole.parameters())
+    return errors(ours + learned(), exact)
+
+
+class Sent(TorchDispatchMode):
+    """Counts the numbers that collectives are given, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
+            name = func.__name__.split(".")[0]
+            self.numbers[name] = self.numbers.get(name, 0) + args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def sent(ranks, rows):
+    blocks = TokenBlocks.from_grid((rows, 2), (4, 1))
+    q, k, v = (random(2, rows * 2 // ranks.size, 3, d).requires_grad_() for d in (8, 8, 5))
+    mixing = random(4, 4).abs().requires_grad_()
+    with Sent() as forward:
+        out = mhla(q, k, v, mixing, blocks.of_rank(ranks))
+    with Sent() as backward:
+        out.sum().backward()
+    return forward.numbers, backward.numbers
+
+
+def compiled(ranks):
+    blocks = TokenBlocks.from_grid((6, 2), (3, 2)).of_rank(ranks)
+    q, k, v = (random(1, blocks.num_tokens, 2, 4, seed=i) for i in range(3))
+    leaves = [x.requires_grad_() for x in (q, k, v, random(6, 6).abs())]
+    call = torch.compile(lambda *x: mhla(*x, blocks), fullgraph=True, backend="aot_eager")
+    d_out = torch.ones_like(v)
+    return errors(gradients(call, leaves, d_out), gradients(lambda *x: mhla(*x, blocks), leaves, d_out))
+
+
+KERNELS = {"dtype": torch.float32, "impl": "triton"}
+CASES = {
+    "op": (op, {"shape": (8, 3), "block_grid": (4, 2)}),
+    "op, shared blocks": (op, {"shape": (7, 5), "block_grid": (3, 2), "prefix": 2, "per_head": True}),
+    "op, one block": (op, {"shape": (9,), "block_grid": (1,), "normalizer": None, "feature_map": "elu1"}),
+    "op, video": (op, {"shape": (5, 3, 2), "block_grid": (5, 2, 1), "prefix": 1}),
+    "kernels": (op, {"shape": (4, 4), "block_grid": (4, 2), "normalizer": None, **KERNELS}),
+    "kernels, shared blocks": (op, {"shape": (5, 4), "block_grid": (3, 2), "prefix": 2, "per_head": True, **KERNELS}),
+    "layer": (layer, {"block_grid": (3, 2), "cpe": True, "num_prefix_tokens": 2, "output_gate": True}),
+    "layer, rotary": (layer, {"block_grid": (3, 2), "rotary": True}),
+    "layer, linear": (layer, {"core": "linear", "rotary": True, "qk_norm": True, "num_prefix_tokens": 1}),
+    "image": (model, {"input_size": (10, 12), "block_grid": 2, "cpe": True}),
+    "image, DistributedDataParallel": (model, {"input_size": 8, "block_grid": 2, "parallel": True}),
+    "video": (
+        model,
+        {"kind": HeadMixVideoDiT, "input_size": (5, 4, 6), "block_grid": (2, 2, 1), "cpe": "factorised",
+         "positions": "rope", "frame_times": True, "output_gate": True, "checkpointing": True},
+    ),
+    "compiled": (compiled, {}),
+}  # fmt: skip
+
+
+def runs(name, size):
+    """Four processes need not do again what is slow and not of their number; kernels run where they are interpreted."""
+    return (INTERPRETED or "kernels" not in name) and (size == 2 or name not in ("compiled", "kernels"))
+
+
+def work(rank, size, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    ranks = TokenRanks.of(dist.group.WORLD)
+    results = {"sent": [sent(ranks, rows) for rows in (8, 64)]}
+    for name, (case, options) in CASES.items():
+        if runs(name, size):
+            results[name] = case(ranks, **options)
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} processes")
+def results(request, tmp_path_factory):
+    """The result of each case in each process."""
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.set_forkserver_preload(["headmix_vision.models.headmix_video_dit", "torch._dynamo"])  # once for all
+    context = torch.multiprocessing.start_processes(
+        work, (request.param, folder), request.param, join=False, start_method="forkserver"
+    )
+    end = time.monotonic() + LIMIT_S
+    try:
+        while not context.join(1):
+            assert time.monotonic() < end, f"no result after {LIMIT_S} s"
+    finally:
+        for process in context.processes:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_compute_and_learn_what_one_process_does(results, name):
+    if not runs(name, len(results)):
+        pytest.skip("runs elsewhere")
+    tolerance = 3e-6 if "kernels" in name else 1e-10
+    assert max(result[name] for result in results) < tolerance
+
+
+def test_what_ranks_send_does_not_depend_on_the_number_of_tokens(results):
+    batch, heads, blocks, dim, value_dim = 2, 3, 4, 8, 5
+    summaries = {"all_gather_into_tensor": batch * heads * blocks * dim * (value_dim + 1) // len(results)}
+    for result in results:
+        assert result["sent"] == [(summaries, summaries | {"all_reduce": blocks**2})] * 2
+
+
+TWO = TokenRanks("", 0, 2)
+
+
+def test_fewer_rows_than_ranks_are_refused():
+    layer = HeadMixAttention(8, 2, grid=(1, 4), block_grid=(1, 2))
+    layer.set_ranks(TWO)
+    with pytest.raises(InputError, match="1x4 grid cannot be spread over 2 ranks"):
+        layer(torch.zeros(1, 4, 8))
+
+
+def test_a_kernel_that_reaches_beyond_the_next_rank_is_refused():
+    convolution = ConvPositionEncoding(8, kernel_size=5)
+    with pytest.raises(InputError, match="one has 1 rows, the kernel reaches 2"):
+        convolution.of_rank(torch.zeros(1, 8, 8), TokenGrid((3, 4)), TWO)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"core": "softmax"}, "SoftmaxCore needs all tokens"),
+        ({"core": "hih"}, "HeadInHeadCore needs all tokens"),
+        ({"head_mix": "mea"}, "no head mix, got ExplicitHeads"),
+        ({"core_args": {"normalizer": "source_block"}}, "not 'source_block'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_layers_that_need_all_tokens_are_refused(options, reason):
+    layer = HeadMixAttention(8, 2, **{"block_grid": (2, 2), **options})
+    with pytest.raises(InputError, match=reason):
+        layer.set_ranks(TWO)
+    assert layer.ranks is None
+
+
+@pytest.mark.parametrize("option", [{"normalizer": "source_block"}, {"impl": "reference"}, {"impl": "triton_pairwise"}])
+def test_the_op_refuses_what_needs_all_tokens(option):
+    blocks = TokenBlocks.from_grid((4, 2), (2, 2)).of_rank(TWO)
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(InputError, match=str(next(iter(option.values())))):
+        mhla(q, q, q, torch.ones(4, 4), blocks, **option)
+
+
+def test_only_a_group_is_taken():
+    with pytest.raises(InputError, match="must be a process group or a device mesh, got 2"):
+        TokenRanks.of(2)
