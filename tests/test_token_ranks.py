@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +20,7 @@ from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla
 from headmix_vision.ops.kernels import INTERPRETED
 
-LIMIT_S = 180
+LIMIT_S = 400
 DOUBLE = torch.float64
 
 
@@ -74,7 +77,14 @@ def layer(ranks, shape=(6, 5), rotary=False, **options):
     return errors([ranks.gather(out, grid), *(ranks.all_reduce(d) for d in (d_x, *d_parameters))], exact)
 
 
-def model(ranks, kind=HeadMixDiT, parallel=False, frame_times=False, checkpointing=False, **options):
+def sharded(whole):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in whole.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(whole, mesh=mesh)
+
+
+def model(ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=False, **options):
     torch.manual_seed(0)
     sizes = {"embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 3, "class_dropout": 0.0, "in_channels": 2}
     whole = kind(**sizes, **options, dtype=DOUBLE)
@@ -95,12 +105,13 @@ def model(ranks, kind=HeadMixDiT, parallel=False, frame_times=False, checkpointi
         return [out.detach()]
 
     def learned():
-        return [parameter.grad.clone() for parameter in whole.parameters()]
+        grads = [parameter.grad for parameter in whole.parameters()]
+        return [x.full_tensor() if isinstance(x, DTensor) else x.clone() for x in grads]
 
     exact = step(whole) + learned()
     whole.spread_tokens(dist.group.WORLD)
-    if parallel:
-        return errors(step(DistributedDataParallel(whole), ranks.size) + learned(), exact)
+    if wrap is not None:
+        return errors(step(wrap(whole), ranks.size) + learned(), exact)
     ours = step(whole)
     whole.ranks.sum_gradients(whole.parameters())
     return errors(ours + learned(), exact)
@@ -152,7 +163,8 @@ CASES = {
     "layer, rotary": (layer, {"block_grid": (3, 2), "rotary": True}),
     "layer, linear": (layer, {"core": "linear", "rotary": True, "qk_norm": True, "num_prefix_tokens": 1}),
     "image": (model, {"input_size": (10, 12), "block_grid": 2, "cpe": True}),
-    "image, DistributedDataParallel": (model, {"input_size": 8, "block_grid": 2, "parallel": True}),
+    "image, DistributedDataParallel": (model, {"input_size": 8, "block_grid": 2, "wrap": DistributedDataParallel}),
+    "image, fully_shard": (model, {"input_size": 8, "block_grid": 2, "cpe": True, "wrap": sharded}),
     "video": (
         model,
         {"kind": HeadMixVideoDiT, "input_size": (5, 4, 6), "block_grid": (2, 2, 1), "cpe": "factorised",
