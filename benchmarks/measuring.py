@@ -68,7 +68,12 @@ def time_calls(calls: Sequence[Call], device: torch.device, budget_s: float = 0.
 def once_ms(call: Call, device: torch.device) -> float:
     """Time in ms of a second call, the first having compiled and chosen what it needs."""
     call()
-    return (_event_times if device.type == "cuda" else _wall_times)(call, 1)[0]
+    return times_ms(call, device, 1)[0]
+
+
+def times_ms(call: Call, device: torch.device, repeats: int) -> list[float]:
+    """Time in ms of each of so many calls, launched one after the other."""
+    return (_event_times if device.type == "cuda" else _wall_times)(call, repeats)
 
 
 def _launched_ms(calls: Sequence[Call], device: torch.device, budget_s: float) -> float:
@@ -76,9 +81,8 @@ def _launched_ms(calls: Sequence[Call], device: torch.device, budget_s: float) -
         for call in calls:
             call()
 
-    timed = _event_times if device.type == "cuda" else _wall_times
-    first_ms = timed(one_pass, 1)[0]
-    return statistics.median(timed(one_pass, _repeats(first_ms, budget_s))) / len(calls)
+    first_ms = times_ms(one_pass, device, 1)[0]
+    return statistics.median(times_ms(one_pass, device, _repeats(first_ms, budget_s))) / len(calls)
 
 
 def _repeats(pass_ms: float, budget_s: float) -> int:

@@ -1,0 +1,271 @@
+"""Time, error and traffic of tokens that are spread over GPUs, against one GPU with all of them.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py                # 31,500 and 262,144 tokens
+    torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py --grids 21x30x50/2x5x10 --repeats 50
+    torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py --device cpu --tiny    # tries the script itself
+
+Timed are MHLA itself (``mhla``), the attention layer around it with a convolution of tokens (``layer``) and a video DiT
+(``model``), forward, and forward with backward, on batches of one clip in bf16. The sizes of heads and widths are those
+of Wan 1.3B. First one process does all of it while the others wait, then each does its part; both are launched from
+Python without graphs, and the figures are medians of the slowest process. The backward pass of the model ends with the
+sum of its gradients over the processes.
+
+Sent is what a process gives to collectives in one call, for block summaries, the gradient of the mixing and the edges
+of the convolution.
+
+Before anything is timed, outputs and gradients of MHLA for two heads are compared with float64: mean and largest errors
+of the processes together must be at most twice, of gradients three times, those of one process; otherwise the script
+ends with exit code 1 and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from measuring import device_slug, environment, format_table, open_device, release_memory, times_ms, write_csv
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headmix_vision.layers import HeadMixAttention
+from headmix_vision.models import HeadMixVideoDiT
+from headmix_vision.ops import TokenBlocks, TokenRanks, mhla
+
+HEADER = ("what", "tokens", "blocks", "pass", "one, ms", "spread, ms", "ratio", "sent, MB")
+DEFAULTS: dict[str, Any] = {
+    "grids": ["21x30x50/3x5x10", "64x64x64/4x8x8"],
+    "heads": 12,
+    "head_dim": 128,
+    "depth": 4,
+    "repeats": 20,
+}
+TINY_DEFAULTS: dict[str, Any] = {
+    "grids": ["5x4x6/2x2x3", "8x4x4/4x2x2"],
+    "heads": 2,
+    "head_dim": 8,
+    "depth": 1,
+    "repeats": 2,
+}
+COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "all_to_all_single")
+
+Row = dict[str, Any]
+Call = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """Calls of one thing on one process with all tokens, and on each process with its own."""
+
+    what: str
+    mode: str
+    alone: Call
+    spread: Call
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that collectives are given, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = dict.fromkeys(COLLECTIVES, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if name in COLLECTIVES:
+            self.bytes[name] += args[0].numel() * args[0].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def read_grid(spelling: str) -> TokenBlocks:
+    """Read ``"21x30x50/3x5x10"``: tokens along each axis, and blocks."""
+    try:
+        shape, block_grid = (tuple(map(int, part.split("x"))) for part in spelling.split("/"))
+        if len(shape) != 3:
+            raise ValueError("a clip has three axes.")
+        return TokenBlocks.from_grid(shape, block_grid)
+    except ValueError as error:
+        raise SystemExit(f"error: --grids {spelling!r}, tokens/blocks of a clip: {error}") from None
+
+
+def draw(blocks: TokenBlocks, heads: int, dim: int, device: torch.device) -> list[Tensor]:
+    """Draw q, k, v, an output gradient and a mixing matrix, the same in each process."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (1, blocks.num_tokens, heads, dim)
+    tokens = [torch.randn(shape, generator=generator, device=device).bfloat16() for _ in range(4)]
+    return [*tokens, torch.rand(blocks.num_blocks, blocks.num_blocks, generator=generator, device=device)]
+
+
+def run_op(inputs: Sequence[Tensor], d_out: Tensor, blocks: TokenBlocks) -> list[Tensor]:
+    """Output, and gradients of q, k, v and the mixing."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = mhla(*leaves, blocks)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def check_errors(blocks: TokenBlocks, dim: int, ranks: TokenRanks, device: torch.device) -> Row:
+    """Compare with float64, and return the relative errors of the output of one process and of all."""
+    *tokens, d_out, mixing = draw(blocks, 2, dim, device)
+    exact = run_op([x.double() for x in (*tokens, mixing)], d_out.double(), blocks)
+    alone = run_op([*tokens, mixing], d_out, blocks)
+    parts = [ranks.split(x, blocks.grid) for x in (*tokens, d_out)]
+    *spread, d_mixing = run_op([*parts[:3], mixing], parts[3], blocks.of_rank(ranks))
+    together = [*(ranks.gather(x, blocks.grid) for x in spread), d_mixing * ranks.size]
+    for name, one, all_, x in zip(("output", "d_q", "d_k", "d_v", "d_mixing"), alone, together, exact, strict=True):
+        factor = 2 if name == "output" else 3
+        for kind, measure in (("mean", torch.mean), ("largest", torch.max)):
+            error, budget = (measure((y.double() - x).abs()).item() for y in (all_, one))
+            if not error <= factor * budget + 1e-12:
+                raise SystemExit(
+                    f"error: {blocks.grid}: {kind} error of {name} is {error:.2e}, of one process {budget:.2e}, "
+                    "nothing reported."
+                )
+    norm = exact[0].norm()
+    errors = [((y[0].double() - exact[0]).norm() / norm).item() for y in (alone, together)]
+    return dict(zip(("error_one", "error_spread"), errors, strict=True))
+
+
+def cases(blocks: TokenBlocks, ranks: TokenRanks, arguments: argparse.Namespace) -> Iterator[Case]:
+    device, width = arguments.device, arguments.heads * arguments.head_dim
+    *tokens, d_out, mixing = draw(blocks, arguments.heads, arguments.head_dim, device)
+    parts = [ranks.split(x, blocks.grid) for x in (*tokens, d_out)]
+    own = blocks.of_rank(ranks)
+    yield Case("mhla", "forward", lambda: mhla(*tokens, mixing, blocks), lambda: mhla(*parts[:3], mixing, own))
+    alone, spread = ([*x, mixing] for x in (tokens, parts[:3]))
+    yield Case("mhla", "both", lambda: run_op(alone, d_out, blocks), lambda: run_op(spread, parts[3], own))
+
+    grid = blocks.grid.shape
+    sizes: dict[str, Any] = {"block_grid": blocks.block_grid, "cpe": True}
+    layer = HeadMixAttention(width, arguments.heads, grid=grid, **sizes, device=device)
+    x = d_out.flatten(2)
+    yield from both_passes("layer", layer, ranks, x, ranks.split(x, blocks.grid), layer.set_ranks)
+
+    clip, latent = (grid[0], 2 * grid[1], 2 * grid[2]), (1, 16)
+    model = HeadMixVideoDiT(
+        clip, embed_dim=width, depth=arguments.depth, num_heads=arguments.heads, in_channels=16, num_classes=0, **sizes,
+        device=device,
+    )  # fmt: skip
+    x = torch.randn(*latent, *clip, device=device, generator=torch.Generator(device).manual_seed(0))
+    yield from both_passes("model", lambda x: model(x, 500.0), ranks, x, x, model.spread_tokens, model)
+
+
+def both_passes(
+    what: str,
+    call: Callable[[Tensor], Tensor],
+    ranks: TokenRanks,
+    whole: Tensor,
+    part: Tensor,
+    spread_over: Callable[[Any], object],
+    model: torch.nn.Module | None = None,
+) -> Iterator[Case]:
+    """Forward, and forward with backward, of a module on all of its tokens and on a part of them."""
+    parameters = list((model or call).parameters())  # type: ignore[union-attr]
+
+    def forward(x: Tensor, group: Any) -> Tensor:
+        spread_over(group)
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return call(x)
+
+    def both(x: Tensor, group: Any) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        forward(x, group).float().square().mean().backward()
+        if group is not None and model is not None:
+            ranks.sum_gradients(parameters)
+
+    group = ranks if model is None else dist.group.WORLD
+    no_grad = torch.no_grad()
+    yield Case(what, "forward", no_grad(lambda: forward(whole, None)), no_grad(lambda: forward(part, group)))
+    yield Case(what, "both", lambda: both(whole, None), lambda: both(part, group))
+
+
+def measure(case: Case, ranks: TokenRanks, arguments: argparse.Namespace) -> Row:
+    """Time one process while the others wait, then all; count what this one sends."""
+    device = arguments.device
+
+    def median_ms(call: Call) -> float:
+        call()
+        return statistics.median(times_ms(call, device, arguments.repeats))
+
+    alone = torch.zeros(1, device=device)
+    if ranks.rank == 0:
+        alone += median_ms(case.alone)
+    alone = ranks.all_reduce(alone)
+    release_memory()
+    case.spread()
+    together = torch.tensor([median_ms(case.spread)], device=device)
+    slowest = max(x.item() for x in ranks.all_gather(together, [1] * ranks.size, 0))
+    with Sent() as sent:
+        case.spread()
+    return {
+        "what": case.what, "pass": case.mode, "ranks": ranks.size, "one_ms": alone.item(), "spread_ms": slowest,
+        "ratio": alone.item() / slowest, **{f"{name}_bytes": count for name, count in sent.bytes.items()},
+    }  # fmt: skip
+
+
+def format_row(row: Row) -> list[str]:
+    sent = sum(row[f"{name}_bytes"] for name in COLLECTIVES) / 1e6
+    return [
+        row["what"], f"{row['tokens']:,}", str(row["blocks"]), row["pass"], f"{row['one_ms']:.3f}",
+        f"{row['spread_ms']:.3f}", f"{row['ratio']:.2f}x", f"{sent:.2f}",
+    ]  # fmt: skip
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grids", nargs="+", help="tokens/blocks of clips, as in 21x30x50/3x5x10")
+    for name in ("heads", "head_dim", "depth", "repeats"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--tiny", action="store_true", help="sizes that try the script itself")
+    parser.add_argument("--out", type=Path, help="folder of the CSV file (default: docs; none with --tiny)")
+    arguments = parser.parse_args(argv)
+    for name, value in (TINY_DEFAULTS if arguments.tiny else DEFAULTS).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if min(arguments.heads, arguments.head_dim, arguments.depth, arguments.repeats) < 1:
+        raise SystemExit("error: --heads, --head_dim, --depth and --repeats must be positive.")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    grids = [read_grid(spelling) for spelling in arguments.grids]
+    arguments.device = open_device(arguments.device)
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("error: start it by torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py.")
+    if arguments.device.type == "cuda":
+        arguments.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(arguments.device)
+    dist.init_process_group("nccl" if arguments.device.type == "cuda" else "gloo")
+    try:
+        compare(grids, arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None:
+    ranks, facts, rows = TokenRanks.of(dist.group.WORLD), environment(arguments.device), []
+    show = print if ranks.rank == 0 else lambda *args, **kwargs: None
+    show(f"{ranks.size} x {facts['device']}, torch {facts['torch']}, bf16")
+    for blocks in grids:
+        errors = check_errors(blocks, arguments.head_dim, ranks, arguments.device)
+        release_memory()
+        sizes = {"tokens": blocks.num_tokens, "blocks": blocks.num_blocks, "depth": arguments.depth}
+        found = [measure(case, ranks, arguments) | sizes | errors for case in cases(blocks, ranks, arguments)]
+        show(f"\n{format_table(HEADER, [format_row(row) for row in found])}")
+        show("relative error of mhla: {error_one:.2e} on one, {error_spread:.2e} on all".format(**errors), flush=True)
+        rows += [row | facts for row in found]
+    out = arguments.out or (None if arguments.tiny else Path("docs"))
+    if out is not None and ranks.rank == 0:
+        path = out / f"context_parallel_{device_slug(facts['device'])}.csv"
+        write_csv(path, rows)
+        show(f"\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    main()
