@@ -4,9 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headmix_vision.ops import TokenBlocks, kernels, mhla
+from headmix_vision.ops import TokenBlocks, TokenRanks, kernels, mhla
 from headmix_vision.ops.mhla import triton_launch_pairwise
 
 from .helpers import assert_within_budget, make_inputs, run
@@ -285,3 +286,15 @@ def test_peak_memory_is_at_most_one_percent_above_flash_attention(grid, block_gr
         torch.autograd.grad(out.transpose(1, 2), leaves[:3], d_out)
 
     assert _peak_bytes(ours) <= 1.01 * _peak_bytes(flash)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+def test_kernels_of_a_rank_and_nccl_within_budget(dtype):
+    inputs, d_out = make(VIT, dtype)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        blocks = VIT.of_rank(TokenRanks.of(dist.group.WORLD))
+        ours = run(lambda *x: mhla(*x, blocks, impl="triton"), inputs, d_out)
+    finally:
+        dist.destroy_process_group()
+    assert_within_budget("triton_summary", ours, inputs, d_out, VIT)
