@@ -49,7 +49,6 @@ from measuring import (
     copy_bandwidth,
     device_slug,
     environment,
-    installed_version,
     open_device,
     release_memory,
     write_csv,
@@ -57,6 +56,7 @@ from measuring import (
 from mhla_cases import Shape, select_shapes
 from torch import Tensor
 
+from headmix_vision.files.origins import installed_version
 from headmix_vision.ops import head_in_head
 
 MAX_RELATIVE_ERROR = 0.01  # bf16 has 8 bits: rounding the result alone costs 0.002

@@ -28,10 +28,11 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from measuring import device_slug, environment, format_table, installed_version, open_device, release_memory, write_csv
+from measuring import device_slug, environment, format_table, open_device, release_memory, write_csv
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from headmix_vision.files.origins import installed_version
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
 
 WAN = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # Wan2.1-1.3B

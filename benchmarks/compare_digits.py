@@ -19,9 +19,11 @@ from training_runs import train
 
 from headmix_vision.console.scripts import RunFailed
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
+from headmix_vision.files.result_table import write_table
 from headmix_vision.runs.directory import read_curve
 
 CORES = ("softmax", "linear", "mhla", "hih")
+COLUMNS = ("core", "cpe", "seed", "last_top1_percent", "best_top1_percent")
 Results = dict[tuple[str, bool, int], tuple[float, float]]  # of core, CPE and seed
 
 
@@ -77,10 +79,8 @@ def main() -> None:
 
     merged = in_order(earlier | dict(zip(settings, results, strict=True)))
     settings, results = list(merged), list(merged.values())
-    with arguments.out.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["core", "cpe", "seed", "last_top1_percent", "best_top1_percent"])
-        writer.writerows((*s, f"{last:.2f}", f"{best:.2f}") for s, (last, best) in zip(settings, results, strict=True))
+    lines = ((*setting, *(f"{score:.2f}" for score in scores)) for setting, scores in merged.items())
+    write_table(arguments.out, COLUMNS, (dict(zip(COLUMNS, line, strict=True)) for line in lines), completed=True)
     rows = []
     for core, cpe in dict.fromkeys((core, cpe) for core, cpe, _ in settings):
         scores = [score for setting, score in zip(settings, results, strict=True) if setting[:2] == (core, cpe)]

@@ -13,7 +13,6 @@ seed) and writes a CSV and a plot. Runs are trained side by side, see graphed_tr
 """
 
 import argparse
-import csv
 import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from torch import nn
 from headmix_vision.analysis.lines import BLACK, OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.result_table import write_table
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.models import compress_heads
 
@@ -175,10 +174,7 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = read_arguments(args)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on devices
     rows = measure(arguments)
-    with atomic_path(arguments.out) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(arguments.out, FIELDS, rows)
     print(table(rows))
     if arguments.plot:
         plot(arguments.plot, rows)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from headmix_vision.analysis.lines import BLACK, OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.result_table import write_table
 
 RESULTS = ("step", "loss", "tuning_percent", "exact_percent", "floor_percent", "parameters", "attention_flops")
 DEGENERATE = 2  # heads up to which P = H is a model that also has another name
@@ -53,11 +53,7 @@ def read_runs(path: Path) -> Runs:
 
 
 def write_runs(path: Path, runs: Runs) -> None:
-    with atomic_path(path) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        for setting in sorted(runs):
-            writer.writerows(runs[setting])
+    write_table(path, FIELDS, (row for setting in sorted(runs) for row in runs[setting]), completed=True)
 
 
 def unseeded(setting: Setting) -> Setting:

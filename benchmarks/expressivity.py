@@ -10,7 +10,6 @@ share in the course of training and by the age of what is asked for.
 """
 
 import argparse
-import csv
 import math
 import multiprocessing
 import statistics
@@ -30,7 +29,7 @@ from torch.utils.data import DataLoader
 import headmix_vision  # noqa: F401  registers the models
 from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.data.datasets.recall import GLYPH, PATCH, PatchRecall
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.result_table import write_table
 
 WARMUP_STEPS = 50
 EVALUATIONS = 20
@@ -224,10 +223,7 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         rows = [row for run in pool.map(train, settings) for row in run]
-    with atomic_path(arguments.out) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(arguments.out, FIELDS, rows)
     print_table(rows, arguments.steps)
     if arguments.plot:
         plot(arguments.plot, rows, arguments.steps)

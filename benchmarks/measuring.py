@@ -10,9 +10,7 @@ Each is the median of repeated passes over the copies, divided by the calls of a
 
 from __future__ import annotations
 
-import csv
 import gc
-import importlib.metadata
 import itertools
 import math
 import re
@@ -25,7 +23,8 @@ from typing import Any
 
 import torch
 
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.origins import installed_version
+from headmix_vision.files.result_table import write_table
 
 Call = Callable[[], object]
 SLOW_MS = 5.0  # from here on one copy of the inputs will do: its time is not that of filling the L2
@@ -177,14 +176,6 @@ def environment(device: torch.device) -> dict[str, str]:
     return {"device": name, "torch": torch.__version__, "triton": installed_version("triton")}
 
 
-def installed_version(package: str) -> str:
-    """Version of an installed package, "none" where there is none."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
 def device_slug(name: str) -> str:
     """Part of a file name: "NVIDIA H200" -> "h200"."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower().replace("nvidia", "")).strip("_")
@@ -192,11 +183,8 @@ def device_slug(name: str) -> str:
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows with the fields of the first as header; None is an empty field, floats have five digits."""
-    with atomic_path(path) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({key: f"{x:.5g}" if isinstance(x, float) else x for key, x in row.items()})
+    texts = ({key: f"{x:.5g}" if isinstance(x, float) else x for key, x in row.items()} for row in rows)
+    write_table(path, list(rows[0]), texts)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

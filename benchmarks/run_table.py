@@ -12,8 +12,8 @@ from pathlib import Path
 
 from head_mix_runs import Result, Run, size_of
 
-from headmix_vision.files.atomic import atomic_path
 from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.result_table import write_table
 
 COLUMNS = (
     *("task", "core", "mix", "options", "mlp_ratio", "dataset", "rate", "seed", "parameters", "flops", "epochs"),
@@ -53,11 +53,8 @@ class RunTable:
         scores = (f"{result.top1:.2f}", f"{result.test_top1:.2f}", f"{result.loss:.4f}", recipe(run))
         values = (*described, run.dataset, f"{run.rate:.3g}", run.seed, *size, result.epochs, *scores)
         self.rows[recipe(run)] = dict(zip(COLUMNS, map(str, values), strict=True))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(self.path) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(sorted(self.rows.values(), key=lambda row: [row[name] for name in COLUMNS[:8]]))
+        ordered = sorted(self.rows.values(), key=lambda row: [row[name] for name in COLUMNS[:8]])
+        write_table(self.path, COLUMNS, ordered, completed=True)
 
     def values(self, runs: Iterable[Run], column: str) -> list[float]:
         """One column of the runs that have a row."""

@@ -1,5 +1,9 @@
 """What long jobs of several commands share: commands until a time, GPUs, tables over seeds, tables of results."""
 
+import json
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -7,7 +11,9 @@ import pytest
 
 from headmix_vision.console.scripts import Gpus, RunFailed, TimeOver, run_python
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
-from headmix_vision.files.result_table import ResultTable
+from headmix_vision.files import origins
+from headmix_vision.files.origins import installed_version
+from headmix_vision.files.result_table import ResultTable, write_table
 
 
 def test_a_command_is_interrupted_when_the_time_is_over():
@@ -59,3 +65,41 @@ def test_a_table_of_results_keeps_its_rows(tmp_path: Path):
     (tmp_path / "new" / "x.csv").write_text("something,else\n1,2\n")
     with pytest.raises(ValueError, match=r"x\.csv is no table"):
         opened()
+
+
+@pytest.mark.parametrize("completed", [True, False])
+def test_a_table_says_where_its_rows_come_from(completed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def write(commit: str, rate: str) -> list[dict[str, str]]:
+        monkeypatch.setenv("HEADMIX_VISION_COMMIT", commit)
+        monkeypatch.setattr(sys, "argv", [str(Path("benchmarks/x.py").absolute()), "--rate", rate])
+        origins._this_call.cache_clear()
+        write_table(tmp_path / "x.csv", ["a"], [{"a": 1}], completed=completed)
+        calls: list[dict[str, str]] = json.loads((tmp_path / "x.origin.json").read_text())
+        return calls
+
+    first, again = write("abc1234", "0.1"), write("abc1234", "0.1")
+    assert first == again and first[0]["torch"] == installed_version("torch")
+    assert [first[0][name] for name in ("commit", "command")] == ["abc1234", "python benchmarks/x.py --rate 0.1"]
+    both = write("def5678", "a b")
+    assert both[:-1] == (first if completed else []) and both[-1]["command"].endswith("--rate 'a b'")
+    (tmp_path / "x.csv").unlink()
+    assert len(write("abc1234", "0.1")) == 1
+
+
+def test_the_commit_of_a_table_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", *arguments], cwd=tmp_path, check=True)
+
+    monkeypatch.delenv("HEADMIX_VISION_COMMIT", raising=False)
+    monkeypatch.setattr(origins, "_REPOSITORY", tmp_path)
+    assert origins._commit() == "unknown"
+    for folder in ("headmix_vision", "benchmarks", "docs"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a").touch()
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "x")
+    (tmp_path / "docs" / "a").write_text("a result")
+    assert re.fullmatch("[0-9a-f]{7,}", origins._commit())
+    (tmp_path / "benchmarks" / "a").write_text("a change")
+    assert re.fullmatch(r"[0-9a-f]{7,}\+changes", origins._commit())

@@ -1,18 +1,38 @@
-"""A table of results that outlives an interruption: a CSV file whose first columns tell the rows apart."""
+"""Tables of results: CSV files, each with its origin beside it, and one that outlives an interruption."""
 
 import csv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.origins import write_origin
 
 Row = dict[str, str]
 
 
+def write_table(
+    path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]], *, completed: bool = False
+) -> None:
+    """Write a CSV file that is complete or absent, and beside it the commit, command, device and versions of this call.
+
+    Args:
+        path: The file; its folder is created when absent.
+        columns: The header.
+        rows: What each row has in its columns; None is an empty field.
+        completed: Rows of earlier calls are among these, so that the origins of those calls stay.
+    """
+    completed = completed and path.exists()
+    with atomic_path(path) as temporary, temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    write_origin(path, completed)
+
+
 class ResultTable:
-    """The rows of a CSV file, which is rewritten whole with every new one.
+    """The rows of a CSV file whose first columns tell them apart; it is rewritten whole with every new one.
 
     Args:
         path: The file; rows that it has are kept.
@@ -39,11 +59,8 @@ class ResultTable:
         texts = tuple(map(str, key))
         given = {name: f"{value:.2f}" if isinstance(value, float) else str(value) for name, value in values.items()}
         self.rows[texts] = dict.fromkeys(self.columns, "") | dict(zip(self.columns, texts, strict=False)) | given
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(self.path) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.columns)
-            writer.writeheader()
-            writer.writerows(self.rows[texts] for texts in sorted(self.rows, key=self.order))
+        ordered = (self.rows[texts] for texts in sorted(self.rows, key=self.order))
+        write_table(self.path, self.columns, ordered, completed=True)
         return self.rows[texts]
 
     def row(self, key: Iterable[object], recipe: str) -> Row | None:

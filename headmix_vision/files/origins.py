@@ -1,0 +1,79 @@
+"""Where a table of results comes from: a JSON file beside it with commit, command, device and versions."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import headmix_vision
+from headmix_vision.files.atomic import atomic_path
+
+COMMIT_VARIABLE = "HEADMIX_VISION_COMMIT"  # for copies of a clone without its git directory
+_REPOSITORY = Path(__file__).parents[2]
+_CODE = ("headmix_vision", "benchmarks")  # results in docs/ are no changes
+
+
+def origin_path(table: Path) -> Path:
+    """The file beside a table: `x.origin.json` of `x.csv`."""
+    return table.with_suffix(".origin.json")
+
+
+def write_origin(table: Path, completed: bool) -> None:
+    """Write the call of this process beside a table.
+
+    Args:
+        table: The table.
+        completed: Keep the calls that are there, as the table keeps their rows.
+    """
+    path, call = origin_path(table), _this_call()
+    calls = json.loads(path.read_text()) if completed and path.exists() else []
+    if call not in calls:
+        with atomic_path(path) as temporary:
+            temporary.write_text(json.dumps([*calls, call], indent=1) + "\n")
+
+
+@cache
+def _this_call() -> dict[str, str]:
+    program = Path(sys.argv[0])
+    called = ["python", os.path.relpath(program)] if program.suffix == ".py" else [program.name]
+    return {
+        "commit": _commit(),
+        "command": shlex.join([*called, *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "headmix_vision": headmix_vision.__version__,
+        "python": platform.python_version(),
+        **{name: installed_version(name) for name in ("torch", "triton")},
+    }
+
+
+def _commit() -> str:
+    """The commit of the code, with "+changes" if its files differ; "unknown" where neither git nor a user tells it."""
+    if told := os.environ.get(COMMIT_VARIABLE):
+        return told
+    if not (_REPOSITORY / ".git").exists():  # what lies around an installed package is not its repository
+        return "unknown"
+    try:
+        changes = _git("status", "--short", *_CODE)
+        return _git("rev-parse", "--short", "HEAD") + ("+changes" if changes else "")
+    except (OSError, subprocess.CalledProcessError):  # no git, or a clone of somebody else: no reason to lose a result
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", os.fspath(_REPOSITORY), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def installed_version(package: str) -> str:
+    """Version of an installed package, "none" where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
