@@ -3,14 +3,15 @@
     python benchmarks/document_tables.py            # after a benchmark has written its CSV
     python benchmarks/document_tables.py --check    # names the documents that say something else; exit status 1
 
-A line `<!-- table NAME -->` in a document is followed by the table of that name, which is made here from one file of
-docs/. Deviations are those of samples (n - 1). Plots are written in any case: the check leaves them out.
+A line `<!-- table NAME -->` in a document is followed by the table of that name, which is made here from files
+of docs/. Deviations are those of samples (n - 1). Plots are written in any case: the check leaves them out.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import re
 import statistics
@@ -27,6 +28,7 @@ from moving_digits_runs import Runs
 from training_runs import REPOSITORY
 
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
+from headmix_vision.files.origins import origin_path
 
 DOCS = REPOSITORY / "docs"
 MARKER = re.compile(r"(?m)^<!-- table (?P<name>\S+) -->\n(?P<table>(?:\|.*\n)*)")
@@ -57,6 +59,24 @@ HIH_COLUMNS = {
 HEAD_MIX_SHAPES = {"n196_p2": "196, 2", "n196_p4": "196, 4", "n1024_p2": "1,024, 2", "n1024_p4": "1,024, 4"}
 WAN_TOKENS = ("31500", "32760", "75600")
 WAN_MODES = {"forward": "denoising forward", "train": "training step"}
+CLAIMS = {
+    "mhla_h200": "MHLA's speed and memory",
+    "hih_h200": "Head-in-Head's speed and memory",
+    "models_deit_h200": "DeiT-S, MHLA against softmax",
+    "wan_h200": "Wan's shape, MHLA against softmax",
+    "digits": "cores on digits",
+    "head_mixes": "cores with and without head mixes",
+    "compress": "fewer heads of keys and values",
+}
+FURTHER_CLAIMS = {
+    "head_mixes_h200": "interleaved heads, as ops and layers",
+    "models_deit_iha_h200": "DeiT-S with interleaved heads",
+    "models_deit_mea_h200": "DeiT-S with explicit heads",
+    "models_dit_h200": "DiT-XL/2, MHLA against softmax",
+    "counting": "how many heads count pairs",
+    "expressivity": "rank of Head-in-Head's transition",
+    "stable_rates": "learning rates of explicit heads",
+}
 STABLE_VARIANTS = {
     ("plain", "{}"): "core alone",
     ("plain", '{"output_norm": true}'): "core with norm",
@@ -70,6 +90,17 @@ def read(name: str, **wanted: str) -> list[Row]:
     """The rows of docs/NAME.csv with these texts in their columns."""
     with (DOCS / f"{name}.csv").open(newline="") as file:
         return [row for row in csv.DictReader(file) if all(row[column] == text for column, text in wanted.items())]
+
+
+def claims(of: dict[str, str], links: str) -> str:
+    """What was measured by which command, and with which code."""
+    lines = []
+    for name, claim in of.items():
+        calls = json.loads(origin_path(DOCS / f"{name}.csv").read_text())
+        commands = "<br>".join(dict.fromkeys(f"`{call['command']}`" for call in calls))
+        commits = ", ".join(dict.fromkeys(call["commit"] for call in calls))
+        lines.append([claim, commands, f"[{name}.csv]({links}{name}.csv)", commits])
+    return markdown_table(["claim", "command", "measured in", "commit"], lines)
 
 
 def numbers(rows: Sequence[Row], column: str) -> list[float]:
@@ -115,7 +146,7 @@ def accuracies(task: str, core: str, mix: str, full_mlp: bool) -> list[float]:
 
 
 def attentions() -> str:
-    """The cores side by side: cost, time at two lengths, accuracy on two tasks."""
+    """The cores side by side: cost, time at two lengths and peak memory at the longer, accuracy on two tasks."""
     columns = {"softmax": "cudnn_packed", "linear": "linear", "mhla": "auto"}
     names = {
         "softmax": "softmax (cuDNN)",
@@ -130,9 +161,10 @@ def attentions() -> str:
             found = read("hih_h200", shape=hih_shape, column="r4")
             found = found if core == "hih" else read("mhla_h200", shape=shape, column=columns[core])
             times.append(ms(found[0]["forward_backward_ms"]))
+        times.append(f"{float(found[0]['peak_mib']):,.0f}")
         scores = [mean_and_deviation(accuracies(task, core, "plain", True), 1) for task in ("digits", "canvas")]
         lines.append([names[core], "N²" if core == "softmax" else "N", *times, *scores])
-    header = ["attention", "cost", "128 images of 256 tokens", "2 of 16,384", "digits", "canvases"]
+    header = ["attention", "cost", "128 images of 256 tokens, ms", "2 of 16,384, ms", "MiB", "digits, %", "canvases, %"]
     return markdown_table(header, lines)
 
 
@@ -193,6 +225,18 @@ def counting() -> str:
     runs = read_runs(DOCS / "counting.csv")
     settings = sorted(runs, key=lambda setting: (setting.encoding == "symbol", setting.width, setting.pseudo_heads))
     return accuracy_table(tuned({setting: runs[setting] for setting in settings if setting.lr == 3e-3}, 3), 64)
+
+
+def expressivity() -> str:
+    """Glyphs and dots recalled after the last step, by places per write and rank of the transition."""
+    rows = read("expressivity", age="all")
+    rows = [row for row in rows if row["step"] == max((row["step"] for row in rows), key=int)]
+    lines = []
+    for attributes, sub_heads in dict.fromkeys((row["attributes"], row["sub_heads"]) for row in rows):
+        seeds = [row for row in rows if (row["attributes"], row["sub_heads"]) == (attributes, sub_heads)]
+        recalled = [mean_and_deviation(numbers(seeds, f"{what}_percent")) for what in ("glyphs", "dots")]
+        lines.append([attributes, sub_heads, *recalled, f"{int(seeds[0]['parameters']):,}"])
+    return markdown_table(["places per write", "r", "glyphs recalled, %", "dots right, %", "parameters"], lines)
 
 
 def wan() -> str:
@@ -309,6 +353,8 @@ def explicit_heads() -> str:
 DEIT_TITLES = [f"{size} px, batch {batch}, {mode}" for size, batch in ((224, 256), (512, 64))
                for mode in ("training", "inference")]  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
+    "claims": partial(claims, CLAIMS, "docs/"),
+    "further_claims": partial(claims, FURTHER_CLAIMS, ""),
     "attentions": attentions,
     "digits": digits,
     "head_mixes_digits": partial(head_mixes, "digits"),
@@ -316,6 +362,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stable_rates": stable_rates,
     "compress": compress,
     "counting": counting,
+    "expressivity": expressivity,
     "wan": wan,
     "moving_digits": partial(moving_digits, lambda report: report.quality("Attention")),
     "moving_digits_distilled": partial(moving_digits, lambda report: report.quality("Distilled")),

@@ -12,6 +12,11 @@ def test_documents_say_what_their_csv_files_say(load, capsys):
     assert sorted(shown) == sorted(tables.TABLES)
 
 
+def test_every_csv_file_is_named_with_its_claim(load):
+    tables = load("document_tables")
+    assert {*tables.CLAIMS, *tables.FURTHER_CLAIMS} == {path.stem for path in tables.DOCS.glob("*.csv")}
+
+
 def test_another_number_is_found(load):
     tables = load("document_tables")
     text = "Before.\n\n<!-- table digits -->\n| attention | 98.0 |\n\nAfter.\n"
