@@ -1,6 +1,6 @@
 """Cores without a head mix, with IHA and with MEA: digits without CPE, and canvases until they are learned.
 
-    python benchmarks/compare_head_mixes.py --out docs/head_mixes.csv --plot docs/images/head_mixes.png
+    python benchmarks/compare_head_mixes.py --out docs/head_mixes.csv --plot docs/images/head_mixes.svg
 
 Each core is compared with itself under a mix, once at equal parameters (2 %) and once at equal FLOPs (5 %), for which
 the MLPs of a network that costs more are narrowed. All networks have width 64, 4 blocks and 4 heads of 16 dims, those
@@ -31,11 +31,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from head_mix_runs import CORES, MIXES, Network, Run, check_equal, of_equal_flops, size_of
+from head_mixes_report import draw
 from run_groups import add_options, check_options, complete
 from run_table import RunTable, open_table
 
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
-from headmix_vision.files.atomic import atomic_path
 
 TASKS = ("digits", "canvas")
 BUDGETS = ("parameters", "flops")
@@ -180,39 +180,11 @@ def verdict(comparison: Comparison, task: str, budget: str) -> str:
     return f"Verdict ({task}, equal {budget}; two standard errors): {' '.join(sentences)}"
 
 
-def plot(comparison: Comparison, path: Path) -> None:
-    """A panel for each task and budget: every seed a dot, their means as dashes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    tasks, cores = comparison.arguments.tasks, comparison.arguments.cores
-    figure = Figure(figsize=(9, 0.6 + 2.8 * len(tasks)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for panels, task in zip(figure.subplots(len(tasks), 2, sharey="row", squeeze=False), tasks, strict=True):
-        for axes, budget in zip(panels, BUDGETS, strict=True):
-            for index, mix in enumerate(MIXES):
-                color, offset = f"C{index}", 0.22 * (index - 1)
-                for place, core in enumerate(cores):
-                    scores = comparison.scores(task, core, mix, budget)
-                    axes.plot([place + offset] * len(scores), scores, "o", color=color, alpha=0.6, markersize=5)
-                    if scores:
-                        axes.hlines(statistics.mean(scores), place + offset - 0.09, place + offset + 0.09, color=color)
-                axes.plot([], [], "o", color=color, label="no mix" if mix == "plain" else mix.upper())
-            axes.set_xticks(range(len(cores)), cores)
-            axes.set_title(f"{task}, equal {'FLOPs' if budget == 'flops' else budget}")
-            axes.grid(alpha=0.3, axis="y")
-        panels[0].set_ylabel("top-1, %")
-    figure.axes[0].legend(loc="best")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="CSV to write, or to complete")
-    add("--plot", type=Path, help="PNG to write")
+    add("--plot", type=Path, help="SVG to write")
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     add("--cores", nargs="+", choices=CORES, default=list(CORES))
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the reported runs (0 1 2)")
@@ -233,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         completion = complete(table, arguments, tuning, comparison.follow)
     print(f"\n{report(comparison)}")
     if arguments.plot:
-        plot(comparison, arguments.plot)
+        draw(comparison.scores, arguments.tasks, arguments.cores, arguments.plot)
     completion.exit()
 
 

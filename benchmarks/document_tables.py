@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import head_mixes_report
 import hih_report
 import mhla_report
 from compare_moving_digits import parse_arguments
@@ -378,7 +379,20 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-PLOTS = {"mhla_h200": mhla_report.draw, "hih_h200": hih_report.draw}
+def draw_head_mixes(rows: Sequence[Row], path: Path) -> None:
+    """Accuracies of cores under head mixes."""
+
+    def scores(task: str, core: str, mix: str, budget: str) -> list[float]:
+        return accuracies(task, core, mix, full_mlp=budget == "parameters")
+
+    head_mixes_report.draw(scores, ("digits", "canvas"), CORES, path)
+
+
+PLOTS: dict[str, Callable[[Sequence[Row], Path], None]] = {
+    "mhla_h200": mhla_report.draw,
+    "hih_h200": hih_report.draw,
+    "head_mixes": draw_head_mixes,
+}
 
 
 def renewed(text: str) -> str:

@@ -97,11 +97,11 @@ def test_rates_are_chosen_on_the_tuning_split_and_the_rest_is_left_for_the_next_
         return {"plain": 90, "iha": 95, "mea": 40}[run.network.mix] + run.seed / 10
 
     asked = without_training(accuracy)
-    arguments = ["--out", str(out), "--plot", str(tmp_path / "plot.png"), "--cores", "softmax", "hih"]
+    arguments = ["--out", str(out), "--plot", str(tmp_path / "plot.svg"), "--cores", "softmax", "hih"]
     with pytest.raises(SystemExit, match="1"):
         script.main([*arguments, "--tasks", "digits", "--seeds", "0", "1", "--group", "1"])
     captured = capsys.readouterr()
-    assert "no memory" in captured.err and (tmp_path / "plot.png").stat().st_size > 10_000
+    assert "no memory" in captured.err and (tmp_path / "plot.svg").stat().st_size > 10_000
     assert "IHA is ahead of softmax (+5.00), hih (+5.00)." in captured.out
     assert "40.00 (has not learned)" in captured.out
     final = [run for run in asked if run.dataset == "digits"]
