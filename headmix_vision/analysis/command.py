@@ -147,7 +147,7 @@ def _profile(options: argparse.Namespace) -> None:
     folder.check()
     inputs = _open_inputs(options, models)
     if options.dry_run:
-        print(f"would write {options.command}.png and {options.command}.csv of {len(models)} networks to {options.out}")
+        print(f"would write {options.command}.svg and {options.command}.csv of {len(models)} networks to {options.out}")
         return
     labels, rows = PROFILES[options.command].labels, []
     for model, (arguments, *_) in zip(models, inputs, strict=True):
@@ -192,7 +192,7 @@ def _mixing(options: argparse.Namespace) -> None:
         numbers = {name: picture.numbers for name, picture in pictures.items()}
         folder.write({name: picture.figure for name, picture in pictures.items()}, numbers=numbers)
     for name, picture in pictures.items():
-        print(f"{'would draw ' if options.dry_run else ''}{folder.path / f'{name}.png'}: {picture.summary}")
+        print(f"{'would draw ' if options.dry_run else ''}{folder.picture(name)}: {picture.summary}")
 
 
 def _title(about: dict[str, Any]) -> str:

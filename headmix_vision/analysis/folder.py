@@ -11,17 +11,18 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from headmix_vision.analysis.figures import save_figure
+from headmix_vision.analysis.lines import save_svg
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, check_place, is_temporary, remove_temporaries
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.locks import hold_lock
 
 LOCK = ".lock"
-# What each command writes, beside its record.
+# What each command writes, beside its record: pictures before tables.
 WRITTEN = {
     "mixing": ("iha.png", "mea.png", "mhla.png"),
-    "rank": ("rank.png", "rank.csv"),
-    "entropy": ("entropy.png", "entropy.csv"),
+    "rank": ("rank.svg", "rank.csv"),
+    "entropy": ("entropy.svg", "entropy.csv"),
     "maps": ("maps.png", "maps.csv"),
 }
 
@@ -94,7 +95,7 @@ class ResultFolder:
         """Writes results; those of the same weights and settings are replaced.
 
         Args:
-            figures: Pictures by name, without `.png`.
+            figures: Pictures by name, without `.png` or `.svg`.
             tables: Rows of plain values by name, without `.csv`.
             numbers: What stands in the record beside networks and settings.
 
@@ -111,9 +112,14 @@ class ResultFolder:
                 with atomic_path(self.path / f"{name}.csv") as temporary:
                     temporary.write_text(_csv(rows))
             for name, figure in figures.items():
-                save_figure(self.path / f"{name}.png", figure)
-        names = [*(f"{name}.png" for name in figures), *(f"{name}.csv" for name in tables or {}), self._record]
-        return [self.path / name for name in names]
+                path = self.picture(name)
+                (save_svg if path.suffix == ".svg" else save_figure)(path, figure)
+        rest = [*(f"{name}.csv" for name in tables or {}), self._record]
+        return [*map(self.picture, figures), *(self.path / name for name in rest)]
+
+    def picture(self, name: str) -> Path:
+        """Returns the file of a picture."""
+        return self.path / next(file for file in WRITTEN[self.command] if file.startswith(f"{name}."))
 
     def _lock(self) -> AbstractContextManager[None]:
         return hold_lock(self.path / LOCK, f"--out {self.path}")

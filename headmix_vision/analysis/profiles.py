@@ -4,15 +4,16 @@ R query tokens, N tokens, H heads.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from headmix_vision.analysis.attention import LayerAttention, record_attention
+from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure
 from headmix_vision.analysis.measures import effective_count, mean_distance, numerical_rank, stable_rank
 
 
@@ -115,21 +116,23 @@ def draw_profiles(rows: Sequence[dict[str, Any]], labels: dict[str, str], title:
         labels: The name of each number, and what it is.
         title: What stands above.
     """
-    figure = Figure(figsize=(5 * len(labels), 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=9)
-    for axes, (name, label) in zip(figure.subplots(1, len(labels), squeeze=False)[0], labels.items(), strict=True):
-        for model in dict.fromkeys(row["model"] for row in rows):
+    figure, panels = line_figure(len(labels), height_in=2.5 * len(labels), sharex=True)
+    figure.suptitle(title)
+    models = dict.fromkeys(row["model"] for row in rows)
+    for axes, (name, label) in zip(panels[:, 0], labels.items(), strict=True):
+        for model, colour in zip(models, cycle(OKABE_ITO)):
             of_layers: dict[int, list[float]] = {}
             for row in rows:
                 if row["model"] == model:
                     of_layers.setdefault(row["layer"], []).append(row[name])
             means = [sum(heads) / len(heads) for heads in of_layers.values()]
-            (line,) = axes.plot([*of_layers], means, label=model, marker=".")
+            axes.plot([*of_layers], means, color=colour, label=model, marker=".")
             bounds = [[bound(heads) for heads in of_layers.values()] for bound in (min, max)]
-            axes.fill_between([*of_layers], *bounds, color=line.get_color(), alpha=0.15, linewidth=0)
-        axes.set(xlabel="layer", title=label, ylim=(0, None))
+            axes.fill_between([*of_layers], *bounds, color=colour, alpha=0.15, linewidth=0)
+        axes.set_title(label, loc="left")
+        axes.set_ylim(0, None)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    panels[-1, 0].set_xlabel("layer")
+    for axes in panels[:, 0]:
+        label_ends(axes)
     return figure
