@@ -9,7 +9,7 @@ from headmix_vision.files.locks import lock_holder
 
 CONFIG = "config.yaml"
 METRICS = "metrics.csv"
-CURVES = "curves.png"
+CURVES = "curves.svg"
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 PREDICTIONS = "predictions.csv"
@@ -24,6 +24,7 @@ _REPORTS = (("classes", "csv"), ("confusion", "csv"), ("confusion", "png"))
 # patterns of all files of a run
 WRITTEN_BY_A_RUN = (
     *(CONFIG, METRICS, CURVES, PREDICTIONS, FINISHED, BEST, LAST),
+    "curves.png",  # of version 0.1.0
     *(f"{name}_{split}.{kind}" for split in ("val", "test") for name, kind in _REPORTS),
     *(f"{TENSORBOARD}/events.out.tfevents.*", f"{TENSORBOARD}/hparams.yaml"),
     *(f"{SAMPLES}/step_*_{weights}.{kind}" for weights in ("raw", "ema") for kind in ("png", "gif")),

@@ -17,9 +17,9 @@ from .helpers import TINY, assert_equal, load, read_csv, run, write_config
 
 def test_run_directory(reference_run: Path) -> None:
     names = {path.name for path in reference_run.iterdir()}
-    assert names == {"config.yaml", "metrics.csv", "tensorboard", "checkpoints", "curves.png"}
+    assert names == {"config.yaml", "metrics.csv", "tensorboard", "checkpoints", "curves.svg"}
     assert {path.name for path in (reference_run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
-    assert (reference_run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert ">val/top1</text>" in (reference_run / "curves.svg").read_text()
     config = yaml.safe_load((reference_run / "config.yaml").read_text())
     assert config["run_dir"] == str(reference_run)
     assert config["model"]["name"] == TINY["model"]["name"]
@@ -57,7 +57,7 @@ def test_final_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     last = capfd.readouterr().out.strip().splitlines()[-1]
     top1 = float(read_csv(tmp_path / "run" / "metrics.csv")[-1]["val/top1"])
     assert last.startswith(f"best top-1 {100 * top1:.2f} % (epoch 1)")
-    for name in ("run", "run/checkpoints/best.ckpt", "run/curves.png"):
+    for name in ("run", "run/checkpoints/best.ckpt", "run/curves.svg"):
         assert str(tmp_path / name) in last
 
 

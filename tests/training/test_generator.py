@@ -62,7 +62,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 def test_what_a_run_leaves_behind(reference: Path) -> None:
     entries = {path.name for path in reference.iterdir()}
-    assert entries == {"config.yaml", "metrics.csv", "tensorboard", "checkpoints", "samples", "curves.png"}
+    assert entries == {"config.yaml", "metrics.csv", "tensorboard", "checkpoints", "samples", "curves.svg"}
     assert [path.name for path in (reference / "checkpoints").iterdir()] == ["last.ckpt"]
     checkpoint = load(reference / "checkpoints" / "last.ckpt")
     about = checkpoint["headmix_vision"]
@@ -77,7 +77,7 @@ def test_what_a_run_leaves_behind(reference: Path) -> None:
     assert names == {f"step_{step:08d}_{kind}.png" for step in (4, 6) for kind in ("raw", "ema")}
     raw, ema = (np.asarray(Image.open(reference / "samples" / f"step_00000006_{kind}.png")) for kind in ("raw", "ema"))
     assert not np.array_equal(raw[20:, :200], ema[20:, :200])  # below the title
-    assert (reference / "curves.png").is_file() and (reference / "config.yaml").is_file()
+    assert (reference / "curves.svg").is_file() and (reference / "config.yaml").is_file()
     events = b"".join(path.read_bytes() for path in (reference / "tensorboard").iterdir())
     assert b"samples/raw" in events and b"samples/ema" in events
     assert b"train/images_per_s" in events

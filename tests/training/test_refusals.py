@@ -46,7 +46,7 @@ def test_overwrite_replaces_the_run_only(tmp_path: Path) -> None:
     (run_dir / "notes.txt").write_text("mine")
     assert run("fit", "-c", config, "--run_dir", run_dir, "--overwrite", "true", "--seed_everything", 4) == 0
     assert {path.name for path in run_dir.iterdir()} == {
-        *("notes.txt", "config.yaml", "metrics.csv", "tensorboard", "checkpoints", "curves.png")
+        *("notes.txt", "config.yaml", "metrics.csv", "tensorboard", "checkpoints", "curves.svg")
     }
     assert "seed_everything: 4" in (run_dir / "config.yaml").read_text()
     assert "\noverwrite:" not in (run_dir / "config.yaml").read_text()

@@ -1,4 +1,4 @@
-"""Draws learning curves into a PNG file."""
+"""Draws learning curves into an SVG file."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,11 +7,7 @@ from pathlib import Path
 import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from headmix_vision.files.atomic import atomic_path
-
 Rows = list[dict[str, float]]
-
-
 Panels = dict[str, list[str]]
 CLASSIFIER_PANELS: Panels = {
     "loss": ["train/loss", "val/loss"],
@@ -20,19 +16,19 @@ CLASSIFIER_PANELS: Panels = {
 }
 GENERATOR_PANELS: Panels = {
     "loss": ["train/loss", "val/loss"],
-    "loss by tenths of the noise level": [f"train/loss_level_{i}" for i in range(0, 10, 3)],
+    "loss by noise level": [f"train/loss_level_{i}" for i in range(0, 10, 3)],
     "FID": ["val/fid"],
     "learning rate": ["lr"],
 }
 
 
 class LearningCurves(Callback):
-    """Draws logged metrics over the epochs into a PNG file, after epochs and at the end.
+    """Draws logged metrics over the epochs into an SVG file, after epochs and at the end.
 
     Args:
         path: The picture.
         rows: Gives the logged metrics, one dictionary per row.
-        panels: Title and metrics of each panel.
+        panels: What each panel shows, and its metrics.
         needs: The metric without which nothing is drawn.
         min_interval_s: Least time between two drawings, in seconds; drawing takes about one.
     """
@@ -68,25 +64,24 @@ class LearningCurves(Callback):
 
 
 def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> None:
-    """Draws the learning curves of logged rows into a PNG file; a panel without any of its metrics is left out."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Draws the learning curves of logged rows into an SVG file; a panel without any of its metrics is left out."""
+    from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
 
     logged = {name for row in rows for name in row}
-    panels = {title: names for title, names in panels.items() if logged.intersection(names)}
-    figure = Figure(figsize=(4 * len(panels), 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for name in names:
+    panels = {label: names for label, names in panels.items() if logged.intersection(names)}
+    figure, all_axes = line_figure(len(panels), height_in=2 * len(panels), sharex=True)
+    for axes, (label, names) in zip(all_axes[:, 0], panels.items(), strict=True):
+        for name, colour in zip(names, OKABE_ITO, strict=False):
             points = [(row["step"], row[name]) for row in rows if name in row]
             if points:
                 steps, values = zip(*points, strict=True)
-                axes.plot(_epochs(steps, rows), values, label=name, marker="." if len(points) < 40 else None)
-        axes.set(title=title, xlabel="epoch")
-        axes.grid(alpha=0.3)
-        axes.legend()
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
+                marker = "." if len(points) < 40 else None
+                axes.plot(_epochs(steps, rows), values, color=colour, label=name, marker=marker)
+        axes.set_ylabel(label)
+    all_axes[-1, 0].set_xlabel("epoch")
+    for axes in all_axes[:, 0]:
+        label_ends(axes)
+    save_svg(path, figure)
 
 
 def _epochs(steps: Sequence[float], rows: Rows) -> np.ndarray:
