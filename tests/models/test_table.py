@@ -1,4 +1,4 @@
-"""Operations and parameters of the models, and the table of them in the README."""
+"""Operations and parameters of the models, and the table of them in the documents."""
 
 import shlex
 import subprocess
@@ -13,7 +13,7 @@ from headmix_vision.models.flops import count_flops
 from headmix_vision.models.listing import describe
 from headmix_vision.models.table import main, rows
 
-README = Path(__file__).parents[2] / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "using_models.md"
 
 
 def counted_by_torch(model):
@@ -64,8 +64,8 @@ def test_published_operations():
             assert count_flops(timm.create_model(name)) / 2e9 == pytest.approx(published, rel=0.01)
 
 
-def test_the_table_of_the_readme_is_that_of_the_command():
-    section = README.read_text().split("<!-- models -->")[1].split("<!-- end of models -->")[0]
+def test_the_table_of_the_document_is_that_of_the_command():
+    section = DOCUMENT.read_text().split("<!-- models -->")[1].split("<!-- end of models -->")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     (command,) = (line for line in section.splitlines() if line.startswith("python -m headmix_vision.models.table "))
     expanded = subprocess.check_output(["bash", "-c", f"echo {command}"], text=True)
