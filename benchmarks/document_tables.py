@@ -76,6 +76,7 @@ FURTHER_CLAIMS = {
     "models_dit_h200": "DiT-XL/2, MHLA against softmax",
     "counting": "how many heads count pairs",
     "expressivity": "rank of Head-in-Head's transition",
+    "moving_digits": "attention in models of clips",
     "stable_rates": "learning rates of explicit heads",
 }
 STABLE_VARIANTS = {
