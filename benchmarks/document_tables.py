@@ -57,6 +57,15 @@ HIH_COLUMNS = {
     "flash": "FlashAttention",
     "cudnn": "cuDNN",
 }
+CONV_SHAPES = {
+    "deit_s_224": "CPE, DeiT-S at 224 px",
+    "deit_s_512": "CPE, DeiT-S at 512 px",
+    "dit_xl_256": "CPE, DiT-XL/2 at 256 px",
+    "hih_deit_s": "Head-in-Head, DeiT-S at 224 px",
+    "video": "CPE, clips",
+    "hih_video": "Head-in-Head, clips",
+    "wan": "Wan",
+}
 HEAD_MIX_SHAPES = {"n196_p2": "196, 2", "n196_p4": "196, 4", "n1024_p2": "1,024, 2", "n1024_p4": "1,024, 4"}
 WAN_TOKENS = ("31500", "32760", "75600")
 WAN_MODES = {"forward": "denoising forward", "train": "training step"}
@@ -74,6 +83,8 @@ FURTHER_CLAIMS = {
     "models_deit_iha_h200": "DeiT-S with interleaved heads",
     "models_deit_mea_h200": "DeiT-S with explicit heads",
     "models_dit_h200": "DiT-XL/2, MHLA against softmax",
+    "conv_h200": "depthwise convolution of tokens",
+    "training_h200": "training loop around a step",
     "counting": "how many heads count pairs",
     "expressivity": "rank of Head-in-Head's transition",
     "moving_digits": "attention in models of clips",
@@ -298,6 +309,19 @@ def hih() -> str:
     return markdown_table(header, [*lines, ["r = 4 against r = 1", *both_ratios]])
 
 
+def conv() -> str:
+    """Times of the depthwise convolution, over the floor, and PyTorch's."""
+    lines = []
+    for shape, name in CONV_SHAPES.items():
+        rows = {row["column"]: row for row in read("conv_h200", shape=shape)}
+        size = "·".join(rows["ours"][x] for x in ("batch", "grid", "channels"))
+        ours = [over_floor(rows["ours"], time) for time in ("forward", "forward_backward")]
+        lines.append([name, size, *ours, *(both(rows[column]) for column in ("pytorch", "compiled"))])
+    return markdown_table(
+        ["", "B·grid·C", "forward", "forward + backward", "PyTorch f / f+b", "compiled f / f+b"], lines
+    )
+
+
 def head_mix_parts() -> str:
     """Times of the mix and of the collapse of interleaved heads, by kernels and by einsum."""
     lines = []
@@ -371,6 +395,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "moving_digits_lengths": partial(moving_digits, Report.lengths),
     "mhla": mhla,
     "hih": hih,
+    "conv": conv,
     "head_mix_parts": head_mix_parts,
     "head_mix_attention": head_mix_attention,
     "models_iha": partial(models, "models_deit_iha_h200", ["512 px, batch 64, training"], "IHA over "),
