@@ -2,7 +2,7 @@
 
 from headmix_vision.ops.grid_conv import grid_conv
 from headmix_vision.ops.head_in_head import HeadInHeadOutput, head_in_head, head_in_head_rwkv7
-from headmix_vision.ops.mhla import mhla
+from headmix_vision.ops.mhla import MHLAState, mhla, mhla_step
 from headmix_vision.ops.mix_heads import mix_heads
 from headmix_vision.ops.token_blocks import BlockTables, TokenBlocks
 from headmix_vision.ops.token_grid import TokenGrid
@@ -13,6 +13,7 @@ from headmix_vision.ops.token_window import TokenWindow
 __all__ = [
     "BlockTables",
     "HeadInHeadOutput",
+    "MHLAState",
     "ScanTables",
     "TokenBlocks",
     "TokenGrid",
@@ -23,5 +24,6 @@ __all__ = [
     "head_in_head",
     "head_in_head_rwkv7",
     "mhla",
+    "mhla_step",
     "mix_heads",
 ]

@@ -129,6 +129,14 @@ class TokenBlocks:
         """
         return _cached_tables(self, like.device) if is_plain(like) else _build_tables(self, like.device)
 
+    def order(self, like: Tensor) -> Tensor:
+        """Return the tokens block by block, the order of causal attention: int64 [N] on the device of ``like``.
+
+        Prefix tokens come first, then blocks in raster order of the block grid; within a block tokens are in raster
+        order.
+        """
+        return self.tables(like).slot_of_token.argsort()
+
     def block_centers(self) -> Tensor:
         """Compute the mean coordinates, in tokens, of all blocks but the prefix block: float64 [M - prefix, axes]."""
         starts = [axis.starts(torch.device("cpu")).double() for axis in self._axes]

@@ -191,3 +191,20 @@ def test_ranks_have_the_tokens_of_a_grid_between_them(shape, block_grid, prefix,
 def test_ranks_share_no_block_where_their_number_divides_that_of_the_blocks():
     blocks = TokenBlocks.from_grid((11, 3), (4, 2), 1)
     assert [blocks.of_rank(TokenRanks("", 0, size)).are_shared for size in (1, 2, 3, 4)] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(("grid", "block_grid", "prefix"), PARTITIONS)
+def test_order_is_block_by_block(grid, block_grid, prefix):
+    blocks = TokenBlocks.from_grid(grid, block_grid, prefix)
+    like = torch.empty(0)
+    order = blocks.order(like)
+    keys = torch.stack([blocks.tables(like).block_of_token[order], order])
+    assert torch.equal(order.sort().values, torch.arange(blocks.num_tokens))
+    assert keys.T.tolist() == sorted(keys.T.tolist()) and order[:prefix].tolist() == list(range(prefix))
+
+
+def test_order_of_an_uneven_clip_with_a_prefix():
+    """Blocks in raster order of their grid, tokens in raster order inside of them."""
+    assert TokenBlocks.from_grid((2, 1, 3), (1, 1, 2), 1).order(torch.empty(0)).tolist() == [0, 1, 2, 4, 5, 3, 6]
+    assert TokenBlocks.from_grid((2, 1, 3), (2, 1, 2), 1).order(torch.empty(0)).tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert TokenBlocks.from_grid((2, 4), (1, 2)).order(torch.empty(0)).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]

@@ -32,6 +32,7 @@ def mhla(
     normalizer: str | None = "paper",
     feature_map: str = "relu",
     eps: float = 1e-6,
+    causal: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     r"""Compute multi-head linear attention: linear attention whose block memories are mixed by a learned matrix.
@@ -56,6 +57,10 @@ def mhla(
             ``b`` (a block without that place adds nothing) and ``z_b`` the sum of its keys. ``None`` does not divide.
         feature_map: ``"relu"``: relu(x) + eps, ``"elu1"``: elu(x) + 1 + eps, ``"identity"``: x.
         eps: see ``feature_map`` and ``normalizer``.
+        causal: count only tokens up to and with the query itself, in the order of :meth:`TokenBlocks.order` (Appendix
+            C): all blocks before, and of the query's own block the tokens before. So do the sums of the normalizers:
+            ``z_b`` of the query's own block ends with the query. Prefix tokens, the first block, see prefix tokens up
+            to themselves. Weights ``m[i, b]`` with ``b > i`` are not read and get no gradient.
         impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: kernels for bfloat16,
             float16 and float32 and head dims up to 128, differentiable once; a cost model picks one of two algorithms,
             ``"triton_pairwise"`` and ``"triton_summary"`` name it. ``"torch"``: linear in N, any device.
@@ -67,6 +72,8 @@ def mhla(
     Raises:
         InputError: naming the argument, if shapes, types, devices or options do not fit, or ``impl`` cannot run them.
     """
-    settings = Settings(blocks, normalizer, feature_map, eps)
+    settings = Settings(blocks, normalizer, feature_map, eps, causal=causal)
     validate_mhla(q, k, v, mixing, settings, impl)
-    return select(impl, IMPLEMENTATIONS, q.is_cuda, lambda: why_not_triton(q, v))(q, k, v, mixing, settings)
+    return select(
+        impl, IMPLEMENTATIONS, q.is_cuda, lambda: "causal attention has no kernels" if causal else why_not_triton(q, v)
+    )(q, k, v, mixing, settings)

@@ -42,6 +42,7 @@ class Settings(NamedTuple):
     feature_map: str = "relu"
     eps: float = 1e-6
     regime: str = "summary"
+    causal: bool = False
 
     def pack(self) -> list[int]:
         """Write the settings as integers: torch.library passes these, symbolic sizes of a grid included."""
@@ -50,6 +51,7 @@ class Settings(NamedTuple):
             NORMALIZERS.index(self.normalizer),
             tuple(FEATURE_MAPS).index(self.feature_map),
             REGIMES.index(self.regime),
+            int(self.causal),
         )
         sizes = (grid.num_prefix_tokens, grid.repeats, *grid.shape, *self.blocks.block_grid)
         return [*choices, int(mantissa * _MANTISSA), exponent, *sizes]
@@ -57,7 +59,7 @@ class Settings(NamedTuple):
 
 def unpack(packed: Sequence[int]) -> Settings:
     """Read what :meth:`Settings.pack` wrote."""
-    normalizer, feature_map, regime, mantissa, exponent, num_prefix_tokens, repeats, *axes = packed
+    normalizer, feature_map, regime, causal, mantissa, exponent, num_prefix_tokens, repeats, *axes = packed
     shape, block_grid = tuple(axes[: len(axes) // 2]), tuple(axes[len(axes) // 2 :])
     return Settings(
         TokenBlocks(TokenGrid(shape, num_prefix_tokens, repeats), block_grid),
@@ -65,6 +67,7 @@ def unpack(packed: Sequence[int]) -> Settings:
         tuple(FEATURE_MAPS)[feature_map],
         math.ldexp(mantissa / _MANTISSA, exponent),
         REGIMES[regime],
+        bool(causal),
     )
 
 

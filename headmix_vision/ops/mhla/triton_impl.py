@@ -45,7 +45,11 @@ def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, settings: Se
         tables = settings.blocks.tables(q)
         q, k = (to_blocks(apply_feature_map(x.float(), settings.feature_map, settings.eps), tables) for x in (q, k))
         mixing = mixing.float().expand(q.shape[0], q.shape[1], *mixing.shape[-2:])
-        return source_block_denominator(q, k, mixing, tables, settings.eps)[..., 0].transpose(1, 2).contiguous()
+        return (
+            source_block_denominator(q, k, mixing, tables, settings.eps, settings.causal)[..., 0]
+            .transpose(1, 2)
+            .contiguous()
+        )
 
 
 class Saved(NamedTuple):

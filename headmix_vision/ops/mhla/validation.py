@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headmix_vision.checks import check_numbers
+from headmix_vision.checks import check_flags, check_numbers
 from headmix_vision.errors import InputError
 from headmix_vision.ops.arguments import check_tensors, check_types
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings
@@ -31,10 +31,15 @@ def validate_mhla(
     mixing: Tensor,
     settings: Settings,
     impl: str,
+    taken: int | None = None,
 ) -> None:
-    """Raise InputError, naming the argument, unless ``mhla`` can run on these arguments."""
+    """Raise InputError, naming the argument, unless ``mhla`` can run on these arguments.
+
+    With ``taken`` q, k and v are some of the tokens after so many.
+    """
     check_options(settings.normalizer, settings.feature_map, impl)
     check_numbers(0, eps=settings.eps)
+    check_flags(causal=settings.causal)
     check_tensors(q=q, k=k, v=v, mixing=mixing)
     if not isinstance(settings.blocks, TokenBlocks):
         raise InputError(f"blocks must be a TokenBlocks, got {settings.blocks!r}.")
@@ -48,7 +53,11 @@ def validate_mhla(
         if x.shape[-1] < 1:
             raise InputError(f"{name} must have a head dim of at least 1, got shape {tuple(x.shape)}.")
     blocks = settings.blocks
-    if q.shape[1] != blocks.num_tokens:
+    if taken is not None:
+        left = blocks.num_tokens - taken
+        if not 1 <= q.shape[1] <= left:
+            raise InputError(f"q has {q.shape[1]} tokens, but of {blocks.grid} {left} are left: give 1 to {left}.")
+    elif q.shape[1] != blocks.num_tokens:
         raise InputError(f"q has {q.shape[1]} tokens, but blocks divide {blocks.grid}: {blocks.num_tokens} tokens.")
     m = blocks.num_blocks
     if isinstance(blocks, BlocksOfRank):

@@ -1,0 +1,107 @@
+"""Takes the tokens of causal MHLA one after the other; what it keeps of them are the block summaries.
+
+B batch, N tokens, H heads, D and Dv head dims, M blocks, n new tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headmix_vision.errors import InputError
+from headmix_vision.ops.mhla.settings import Settings, apply_feature_map
+from headmix_vision.ops.mhla.torch_impl import causal_sums, to_blocks, to_tokens
+from headmix_vision.ops.mhla.validation import validate_mhla
+from headmix_vision.ops.precision import accumulation_dtype, autocast_off
+from headmix_vision.ops.token_blocks import BlockTables, TokenBlocks
+
+_CPU = torch.empty(0)
+
+
+class MHLAState(NamedTuple):
+    """What causal MHLA keeps of the tokens that it has taken: B H M D (Dv + 1) numbers, whatever their number.
+
+    Attributes:
+        summaries: [B, H, M, D, Dv], or Dv + 1 for the normalizer ``"paper"``, whose last column is z: the sums over the
+            tokens taken of each block, zero in blocks to come. float32, or float64 for float64 inputs.
+        num_tokens: tokens taken.
+    """
+
+    summaries: Tensor
+    num_tokens: int
+
+
+class MHLAStep(NamedTuple):
+    """The outputs [B, n, H, Dv] of the new tokens, and the state after them."""
+
+    out: Tensor
+    state: MHLAState
+
+
+def mhla_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    blocks: TokenBlocks,
+    state: MHLAState | None = None,
+    *,
+    normalizer: str | None = "paper",
+    feature_map: str = "relu",
+    eps: float = 1e-6,
+) -> MHLAStep:
+    """Compute causal :func:`headmix_vision.ops.mhla` of the next tokens: one, a frame, or any number.
+
+    Outputs are those of the whole sequence. A state is never changed: from one state, other tokens may be tried.
+
+    Args:
+        q, k, v: [B, n, H, D] and [B, n, H, Dv], the next n tokens in the order of :meth:`TokenBlocks.order`.
+        mixing, blocks: of the whole sequence of N tokens, as in ``mhla``.
+        state: that of the tokens before, or None to start.
+        normalizer, feature_map, eps: as in ``mhla``, the same in all calls. ``"source_block"`` is refused: it needs the
+            queries of earlier blocks.
+
+    Raises:
+        InputError: as ``mhla``; if more tokens are given than are left, or ``state`` is of other sizes.
+    """
+    settings = Settings(blocks, normalizer, feature_map, eps, causal=True)
+    taken = 0 if state is None else state.num_tokens
+    validate_mhla(q, k, v, mixing, settings, "torch", taken)
+    if normalizer == "source_block":
+        raise InputError("normalizer 'source_block' needs the queries of earlier blocks: mhla_step keeps none.")
+    B, n, H, D = q.shape
+    with autocast_off(q):
+        out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
+        q, k, v, mixing = (x.to(dtype) for x in (q, k, v, mixing))
+        q, k = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps)
+        if normalizer == "paper":
+            v = F.pad(v, (0, 1), value=1.0)
+        memory = None if state is None else state.summaries
+        expected = (B, H, blocks.num_blocks, D, v.shape[-1])
+        if memory is not None and (memory.shape != expected or memory.dtype != dtype):
+            raise InputError(
+                f"the state must hold {dtype} {expected}, got {memory.dtype} {tuple(memory.shape)}: of another call."
+            )
+        first, tables = _next_tables(blocks, taken, n, q.device)
+        q, k, v = (to_blocks(x, tables) for x in (q, k, v))
+        out, summaries = causal_sums(q, k, v, mixing.expand(B, H, *mixing.shape[-2:]), first, memory)
+        out = to_tokens(out, tables)
+        if normalizer == "paper":
+            out = out[..., :-1] / out[..., -1:]
+        return MHLAStep(out.to(out_dtype), MHLAState(summaries, taken + n))
+
+
+def _next_tables(blocks: TokenBlocks, taken: int, count: int, device: torch.device) -> tuple[int, BlockTables]:
+    """Return the first block that the next tokens lie in, and tables of them in this and the following blocks."""
+    sizes = (blocks.tables(_CPU).tokens >= 0).sum(1)
+    ends = sizes.cumsum(0)
+    first, last = (int(torch.searchsorted(ends, place, right=True)) for place in (taken, taken + count - 1))
+    start = (ends - sizes)[first : last + 1].clamp(min=taken)[:, None]
+    end = ends[first : last + 1].clamp(max=taken + count)[:, None]
+    token = start + torch.arange(int((end - start).max()))
+    tokens = torch.where(token < end, token - taken, -1)
+    slots = (tokens.flatten() >= 0).nonzero().flatten()
+    return first, BlockTables(*(x.to(device) for x in (slots // tokens.shape[1], tokens, slots)))
