@@ -116,6 +116,8 @@ class HeadMixAttention(nn.Module):
         self.folds = self.head_mix is not None and self.head_mix.folds and not qk_norm
         core_spec = self.head_mix.core_spec(spec) if self.head_mix else spec
         self.core = CORES[core](core_spec, **(core_args or {}))
+        if self.core.causal and cpe:
+            raise InputError(f"cpe={cpe!r} cannot be joined with causal=True: the convolution sees later tokens.")
         self.output_norm = nn.RMSNorm(head_dim, eps=1e-6, **factory) if output_norm else nn.Identity()
         self.gate = nn.Linear(dim, dim, bias=False, **factory) if output_gate else None
         self.norm = (norm_layer or nn.LayerNorm)(dim, **factory) if scale_norm else nn.Identity()
@@ -216,7 +218,35 @@ class HeadMixAttention(nn.Module):
             needed["rotation"] = rotation
         if ranks is not None:
             needed["ranks"] = ranks
-        out = self.core(q, k, v, tokens.repeat(self.repeats), **needed)
+        return self._finish(x, self.core(q, k, v, tokens.repeat(self.repeats), **needed))
+
+    def stream(
+        self, x: Tensor, state: Any = None, grid: tuple[int, ...] | None = None, rotation: Rotation | None = None
+    ) -> tuple[Tensor, Any]:
+        """Compute the next tokens of a grid as ``forward`` of all of them does, for a causal core.
+
+        Args:
+            x: [B, n, C], the next tokens in raster order, prefix tokens with the first.
+            state: what this returned for the tokens before, which stays as it is; None at the start.
+            grid, rotation: of all tokens, as in ``forward``.
+
+        Returns:
+            The outputs [B, n, C], and the state after them, whose size does not depend on the number of tokens.
+
+        Raises:
+            InputError: if the core is not causal, or the tokens do not end with a row of blocks along the first axis.
+        """
+        tokens = self.grid if grid is None else replace(self.grid, shape=tuple(grid))
+        rotated: dict[str, Any] = {}
+        if rotation is not None:
+            self.core.check_rotation()
+            rotated["rotation"] = rotation
+        q, k, v = self._project(x)
+        out, state = self.core.stream(q, k, v, tokens, state, **rotated)
+        return self._finish(x, out), state
+
+    def _finish(self, x: Tensor, out: Tensor) -> Tensor:
+        """Make the layer's output of the heads' outputs."""
         if self.head_mix is not None:
             out = self.head_mix("after", out)
             _assert_mixed(self.num_heads, x.shape[1], out)

@@ -6,6 +6,7 @@ B batch, C latent channels, N tokens, D width, F frames of tokens with times of 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -58,10 +59,25 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim, **factory))
 
     def forward(self, x: Tensor, c: Tensor, grid: tuple[int, ...], rotation: Rotation | None = None) -> Tensor:
+        return self._run(x, c, partial(self.attn, grid=grid, rotation=rotation))
+
+    def stream(
+        self, x: Tensor, c: Tensor, grid: tuple[int, ...], rotation: Rotation | None, state: Any
+    ) -> tuple[Tensor, Any]:
+        """Run the next tokens of a grid; see :meth:`headmix_vision.layers.HeadMixAttention.stream`."""
+
+        def attend(tokens: Tensor) -> Tensor:
+            nonlocal state
+            out, state = self.attn.stream(tokens, state, grid, rotation)
+            return out
+
+        return self._run(x, c, attend), state
+
+    def _run(self, x: Tensor, c: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = _by_frame(self.adaLN_modulation(c)).chunk(6, dim=-1)
         x = x.unflatten(1, (shift_a.shape[1], -1))  # [B, F, N / F, D]
         attended = torch.addcmul(shift_a, self.norm1(x), 1 + scale_a).flatten(1, 2)
-        x = x + gate_a * self.attn(attended, grid=grid, rotation=rotation).view_as(x)
+        x = x + gate_a * attend(attended).view_as(x)
         x = x + gate_m * self.mlp(torch.addcmul(shift_m, self.norm2(x), 1 + scale_m))
         return x.flatten(1, 2)
 
@@ -235,9 +251,7 @@ class GridDiT(ModelMixin, ConfigMixin):
 
     def _predict(self, x: Tensor, t: Tensor | float, y: Tensor | None, time_step: float = 1.0) -> Tensor:
         """Run the model on [B, C, *sizes]; ``time_step`` is in frames of training, from token to token."""
-        if x.ndim != 2 + len(self.patch) or x.shape[1] != self.in_channels:
-            axes = ", ".join(("T", "H", "W")[-len(self.patch) :])
-            raise InputError(f"x must be [B, {self.in_channels}, {axes}], got {tuple(x.shape)}.")
+        self._check_input(x)
         grid = self._grid(tuple(x.shape[2:]))
         c = self._condition(x, t, y)
         ranks, tokens = self.ranks, TokenGrid(grid)
@@ -245,14 +259,12 @@ class GridDiT(ModelMixin, ConfigMixin):
             first, end = ranks.rows(tokens, ranks.rank)
             x = x[:, :, first * self.patch[0] : end * self.patch[0]]
             c = c if c.ndim == 2 else c[:, first:end]
-        x, rotation = self.x_embedder(x), None
-        if self.positions == "rope":
-            rotation = rotary_tables(self.head_dim, grid, self.base_grid, time_step, like=x)
-            if ranks is not None:
-                rotation = ranks.split(rotation[0], tokens, dim=0), ranks.split(rotation[1], tokens, dim=0)
-        else:
-            places = sincos_positions(self.embed_dim, grid, self.base_grid, x, time_step)
-            x = x + (places if ranks is None else ranks.split(places, tokens, dim=0))
+        x = self.x_embedder(x)
+        added, rotation = self._positions(grid, time_step, x)
+        if ranks is not None:
+            added = None if added is None else ranks.split(added, tokens, dim=0)
+            rotation = rotation and (ranks.split(rotation[0], tokens, dim=0), ranks.split(rotation[1], tokens, dim=0))
+        x = x if added is None else x + added
         for block in self.blocks:
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 x = self._gradient_checkpointing_func(block, x, c, grid, rotation)
@@ -287,6 +299,19 @@ class GridDiT(ModelMixin, ConfigMixin):
         for layer in layers:
             layer.set_ranks(ranks)
         self.ranks = ranks
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.ndim != 2 + len(self.patch) or x.shape[1] != self.in_channels:
+            axes = ", ".join(("T", "H", "W")[-len(self.patch) :])
+            raise InputError(f"x must be [B, {self.in_channels}, {axes}], got {tuple(x.shape)}.")
+
+    def _positions(
+        self, grid: tuple[int, ...], time_step: float, like: Tensor
+    ) -> tuple[Tensor | None, Rotation | None]:
+        """Return what is added to the tokens of a grid, [N, D], or their rotation, and None for the other."""
+        if self.positions == "rope":
+            return None, rotary_tables(self.head_dim, grid, self.base_grid, time_step, like=like)
+        return sincos_positions(self.embed_dim, grid, self.base_grid, like, time_step), None
 
     def _grid(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if not all(sizes) or any(size % p for size, p in zip(sizes, self.patch, strict=True)):

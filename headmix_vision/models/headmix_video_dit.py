@@ -5,16 +5,31 @@ B batch, C latent channels, T x H x W latent frames and size, (t, p, p) a patch,
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple, cast
 
 import torch
 from diffusers.configuration_utils import register_to_config
 from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeline looks for it beside the class
 from torch import Tensor
 
-from headmix_vision.checks import check_choice, check_positive, triple
+from headmix_vision.checks import check_choice, check_counts, check_positive, triple
 from headmix_vision.errors import InputError
-from headmix_vision.models.grid_dit import POSITIONS, GridDiT
+from headmix_vision.models.grid_dit import POSITIONS, DiTBlock, GridDiT
+
+
+class ClipState(NamedTuple):
+    """What the layers keep of the first frames of a clip.
+
+    Attributes:
+        grid: tokens of the whole clip along time, height and width.
+        num_tokens: tokens of the frames taken.
+        layers: the state of each layer, see :meth:`headmix_vision.layers.HeadMixAttention.stream`.
+    """
+
+    grid: tuple[int, ...]
+    num_tokens: int
+    layers: tuple[Any, ...]
 
 
 class HeadMixVideoDiT(GridDiT):
@@ -110,11 +125,63 @@ class HeadMixVideoDiT(GridDiT):
         )
 
     def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None, frame_rate: float | None = None) -> Tensor:
+        return self._predict(x, t, y, self._time_step(frame_rate))
+
+    def stream(
+        self,
+        x: Tensor,
+        t: Tensor | float,
+        y: Tensor | None = None,
+        frame_rate: float | None = None,
+        *,
+        num_frames: int,
+        state: ClipState | None = None,
+    ) -> tuple[Tensor, ClipState]:
+        """Run the next frames of a clip on the state of those before, for ``core_args={"causal": True}``.
+
+        Outputs are those of ``forward`` on all frames up to these. A state is never changed: frames can be denoised in
+        many calls on the state before them, and are then pushed once, clean and at time 0, for the state after them.
+
+        Args:
+            x, t, y, frame_rate: as in ``forward``, of the next frames alone, [B, C, n, H, W]. They end with a row of
+                blocks along time.
+            num_frames: T, frames of the whole clip, later ones included: its blocks follow from it.
+            state: returned for the frames before; None at the start.
+
+        Returns:
+            [B, C or 2C, n, H, W], and the state after these frames, of the same size for any number of them.
+
+        Raises:
+            InputError: as ``forward``; if the model is not causal, the frames end within a row of blocks, or the state
+                is of another clip.
+        """
+        check_counts(1, num_frames=num_frames)
+        self._check_input(x)
+        piece, grid = self._grid(tuple(x.shape[2:])), self._grid((num_frames, *x.shape[3:]))
+        first, before = (0, [None] * len(self.blocks)) if state is None else (state.num_tokens, state.layers)
+        if state is not None and state.grid != grid:
+            raise InputError(f"the state is of a clip of {state.grid} tokens along its axes, these frames of {grid}.")
+        left = num_frames - first // math.prod(grid[1:]) * self.patch[0]
+        if x.shape[2] > left:
+            raise InputError(f"{x.shape[2]} frames given, but of {num_frames} only {left} are left.")
+        c = self._condition(x, t, y)
+        tokens = self.x_embedder(x)
+        added, rotation = self._positions(grid, self._time_step(frame_rate), tokens)
+        tokens = tokens if added is None else tokens + added[first : first + tokens.shape[1]]
+        layers = []
+        for block, layer in zip(self.blocks, before, strict=True):
+            tokens, layer = cast(DiTBlock, block).stream(tokens, c, grid, rotation, layer)
+            layers.append(layer)
+        out = self._unpatch(self.final_layer(tokens, c), piece)
+        return out, ClipState(grid, first + tokens.shape[1], tuple(layers))
+
+    def _time_step(self, frame_rate: float | None) -> float:
+        """Return the time from token to token of clips of a frame rate, in frames of training."""
         if frame_rate is None:
             frame_rate = self.frame_rate
         else:
             check_positive(frame_rate=frame_rate)
-        return self._predict(x, t, y, self.patch[0] * (self.frame_rate / frame_rate))
+        return self.patch[0] * (self.frame_rate / frame_rate)
 
     def _embed_times(self, x: Tensor, t: Tensor) -> Tensor:
         """Embed times as images have them, [B, D], or those of the frames, [B, T / t, D]."""

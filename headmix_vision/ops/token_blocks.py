@@ -121,6 +121,15 @@ class TokenBlocks:
         largest = math.prod([-(-g // b) for g, b in zip(self.grid.shape, self.block_grid, strict=True)])
         return self.grid.repeats * max(largest, self.grid.num_prefix_tokens)
 
+    @property
+    def row_ends(self) -> tuple[int, ...]:
+        """Tokens up to the end of each row of blocks along the first axis, prefix tokens and repeats included.
+
+        The first so many tokens are the same ones in raster order and in that of :meth:`order`.
+        """
+        ends = _axis_starts(self.grid.shape[0], self.block_grid[0], torch.device("cpu"))[1:]
+        return tuple(self.grid.repeats * (self.grid.num_prefix_tokens + ends * math.prod(self.grid.shape[1:])).tolist())
+
     def tables(self, like: Tensor) -> BlockTables:
         """Return the index tables on the device of ``like``, cached for plain tensors.
 

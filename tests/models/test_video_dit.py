@@ -302,6 +302,67 @@ def test_operations_are_those_that_torch_counts():
     assert count_flops(model) == counter.get_total_flops()
 
 
+# frames that see none after them
+
+
+CAUSAL = {"core_args": {"causal": True}, "learned_variance": True}
+
+
+@pytest.mark.parametrize("options", [{}, {"positions": "rope", "frame_rate": 4.0}, {"head_mix": "mea"}], ids=str)
+@pytest.mark.parametrize("block_grid", [(6, 2, 2), (3, 2, 1), (1, 2, 2)])
+def test_frames_in_pieces_give_what_the_whole_clip_gives(options, block_grid):
+    model = create(**CAUSAL, **options, block_grid=block_grid)
+    for frames in (6, 1):
+        x, _, y = clip(frames)
+        t = torch.linspace(0, 900, 2 * frames).view(2, frames)
+        expected, outs, state, length = model(x, t, y), [], None, -(-frames // block_grid[0])
+        for piece, times in zip(x.split(length, 2), t.split(length, 1), strict=True):
+            out, state = model.stream(piece, times, y, num_frames=frames, state=state)
+            outs.append(out)
+        assert len(outs) == min(frames, block_grid[0])
+        torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_frames_are_drawn_on_the_state_of_clean_ones_as_if_all_were_computed_again():
+    """Windows of two frames in three steps of denoising, which leave the state alone; later frames change nothing."""
+    model, y = create(core_args={"causal": True}, block_grid=(3, 2, 2)), torch.tensor([0, 5])
+    noise, state, sizes = clip()[0], None, set()
+    drawn = again = noise[:, :, :0]
+    for window in noise.split(2, 2):
+        x, whole = window, window
+        for t in (900.0, 500.0, 100.0):
+            x = x - 0.1 * model.stream(x, t, y, num_frames=6, state=state)[0]
+            later = torch.full_like(noise[:, :, again.shape[2] + 2 :], 7)
+            times = torch.tensor([[0.0] * again.shape[2] + [t] * 2 + [30.0] * later.shape[2]])
+            whole = whole - 0.1 * model(torch.cat([again, whole, later], 2), times, y)[:, :, again.shape[2] :][:, :, :2]
+        _, state = model.stream(x, 0.0, y, num_frames=6, state=state)
+        sizes.add(sum(kept.summaries.numel() for layer in state.layers for kept in layer))
+        drawn, again = torch.cat([drawn, x], 2), torch.cat([again, whole], 2)
+    torch.testing.assert_close(drawn, again, rtol=1e-12, atol=1e-12)
+    assert sizes == {2 * 2 * 2 * 12 * 24 * 25} and not torch.allclose(drawn, noise)
+
+
+def test_wrong_pieces_of_clips_are_refused():
+    x, t, y = clip()
+    model = create(**CAUSAL, block_grid=(3, 2, 2))
+    state = model.stream(x, t, y, num_frames=6)[1]
+    for arguments, options, message in (
+        ((x[:, :, :3], t, y), {"num_frames": 6}, "after 2, 4, 6 of 6 on the first axis: 48 tokens after 0 do not"),
+        ((x[:, :, :2], t, y), {"num_frames": 6, "state": state}, "2 frames given, but of 6 only 0 are left"),
+        (
+            (x[:, :, :2], t, y),
+            {"num_frames": 8, "state": state},
+            r"state is of a clip of \(6, 4, 4\) .* of \(8, 4, 4\)",
+        ),
+        ((x[:, :, :2], t, y), {"num_frames": 6.0}, "num_frames must be a whole number of at least 1, got 6.0"),
+        ((x[:, 0], t, y), {"num_frames": 6}, r"x must be \[B, 2, T, H, W\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.stream(*arguments, **options)
+    with pytest.raises(ValueError, match="MHLACore cannot take tokens in pieces"):
+        create().stream(x, t, y, num_frames=6)
+
+
 # from an image model
 
 
@@ -365,6 +426,9 @@ def test_an_inflated_mixing_matrix_is_local_in_time():
         ({"softmax_every": 3}, "from 2 to the depth 2, got 3"),
         ({"softmax_every": True}, "softmax_every must be a whole number"),
         ({"softmax_every": 2, "core": "softmax"}, "needs another core than softmax"),
+        ({"softmax_every": 2, "core_args": {"causal": True}}, "softmax_every=2 cannot be joined with causal=True"),
+        ({"core": "linear", "core_args": {"causal": True}}, "core_args of 'linear'"),
+        ({"cpe": "factorised", "core_args": {"causal": True}}, "cpe='factorised' cannot be joined with causal=True"),
     ],
 )
 def test_wrong_arguments_are_refused(options, message):

@@ -203,7 +203,7 @@ def test_order_is_block_by_block(grid, block_grid, prefix):
     assert keys.T.tolist() == sorted(keys.T.tolist()) and order[:prefix].tolist() == list(range(prefix))
 
 
-def test_order_of_an_uneven_clip_with_a_prefix():
+def test_order_of_a_clip_and_an_image():
     """Blocks in raster order of their grid, tokens in raster order inside of them."""
     assert TokenBlocks.from_grid((2, 1, 3), (1, 1, 2), 1).order(torch.empty(0)).tolist() == [0, 1, 2, 4, 5, 3, 6]
     assert TokenBlocks.from_grid((2, 1, 3), (2, 1, 2), 1).order(torch.empty(0)).tolist() == [0, 1, 2, 3, 4, 5, 6]

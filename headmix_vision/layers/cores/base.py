@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
+from headmix_vision.layers.positions import Rotation
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid
 from headmix_vision.registry import Registry
@@ -31,6 +32,7 @@ class AttentionCore(nn.Module):
         reads_input: the core is called with the further argument ``x``, the layer's input [B, N / repeats, C].
         averages_places: where the places of a token have equal keys, the core reads the mean of their values; False
             where the first place alone is written at the start.
+        causal: tokens see none that come later, and the core can take them in pieces (``stream``).
         layer_options: options of the layer that models of this core have on unless told otherwise.
 
     Raises:
@@ -40,6 +42,7 @@ class AttentionCore(nn.Module):
     forms_weights: ClassVar[bool] = False
     reads_input: ClassVar[bool] = False
     averages_places: ClassVar[bool] = True
+    causal: bool = False
     layer_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -61,6 +64,22 @@ class AttentionCore(nn.Module):
         The matrix of this map is the attention matrix. A core that changes its values first overrides this.
         """
         return lambda values: self(q, k, values, grid, **arguments), v
+
+    def stream(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, state: Any = None, *, rotation: Rotation | None = None
+    ) -> tuple[Tensor, Any]:
+        """Compute the head outputs of the next tokens of a grid, and the state after them.
+
+        Args:
+            q, k, v: of the next tokens in raster order, [B, n, H, D] and [B, n, H, Dv].
+            grid: all tokens, those before and to come included.
+            state: after the tokens before; None at the start.
+            rotation: of the whole grid, for a core that can rotate.
+
+        Raises:
+            InputError: if the core is not causal, or the tokens end where no piece may end.
+        """
+        raise InputError(f"{type(self).__name__} cannot take tokens in pieces: this needs 'mhla' with causal=True.")
 
     def check_rotation(self) -> None:
         """Raise InputError if the core cannot take rotary positions; it then has no argument ``rotation``."""

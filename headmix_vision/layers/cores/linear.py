@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -117,12 +118,13 @@ def rotated_mhla(
     normalizer: str | None,
     feature_map: str,
     eps: float,
-    impl: str,
+    attend: Callable[..., Tensor] = mhla,
+    **options: Any,
 ) -> Tensor:
     """Compute :func:`headmix_vision.ops.mhla` with features rotated in the numerator, not in the denominator.
 
-    Rotated features may be negative: a denominator of them could be zero. In types below float32 both sums are rounded
-    before they are divided.
+    ``attend`` takes the place of ``mhla``, with its arguments. Rotated features may be negative: a denominator of them
+    could be zero. In types below float32 both sums are rounded before they are divided.
     """
     q, k = (apply_feature_map(y.to(accumulation_dtype(y.dtype)), feature_map, eps) for y in (q, k))
     if normalizer is not None:
@@ -133,7 +135,8 @@ def rotated_mhla(
     grid = blocks.held if isinstance(blocks, BlocksOfRank) else grid
 
     def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return mhla(q.type_as(v), k.type_as(v), v, mixing, blocks, normalizer=None, feature_map="identity", impl=impl)
+        plain = {"normalizer": None, "feature_map": "identity", **options}
+        return attend(q.type_as(v), k.type_as(v), v, mixing, blocks, **plain)
 
     out = mix(rotate(q, rotation, grid), rotate(k, rotation, grid), v)
     return out if normalizer is None else out / mix(q, k, v.new_ones(*v.shape[:3], 1))

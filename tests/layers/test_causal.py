@@ -1,0 +1,89 @@
+"""Causal layers: what they see, rows of blocks one after the other, and what cannot be causal."""
+
+import pytest
+import torch
+
+from headmix_vision.errors import InputError
+from headmix_vision.layers import HeadMixAttention
+from headmix_vision.layers.positions import rotary_tables
+from headmix_vision.ops import TokenBlocks
+
+from .helpers import DIM, HEAD_DIM, HEADS, PREFIX, make_layer, tokens
+
+
+def causal(core_args=None, **options):
+    return make_layer("mhla", core_args={"causal": True, **(core_args or {})}, **options)
+
+
+def in_pieces(layer, x, lengths, **options):
+    outs, state = [], None
+    for piece in x.split(lengths, dim=1):
+        out, state = layer.stream(piece, state, **options)
+        outs.append(out)
+    return torch.cat(outs, 1)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("core_args", [{}, {"normalizer": None, "mixing_per_head": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"head_mix": "mea", "output_gate": True, "output_norm": True}], ids=str)
+def test_rows_of_blocks_in_pieces_give_what_all_give(options, core_args, rotates):
+    """5 x 6 tokens behind 2 prefix tokens: the first row of blocks has 3 rows of tokens."""
+    layer, x = causal(core_args, **options), tokens()
+    rotation = rotary_tables(HEAD_DIM, (5, 6), (5, 6), 1.0, like=x) if rotates else None
+    expected = layer(x, rotation=rotation)
+    for lengths in ([PREFIX + 18, 12], [PREFIX + 30]):
+        torch.testing.assert_close(in_pieces(layer, x, lengths, rotation=rotation), expected, rtol=1e-12, atol=1e-12)
+    grid, x = (2, 6), x[:, : PREFIX + 12]
+    rotation = rotary_tables(HEAD_DIM, grid, (5, 6), 1.0, like=x) if rotates else None
+    ours = in_pieces(layer, x, [PREFIX + 6, 6], grid=grid, rotation=rotation)
+    torch.testing.assert_close(ours, layer(x, grid=grid, rotation=rotation), rtol=1e-12, atol=1e-12)
+
+
+def test_a_token_sees_those_before_it_in_the_order_of_the_blocks():
+    layer, x = causal(), tokens().requires_grad_()
+    order = TokenBlocks.from_grid((5, 6), (2, 3), PREFIX).order(x)
+    for place in (0, 1, 7, 20):
+        (gradient,) = torch.autograd.grad(layer(x)[0, order[place]].sum(), x)
+        assert gradient[0, order].any(-1).tolist() == [other <= place for other in range(len(order))]
+
+
+def test_operations():
+    """The memory of the own block is read apart: N more reads of D (D + 1) numbers; mixed are blocks before alone."""
+    M = 6 + 1
+    more = causal().flops() - make_layer("mhla").flops()
+    assert more == 2 * HEADS * HEAD_DIM * (HEAD_DIM + 1) * (32 + M * (M - 1) // 2 - M * M)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"core": "mhla", "head_mix": "iha"}, "causal=True cannot be joined with a head mix that makes 2 places"),
+        ({"core": "mhla", "cpe": True}, "cpe=True cannot be joined with causal=True"),
+        ({"core": "linear"}, "core_args of 'linear'.*causal"),
+        ({"core": "softmax"}, "core_args of 'softmax'.*causal"),
+    ],
+)
+def test_what_cannot_be_causal_is_refused(options, message):
+    with pytest.raises(InputError, match=message) as error:
+        HeadMixAttention(DIM, HEADS, core_args={"causal": True}, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_wrong_pieces_are_refused():
+    layer, x = causal(), tokens()
+    for piece, state, message in (
+        (
+            x[:, : PREFIX + 12],
+            None,
+            r"pieces of a 5x6 grid plus 2 .* after 3, 5 of 5 on the first axis: 14 tokens after 0",
+        ),
+        (x[:, :0], None, "0 tokens after 0"),
+        (x[:, :6], layer.stream(x)[1], "6 tokens after 32 do not"),
+    ):
+        with pytest.raises(InputError, match=message):
+            layer.stream(piece, state)
+    for core in ("mhla", "linear", "softmax", "hih"):
+        with pytest.raises(InputError, match="cannot take tokens in pieces: this needs 'mhla' with causal=True"):
+            make_layer(core).stream(x)
+    with pytest.raises(InputError, match="mhla_step keeps none"):
+        causal({"normalizer": "source_block"}).stream(x)
