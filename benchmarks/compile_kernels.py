@@ -123,6 +123,10 @@ def mhla_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
     yield case("pairwise, 1024 tokens", grid=(32, 32), block_grid=(4, 4), regime="pairwise")
     yield case("summary, 16 blocks of 16", grid=(16, 16), block_grid=(4, 4), regime="summary")
     yield case("summary, 64 blocks of 256", grid=(128, 128), block_grid=(8, 8), regime="summary")
+    yield case(
+        "causal pairwise, 197 tokens", grid=(14, 14), block_grid=(4, 4), prefix=1, regime="pairwise", causal=True
+    )
+    yield case("causal summary, 16 blocks of 256", grid=(64, 64), block_grid=(4, 4), regime="summary", causal=True)
     if not everything:
         return
     yield case("pairwise, 256 tokens", grid=(16, 16), block_grid=(4, 4), regime="pairwise")
@@ -138,7 +142,9 @@ def mhla_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
         on = partial(case, grid=(32, 32), block_grid=(4, 4), regime=regime)
         for normalizer, feature_map in itertools.product(("paper", "source_block", None), ("relu", "elu1", "identity")):
             if (normalizer == "paper") != (feature_map == "relu"):
-                yield on(f"{regime}, {normalizer}, {feature_map}", normalizer=normalizer, feature_map=feature_map)
+                for causal in (False, True):
+                    name = f"{'causal ' * causal}{regime}, {normalizer}, {feature_map}"
+                    yield on(name, normalizer=normalizer, feature_map=feature_map, causal=causal)
         yield on(f"{regime}, values of {192 - dim}", value_dim=192 - dim)
 
 

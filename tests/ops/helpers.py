@@ -46,36 +46,42 @@ def run(op, inputs, d_out):
     return *(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, d_outs)
 
 
-def eager_pairwise(q, k, v, mixing, blocks, normalizer, feature_map, eps=1e-6):
+def eager_pairwise(q, k, v, mixing, blocks, normalizer, feature_map, causal, eps=1e-6):
     """The method token by token, every step in the type of the inputs."""
     q, k, mixing = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps), mixing.to(q.dtype)
-    block = blocks.tables(q).block_of_token
+    block, _, slot = blocks.tables(q)
     weights = mixing[..., block[:, None], block[None, :]] * torch.einsum("bihd,bjhd->bhij", q, k)
+    weights = weights.where(slot[None] <= slot[:, None], 0) if causal else weights
     out = torch.einsum("bhij,bjhe->bihe", weights, v)
     return out / weights.sum(-1).transpose(1, 2)[..., None] if normalizer == "paper" else out
 
 
-def eager_summary(q, k, v, mixing, blocks, normalizer, feature_map, eps=1e-6):
+def eager_summary(q, k, v, mixing, blocks, normalizer, feature_map, causal, eps=1e-6):
     """The method by block summaries, every step in the type of the inputs."""
     tables = blocks.tables(q)
     q, k, mixing = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps), mixing.to(q.dtype)
     present = (tables.tokens >= 0)[:, :, None, None]
     q, k, v = (x[:, tables.tokens.clamp(min=0)] * present for x in (q, k, F.pad(v, (0, 1), value=1.0)))
     mixing = mixing.expand(q.shape[3], *mixing.shape[-2:])
-    mixed = torch.einsum("hij,bjhde->bihde", mixing, torch.einsum("bjnhd,bjnhe->bjhde", k, v))
-    out = torch.einsum("binhd,bihde->binhe", q, mixed).flatten(1, 2)[:, tables.slot_of_token]
+    mixed = mixing.tril(-1) if causal else mixing
+    mixed = torch.einsum("hij,bjhde->bihde", mixed, torch.einsum("bjnhd,bjnhe->bjhde", k, v))
+    out = torch.einsum("binhd,bihde->binhe", q, mixed)
+    if causal:
+        scores = torch.einsum("binhd,bimhd->bihnm", q, k).tril() * mixing.diagonal(dim1=1, dim2=2).T[..., None, None]
+        out = out + torch.einsum("bihnm,bimhe->binhe", scores, v)
+    out = out.flatten(1, 2)[:, tables.slot_of_token]
     return out[..., :-1] / out[..., -1:] if normalizer == "paper" else out[..., :-1]
 
 
 EAGER = {"triton_pairwise": eager_pairwise, "triton_summary": eager_summary}
 
 
-def assert_within_budget(impl, ours, inputs, d_out, blocks, normalizer="paper", feature_map="relu"):
+def assert_within_budget(impl, ours, inputs, d_out, blocks, normalizer="paper", feature_map="relu", causal=False):
     """Errors against float64 at most those of the eager form in the type of the inputs: twice, gradients three times.
 
     Both the mean and the largest error of the output and of each gradient count.
     """
-    options = {"normalizer": normalizer, "feature_map": feature_map}
+    options = {"normalizer": normalizer, "feature_map": feature_map, "causal": causal}
     exact = run(lambda *x: mhla(*x, blocks, impl="torch", **options), [x.double() for x in inputs], d_out)
     eager = run(lambda *x: EAGER[impl](*x, blocks, **options), inputs, d_out)
     assert_errors_within(("out", "dq", "dk", "dv", "dmixing"), ours, eager, exact)

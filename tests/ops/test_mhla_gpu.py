@@ -109,6 +109,18 @@ def test_normalizers_and_feature_maps(impl, normalizer, feature_map):
 
 
 @pytest.mark.parametrize("impl", REGIMES, indirect=True)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [24, 64, 72, 128])
+@pytest.mark.parametrize(
+    "blocks",
+    [VIT, TokenBlocks.from_grid((27, 48), (5, 3), 5), TokenBlocks.from_grid((8, 40, 40), (8, 1, 1))],
+    ids=["one tile", "several", "several parts"],
+)
+def test_causal(impl, blocks, dim, dtype):
+    check(impl, blocks, dtype, {"causal": True}, dim=dim, value_dim=dim, batch=1, heads=2, per_head=dim == 64)
+
+
+@pytest.mark.parametrize("impl", REGIMES, indirect=True)
 @pytest.mark.parametrize("scale", [0.0, 100.0])
 def test_zero_and_large_features(impl, scale):
     (q, k, v, mixing), d_out = make(VIT)
@@ -120,15 +132,17 @@ def test_zero_and_large_features(impl, scale):
 
 
 @pytest.mark.parametrize("impl", REGIMES, indirect=True)
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("normalizer", ["paper", "source_block", None])
-def test_no_uninitialised_memory_is_read_and_results_repeat(impl, normalizer):
+def test_no_uninitialised_memory_is_read_and_results_repeat(impl, normalizer, causal):
     """Under deterministic algorithms torch fills fresh memory with NaN."""
     inputs, d_out = make(TokenBlocks.from_grid((9, 11), (4, 3), 3), dim=72, value_dim=40)
     blocks = TokenBlocks.from_grid((9, 11), (4, 3), 3)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         first, second = (
-            run(lambda *x: mhla(*x, blocks, impl=impl, normalizer=normalizer), inputs, d_out) for _ in "ab"
+            run(lambda *x: mhla(*x, blocks, impl=impl, normalizer=normalizer, causal=causal), inputs, d_out)
+            for _ in "ab"
         )
     finally:
         torch.use_deterministic_algorithms(False)

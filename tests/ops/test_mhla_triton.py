@@ -56,6 +56,28 @@ def test_normalizers_and_feature_maps(impl, blocks, normalizer, feature_map):
 
 
 @pytest.mark.parametrize("impl", REGIMES)
+@pytest.mark.parametrize(
+    ("blocks", "normalizer", "feature_map", "per_head"),
+    [
+        pytest.param(UNEVEN, "paper", "relu", True, id="one tile"),
+        pytest.param(LONG, None, "identity", False, id="several tiles"),
+        pytest.param(UNEVEN, "source_block", "elu1", False, id="given denominators", marks=pytest.mark.slow),
+        pytest.param(LONG, "paper", "relu", False, id="several tiles, divided", marks=pytest.mark.slow),
+    ],
+)
+def test_causal(impl, blocks, normalizer, feature_map, per_head):
+    """Weights of later blocks are not read: they are not numbers."""
+    inputs, d_out = make(blocks, dim=24, value_dim=8, per_head=per_head)
+    options = {"normalizer": normalizer, "feature_map": feature_map, "causal": True}
+    ours = assert_agrees(impl, inputs, d_out, blocks, **options)
+    later = torch.ones(blocks.num_blocks, blocks.num_blocks, dtype=torch.bool, device=DEVICE).triu(1)
+    inputs[3] = inputs[3].masked_fill(later, torch.nan)
+    again = run(lambda *x: mhla(*x, blocks, impl=impl, **options), inputs, d_out)
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    assert not ours[-1][..., later].any()
+
+
+@pytest.mark.parametrize("impl", REGIMES)
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(
     ("dim", "value_dim"), [(3, 1), (24, 40), (72, 72), (80, 16), (16, 72), (64, 5)], ids=lambda d: str(d)
@@ -115,11 +137,12 @@ def test_tiles_of_wide_heads_on_small_gpus(small_gpu, impl, dim):
     assert_agrees(impl, inputs, d_out, LONG)
 
 
-def test_blocks_cut_into_parts(monkeypatch):
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_cut_into_parts(monkeypatch, causal):
     monkeypatch.setattr(triton_launch_summary, "PART_TOKENS", 7)
     blocks = TokenBlocks.from_grid((6, 7), (1, 2), num_prefix_tokens=1)
-    inputs, d_out = make(blocks, batch=2)
-    assert_agrees("triton_summary", inputs, d_out, blocks)
+    inputs, d_out = make(blocks, batch=2, per_head=causal)
+    assert_agrees("triton_summary", inputs, d_out, blocks, causal=causal)
 
 
 def test_mixing_gradients_in_several_launches(monkeypatch):
@@ -219,11 +242,12 @@ def test_empty_batch():
 @pytest.mark.parametrize(
     "normalizer", ["paper", *(pytest.param(n, marks=pytest.mark.slow) for n in ("source_block", None))]
 )
-def test_opcheck(impl, normalizer):
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_opcheck(impl, normalizer, causal):
     (q, k, v, mixing), _ = make(UNEVEN, dim=8, value_dim=8)
     inputs = [x.requires_grad_() for x in (q, k, v, mixing)]
     denominator = torch.rand(1, 2, UNEVEN.num_tokens, device=DEVICE).add(1) if normalizer == "source_block" else None
-    settings = Settings(UNEVEN, normalizer, regime=impl.removeprefix("triton_"))
+    settings = Settings(UNEVEN, normalizer, regime=impl.removeprefix("triton_"), causal=causal)
     torch.library.opcheck(torch.ops.headmix_vision.mhla_forward.default, (*inputs, denominator, settings.pack()))
 
 
@@ -348,8 +372,9 @@ def test_what_the_kernels_cannot_run_is_refused_by_name(impl, dtype, dim, messag
 @pytest.mark.parametrize("eps", [1e-6, 0.0, 1.0, 3e-39])
 def test_settings_survive_as_integers(eps):
     grid = TokenGrid((3, 5, 4), 2, 3)
-    for normalizer, feature_map, regime in itertools.product(NORMALIZERS, FEATURE_MAPS, ("pairwise", "summary")):
-        settings = Settings(TokenBlocks(grid, (2, 1, 4)), normalizer, feature_map, eps, regime)
+    regimes = ("pairwise", "summary")
+    for normalizer, feature_map, *rest in itertools.product(NORMALIZERS, FEATURE_MAPS, regimes, (False, True)):
+        settings = Settings(TokenBlocks(grid, (2, 1, 4)), normalizer, feature_map, eps, *rest)
         assert unpack(settings.pack()) == settings
         assert all(type(x) is int and abs(x) < 2**63 for x in settings.pack())
 

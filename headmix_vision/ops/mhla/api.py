@@ -74,6 +74,4 @@ def mhla(
     """
     settings = Settings(blocks, normalizer, feature_map, eps, causal=causal)
     validate_mhla(q, k, v, mixing, settings, impl)
-    return select(
-        impl, IMPLEMENTATIONS, q.is_cuda, lambda: "causal attention has no kernels" if causal else why_not_triton(q, v)
-    )(q, k, v, mixing, settings)
+    return select(impl, IMPLEMENTATIONS, q.is_cuda, lambda: why_not_triton(q, v))(q, k, v, mixing, settings)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from headmix_vision.ops.token_blocks import TokenBlocks
 
+# Tokens in a part of a block, whatever the device and the batch: results of summaries do not depend on these.
+PART_TOKENS = 512
 # Nanoseconds per batch item and head for each of the terms below: forward and backward on an H200, bf16.
 PAIRWISE_NS = (5.84e-3, 3.32e-5)
 SUMMARY_NS = (6.8e-3, 4.31e-2, 4.22e-3, 6.93e-5)
@@ -28,12 +30,25 @@ def cost(constants: Sequence[float], terms: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(constants, terms, strict=True))
 
 
+def _causal(blocks: TokenBlocks, dim: int, value_dim: int) -> tuple[float, float]:
+    """Estimate both regimes of causal attention from the same constants, by counting: no causal kernel was timed.
+
+    Pairwise kernels compute half of all pairs, and summary kernels half of those in each part of a block besides.
+    """
+    entries, products = pairwise_terms(blocks, dim, value_dim)
+    own = products * min(blocks.max_block_size, PART_TOKENS) / blocks.num_tokens
+    summary = cost(SUMMARY_NS, summary_terms(blocks, dim, value_dim))
+    return cost(PAIRWISE_NS, (entries, products / 2)), summary + cost(PAIRWISE_NS, (0, own / 2))
+
+
 def choose(pairwise_ns: float, summary_ns: float) -> str:
     return "pairwise" if pairwise_ns <= summary_ns else "summary"
 
 
-def choose_regime(blocks: TokenBlocks, dim: int, value_dim: int) -> str:
+def choose_regime(blocks: TokenBlocks, dim: int, value_dim: int, causal: bool = False) -> str:
     """Return "pairwise" or "summary", whichever is estimated faster."""
+    if causal:
+        return choose(*_causal(blocks, dim, value_dim))
     return choose(
         cost(PAIRWISE_NS, pairwise_terms(blocks, dim, value_dim)),
         cost(SUMMARY_NS, summary_terms(blocks, dim, value_dim)),

@@ -71,9 +71,9 @@ def unpack(packed: Sequence[int]) -> Settings:
     )
 
 
-def is_pairwise(packed: Sequence[int]) -> bool:
-    """Tell whether packed settings ask for pairwise kernels, without reading the rest."""
-    return REGIMES[packed[2]] == "pairwise"
+def needs_output(packed: Sequence[int]) -> bool:
+    """Tell whether the backward pass of packed settings reads the output, without reading the rest."""
+    return REGIMES[packed[2]] == "pairwise" or bool(packed[3])
 
 
 @lru_cache(maxsize=256)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from headmix_vision.ops.eager import as_function, without_dispatcher
 from headmix_vision.ops.kernels import numerics
+from headmix_vision.ops.mhla import triton_launch_causal as causal
 from headmix_vision.ops.mhla import triton_launch_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_launch_summary as summary
 from headmix_vision.ops.mhla.regimes import choose_regime
-from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, is_pairwise, unpack, unpack_cached
+from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, needs_output, unpack, unpack_cached
 from headmix_vision.ops.mhla.torch_impl import source_block_denominator, to_blocks
 from headmix_vision.ops.mhla.triton_launch import Gradients, gradient
 from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
@@ -32,7 +33,9 @@ def mhla_triton(
     """Compute :func:`headmix_vision.ops.mhla` in one regime, "pairwise" or "summary", or in the cost model's choice."""
     if isinstance(settings.blocks, BlocksOfRank):
         return mhla_triton_of_rank(q, k, v, mixing, settings)
-    settings = settings._replace(regime=regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1]))
+    settings = settings._replace(
+        regime=regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1], settings.causal)
+    )
     denominator = None
     if settings.normalizer == "source_block":
         denominator = _source_block_denominator(q, k, mixing, settings)
@@ -69,7 +72,7 @@ class Saved(NamedTuple):
 def _saved(q: Tensor, v: Tensor, settings: Settings) -> Saved:
     """Allocate buffers of the sizes that the settings ask for."""
     B, N, H, D = q.shape
-    M = settings.blocks.num_blocks if settings.regime == "summary" else 0
+    M = summary.count_summaries(settings) if settings.regime == "summary" else 0
     return Saved(
         q.new_empty(B, H, N if settings.normalizer else 0, dtype=torch.float32),
         q.new_empty(B, H, M, D, v.shape[-1], dtype=numerics(q.dtype).storage),
@@ -90,6 +93,8 @@ def _forward(
         with torch.cuda.device_of(q):
             if call.regime == "pairwise":
                 pairwise.pairwise_forward(q, k, v, mixing, saved.inverse, out, call)
+            elif call.causal:
+                saved = Saved(saved.inverse, *causal.causal_forward(q, k, v, mixing, saved.inverse, out, call))
             else:
                 summaries = summary.summarize(k, v, call)
                 summary.apply(q, summary.mix(summaries, mixing, call), saved.inverse, out, call)
@@ -170,10 +175,16 @@ def _gradients(
         gradients = Gradients(d_q, d_k, d_v, d_mixing, torch.zeros_like(saved.inverse))
     else:
         with torch.cuda.device_of(q):
-            if out is not None:
+            summaries = summary.Summaries(saved.summary_matrix, saved.summary_vector)
+            if settings.regime == "pairwise":
+                assert out is not None
                 gradients = pairwise.pairwise_backward(q, k, v, mixing, out, saved.inverse, d_out, d_qkv, settings)
+            elif settings.causal:
+                assert out is not None
+                gradients = causal.causal_backward(
+                    q, k, v, mixing, out, summaries, saved.inverse, d_out, d_qkv, settings
+                )
             else:
-                summaries = summary.Summaries(saved.summary_matrix, saved.summary_vector)
                 gradients = summary.summary_backward(q, k, v, mixing, summaries, saved.inverse, d_out, d_qkv, settings)
     given = settings.normalizer == "source_block"
     denominator = gradients.denominator if given else torch.empty_like(saved.inverse[..., :0])
@@ -197,7 +208,7 @@ def _(d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, sett
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, mixing, denominator, settings = inputs
     out, *saved = output
-    ctx.save_for_backward(q, k, v, mixing, out if is_pairwise(settings) else None, *saved)
+    ctx.save_for_backward(q, k, v, mixing, out if needs_output(settings) else None, *saved)
     ctx.given, ctx.settings = denominator is not None, settings
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)

@@ -76,9 +76,9 @@ def _pairwise_tables(c: tuning.Tiles, q: Layout, mixing: Layout, settings: Setti
     return t, RunWeights(mixing, t)
 
 
-def is_resident(dim: int, num_tokens: int, dtype: torch.dtype) -> bool:
+def is_resident(dim: int, num_tokens: int, dtype: torch.dtype, causal: bool) -> bool:
     """Tell whether pairwise kernels hold all keys and values, or queries and gradients, of a head on chip."""
-    return dtype == torch.bfloat16 and dim <= 64 and num_tokens <= tuning.RESIDENT_TOKENS
+    return not causal and dtype == torch.bfloat16 and dim <= 64 and num_tokens <= tuning.RESIDENT_TOKENS
 
 
 class ForwardPlan(NamedTuple):
@@ -94,7 +94,7 @@ def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings:
     if is_for_hopper(q, k, v, settings):
         return _hopper_forward(q, k, v, mixing, settings)
     B, N, H, D = q.shape
-    resident = is_resident(max(D, v.shape[-1]), N, q.dtype)
+    resident = is_resident(max(D, v.shape[-1]), N, q.dtype, settings.causal)
     c = tuning.resident(tuning.RESIDENT_FORWARD, N) if resident else choose_tiles(tuning.PAIRWISE_FORWARD, q, v)
     t, weights = _pairwise_tables(c, q, mixing, settings)
     align = alignment(q, k, v)
@@ -105,7 +105,7 @@ def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings:
         constants |= dict(TILES=ceil(t.num_places, c["BK"]), PREFETCH=t.run >= tuning.PREFETCH_RUN)
         launch = Launch(pairwise.resident_forward_kernel, (B * H,), numbers, constants)
     else:
-        programs = B * H * ceil(t.num_places, c["BQ"])
+        programs, constants = B * H * ceil(t.num_places, c["BQ"]), constants | dict(CAUSAL=settings.causal)
         launch = Launch(pairwise.pairwise_forward_kernel, (programs,), numbers, constants)
     return ForwardPlan(weights, t.tokens, launch)
 
@@ -125,6 +125,7 @@ def is_for_hopper(q: Layout, k: Layout, v: Layout, settings: Settings) -> bool:
     dims, num_blocks = (q.shape[-1], v.shape[-1]), settings.blocks.num_blocks
     return (
         not INTERPRETED
+        and not settings.causal
         and q.gpu.capability == (9, 0)
         and q.dtype == torch.bfloat16
         and q.shape[1] in tuning.HOPPER_TOKENS
@@ -190,7 +191,7 @@ def _pairwise_backward_query(
     numbers = (
         *row_strides(align, q, k, v, out, d_out), *mixing_strides(weights.strides), N, H, t.num_places, settings.eps,
     )  # fmt: skip
-    constants = _pairwise_constants(q, v, settings, align, t, c) | dict(PACK=pack)
+    constants = _pairwise_constants(q, v, settings, align, t, c) | dict(PACK=pack, CAUSAL=settings.causal)
     launch = Launch(pairwise.pairwise_backward_query_kernel, (B * H * query_tiles,), numbers, constants)
     at_once = max(1, MIXING_GRADIENT_BYTES // (4 * H * sums[0] * sums[1]))
     fold = None
@@ -207,7 +208,8 @@ def _run_weight_gradients(
 ) -> Tensor:  # fmt: skip
     """Fill gradients of queries and denominators, and compute those of the weights of pairs of runs."""
     B, _, H, _ = q.shape
-    d_weights = q.new_empty(B, H, *plan.sums, dtype=torch.float32)
+    allocate = q.new_zeros if plan.launch.constants["CAUSAL"] else q.new_empty
+    d_weights = allocate((B, H, *plan.sums), dtype=torch.float32)
     weights = plan.weights(mixing)
     plan.launch(q, k, v, weights, out, inverse, d_out, d_q, d_scale, d_weights, plan.places.tokens)
     return sum_leading(d_weights, 1 if mixing.ndim == 3 else 2)
@@ -228,7 +230,7 @@ def _pairwise_backward_key(
 ) -> PairwisePlan:
     B, N, H, D = q.shape
     fits = q.gpu.shared_memory >= tuning.RESIDENT_BACKWARD_KB << 10
-    resident = fits and is_resident(max(D, v.shape[-1]), N, q.dtype)
+    resident = fits and is_resident(max(D, v.shape[-1]), N, q.dtype, settings.causal)
     c = (
         tuning.resident(tuning.RESIDENT_BACKWARD_KEY, N)
         if resident
@@ -243,7 +245,7 @@ def _pairwise_backward_key(
         constants |= dict(TILES=ceil(t.num_places, c["BQ"]))
         launch = Launch(pairwise.resident_backward_key_kernel, (B * H,), numbers, constants)
     else:
-        programs = B * H * ceil(t.num_places, c["BK"])
+        programs, constants = B * H * ceil(t.num_places, c["BK"]), constants | dict(CAUSAL=settings.causal)
         launch = Launch(pairwise.pairwise_backward_key_kernel, (programs,), numbers, constants)
     return PairwisePlan(t, weights, launch)
 

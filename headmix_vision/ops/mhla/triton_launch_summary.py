@@ -14,6 +14,7 @@ from headmix_vision.ops.kernels import numerics
 from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tuning as tuning
+from headmix_vision.ops.mhla.regimes import PART_TOKENS
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mhla.triton_launch import (
     Gradients,
@@ -30,8 +31,6 @@ from headmix_vision.ops.mhla.triton_launch import (
 from headmix_vision.ops.mhla.triton_tables import parts
 from headmix_vision.ops.token_blocks import BlocksOfRank
 
-# Tokens in a part of a block, whatever the device and the batch: results do not depend on these.
-PART_TOKENS = 512
 MAX_CHUNKS = 8
 VECTOR_TILE = 64
 
@@ -58,9 +57,18 @@ class MixingGradients(NamedTuple):
     mixed: Summaries
 
 
-def _split(settings: Settings) -> int:
+def parts_of_a_block(settings: Settings) -> int:
     """Count the parts of each block."""
     return ceil(settings.blocks.max_block_size, PART_TOKENS)
+
+
+def _summed_parts(settings: Settings) -> int:
+    """Count the parts whose summaries are summed: those of a block, but in causal attention parts are mixed."""
+    return 1 if settings.causal else parts_of_a_block(settings)
+
+
+def count_summaries(settings: Settings) -> int:
+    return settings.blocks.num_blocks * parts_of_a_block(settings) // _summed_parts(settings)
 
 
 def _token_constants(q: Layout, v: Layout, settings: Settings, align: int, size: int, c: tuning.Tiles) -> dict:
@@ -70,7 +78,7 @@ def _token_constants(q: Layout, v: Layout, settings: Settings, align: int, size:
 
 def _token_parts(q: Layout, settings: Settings, c: tuning.Tiles) -> tuple[Tensor, int]:
     """Return the parts of blocks for kernels that compute each token by itself, and how many a block has."""
-    split = ceil(settings.blocks.max_block_size, c["BT"]) if c.get("ONE_TILE") else _split(settings)
+    split = ceil(settings.blocks.max_block_size, c["BT"]) if c.get("ONE_TILE") else parts_of_a_block(settings)
     return parts(settings.blocks, split, q.device), split
 
 
@@ -87,22 +95,21 @@ def storage(dtype: torch.dtype, settings: Settings) -> torch.dtype:
     return torch.float32 if isinstance(blocks, BlocksOfRank) and blocks.are_shared else numerics(dtype).storage
 
 
-def _part_summaries(q: Tensor, v: Tensor, settings: Settings) -> Summaries:
+def part_summaries(q: Tensor, v: Tensor, settings: Settings) -> Summaries:
     """Allocate summaries of parts: [B, H, C, D, Dv], float32 if they are still to be summed, and vectors [B, H, C, D].
 
     Only the paper's normalizer needs vectors; others get none, [B, H, 0, D].
     """
     B, _, H, D = q.shape
-    split = _split(settings)
-    C = settings.blocks.num_blocks * split
-    dtype = storage(q.dtype, settings) if split == 1 else torch.float32
+    C = settings.blocks.num_blocks * parts_of_a_block(settings)
+    dtype = storage(q.dtype, settings) if _summed_parts(settings) == 1 else torch.float32
     vectors = C if settings.normalizer == "paper" else 0
     matrix = q.new_empty(B, H, C, D, v.shape[-1], dtype=dtype)
     return Summaries(matrix, q.new_empty(B, H, vectors, D, dtype=torch.float32))
 
 
 def _sum_parts(of_parts: Summaries, q: Tensor, settings: Settings) -> Summaries:
-    split = _split(settings)
+    split = _summed_parts(settings)
     if split == 1:
         return of_parts
     matrix, vector = (x.unflatten(2, (-1, split)).sum(3) if x.numel() else x for x in of_parts)
@@ -112,7 +119,7 @@ def _sum_parts(of_parts: Summaries, q: Tensor, settings: Settings) -> Summaries:
 @planned
 def _summarize(k: Layout, v: Layout, settings: Settings) -> TokenPlan:
     B, _, H, _ = k.shape
-    t = parts(settings.blocks, _split(settings), k.device)
+    t = parts(settings.blocks, parts_of_a_block(settings), k.device)
     c = choose_tiles(tuning.SUMMARIZE, k, v)
     align = alignment(k, v)
     numbers = (*row_strides(align, k, v), H, *t.shape, settings.eps)
@@ -123,7 +130,7 @@ def _summarize(k: Layout, v: Layout, settings: Settings) -> TokenPlan:
 def summarize(k: Tensor, v: Tensor, settings: Settings) -> Summaries:
     """Compute the summaries S [B, H, M, D, Dv] and z [B, H, M, D] of keys and values."""
     t, launch = _summarize(layout(k), layout(v), settings)
-    summaries = _part_summaries(k, v, settings)
+    summaries = part_summaries(k, v, settings)
     launch(k, v, *summaries, t)
     return _sum_parts(summaries, k, settings)
 
@@ -188,12 +195,12 @@ def summary_backward(
 @planned
 def _backward_query(q: Layout, d_out: Layout, pack: int, settings: Settings) -> TokenPlan:
     B, N, H, D = q.shape
-    t = parts(settings.blocks, _split(settings), q.device)
+    t = parts(settings.blocks, parts_of_a_block(settings), q.device)
     c = choose_tiles(tuning.BACKWARD_QUERY, q, d_out)
     if t.shape[1] > c["BT"]:
         c = choose_tiles(tuning.BACKWARD_QUERY_LONG, q, d_out)
     align = alignment(q, d_out)
-    sizes = (N, H, settings.blocks.num_blocks, len(t), _split(settings), t.shape[1])
+    sizes = (N, H, settings.blocks.num_blocks, len(t), parts_of_a_block(settings), t.shape[1])
     constants = _token_constants(q, d_out, settings, align, t.shape[1], c) | dict(PACK=pack)
     numbers = (*row_strides(align, q, d_out), *sizes, settings.eps)
     return TokenPlan(t, Launch(summary.backward_query_kernel, (B * H * len(t),), numbers, constants))
@@ -206,7 +213,7 @@ def backward_query(
     t, launch = _backward_query(layout(q), layout(d_out), pack_size(packed), settings)
     d_q = gradient(q, packed, 0)
     d_denominator = q.new_empty(B, H, N, dtype=torch.float32)
-    summaries = _part_summaries(q, d_out, settings)
+    summaries = part_summaries(q, d_out, settings)
     launch(q, *mixed, inverse, d_out, d_q, d_denominator, *summaries, t)
     return QueryGradients(d_q, d_denominator, _sum_parts(summaries, q, settings))
 

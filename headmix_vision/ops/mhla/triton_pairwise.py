@@ -71,6 +71,18 @@ def _weigh(scores, weights):
 
 
 @triton.jit
+def seen_keys(query, key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Tell which keys of a tile are at the place of each query or before it: [QUERIES, KEYS]."""
+    return query + tl.arange(0, QUERIES)[:, None] >= key + tl.arange(0, KEYS)[None, :]
+
+
+@triton.jit
+def masked_weights(weights, seen):
+    """Spread weights [rows, runs] over the pairs of a tile, zero where a key is not seen: [rows, columns]."""
+    return tl.where(seen, _weigh(tl.full(seen.shape, 1.0, tl.float32), weights), 0.0)
+
+
+@triton.jit
 def _sum_runs(x, RUN: tl.constexpr):
     """Sum a matrix over its runs: [rows, columns] -> [rows / RUN, columns / RUN]."""
     ROWS: tl.constexpr = x.shape[0]
@@ -83,7 +95,7 @@ def _sum_runs(x, RUN: tl.constexpr):
 
 
 @triton.jit
-def _attend(q_rows, k_rows, v_rows, weights, accumulator, denominator, NORMALIZER: tl.constexpr,
+def attend(q_rows, k_rows, v_rows, weights, accumulator, denominator, NORMALIZER: tl.constexpr,
             COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add one more tile of keys to the numerators and denominators of a tile of queries."""
     BQ: tl.constexpr = q_rows[0].shape[0]
@@ -96,7 +108,7 @@ def _attend(q_rows, k_rows, v_rows, weights, accumulator, denominator, NORMALIZE
 
 
 @triton.jit
-def _store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV: tl.constexpr,
+def store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV: tl.constexpr,
                   DV1: tl.constexpr, NORMALIZER: tl.constexpr):  # fmt: skip
     """Divide by the denominators and store; write their inverses to ``inverse`` [B, H, N], or read given ones there."""
     p_inverse = inverse + (b * H + h) * N + token
@@ -110,7 +122,7 @@ def _store_output(out, inverse, accumulator, denominator, b, h, N, H, token, pre
 
 
 @triton.jit
-def _gradient_rows(g_rows, o_rows, p_inverse, p_scale, present, m_scale, NORMALIZER: tl.constexpr,
+def gradient_rows(g_rows, o_rows, p_inverse, p_scale, present, m_scale, NORMALIZER: tl.constexpr,
                    COMPUTE: tl.constexpr):  # fmt: skip
     """Divide output gradients by the denominators, and compute what each score gets from the denominator's gradient."""
     shift = tl.zeros((g_rows[0].shape[0],), tl.float32)
@@ -125,7 +137,7 @@ def _gradient_rows(g_rows, o_rows, p_inverse, p_scale, present, m_scale, NORMALI
 
 
 @triton.jit
-def _backward_query(q_rows, g_rows, shift, k_rows, v_rows, weights, accumulator,
+def backward_query(q_rows, g_rows, shift, k_rows, v_rows, weights, accumulator,
                     COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add one more tile of keys to the query gradients, and compute the gradient of each pair's weight."""
     BQ: tl.constexpr = q_rows[0].shape[0]
@@ -137,7 +149,7 @@ def _backward_query(q_rows, g_rows, shift, k_rows, v_rows, weights, accumulator,
 
 
 @triton.jit
-def _backward_key(q_rows, g_rows, shift, k_rows, v_rows, weights, dk_rows, dv_rows,
+def backward_key(q_rows, g_rows, shift, k_rows, v_rows, weights, dk_rows, dv_rows,
                   COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add one more tile of queries to the key and value gradients; scores are transposed, [keys, queries]."""
     BQ: tl.constexpr = q_rows[0].shape[0]
@@ -154,8 +166,9 @@ def pairwise_forward_kernel(
     q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, weights_h, weights_i, weights_j,
     N, H, places, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
-    RUN: tl.constexpr, FULL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, NORMALIZER: tl.constexpr,
-    FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    RUN: tl.constexpr, FULL: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(places, BQ)
     pid_bh = tl.program_id(0) // tiles
@@ -169,16 +182,21 @@ def pairwise_forward_kernel(
     q_rows = load_rows(p_q, token * (q_n * ALIGN), present, q_d, D, D1, D2)
     q_rows = _features(q_rows, present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
     accumulator, denominator = zeros(BQ, DV1, DV2), tl.zeros((BQ,), tl.float32)
-    for key in range(0, places, BK):
+    end = places
+    if CAUSAL:
+        end = tl.minimum(query + BQ, places)
+    for key in range(0, end, BK):
         k_token, k_present = _places(table, key, places, BK, FULL)
         k_rows = load_rows(p_k, k_token * (k_n * ALIGN), k_present, k_d, D, D1, D2)
         v_rows = load_rows(p_v, k_token * (v_n * ALIGN), k_present, v_d, DV, DV1, DV2)
         b_weights = _weights(p_weights, query, key, weights_i, weights_j, BQ, BK, RUN)
+        if CAUSAL:
+            b_weights = masked_weights(b_weights, seen_keys(query, key, BQ, BK))
         k_rows = _features(k_rows, k_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
-        accumulator, denominator = _attend(
+        accumulator, denominator = attend(
             q_rows, k_rows, cast(v_rows, COMPUTE), b_weights, accumulator, denominator, NORMALIZER, COMPUTE, PRECISION
         )
-    _store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV, DV1, NORMALIZER)
+    store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV, DV1, NORMALIZER)
 
 
 @triton.jit
@@ -217,11 +235,11 @@ def resident_forward_kernel(
         accumulator, denominator = zeros(BQ, DV1, DV2), tl.zeros((BQ,), tl.float32)
         for tile in tl.static_range(TILES):
             b_weights = _weights(p_weights, query, tile * BK, weights_i, weights_j, BQ, BK, RUN)
-            accumulator, denominator = _attend(
+            accumulator, denominator = attend(
                 q_rows, k_tiles[tile], v_tiles[tile], b_weights, accumulator, denominator, NORMALIZER, COMPUTE,
                 PRECISION,
             )  # fmt: skip
-        _store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV, DV1, NORMALIZER)
+        store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV, DV1, NORMALIZER)
         if not PREFETCH:
             next_rows = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
 
@@ -233,14 +251,14 @@ def pairwise_backward_query_kernel(
     weights_h, weights_i, weights_j,
     N, H, places, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
-    RUN: tl.constexpr, FULL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PACK: tl.constexpr,
+    RUN: tl.constexpr, FULL: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PACK: tl.constexpr,
     NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of queries, of weights summed over runs, [B * H, query runs, key runs], and of denominators.
 
     The last, ``d_scale``, are in the order of the places for the paper's normalizer, as the key kernel reads them, else
-    in that of the tokens.
+    in that of the tokens. With CAUSAL weights of tiles of keys after the queries are not written.
     """
     tiles = tl.cdiv(places, BQ)
     pid_bh = tl.program_id(0) // tiles
@@ -263,20 +281,28 @@ def pairwise_backward_query_kernel(
     if NORMALIZER == "paper":
         place = query + tl.arange(0, BQ)
         p_scale, m_scale = d_scale + (b * H + h) * places + place, place < places
-    g_rows, shift = _gradient_rows(g_rows, o_rows, p_inverse, p_scale, present, m_scale, NORMALIZER, COMPUTE)
+    g_rows, shift = gradient_rows(g_rows, o_rows, p_inverse, p_scale, present, m_scale, NORMALIZER, COMPUTE)
     q_rows = _features(q_rows, present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
     accumulator = zeros(BQ, D1, D2)
     row_run = pid_bh.to(tl.int64) * tiles * (BQ // RUN) + query // RUN + tl.arange(0, BQ // RUN)
     column_runs = tl.cdiv(places, BK) * (BK // RUN)
-    for key in range(0, places, BK):
+    end = places
+    if CAUSAL:
+        end = tl.minimum(query + BQ, places)
+    for key in range(0, end, BK):
         k_token, k_present = _places(table, key, places, BK, FULL)
         k_rows = load_rows(p_k, k_token * (k_n * ALIGN), k_present, k_d, D, D1, D2)
         v_rows = load_rows(p_v, k_token * (v_n * ALIGN), k_present, v_d, DV, DV1, DV2)
         b_weights = _weights(p_weights, query, key, weights_i, weights_j, BQ, BK, RUN)
+        seen = seen_keys(query, key, BQ, BK)
+        if CAUSAL:
+            b_weights = masked_weights(b_weights, seen)
         k_rows = _features(k_rows, k_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
-        accumulator, d_pair = _backward_query(
+        accumulator, d_pair = backward_query(
             q_rows, g_rows, shift, k_rows, cast(v_rows, COMPUTE), b_weights, accumulator, COMPUTE, PRECISION
         )
+        if CAUSAL:
+            d_pair = tl.where(seen, d_pair, 0.0)
         column_run = key // RUN + tl.arange(0, BK // RUN)
         tl.store(d_weights + row_run[:, None] * column_runs + column_run[None, :], _sum_runs(d_pair, RUN))
     q_rows = load_rows(p_q, token * (q_n * ALIGN), present, q_d, D, D1, D2)
@@ -285,7 +311,7 @@ def pairwise_backward_query_kernel(
 
 
 @triton.jit
-def _scaled_gradients(p_g, p_inverse, g_d, g_n, token, present, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
+def scaled_gradients(p_g, p_inverse, g_d, g_n, token, present, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
                       NORMALIZER: tl.constexpr, COMPUTE: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """Load output gradients and divide them by the denominators."""
     g_rows = load_rows(p_g, token * (g_n * ALIGN), present, g_d, DV, DV1, DV2)
@@ -310,7 +336,7 @@ def pairwise_backward_key_kernel(
     q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, g_b, g_n, g_h, g_d, weights_h, weights_i, weights_j,
     N, H, places, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
-    RUN: tl.constexpr, FULL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PACK: tl.constexpr,
+    RUN: tl.constexpr, FULL: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PACK: tl.constexpr,
     NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -330,16 +356,21 @@ def pairwise_backward_key_kernel(
     v_rows = cast(load_rows(p_v, token * (v_n * ALIGN), present, v_d, DV, DV1, DV2), COMPUTE)
     k_rows = _features(k_rows, present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
     dk_rows, dv_rows = zeros(BK, D1, D2), zeros(BK, DV1, DV2)
-    for query in range(0, places, BQ):
+    start = 0
+    if CAUSAL:
+        start = key // BQ * BQ
+    for query in range(start, places, BQ):
         q_token, q_present = _places(table, query, places, BQ, FULL)
         q_rows = load_rows(p_q, q_token * (q_n * ALIGN), q_present, q_d, D, D1, D2)
-        g_rows = _scaled_gradients(
+        g_rows = scaled_gradients(
             p_g, p_inverse, g_d, g_n, q_token, q_present, DV, DV1, DV2, NORMALIZER, COMPUTE, ALIGN
         )
         shift = _shift(p_scale, query, places, BQ, NORMALIZER)
         b_weights = _weights(p_weights, key, query, weights_j, weights_i, BK, BQ, RUN)
+        if CAUSAL:
+            b_weights = masked_weights(b_weights, tl.trans(seen_keys(query, key, BQ, BK)))
         q_rows = _features(q_rows, q_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
-        dk_rows, dv_rows = _backward_key(
+        dk_rows, dv_rows = backward_key(
             q_rows, g_rows, shift, k_rows, v_rows, b_weights, dk_rows, dv_rows, COMPUTE, PRECISION
         )
     k_rows = load_rows(p_k, token * (k_n * ALIGN), present, k_d, D, D1, D2)
@@ -373,7 +404,7 @@ def resident_backward_key_kernel(
     for tile in tl.static_range(TILES):
         q_token, q_present = _places(table, tile * BQ, places, BQ, FULL)
         q_rows = load_rows(p_q, q_token * (q_n * ALIGN), q_present, q_d, D, D1, D2)
-        g_rows = _scaled_gradients(
+        g_rows = scaled_gradients(
             p_g, p_inverse, g_d, g_n, q_token, q_present, DV, DV1, DV2, NORMALIZER, COMPUTE, ALIGN
         )
         q_tiles = q_tiles + (_features(q_rows, q_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE),)
@@ -389,7 +420,7 @@ def resident_backward_key_kernel(
         for tile in tl.static_range(TILES):
             shift = _shift(p_scale, tile * BQ, places, BQ, NORMALIZER)
             b_weights = _weights(p_weights, key, tile * BQ, weights_j, weights_i, BK, BQ, RUN)
-            dk_rows, dv_rows = _backward_key(
+            dk_rows, dv_rows = backward_key(
                 q_tiles[tile], g_tiles[tile], shift, k_rows, v_rows, b_weights, dk_rows, dv_rows, COMPUTE, PRECISION
             )
         dk_rows = feature_gradients(k_raw, dk_rows, FEATURE_MAP)

@@ -42,7 +42,7 @@ from headmix_vision.ops.mhla.triton_tiles import (
 
 
 @triton.jit
-def _members(table, part, first, size, SIZE: tl.constexpr):
+def members(table, part, first, size, SIZE: tl.constexpr):
     """Load the tokens of a part from its row of the table, and tell which exist."""
     place = first + tl.arange(0, SIZE)
     token = tl.load(table + part * size + place, mask=place < size, other=-1)
@@ -65,13 +65,13 @@ def summarize_kernel(
     vector = zero_vector(D1, D2)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
-    next_token, next_present = _members(table, part, 0, size, BT)
+    next_token, next_present = members(table, part, 0, size, BT)
     k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
     v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
     for first in range(0, BT if SINGLE else size, BT):
         present, k_rows, v_rows = next_present, k_next, v_next
         if not SINGLE:
-            next_token, next_present = _members(table, part, first + BT, size, BT)
+            next_token, next_present = members(table, part, first + BT, size, BT)
             k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
             v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
         k_rows = present_features(k_rows, present, eps, D, D1, FEATURE_MAP, COMPUTE)
@@ -167,7 +167,7 @@ def apply_kernel(
     b, h = pid_bh // H, pid_bh % H
     owner = pid_bh * M + part // split
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
-    next_token, next_present = _members(table, part, 0, size, BT)
+    next_token, next_present = members(table, part, 0, size, BT)
     q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
     matrix = load_matrix(mixed + owner * (D * DV), D, D1, D2, DV, DV1, DV2)
     if NORMALIZER == "paper":
@@ -176,7 +176,7 @@ def apply_kernel(
     for first in range(0, BT if SINGLE else size, BT):
         token, present, q_rows = next_token, next_present, q_next
         if not SINGLE:
-            next_token, next_present = _members(table, part, first + BT, size, BT)
+            next_token, next_present = members(table, part, first + BT, size, BT)
             q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
         q_rows = features(q_rows, eps, FEATURE_MAP, COMPUTE)  # zeros multiply absent columns
         o_rows = dot_matrix(q_rows, matrix, zeros(BT, DV1, DV2), PRECISION)
@@ -214,7 +214,7 @@ def backward_query_kernel(
     owner = pid_bh * M + part // split
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_g = rows_of_head(d_out, b, h, g_b, g_h, ALIGN)
-    next_token, next_present = _members(table, part, 0, size, BT)
+    next_token, next_present = members(table, part, 0, size, BT)
     q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
     g_next = load_rows(p_g, next_token * (g_n * ALIGN), next_present, g_d, DV, DV1, DV2)
     mixed_matrix = load_matrix(mixed + owner * (D * DV), D, D1, D2, DV, DV1, DV2)
@@ -228,7 +228,7 @@ def backward_query_kernel(
         if NORMALIZER != "none":
             b_inverse = tl.load(inverse + pid_bh * N + token, mask=present, other=0.0)
         if not SINGLE:
-            next_token, next_present = _members(table, part, first + BT, size, BT)
+            next_token, next_present = members(table, part, first + BT, size, BT)
             q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
             g_next = load_rows(p_g, next_token * (g_n * ALIGN), next_present, g_d, DV, DV1, DV2)
         q_rows = features(q_raw, eps, FEATURE_MAP, COMPUTE)  # zero gradients multiply absent rows
@@ -278,7 +278,7 @@ def backward_key_kernel(
     owner = pid_bh * M + part // split
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
-    next_token, next_present = _members(table, part, 0, size, BT)
+    next_token, next_present = members(table, part, 0, size, BT)
     k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
     v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
     matrix = load_matrix(mixed + owner * (D * DV), D, D1, D2, DV, DV1, DV2)
@@ -288,7 +288,7 @@ def backward_key_kernel(
     for first in range(0, BT if SINGLE else size, BT):
         token, present, k_raw, v_rows = next_token, next_present, k_next, v_next
         if not SINGLE:
-            next_token, next_present = _members(table, part, first + BT, size, BT)
+            next_token, next_present = members(table, part, first + BT, size, BT)
             k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
             v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
         k_rows = features(k_raw, eps, FEATURE_MAP, COMPUTE)  # zeros multiply absent columns, absent rows are not stored

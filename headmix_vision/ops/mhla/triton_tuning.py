@@ -80,6 +80,13 @@ BACKWARD_KEY = (
     Tiles(BT=32, num_warps=4),
     (Tiles(BT=32, num_warps=4, KB=216), Tiles(BT=32, num_warps=4, ONE_TILE=True)),
 )
+CAUSAL = (  # not swept: the tiles of the pairwise backward pass
+    Tiles(BT=64, num_warps=4),
+    Tiles(BT=64, num_warps=4),
+    Tiles(BT=32, num_warps=4),
+    Tiles(BT=32, num_warps=4),
+    Tiles(BT=16, num_warps=4),
+)
 # All keys and values, or queries and gradients, of a head on chip: for up to RESIDENT_TOKENS and head dims up to 64.
 RESIDENT_FORWARD = Tiles(BQ=64, BK=128, num_warps=4, maxnreg=168)
 RESIDENT_BACKWARD_KEY = Tiles(BQ=128, BK=64, num_warps=4)
