@@ -162,3 +162,10 @@ def test_wrong_steps_are_refused():
         assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="causal must be true or false, got 1"):
         mhla(q, k, v, mixing, blocks, causal=1)
+
+
+def test_compiles_as_one_graph():
+    blocks = TokenBlocks.from_grid((5, 4), (2, 2), 1)
+    compiled = torch.compile(lambda *x: mhla(*x, blocks, causal=True), fullgraph=True, backend="aot_eager")
+    inputs = make_inputs(blocks)
+    torch.testing.assert_close(compiled(*inputs), mhla(*inputs, blocks, causal=True))

@@ -28,8 +28,8 @@ class MHLACore(LinearCore):
         spec: sizes of the layer, with the blocks along each axis of the grid.
         mixing_init, mixing_trainable: ``init`` and ``trainable`` of :class:`~headmix_vision.layers.MixingMatrix`.
         mixing_per_head: a mixing matrix for each head instead of one for all.
-        causal: tokens see those before them in the order of the blocks: in a clip blocks are rows of time, and the
-            frames of a row see it and the rows before. Prefix tokens see prefix tokens alone.
+        causal: tokens see themselves and those before them in the order of the blocks, so that no row of blocks along
+            the first axis, time in a clip, sees a later one. Prefix tokens see prefix tokens alone.
         options: ``normalizer``, ``feature_map``, ``eps`` and ``impl`` of :func:`headmix_vision.ops.mhla`.
 
     Raises:

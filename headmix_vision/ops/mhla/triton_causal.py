@@ -14,10 +14,9 @@ from headmix_vision.ops.mhla.triton_pairwise import (
     attend,
     backward_key,
     backward_query,
+    causal_mask,
     gradient_rows,
-    masked_weights,
     scaled_gradients,
-    seen_keys,
     store_output,
 )
 from headmix_vision.ops.mhla.triton_summary import members
@@ -48,12 +47,6 @@ from headmix_vision.ops.mhla.triton_tiles import (
 
 
 @triton.jit
-def _own_weights(own, query, key, BT: tl.constexpr):
-    """Spread the weight of a part over the pairs of two of its tiles, zero for keys after their query: [BT, BT]."""
-    return masked_weights(tl.full((BT, 1), 1.0, tl.float32) * own, seen_keys(query, key, BT, BT))
-
-
-@triton.jit
 def causal_apply_kernel(
     q, k, v, mixed, mixed_key_sum, own, out, inverse, table,
     q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, own_h,
@@ -71,7 +64,7 @@ def causal_apply_kernel(
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
-    weight = tl.load(own + h * own_h + part)
+    weights = tl.full((BT, 1), 1.0, tl.float32) * tl.load(own + h * own_h + part)
     token, present = members(table, part, query, size, BT)
     q_rows = load_rows(p_q, token * (q_n * ALIGN), present, q_d, D, D1, D2)
     q_rows = features(q_rows, eps, FEATURE_MAP, COMPUTE)  # zeros multiply absent columns
@@ -85,10 +78,11 @@ def causal_apply_kernel(
         k_rows = load_rows(p_k, k_token * (k_n * ALIGN), k_present, k_d, D, D1, D2)
         v_rows = load_rows(p_v, k_token * (v_n * ALIGN), k_present, v_d, DV, DV1, DV2)
         k_rows = present_features(k_rows, k_present, eps, D, D1, FEATURE_MAP, COMPUTE)
-        b_weights = _own_weights(weight, query, key, BT)
+        mask = causal_mask(query, key, BT, BT, True)
         accumulator, denominator = attend(
-            q_rows, k_rows, cast(v_rows, COMPUTE), b_weights, accumulator, denominator, NORMALIZER, COMPUTE, PRECISION
-        )
+            q_rows, k_rows, cast(v_rows, COMPUTE), weights, mask, accumulator, denominator, NORMALIZER, COMPUTE,
+            PRECISION,
+        )  # fmt: skip
     store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV, DV1, NORMALIZER)
 
 
@@ -113,7 +107,7 @@ def causal_backward_query_kernel(
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
     p_o = rows_of_head(out, b, h, o_b, o_h, ALIGN)
     p_g = rows_of_head(d_out, b, h, g_b, g_h, ALIGN)
-    weight = tl.load(own + h * own_h + part)
+    weights = tl.full((BT, 1), 1.0, tl.float32) * tl.load(own + h * own_h + part)
     token, present = members(table, part, query, size, BT)
     g_rows = load_rows(p_g, token * (g_n * ALIGN), present, g_d, DV, DV1, DV2)
     o_rows = g_rows
@@ -135,11 +129,11 @@ def causal_backward_query_kernel(
         k_rows = load_rows(p_k, k_token * (k_n * ALIGN), k_present, k_d, D, D1, D2)
         v_rows = load_rows(p_v, k_token * (v_n * ALIGN), k_present, v_d, DV, DV1, DV2)
         k_rows = present_features(k_rows, k_present, eps, D, D1, FEATURE_MAP, COMPUTE)
-        b_weights = _own_weights(weight, query, key, BT)
+        mask = causal_mask(query, key, BT, BT, True)
         accumulator, d_pair = backward_query(
-            q_rows, g_rows, shift, k_rows, cast(v_rows, COMPUTE), b_weights, accumulator, COMPUTE, PRECISION
+            q_rows, g_rows, shift, k_rows, cast(v_rows, COMPUTE), weights, mask, accumulator, COMPUTE, PRECISION
         )
-        d_weight += tl.sum(tl.where(seen_keys(query, key, BT, BT), d_pair, 0.0), 1)
+        d_weight += tl.sum(d_pair, 1)
     tl.store(d_own + pid, tl.sum(d_weight, 0))
     q_rows = load_rows(p_q, token * (q_n * ALIGN), present, q_d, D, D1, D2)
     d_rows = feature_gradients(q_rows, accumulator, FEATURE_MAP)
@@ -200,7 +194,7 @@ def causal_backward_key_kernel(
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
     p_g = rows_of_head(d_out, b, h, g_b, g_h, ALIGN)
-    weight = tl.load(own + h * own_h + part)
+    weights = tl.full((BT, 1), 1.0, tl.float32) * tl.load(own + h * own_h + part)
     token, present = members(table, part, key, size, BT)
     k_rows = load_rows(p_k, token * (k_n * ALIGN), present, k_d, D, D1, D2)
     v_rows = cast(load_rows(p_v, token * (v_n * ALIGN), present, v_d, DV, DV1, DV2), COMPUTE)
@@ -220,9 +214,9 @@ def causal_backward_key_kernel(
         shift = tl.zeros((BT,), tl.float32)
         if NORMALIZER == "paper":
             shift = tl.load(d_scale + pid_bh * N + q_token, mask=q_present, other=0.0)
-        b_weights = tl.trans(_own_weights(weight, query, key, BT))
+        mask = causal_mask(query, key, BT, BT, True)
         dk_rows, dv_rows = backward_key(
-            q_rows, g_rows, shift, k_rows, v_rows, b_weights, dk_rows, dv_rows, COMPUTE, PRECISION
+            q_rows, g_rows, shift, k_rows, v_rows, weights, mask, dk_rows, dv_rows, COMPUTE, PRECISION
         )
     k_rows = load_rows(p_k, token * (k_n * ALIGN), present, k_d, D, D1, D2)
     dk_rows = feature_gradients(k_rows, dk_rows, FEATURE_MAP)

@@ -36,6 +36,8 @@ def mhla_triton(
     settings = settings._replace(
         regime=regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1], settings.causal)
     )
+    if settings.causal:
+        mixing = mixing.tril()  # nothing is computed with weights of later blocks
     denominator = None
     if settings.normalizer == "source_block":
         denominator = _source_block_denominator(q, k, mixing, settings)

@@ -71,15 +71,20 @@ def _weigh(scores, weights):
 
 
 @triton.jit
-def seen_keys(query, key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Tell which keys of a tile are at the place of each query or before it: [QUERIES, KEYS]."""
-    return query + tl.arange(0, QUERIES)[:, None] >= key + tl.arange(0, KEYS)[None, :]
+def causal_mask(query, key, QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Tell which keys of a tile are at the place of each query or before it: ([QUERIES, KEYS],), or () for all."""
+    if CAUSAL:
+        return (query + tl.arange(0, QUERIES)[:, None] >= key + tl.arange(0, KEYS)[None, :],)
+    else:
+        return ()
 
 
 @triton.jit
-def masked_weights(weights, seen):
-    """Spread weights [rows, runs] over the pairs of a tile, zero where a key is not seen: [rows, columns]."""
-    return tl.where(seen, _weigh(tl.full(seen.shape, 1.0, tl.float32), weights), 0.0)
+def _masked(x, mask):
+    if len(mask) == 0:
+        return x
+    else:
+        return tl.where(mask[0], x, 0.0)
 
 
 @triton.jit
@@ -95,13 +100,13 @@ def _sum_runs(x, RUN: tl.constexpr):
 
 
 @triton.jit
-def attend(q_rows, k_rows, v_rows, weights, accumulator, denominator, NORMALIZER: tl.constexpr,
+def attend(q_rows, k_rows, v_rows, weights, mask, accumulator, denominator, NORMALIZER: tl.constexpr,
             COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add one more tile of keys to the numerators and denominators of a tile of queries."""
     BQ: tl.constexpr = q_rows[0].shape[0]
     BK: tl.constexpr = k_rows[0].shape[0]
     scores = dot_rows(q_rows, k_rows, tl.zeros((BQ, BK), tl.float32), PRECISION)
-    weighted = _weigh(scores, weights)
+    weighted = _weigh(_masked(scores, mask), weights)
     if NORMALIZER == "paper":
         denominator += tl.sum(weighted, 1)
     return dot_columns(weighted.to(COMPUTE), v_rows, accumulator, PRECISION), denominator
@@ -137,27 +142,33 @@ def gradient_rows(g_rows, o_rows, p_inverse, p_scale, present, m_scale, NORMALIZ
 
 
 @triton.jit
-def backward_query(q_rows, g_rows, shift, k_rows, v_rows, weights, accumulator,
+def backward_query(q_rows, g_rows, shift, k_rows, v_rows, weights, mask, accumulator,
                     COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add one more tile of keys to the query gradients, and compute the gradient of each pair's weight."""
     BQ: tl.constexpr = q_rows[0].shape[0]
     BK: tl.constexpr = k_rows[0].shape[0]
     scores = dot_rows(q_rows, k_rows, tl.zeros((BQ, BK), tl.float32), PRECISION)
     d_weighted = dot_rows(g_rows, v_rows, tl.zeros((BQ, BK), tl.float32), PRECISION) + shift[:, None]
+    d_weighted = _masked(d_weighted, mask)
     accumulator = dot_columns(_weigh(d_weighted, weights).to(COMPUTE), k_rows, accumulator, PRECISION)
     return accumulator, scores * d_weighted
 
 
 @triton.jit
-def backward_key(q_rows, g_rows, shift, k_rows, v_rows, weights, dk_rows, dv_rows,
+def backward_key(q_rows, g_rows, shift, k_rows, v_rows, weights, mask, dk_rows, dv_rows,
                   COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Add one more tile of queries to the key and value gradients; scores are transposed, [keys, queries]."""
+    """Add one more tile of queries to the key and value gradients; scores are transposed, [keys, queries].
+
+    The mask is [queries, keys].
+    """
+    if len(mask) > 0:
+        mask = (tl.trans(mask[0]),)
     BQ: tl.constexpr = q_rows[0].shape[0]
     BK: tl.constexpr = k_rows[0].shape[0]
     scores = dot_rows(k_rows, q_rows, tl.zeros((BK, BQ), tl.float32), PRECISION)
-    dv_rows = dot_columns(_weigh(scores, weights).to(COMPUTE), g_rows, dv_rows, PRECISION)
+    dv_rows = dot_columns(_weigh(_masked(scores, mask), weights).to(COMPUTE), g_rows, dv_rows, PRECISION)
     d_scores = dot_rows(v_rows, g_rows, tl.zeros((BK, BQ), tl.float32), PRECISION) + shift[None, :]
-    return dot_columns(_weigh(d_scores, weights).to(COMPUTE), q_rows, dk_rows, PRECISION), dv_rows
+    return dot_columns(_weigh(_masked(d_scores, mask), weights).to(COMPUTE), q_rows, dk_rows, PRECISION), dv_rows
 
 
 @triton.jit
@@ -190,12 +201,12 @@ def pairwise_forward_kernel(
         k_rows = load_rows(p_k, k_token * (k_n * ALIGN), k_present, k_d, D, D1, D2)
         v_rows = load_rows(p_v, k_token * (v_n * ALIGN), k_present, v_d, DV, DV1, DV2)
         b_weights = _weights(p_weights, query, key, weights_i, weights_j, BQ, BK, RUN)
-        if CAUSAL:
-            b_weights = masked_weights(b_weights, seen_keys(query, key, BQ, BK))
+        mask = causal_mask(query, key, BQ, BK, CAUSAL)
         k_rows = _features(k_rows, k_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
         accumulator, denominator = attend(
-            q_rows, k_rows, cast(v_rows, COMPUTE), b_weights, accumulator, denominator, NORMALIZER, COMPUTE, PRECISION
-        )
+            q_rows, k_rows, cast(v_rows, COMPUTE), b_weights, mask, accumulator, denominator, NORMALIZER, COMPUTE,
+            PRECISION,
+        )  # fmt: skip
     store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV, DV1, NORMALIZER)
 
 
@@ -236,7 +247,7 @@ def resident_forward_kernel(
         for tile in tl.static_range(TILES):
             b_weights = _weights(p_weights, query, tile * BK, weights_i, weights_j, BQ, BK, RUN)
             accumulator, denominator = attend(
-                q_rows, k_tiles[tile], v_tiles[tile], b_weights, accumulator, denominator, NORMALIZER, COMPUTE,
+                q_rows, k_tiles[tile], v_tiles[tile], b_weights, (), accumulator, denominator, NORMALIZER, COMPUTE,
                 PRECISION,
             )  # fmt: skip
         store_output(out, inverse, accumulator, denominator, b, h, N, H, token, present, DV, DV1, NORMALIZER)
@@ -294,15 +305,11 @@ def pairwise_backward_query_kernel(
         k_rows = load_rows(p_k, k_token * (k_n * ALIGN), k_present, k_d, D, D1, D2)
         v_rows = load_rows(p_v, k_token * (v_n * ALIGN), k_present, v_d, DV, DV1, DV2)
         b_weights = _weights(p_weights, query, key, weights_i, weights_j, BQ, BK, RUN)
-        seen = seen_keys(query, key, BQ, BK)
-        if CAUSAL:
-            b_weights = masked_weights(b_weights, seen)
+        mask = causal_mask(query, key, BQ, BK, CAUSAL)
         k_rows = _features(k_rows, k_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
         accumulator, d_pair = backward_query(
-            q_rows, g_rows, shift, k_rows, cast(v_rows, COMPUTE), b_weights, accumulator, COMPUTE, PRECISION
+            q_rows, g_rows, shift, k_rows, cast(v_rows, COMPUTE), b_weights, mask, accumulator, COMPUTE, PRECISION
         )
-        if CAUSAL:
-            d_pair = tl.where(seen, d_pair, 0.0)
         column_run = key // RUN + tl.arange(0, BK // RUN)
         tl.store(d_weights + row_run[:, None] * column_runs + column_run[None, :], _sum_runs(d_pair, RUN))
     q_rows = load_rows(p_q, token * (q_n * ALIGN), present, q_d, D, D1, D2)
@@ -367,11 +374,10 @@ def pairwise_backward_key_kernel(
         )
         shift = _shift(p_scale, query, places, BQ, NORMALIZER)
         b_weights = _weights(p_weights, key, query, weights_j, weights_i, BK, BQ, RUN)
-        if CAUSAL:
-            b_weights = masked_weights(b_weights, tl.trans(seen_keys(query, key, BQ, BK)))
+        mask = causal_mask(query, key, BQ, BK, CAUSAL)
         q_rows = _features(q_rows, q_present, eps, D, D1, FEATURE_MAP, FULL, COMPUTE)
         dk_rows, dv_rows = backward_key(
-            q_rows, g_rows, shift, k_rows, v_rows, b_weights, dk_rows, dv_rows, COMPUTE, PRECISION
+            q_rows, g_rows, shift, k_rows, v_rows, b_weights, mask, dk_rows, dv_rows, COMPUTE, PRECISION
         )
     k_rows = load_rows(p_k, token * (k_n * ALIGN), present, k_d, D, D1, D2)
     dk_rows = feature_gradients(k_rows, dk_rows, FEATURE_MAP)
@@ -421,8 +427,9 @@ def resident_backward_key_kernel(
             shift = _shift(p_scale, tile * BQ, places, BQ, NORMALIZER)
             b_weights = _weights(p_weights, key, tile * BQ, weights_j, weights_i, BK, BQ, RUN)
             dk_rows, dv_rows = backward_key(
-                q_tiles[tile], g_tiles[tile], shift, k_rows, v_rows, b_weights, dk_rows, dv_rows, COMPUTE, PRECISION
-            )
+                q_tiles[tile], g_tiles[tile], shift, k_rows, v_rows, b_weights, (), dk_rows, dv_rows, COMPUTE,
+                PRECISION,
+            )  # fmt: skip
         dk_rows = feature_gradients(k_raw, dk_rows, FEATURE_MAP)
         store_rows(d_k + (b * N * H * PACK + h) * D, token * (PACK * H * D), present, 1, dk_rows, D, D1)
         store_rows(d_v + (b * N * H * PACK + h) * DV, token * (PACK * H * DV), present, 1, dv_rows, DV, DV1)

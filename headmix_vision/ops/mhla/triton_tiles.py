@@ -338,7 +338,7 @@ def expand_runs_kernel(
     row = tl.program_id(0) // tiles % tiles * TILE + tl.arange(0, TILE)
     column = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     head = (tl.program_id(0) // tiles // tiles).to(tl.int64)
-    row_block = tl.load(blocks + tl.minimum(row, runs - 1))  # in causal attention places after the last see all before
+    row_block = tl.load(blocks + row, mask=row < runs, other=0)
     column_block = tl.load(blocks + column, mask=column < runs, other=0)
     p_mixing = mixing + head * mixing_h + row_block[:, None] * mixing_i + column_block[None, :] * mixing_j
     p_weights = weights + (head * padded + row[:, None]) * padded + column[None, :]
