@@ -127,7 +127,7 @@ class TokenBlocks:
 
         The first so many tokens are the same ones in raster order and in that of :meth:`order`.
         """
-        ends = _axis_starts(self.grid.shape[0], self.block_grid[0], torch.device("cpu"))[1:]
+        ends = self._axes[0].starts(torch.device("cpu"))[1:]
         return tuple(self.grid.repeats * (self.grid.num_prefix_tokens + ends * math.prod(self.grid.shape[1:])).tolist())
 
     def tables(self, like: Tensor) -> BlockTables:

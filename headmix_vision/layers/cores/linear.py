@@ -68,7 +68,9 @@ class LinearCore(AttentionCore):
             raise InputError("rotary positions need the normalizer 'paper' or None, not 'source_block'.")
 
     def check_ranks(self) -> None:
-        """Refuse the normalizer of the released code, which takes queries of all blocks."""
+        """Refuse causal attention, and the normalizer of the released code, which takes queries of all blocks."""
+        if self.options.get("causal"):
+            raise InputError("causal attention needs all tokens on one rank.")
         if self.options["normalizer"] == "source_block":
             raise InputError("tokens on several ranks need the normalizer 'paper' or None, not 'source_block'.")
 

@@ -62,6 +62,8 @@ def validate_mhla(
     m = blocks.num_blocks
     if isinstance(blocks, BlocksOfRank):
         m = blocks.spans[-1][1]
+        if settings.causal:
+            raise InputError("causal attention needs all tokens on one rank.")
         if settings.normalizer == "source_block":
             raise InputError(
                 "normalizer 'source_block' needs queries of all blocks: ranks that share tokens take others."
