@@ -41,7 +41,7 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(1)
     except (InputError, OSError, MemoryError) as error:
         # A data loader's worker hands its error on with the traceback in front of the message.
-        _end(_message(error).rpartition(f"{__name__}.InputError: ")[2])
+        _end(message_of(error).rpartition(f"{__name__}.InputError: ")[2])
     except RuntimeError as error:
         if not any(words in str(error) for words in _PEER_IS_GONE):
             raise
@@ -55,7 +55,8 @@ def _end(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _message(error: Exception) -> str:
+def message_of(error: Exception) -> str:
+    """Say on one line, without its type, what a user can mend or the system refuses."""
     if isinstance(error, OSError) and error.strerror is not None:
         path = "" if error.filename is None else f": {error.filename}"
         return f"{error.strerror}{path}"

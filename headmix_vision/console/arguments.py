@@ -1,6 +1,7 @@
 """Command lines of argparse whose errors are one line."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from typing import NoReturn
@@ -14,11 +15,12 @@ class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the arguments in one line, with the nearest option where one is misspelt."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints the line and ends the process with status 2."""
+        """Prints the line, of several processes the first one alone, and ends the process with status 2."""
         if message.startswith(_UNKNOWN):
             given = message.removeprefix(_UNKNOWN).split()[0].partition("=")[0]
             message = f"unknown option {given}{suggest(given, sorted(set(self._option_strings())))}"
-        print(f"error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 
     def _option_strings(self) -> Iterator[str]:

@@ -1,13 +1,26 @@
-"""Which of torchrun's processes this one is."""
+"""The processes that share a job: which one this is, and what they tell each other."""
 
 import os
-from typing import NamedTuple
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
 
-from headmix_vision.errors import InputError
+import torch.distributed as dist
+
+from headmix_vision.errors import InputError, message_of
+
+T = TypeVar("T")
+_LONG = timedelta(days=7)  # a process may have much less to do than another
 
 
-class ProcessNumbers(NamedTuple):
-    """The place of a process among those that share the work.
+class _Agreed(InputError):
+    """An error that all processes know of."""
+
+
+class Processes(NamedTuple):
+    """The processes that share a job, as one of them sees them.
 
     Args:
         rank: Its number among all.
@@ -15,12 +28,84 @@ class ProcessNumbers(NamedTuple):
         local_rank: Its number among those of its machine.
     """
 
-    rank: int
-    world_size: int
-    local_rank: int
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    def connect(self) -> None:
+        """Waits until all of them are there.
+
+        Raises:
+            InputError: If torchrun did not start them.
+        """
+        if self.world_size > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise InputError(f"WORLD_SIZE in the environment is {self.world_size}: start the processes by torchrun")
+        if self.world_size > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=_LONG)
+
+    def wait(self) -> None:
+        """Waits for the others."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def same(self, value: Any) -> Any:
+        """Returns the value of the first process, on all."""
+        values = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Returns the values of all processes by rank, on all."""
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Ends the block on all processes with the first error by rank that a user can mend, if any has one.
+
+        The first process raises it, as `InputError`; the others end with status 2 and say nothing. All processes enter
+        the block; such blocks may stand in each other.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        found: Exception | None = None
+        try:
+            yield
+        except _Agreed:
+            raise
+        except (InputError, OSError, MemoryError) as error:
+            found = error
+        messages = [message for message in self.gather(found and message_of(found)) if message is not None]
+        if messages and self.rank:
+            sys.exit(2)
+        if messages:
+            raise _Agreed(messages[0]) from found
+
+    def in_turn(self, share: Iterable[T | None], rounds: int) -> Iterator[T]:
+        """Yields, on all processes, what each makes: the first item of each process by rank, then the second of each.
+
+        Args:
+            share: The items of this process, made one by one as they are asked for; None for nothing.
+            rounds: Number of items of the process that has most of them.
+        """
+        if self.world_size == 1:
+            yield from (item for item in share if item is not None)
+            return
+        items = iter(share)
+        for _ in range(rounds):
+            with self.agreed():
+                item = next(items, None)
+            yield from (other for other in self.gather(item) if other is not None)
 
 
-def process_numbers() -> ProcessNumbers:
+ALONE = Processes()
+
+
+def process_numbers() -> Processes:
     """Reads the numbers from the environment; without torchrun there is one process.
 
     Raises:
@@ -32,7 +117,7 @@ def process_numbers() -> ProcessNumbers:
         if not text.isdecimal():
             raise InputError(f"{name} in the environment must be a number, got {text!r}")
         found.append(int(text))
-    numbers = ProcessNumbers(*found)
-    if numbers.rank >= numbers.world_size:
-        raise InputError(f"RANK in the environment is {numbers.rank}, but WORLD_SIZE is {numbers.world_size}")
-    return numbers
+    processes = Processes(*found)
+    if processes.rank >= processes.world_size:
+        raise InputError(f"RANK in the environment is {processes.rank}, but WORLD_SIZE is {processes.world_size}")
+    return processes

@@ -150,3 +150,9 @@ def eval_batches(num_samples: int, batch_size: int, rank: int = 0, world_size: i
             )
         batches.append([batches[-1].pop()])
     return batches
+
+
+def deal_batches(indices: Sequence[int], batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
+    """Deals samples in batches, which are the same for any number of processes; returns those of one process."""
+    whole = [list(indices[i : i + batch_size]) for i in range(0, len(indices), batch_size)]
+    return whole[rank::world_size]

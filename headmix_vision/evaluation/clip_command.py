@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headmix_vision.checks import check_counts, check_positive
+from headmix_vision.console.processes import Processes
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE
 from headmix_vision.errors import InputError
@@ -51,7 +52,7 @@ def add_moving_digits(parser: argparse.ArgumentParser) -> None:
     add("--fps", type=float, help=f"frames a second of the clips (those the samples were drawn at, or {FRAME_RATE:g})")
 
 
-def run_fvd(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def run_fvd(options: argparse.Namespace, progress: Progress, processes: Processes) -> dict[str, Any]:
     """Scores clips as the options say; of a dry run, describes what would be scored."""
     extractor = open_clip_extractor(options.features, options.device)
     extractor.check_frames(options.frames)
@@ -65,7 +66,7 @@ def run_fvd(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             )
     check_counts(1, **{"kid subsets": options.subsets})
     protocol, changes = _protocol(options)
-    scorer = Scorer(extractor, options.batch_size, progress)
+    scorer = Scorer(extractor, options.batch_size, progress, processes)
     fake = _open(options, "fake", extractor, protocol.fake)
     real = _open(options, "real", extractor, protocol.real, fake)
     check_root(options.root, real.clips.kind, fake.clips.kind)
@@ -95,12 +96,12 @@ def run_fvd(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     }
 
 
-def run_moving_digits(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def run_moving_digits(options: argparse.Namespace, progress: Progress, processes: Processes) -> dict[str, Any]:
     """Judges clips as the options say; of a dry run, describes what would be judged."""
     if options.fps is not None:
         check_positive(**{"--fps": options.fps})
     extractor = DigitJudge(open_extractor(options.features, options.device))
-    scorer = Scorer(extractor, options.batch_size, progress)
+    scorer = Scorer(extractor, options.batch_size, progress, processes)
     sampling = ClipSampling(frames=None, count=options.count)
     fake = _open(options, "fake", extractor, sampling)
     frame_rate = options.fps or (fake.description["frame_rate"] or [FRAME_RATE])[0]
@@ -204,12 +205,12 @@ class ClipMetric:
 
     Args:
         add_options: Adds its options to a parser.
-        run: Scores clips as the options say, and shows the progress.
+        run: Scores clips as the options say, shows the progress, and shares the work among processes.
         help: What it measures.
     """
 
     add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Progress], dict[str, Any]]
+    run: Callable[[argparse.Namespace, Progress, Processes], dict[str, Any]]
     help: str
 
 

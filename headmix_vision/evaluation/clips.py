@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
+from itertools import groupby
 from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
@@ -151,12 +152,17 @@ class SampledClips:
     def __len__(self) -> int:
         return len(self.chosen) * (1 + self.sampling.mirror)
 
-    def __iter__(self) -> Iterator[tuple[str, Item]]:
-        infos = self.clips.infos
-        for name, frames in self.clips.read({n: self.sampling.indices(n, infos[n].num_frames) for n in self.chosen}):
-            yield name, list(frames)
-            if self.sampling.mirror:
-                yield f"{name}, mirrored", [ImageOps.mirror(frame) for frame in frames]
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
+        infos, copies = self.clips.infos, 1 + self.sampling.mirror
+        asked = [(self.chosen[clip], list(places)) for clip, places in groupby(indices, lambda place: place // copies)]
+        wanted = {number: self.sampling.indices(number, infos[number].num_frames) for number, _ in asked}
+        for (name, frames), (_, places) in zip(self.clips.read(wanted), asked, strict=True):
+            for place in places:
+                mirrored = place % copies == 1
+                yield (
+                    f"{name}, mirrored" if mirrored else name,
+                    [ImageOps.mirror(frame) if mirrored else frame for frame in frames],
+                )
 
     def description(self) -> dict[str, Any]:
         """Says which clips and frames they are, for the result file."""
@@ -267,10 +273,9 @@ class NpzClips(Clips):
         return f"{self.source}[{number}]"
 
     def read(self, wanted: Mapping[int, range]) -> Iterator[tuple[str, Frames]]:
-        for number, (name, item) in enumerate(self.pictures):
-            if number in wanted:
-                assert isinstance(item, list)
-                yield name, [item[index] for index in wanted[number]]
+        for (name, item), indices in zip(self.pictures.read(list(wanted)), wanted.values(), strict=True):
+            assert isinstance(item, list)
+            yield name, [item[index] for index in indices]
 
     def labels(self, numbers: Sequence[int]) -> Tensor:
         """The array `labels` or `arr_1`."""

@@ -3,6 +3,7 @@
 X and Y are a folder of images, an npz file of ADM (images, or mu and sigma), a statistics file (.safetensors), or a
 data set NAME[:SPLIT][SLICE]. `stats` keeps the statistics of X, to read its images only once. For clips they are a
 folder of videos, of animated PNGs or of folders of frames, an npz file [N, T, H, W, C], or a data set of clips.
+Processes of torchrun share the work: torchrun --nproc-per-node 8 --no-python -- headmix-evaluate fid ...
 """
 
 import argparse
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from headmix_vision.checks import check_counts
 from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.console.devices import default_device
+from headmix_vision.console.devices import default_device, open_device
+from headmix_vision.console.processes import Processes, process_numbers
 from headmix_vision.console.progress import progress
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.evaluation.clip_command import CLIP_METRICS
@@ -43,10 +45,14 @@ def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line; wrong input ends the process with one line and exit status 2."""
     options = _parser().parse_args(args)
     with one_line_errors():
-        with warnings.catch_warnings(record=True) as caught:
+        processes = process_numbers()
+        processes.connect()
+        with processes.agreed(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             _check_out(options)
-            result = _run(options)
+            result = _run(options, processes)
+        if processes.rank:
+            return
         notes = [str(warning.message) for warning in caught if warning.category is UserWarning]
         for note in notes:
             print(f"warning: {note}", file=sys.stderr)
@@ -112,13 +118,16 @@ def _check_out(options: argparse.Namespace) -> None:
         check_counts(1, **{"--image-size": options.image_size})
 
 
-def _run(options: argparse.Namespace) -> dict[str, Any]:
+def _run(options: argparse.Namespace, processes: Processes) -> dict[str, Any]:
+    if processes.world_size > 1:
+        options.device = str(open_device(options.device, processes.local_rank))
     if options.metric in CLIP_METRICS:
-        return _run_clips(options)
+        return _run_clips(options, processes)
     extractor = open_extractor(options.features, options.device)
     if not extractor.description.get("official", True):
         warnings.warn("these Inception weights are not the official file, scores compare with nothing", stacklevel=1)
-    scorer = Scorer(extractor, options.batch_size, _stop if options.dry_run else _progress)
+    shown = _stop if options.dry_run else partial(_progress, processes=processes)
+    scorer = Scorer(extractor, options.batch_size, shown, processes)
     metric = METRICS.get(options.metric)
     names = ("real",) if metric is None else ("real", "fake") if metric.compares else ("fake",)
     sides = {
@@ -140,8 +149,9 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         return {"dry_run": f"would score {described} by {extractor.description['name']} on {options.device}{target}"}
 
 
-def _run_clips(options: argparse.Namespace) -> dict[str, Any]:
-    result = CLIP_METRICS[options.metric].run(options, partial(_progress, unit="clips"))
+def _run_clips(options: argparse.Namespace, processes: Processes) -> dict[str, Any]:
+    shown = partial(_progress, processes=processes, unit="clips")
+    result = CLIP_METRICS[options.metric].run(options, shown, processes)
     if "dry_run" in result:
         return result
     _check_finite(result["scores"], "clips")
@@ -172,7 +182,8 @@ def _score(options: argparse.Namespace, scorer: Scorer, sides: dict[str, Side]) 
         (images,) = sides.values()
         assert isinstance(images, ImageSet)
         statistics = scorer.statistics(images)
-        write_statistics(options.out, statistics)
+        if scorer.processes.rank == 0:
+            write_statistics(options.out, statistics)
         return statistics.description
     metric = METRICS[options.metric]
     arguments = {name: getattr(options, name) for name in metric.options}
@@ -195,11 +206,11 @@ def _score(options: argparse.Namespace, scorer: Scorer, sides: dict[str, Side]) 
     }
 
 
-def _progress(batches: Iterable[Tensor], count: int, unit: str = "images") -> Iterator[Tensor]:
-    with progress("scoring", count, unit) as advance:
+def _progress(batches: Iterable[Tensor], count: int, processes: Processes, unit: str = "images") -> Iterator[Tensor]:
+    with progress("scoring", count, unit, enabled=processes.rank == 0) as advance:
         for batch in batches:
             yield batch
-            advance(len(batch))
+            advance(len(batch) * processes.world_size)  # assuming that all are equally fast
 
 
 def _stop(batches: Iterable[Tensor], count: int) -> Iterator[Tensor]:

@@ -164,21 +164,25 @@ def _features(
     changed: frozenset[int] = frozenset(),
     seed: int = 0,
 ) -> ClipFeatures:
-    features: list[Tensor] = []
-    results: dict[str, list[Tensor]] = {name: [] for name in CHANGES} if changed else {}
-    frames = Moments()
-    for first, batch, outputs in scorer.outputs(clips):
-        features.append(outputs["features"].cpu())
+    def of_batch(first: int, batch: Tensor, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = {name: values for name, values in outputs.items() if name != "logits"}
         if frame_extractor is not None:
-            frames.update(frame_extractor(batch.transpose(1, 2).flatten(0, 1))["features"])
-        elif "frames" in outputs:
-            frames.update(outputs["frames"])
+            made["frames"] = frame_extractor(batch.transpose(1, 2).flatten(0, 1))["features"]
         numbers = [number for number in range(first, first + len(batch)) if number in changed]
-        for name in results if numbers else ():
-            some = CHANGES[name](batch[[number - first for number in numbers]], numbers, seed)
-            results[name].append(scorer.extractor(some)["features"].cpu())
-    joined = {name: torch.cat(values).double() for name, values in results.items()}
-    return ClipFeatures(torch.cat(features).double(), frames, joined)
+        for name, change in CHANGES.items() if numbers else ():
+            some = change(batch[[number - first for number in numbers]], numbers, seed)
+            made[name] = scorer.extractor(some)["features"]
+        return made
+
+    joined: dict[str, list[Tensor]] = {}
+    frames = Moments()
+    for made in scorer.of_all(clips, of_batch):
+        if "frames" in made:
+            frames.update(made.pop("frames").to(scorer.extractor.device))
+        for name, values in made.items():
+            joined.setdefault(name, []).append(values)
+    features = {name: torch.cat(values).double() for name, values in joined.items()}
+    return ClipFeatures(features.pop("features"), frames, features)
 
 
 def _frechet(first: Tensor, second: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -44,10 +44,13 @@ class NpzImages:
     def __len__(self) -> int:
         return int(self.shape[0])
 
-    def __iter__(self) -> Iterator[tuple[str, Item]]:
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
+        """Reads images or clips by their numbers in rising order; yields names and pictures."""
         length = int(np.prod(self.shape[1:]))
         with _open_pixels(self.source) as (file, *_):
-            for index in range(len(self)):
+            start = file.tell()
+            for index in indices:
+                file.seek(start + index * length)
                 data = file.read(length)
                 if len(data) < length:
                     raise InputError(f"{self.source} is truncated at image {index} of {len(self)}")

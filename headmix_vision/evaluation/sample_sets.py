@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.checks import check_counts
+from headmix_vision.data.batches import deal_batches
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
@@ -31,14 +32,16 @@ _DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[
 
 
 class Pictures(Protocol):
-    """Yields images, or clips as lists of frames, in a fixed order, each with its name for messages."""
+    """Images, or clips as lists of frames, in a fixed order."""
 
     source: str
     kind: str
 
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[tuple[str, Item]]: ...
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
+        """Reads some of them, by their numbers in rising order; yields names for messages and pictures."""
+        ...
 
 
 class ImageSet:
@@ -62,7 +65,7 @@ class ImageSet:
         self.pictures = pictures
         self.mode = mode
         self.image_size = image_size
-        self.size = self._size(next(iter(pictures))[1])
+        self.size = self._size(next(pictures.read([0]))[1])
 
     def _size(self, item: Item) -> tuple[int, ...]:
         frames = item if isinstance(item, list) else [item]
@@ -83,18 +86,19 @@ class ImageSet:
             "crop": "adm_center" if self.image_size else None,
         }
 
-    def batches(self, batch_size: int) -> Iterator[Tensor]:
-        """Yields all samples in order, uint8 [B, C, *grid].
+    def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Tensor]:
+        """Yields all samples in order, or the batches of one of several processes, uint8 [B, C, *grid].
 
         Raises:
             InputError: A sample that cannot be read or is of another size; it is named.
         """
-        arrays = self._arrays()
-        while batch := list(itertools.islice(arrays, batch_size)):
-            yield torch.from_numpy(np.stack(batch))
+        shares = deal_batches(range(len(self)), batch_size, rank, world_size)
+        arrays = self._arrays(list(itertools.chain.from_iterable(shares)))
+        for share in shares:
+            yield torch.from_numpy(np.stack(list(itertools.islice(arrays, len(share)))))
 
-    def _arrays(self) -> Iterator[np.ndarray]:
-        for name, item in self.pictures:
+    def _arrays(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
+        for name, item in self.pictures.read(indices):
             # First the mode, as in training and in latents: a palette cannot be interpolated.
             frames = [frame.convert(self.mode) for frame in (item if isinstance(item, list) else [item])]
             if self.image_size:
@@ -134,10 +138,10 @@ class Folder:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __iter__(self) -> Iterator[tuple[str, Item]]:
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
         with ThreadPoolExecutor(DECODER_THREADS) as pool:
-            for start in range(0, len(self.paths), 4 * DECODER_THREADS):
-                paths = self.paths[start : start + 4 * DECODER_THREADS]
+            for start in range(0, len(indices), 4 * DECODER_THREADS):
+                paths = [self.paths[index] for index in indices[start : start + 4 * DECODER_THREADS]]
                 yield from zip(map(str, paths), pool.map(_decode, paths), strict=True)
 
 
@@ -169,9 +173,9 @@ class TensorImages:
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def __iter__(self) -> Iterator[tuple[str, Item]]:
-        for index, pixels in enumerate(self.pixels):
-            yield f"image {index}", to_item(np.ascontiguousarray(pixels.movedim(0, -1).numpy()))
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
+        for index in indices:
+            yield f"image {index}", to_item(np.ascontiguousarray(self.pixels[index].movedim(0, -1).numpy()))
 
 
 class DatasetImages:
@@ -187,8 +191,8 @@ class DatasetImages:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __iter__(self) -> Iterator[tuple[str, Image.Image]]:
-        for index in self.indices:
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Image.Image]]:
+        for index in (self.indices[place] for place in indices):
             name = self.images.name(index)
             with readable(name):
                 image, _ = self.images.read(index)

@@ -5,6 +5,7 @@ KID, inception score, precision and recall are torch-fidelity's, on features in 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.checks import check_counts
+from headmix_vision.console.processes import ALONE, Processes
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
@@ -34,44 +36,67 @@ class Scorer:
         extractor: The feature extractor.
         batch_size: Images at a time; changes features by rounding only.
         progress: Shows the progress over batches.
+        processes: Who shares the work. The batches of a set are dealt to them; each gets the features of all, in the
+            order of samples, and computes the same scores of them as one process would.
     """
 
-    def __init__(self, extractor: FeatureExtractor, batch_size: int = 64, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        extractor: FeatureExtractor,
+        batch_size: int = 64,
+        progress: Progress | None = None,
+        processes: Processes = ALONE,
+    ) -> None:
         check_counts(1, **{"batch size": batch_size})
         self.extractor = extractor
         self.batch_size = batch_size
+        self.processes = processes
         self.progress: Progress = progress or (lambda batches, _: batches)
 
     def statistics(self, images: ImageSet) -> Statistics:
         """Computes the moments of the features, and of the spatial features where the extractor has them."""
         moments: dict[str, Moments] = {}
-        for outputs in self._outputs(images):
-            for name in outputs.keys() - {"logits"}:
-                moments.setdefault(name, Moments()).update(outputs[name])
+        for outputs in self.of_all(images, lambda *batch: {n: v for n, v in batch[-1].items() if n != "logits"}):
+            for name, values in outputs.items():
+                moments.setdefault(name, Moments()).update(values.to(self.extractor.device))
         gaussians = {name: moments[name].gaussian() for name in sorted(moments)}
         return Statistics(gaussians, images.description, self.extractor.description)
 
     def collect(self, images: ImageSet, name: str = "features") -> Tensor:
         """Collects all features, or logits, float64 [N, D]."""
-        return torch.cat([outputs[name].cpu() for outputs in self._outputs(images)]).double()
+        batches = self.of_all(images, lambda first, batch, outputs: {name: outputs[name]})
+        return torch.cat([outputs[name] for outputs in batches]).double()
 
-    def _outputs(self, images: ImageSet) -> Iterator[dict[str, Tensor]]:
-        for _, _, outputs in self.outputs(images):
-            yield outputs
+    def of_all(
+        self, images: ImageSet, pick: Callable[[int, Tensor, dict[str, Tensor]], dict[str, Tensor]]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yields what is made of each batch, on the CPU, in the order of samples, on all processes.
 
-    def outputs(self, images: ImageSet) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
-        """Yields for each batch the number of its first sample, the samples, and what the extractor makes of them."""
-        done = 0
-        for batch in self.progress(images.batches(self.batch_size), len(images)):
+        Args:
+            images: The samples.
+            pick: Takes the number of the first sample of a batch, the samples, and what the extractor makes of them;
+                returns what is to be known on all processes.
+
+        Raises:
+            InputError: A sample that cannot be read, or features that are not finite.
+        """
+        whole = -(-len(images) // self.batch_size)
+        made = ({n: v.cpu() for n, v in pick(*batch).items()} for batch in self._outputs(images))
+        return self.processes.in_turn(made, -(-whole // self.processes.world_size))
+
+    def _outputs(self, images: ImageSet) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
+        """Yields what `pick` takes, of the batches of this process."""
+        rank, world_size, _ = self.processes
+        share = self.progress(images.batches(self.batch_size, rank, world_size), len(images))
+        for first, batch in zip(count(rank * self.batch_size, world_size * self.batch_size), share, strict=False):
             outputs = self.extractor(batch)
             for name, values in outputs.items():
                 if not values.isfinite().all():
                     raise InputError(
-                        f"{name} of {self.extractor.description['name']} are not finite within images {done} to"
-                        f" {done + len(batch) - 1} of {images.description['source']}"
+                        f"{name} of {self.extractor.description['name']} are not finite within images {first} to"
+                        f" {first + len(batch) - 1} of {images.description['source']}"
                     )
-            yield done, batch, outputs
-            done += len(batch)
+            yield first, batch, outputs
 
 
 def open_side(

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,9 @@ import headmix_vision
 from headmix_vision.checks import check_counts
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import default_device, open_device
+from headmix_vision.console.processes import Processes, process_numbers
 from headmix_vision.console.progress import progress
+from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.denoising import CHANNELS
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
@@ -32,7 +34,7 @@ from headmix_vision.runs.directory import trainer_of
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.clip_folder import FORMATS, ClipFolder
 from headmix_vision.sampling.clip_options import EXTEND_SAMPLES, make_clip_plan, warn_of_unlearned
-from headmix_vision.sampling.draw import Processes, SamplingPlan, batches, draw_samples
+from headmix_vision.sampling.draw import SamplingPlan, draw_samples
 from headmix_vision.sampling.folder import GRID, IMAGES, MAX_SAMPLES, NPZ, SampleFolder
 from headmix_vision.sampling.options import DEFAULT_GUIDANCE, make_plan, named, run_name
 
@@ -146,36 +148,38 @@ def sample(options: argparse.Namespace) -> None:
     Raises:
         InputError: For wrong input, before anything is written.
     """
-    for name, high in (("num", MAX_SAMPLES), ("steps", NUM_TIMESTEPS), ("batch_size", MAX_SAMPLES)):
-        check_counts(1, high, **{f"--{name.replace('_', '-')}": getattr(options, name)})
-    processes = Processes()
+    processes = process_numbers()
     leads = processes.rank == 0
-    device = open_device(options.device, processes.local_rank)
-    pipeline, about = load_pipeline(options.model, checkpoint=options.checkpoint, raw=options.raw, vae=options.vae)
-    if pipeline.samples_are != options.command:
-        other = pipeline.samples_are
-        raise InputError(f"{options.model} makes {other}, no {options.command}: use `headmix-sample {other}`")
-    if options.dtype != "float32":
-        # Not `pipeline.to(dtype)`, which casts the autoencoder too; the model's own `to` warns without need.
-        torch.nn.Module.to(pipeline.transformer, DTYPES[options.dtype])
-    plan = make_plan(pipeline, options)
-    if isinstance(pipeline, HeadMixVideoDiTPipeline):
-        plan = replace(plan, clips=make_clip_plan(pipeline, options, plan))
-    settings = plan.settings() | _identity(pipeline, about, options.dtype)
-    folder = _open_folder(plan, options)
-    if leads:
-        folder.check(settings, options.num)
-        warn_of_unlearned(pipeline, plan.clips)
-        if "checkpoint" in about and (trainer := trainer_of(Path(about["checkpoint"]))):
-            note = f"note: {trainer} is still training {options.model}, the samples are of step {about['step']}"
-            print(note, file=sys.stderr)
-    pipeline.to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    shape = _check_memory(pipeline, plan, options)
-    if options.dry_run:
+    processes.connect()
+    with processes.agreed():
+        for name, high in (("num", MAX_SAMPLES), ("steps", NUM_TIMESTEPS), ("batch_size", MAX_SAMPLES)):
+            check_counts(1, high, **{f"--{name.replace('_', '-')}": getattr(options, name)})
+        device = open_device(options.device, processes.local_rank)
+        pipeline, about = load_pipeline(options.model, checkpoint=options.checkpoint, raw=options.raw, vae=options.vae)
+        if pipeline.samples_are != options.command:
+            other = pipeline.samples_are
+            raise InputError(f"{options.model} makes {other}, no {options.command}: use `headmix-sample {other}`")
+        if options.dtype != "float32":
+            # Not `pipeline.to(dtype)`, which casts the autoencoder too; the model's own `to` warns without need.
+            torch.nn.Module.to(pipeline.transformer, DTYPES[options.dtype])
+        plan = make_plan(pipeline, options)
+        if isinstance(pipeline, HeadMixVideoDiTPipeline):
+            plan = replace(plan, clips=make_clip_plan(pipeline, options, plan))
+        settings = plan.settings() | _identity(pipeline, about, options.dtype)
+        folder = _open_folder(plan, options)
         if leads:
-            describe(options, plan, about, folder, find_missing(folder, options, shape)[0], device, processes)
-        return
+            folder.check(settings, options.num)
+            warn_of_unlearned(pipeline, plan.clips)
+            if "checkpoint" in about and (trainer := trainer_of(Path(about["checkpoint"]))):
+                note = f"note: {trainer} is still training {options.model}, the samples are of step {about['step']}"
+                print(note, file=sys.stderr)
+        pipeline.to(device)
+        pipeline.set_progress_bar_config(disable=True)
+        shape = _check_memory(pipeline, plan, options)
+        if options.dry_run:
+            if leads:
+                describe(options, plan, about, folder, find_missing(folder, options, shape)[0], device, processes)
+            return
 
     metadata = {
         **{name: value for name, value in about.items() if name not in settings},
@@ -186,9 +190,12 @@ def sample(options: argparse.Namespace) -> None:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": versions(),
     }
-    processes.connect()
-    with folder.lock() if leads else nullcontext():
-        missing, complete = processes.same(_take_over(folder, settings, options, shape) if leads else None)
+    with ExitStack() as stack:
+        with processes.agreed():
+            if leads:
+                stack.enter_context(folder.lock())
+            state = _take_over(folder, settings, options, shape) if leads else None
+        missing, complete = processes.same(state)
         if not complete:
             _draw(pipeline, plan, folder, missing, processes, metadata, options)
     if leads:
@@ -286,7 +293,7 @@ def describe(
 ) -> None:
     """Says what would be drawn."""
     there = options.num - len(missing)
-    rounds = len(batches(missing, options.batch_size, 0, processes.world_size))
+    rounds = len(deal_batches(missing, options.batch_size, 0, processes.world_size))
     classes = "no classes" if plan.classes is None else f"{len(set(plan.classes))} classes"
     size = "x".join(map(str, plan.size or ()))
     frames = "" if plan.clips is None else f"{plan.clips.num_frames} frames of "

@@ -1,24 +1,21 @@
 """Drawing the samples of a plan, images or clips: one batch, or all of them into a folder; shared, resumable."""
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from headmix_vision.console.processes import process_numbers
+from headmix_vision.console.processes import Processes
+from headmix_vision.data.batches import deal_batches
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
-from headmix_vision.errors import InputError
 from headmix_vision.sampling.clip_folder import ClipFolder
 from headmix_vision.sampling.clips import ClipPlan, draw_clips
 from headmix_vision.sampling.contact_sheet import draw_grid, draw_strips
@@ -27,7 +24,6 @@ from headmix_vision.sampling.folder import SampleFolder
 GRID_IMAGES, GRID_PIXELS = 100, 2**26  # at most, in the picture of many samples
 GRID_STRIPS = 12  # clips at most, in the picture of their frames
 _WRITERS = 8  # threads: PNGs are encoded beside each other, and each file waits for the disk
-_LONG = timedelta(days=7)  # a process may have much less to do than another
 
 
 @dataclass(frozen=True)
@@ -79,36 +75,6 @@ class SamplingPlan:
         del values["clips"]
         clips = {} if self.clips is None else {"clips": self.clips.settings()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()} | clips
-
-
-class Processes:
-    """The processes of torchrun, or the only one.
-
-    Raises:
-        InputError: If their number or the rank in the environment cannot be, or torchrun did not start them.
-    """
-
-    def __init__(self) -> None:
-        self.rank, self.world_size, self.local_rank = process_numbers()
-        if self.world_size > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise InputError(f"WORLD_SIZE in the environment is {self.world_size}: start the processes by torchrun")
-
-    def connect(self) -> None:
-        """Waits until all of them are there."""
-        if self.world_size > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=_LONG)
-
-    def wait(self) -> None:
-        """Waits for the others."""
-        if self.world_size > 1:
-            dist.barrier()
-
-    def same(self, value: Any) -> Any:
-        """Returns the value of the first process, on all."""
-        values = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(values)
-        return values[0]
 
 
 def sample_batch(pipeline: GeneratorPipeline, plan: SamplingPlan, indices: Sequence[int], **options: Any) -> np.ndarray:
@@ -188,7 +154,7 @@ def draw_samples(
         filled = indices + [indices[-1]] * (batch_size - len(indices))
         return indices, sample_batch(pipeline, plan, filled, callback_on_step_end=count_step)[: len(indices)]
 
-    drawn = map(draw, batches(missing, batch_size, processes.rank, processes.world_size))
+    drawn = map(draw, deal_batches(missing, batch_size, processes.rank, processes.world_size))
     first = list(islice(drawn, 1))
     processes.wait()
     if processes.rank == 0:
@@ -237,9 +203,3 @@ def finish(
 
 def _caption(names: list[str] | None, label: int) -> str:
     return names[label] if names and label < len(names) else str(label)
-
-
-def batches(indices: Sequence[int], batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
-    """Deals samples in batches, of which it returns those of one process."""
-    whole = [list(indices[i : i + batch_size]) for i in range(0, len(indices), batch_size)]
-    return whole[rank::world_size]

@@ -47,7 +47,7 @@ class Counted(Clips):
 def numbers(*lengths: int, **sampling: Any) -> dict[str, list[int]]:
     """The frames of the chosen clips, by name."""
     clips = SampledClips(Counted(*lengths), ClipSampling(**sampling))
-    return {name: [frame.getpixel((0, 0)) for frame in item] for name, item in clips}  # type: ignore[union-attr]
+    return {name: [frame.getpixel((0, 0)) for frame in item] for name, item in clips.read(range(len(clips)))}  # type: ignore[union-attr]
 
 
 def test_a_clip_is_the_same_wherever_it_lies(tmp_path: Path) -> None:
@@ -99,7 +99,10 @@ def test_choice_of_clips() -> None:
     assert len(chosen[0]) == len(chosen[1]) == 3 and [*chosen[0]] != [*chosen[1]]
     assert [*numbers(2, 1, 2, frames=2, skip_short=True)] == ["clip 0", "clip 2"]
     mirrored = SampledClips(Counted(2, 2), ClipSampling(frames=2, mirror=True))
-    assert len(mirrored) == len(list(mirrored)) == 4
+    read = [(name, frames[0].tobytes()) for name, frames in mirrored.read(range(4))]  # type: ignore[union-attr, index]
+    assert len(mirrored) == len(read) == 4
+    some = [(name, frames[0].tobytes()) for name, frames in mirrored.read([1, 2])]  # type: ignore[union-attr, index]
+    assert some == read[1:3]
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ import timm
 import torch
 from PIL import Image
 
+from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion import HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.runs import export
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.command import main
-from headmix_vision.sampling.draw import batches
 from headmix_vision.sampling.options import parse_classes
 
 ROOT = Path(__file__).parents[2]
@@ -288,5 +288,5 @@ def test_run_directory_checkpoint_and_export_are_the_same_model(
 def test_plan() -> None:
     assert parse_classes(None, 3) == (0, 1, 2) == parse_classes("balanced", 3)
     assert parse_classes("2,0", 3) == (2, 0) and parse_classes(None, 0) is None
-    shares = [batches(list(range(11)), 3, rank, 2) for rank in (0, 1)]
+    shares = [deal_batches(list(range(11)), 3, rank, 2) for rank in (0, 1)]
     assert shares == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10]]]
