@@ -1,11 +1,13 @@
 """Drawing samples of a generator while it is trained."""
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 
+from headmix_vision.console.processes import Processes
+from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.denoising import NonFiniteSamplesError
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
@@ -16,6 +18,8 @@ from headmix_vision.models.autoencoders import downsampling, load_autoencoder
 from headmix_vision.runs.pipelines import pipeline_class
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
+
+T = TypeVar("T")
 
 
 class ImageSampler:
@@ -98,6 +102,45 @@ class ImageSampler:
             raise NonFiniteError(f"{error} (drawn after step {trainer.global_step} of training)") from None
         finally:
             net.train(was_training)
+
+    def draw_shared(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        plan: SamplingPlan,
+        num: int,
+        batch_size: int,
+        then: Callable[[np.ndarray], T],
+    ) -> Iterator[T]:
+        """Draws samples 0 to `num` - 1 on all processes of the trainer, which share the batches.
+
+        Every batch the network sees has `batch_size` samples, the last one filled up, so that a sample does not depend
+        on the number of processes. All processes draw equally many batches, some of them the last one again, as
+        networks whose weights are spread over processes compute together.
+
+        Args:
+            trainer: The module's trainer.
+            module: The module, or its average.
+            plan: What to draw.
+            num: Number of samples.
+            batch_size: Samples at a time in each process.
+            then: What to make of the samples of a batch, without those that fill it up, where they were drawn.
+
+        Yields:
+            What `then` returned for each batch, in the order of samples, on all processes.
+        """
+        rank, world_size = trainer.global_rank, trainer.world_size
+        batches = deal_batches(range(num), batch_size)
+        rounds = -(-len(batches) // world_size)
+
+        def share() -> Iterator[T | None]:
+            for place in range(rank, rounds * world_size, world_size):
+                indices = batches[min(place, len(batches) - 1)]
+                filled = indices + [indices[-1]] * (batch_size - len(indices))
+                samples = self.draw(trainer, module, plan, filled)[: len(indices)]
+                yield then(samples) if place < len(batches) else None
+
+        return Processes(rank, world_size).in_turn(share(), rounds)
 
     def _pipeline(self, module: LightningModule, scheduler: str | None) -> GeneratorPipeline:
         net: Any = module.net

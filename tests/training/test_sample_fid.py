@@ -14,11 +14,10 @@ from safetensors.torch import save_file
 
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.frechet import Moments, frechet_distance
+from headmix_vision.evaluation.frechet import frechet_distance
 from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
 from headmix_vision.evaluation.scores import Scorer, fid
 from headmix_vision.evaluation.statistics import write_statistics
-from headmix_vision.training.callbacks import sample_fid
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, draw_curves
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 from headmix_vision.training.callbacks.sample_fid import SampleFid
@@ -73,30 +72,6 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     values: list[float] = []
     monkeypatch.setattr(ImageGenerator, "log_now", lambda self, metrics, step: values.append(metrics["val/fid"]))
     return values
-
-
-def test_processes_share_the_work(features: str, logged: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    module, alone = generator(), callback(features)
-    alone.on_fit_start(process(), module)
-    alone.on_train_epoch_end(process(), module)
-
-    sent: list[Moments] = []
-
-    def gather(parts: list[Any], moments: Moments) -> None:
-        parts[:] = [moments, *sent]
-        sent.append(moments)
-
-    monkeypatch.setattr(sample_fid.dist, "all_gather_object", gather)
-    ranks = {rank: callback(features) for rank in (1, 0)}  # the first process comes last, and gathers from both
-    for hook, counts in (("on_fit_start", [20, 20]), ("on_train_epoch_end", [10, 15])):
-        sent.clear()
-        for rank, score in ranks.items():
-            getattr(score, hook)(process(rank, 2), module)
-        assert [moments.count for moments in sent] == counts
-    assert ranks[0]._real is not None and alone._real is not None
-    torch.testing.assert_close(ranks[0]._real.covariance, alone._real.covariance, rtol=1e-12, atol=1e-14)
-    assert len(logged) == 2 and logged[1] == pytest.approx(logged[0], rel=1e-10)
-    assert logged[0] > 0
 
 
 def test_score_is_that_of_the_samples(features: str, logged: list[float]) -> None:

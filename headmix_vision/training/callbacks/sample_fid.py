@@ -1,21 +1,21 @@
 """Scores the generator with the Fréchet distance while it trains."""
 
 from collections.abc import Iterable
-from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from headmix_vision.console.processes import Processes
 from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.frechet import Gaussian, Moments, frechet_distance
 from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, describe_size
-from headmix_vision.evaluation.scores import open_side
+from headmix_vision.evaluation.scores import Scorer, open_side
 from headmix_vision.evaluation.statistics import Statistics
-from headmix_vision.sampling.draw import SamplingPlan, batches
+from headmix_vision.sampling.draw import SamplingPlan
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.image_sampler import ImageSampler
 from headmix_vision.training.options import FidConfig
@@ -24,8 +24,9 @@ from headmix_vision.training.options import FidConfig
 class SampleFid(Callback):
     """Scores samples from fixed noise every few epochs and logs `val/fid`.
 
-    All processes draw: they share the batches of samples, and of real images, so that the score is that of one process
-    up to the rounding of sums in float64. The extractor lives here, outside of the module.
+    All processes draw and extract features: they share the batches of samples, and of real images. Each batch is one
+    that a single process would have, and the features are summed up in the order of samples, so that the score does not
+    depend on the number of processes. The extractor lives here, outside of the module.
 
     Args:
         config: What to score, and when.
@@ -89,7 +90,9 @@ class SampleFid(Callback):
         if self._real is None or every is None or (trainer.current_epoch + 1) % every:
             return
         average = self.average.average if self.average is not None else None
-        fake = self._gaussian(trainer, self._draw(trainer, average or pl_module))
+        module, size = average or pl_module, min(self.config.batch_size, self.config.num)
+        drawn = self.sampler.draw_shared(trainer, module, self._plan(module), self.config.num, size, self._features)
+        fake = self._gaussian(drawn)
         if trainer.is_global_zero:
             value = frechet_distance(self._real, fake)
             pl_module.log_now({"val/fid": value}, trainer.global_step - 1)  # type: ignore[operator]
@@ -97,39 +100,24 @@ class SampleFid(Callback):
     def _real_gaussian(self, trainer: Trainer, real: ImageSet | Statistics) -> Gaussian:
         if isinstance(real, Statistics):
             return real.gaussians["features"]
-        share = (
-            batch
-            for i, batch in enumerate(real.batches(self.config.batch_size))
-            if i % trainer.world_size == trainer.global_rank
-        )
-        return self._gaussian(trainer, share)
-
-    def _draw(self, trainer: Trainer, module: LightningModule) -> Iterable[Tensor]:
-        """Draws this process's share of the samples: batches uint8 [B, C, H, W].
-
-        Every batch the network sees is of one size, the last one filled up, so that a sample does not depend on the
-        number of processes.
-        """
         assert self._extractor is not None
-        plan, size = self._plan(module), min(self.config.batch_size, self.config.num)
-        for indices in batches(range(self.config.num), size, trainer.global_rank, trainer.world_size):
-            filled = indices + [indices[-1]] * (size - len(indices))
-            pixels = torch.from_numpy(self.sampler.draw(trainer, module, plan, filled)).permute(0, 3, 1, 2)
-            images = ImageSet(TensorImages(pixels), self._extractor.mode)
-            yield next(images.batches(size))[: len(indices)]
+        processes = Processes(trainer.global_rank, trainer.world_size)
+        scorer = Scorer(self._extractor, self.config.batch_size, processes=processes)
+        made = scorer.of_all(real, lambda first, batch, outputs: {"features": outputs["features"]})
+        return self._gaussian(batch["features"] for batch in made)
 
-    def _gaussian(self, trainer: Trainer, share: Iterable[Tensor]) -> Gaussian:
-        """Computes the Gaussian of the features of all processes' shares of images."""
+    def _features(self, pixels: np.ndarray) -> Tensor:
+        """Extracts the features of images, uint8 [B, H, W, channels]."""
+        assert self._extractor is not None
+        images = ImageSet(TensorImages(torch.from_numpy(pixels).permute(0, 3, 1, 2)), self._extractor.mode)
+        return self._extractor(next(images.batches(len(pixels))))["features"].cpu()
+
+    def _gaussian(self, features: Iterable[Tensor]) -> Gaussian:
+        """Computes the Gaussian of features that come in batches."""
         assert self._extractor is not None
         moments = Moments()
-        for batch in share:
-            moments.update(self._extractor(batch)["features"])
-        if trainer.world_size > 1:
-            parts: list[Any] = [None] * trainer.world_size
-            dist.all_gather_object(parts, moments)
-            moments = Moments()
-            for part in parts:
-                moments.merge(part)
+        for batch in features:
+            moments.update(batch.to(self._extractor.device))
         return moments.gaussian()
 
     def _plan(self, module: LightningModule) -> SamplingPlan:

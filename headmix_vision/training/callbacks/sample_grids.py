@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -61,8 +62,7 @@ class SampleGrids(Callback):
                 f"the model makes latents of {net.in_channels} channels: set model.vae to see samples,"
                 " or samples.every_n_steps to null"
             )
-        if trainer.is_global_zero:
-            self.sampler.open()
+        self.sampler.open()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remembers where this run starts and ends."""
@@ -75,19 +75,21 @@ class SampleGrids(Callback):
         step, every = trainer.global_step, self.config.every_n_steps
         stepped, self._last_step = step != self._last_step, step
         due = every is not None and (step % every == 0 or step >= self._end_step)
-        if not (stepped and due and trainer.is_global_zero) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not (stepped and due) or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self.draw(trainer, pl_module, "raw")
         if self.average is not None and self.average.average is not None:
             self.draw(trainer, self.average.average, "ema")
 
     def draw(self, trainer: Trainer, module: LightningModule, kind: str) -> None:
-        """Draws the samples of one module, `raw` or `ema`, of the present step."""
+        """Draws the samples of one module, `raw` or `ema`, of the present step; all processes share the rows."""
         plan, config = self._plan(module.net), self.config
         columns = len(plan.classes) if plan.classes is not None else 10
-        indices = range(columns * config.rows)
-        images = self.sampler.draw(trainer, module, plan, indices)
-        labels = plan.labels(indices)
+        num = columns * config.rows
+        images = np.concatenate([*self.sampler.draw_shared(trainer, module, plan, num, columns, np.asarray)])
+        if not trainer.is_global_zero:
+            return
+        labels = plan.labels(range(num))
         names = getattr(trainer.lightning_module, "class_names", None)  # the average was copied before data were open
         captions = None if labels is None else [names[label] if names else str(label) for label in labels]
         weights = "moving average" if kind == "ema" else "weights being trained"
