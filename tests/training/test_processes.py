@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
+from safetensors.torch import save_file
 
+from . import gen_helpers
 from .helpers import TINY, assert_same_run, load, read_csv, run, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -21,10 +24,10 @@ NO_RANDOMNESS: dict[str, Any] = {
 TWO_RANKS = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
 
 
-def start(*args: object) -> subprocess.Popen[str]:
-    """Start the command line in a process of its own."""
+def start(*args: object, script: str = "train_cls.py") -> subprocess.Popen[str]:
+    """Start a command line in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(ROOT / "train_cls.py"), *map(str, args)]
+    command = [sys.executable, str(ROOT / script), *map(str, args)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
@@ -108,3 +111,33 @@ def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
         if a["train/loss"]:
             assert float(a["train/loss"]) == pytest.approx(float(b["train/loss"]), rel=1e-5)
             assert float(a["val/loss"]) == pytest.approx(float(b["val/loss"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_samples_and_their_score_are_those_of_one_process(world_size: int, tmp_path: Path) -> None:
+    features = tmp_path / "features.safetensors"
+    torch.manual_seed(0)
+    header = {"model_name": "deit_linear_digits", "model_args": '{"depth": 1}'}
+    save_file(timm.create_model("deit_linear_digits", depth=1).state_dict(), features, metadata=header)
+    # 5 batches of samples and 7 of real images; steps too small to change a weight that is not zero
+    score = {"every_n_epochs": 1, "features": str(features), "real": "digits[:100]"}
+    score |= {"num": 70, "steps": 2, "batch_size": 16}
+    common = {"fid": score, "trainer__max_epochs": 1, "model__optimizer__lr": 1e-30, "samples__rows": 3}
+    shares = {1: 16, world_size: 16 // world_size}
+    configs = {
+        count: gen_helpers.write_config(
+            tmp_path / f"{count}.yaml", **common, data__batch_size=share, data__eval_batch_size=2 * share
+        )
+        for count, share in shares.items()
+    }
+    options = ("--trainer.devices", world_size, "--trainer.strategy", "ddp")
+    process = start("fit", "-c", configs[world_size], "--run_dir", tmp_path / "many", *options, script="train_gen.py")
+    assert gen_helpers.run("fit", "-c", configs[1], "--run_dir", tmp_path / "one") == 0
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    one, many = ([row["val/fid"] for row in read_csv(tmp_path / name / "metrics.csv")] for name in ("one", "many"))
+    assert one == many and one[-1]
+    pictures = sorted((tmp_path / "one" / "samples").iterdir())
+    assert pictures
+    for picture in pictures:
+        assert picture.read_bytes() == (tmp_path / "many" / "samples" / picture.name).read_bytes(), picture.name
