@@ -187,6 +187,13 @@ SLIPS = [
         "read(asked)",
         PROCESSES,
     ),
+    Slip(
+        "torchrun passes on what a process has got",
+        "training/signals.py",
+        "if not launched:",
+        "if True:",
+        "tests/training/test_resume.py -k second_signal",
+    ),
     # diffusion
     Slip("shift reaches Euler", "diffusion/schedulers.py", "shift=objective.shift)", "shift=1.0)", PIPELINE),
     Slip(

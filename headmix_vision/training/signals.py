@@ -14,7 +14,8 @@ class InterruptRequest:
 
     While `deferred` is false, a signal ends the process at once, with one line and exit status 128 + signal number.
     While it is true, the first one is only noted in `signum`, and a second one ends the process at once, without any
-    clean-up.
+    clean-up. Not under torchrun, which passes on to its processes what they may have got already, as from a scheduler
+    that tells all processes of a job to end; torchrun kills them itself after 30 s.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,11 @@ class InterruptRequest:
             if os.environ.get("RANK", "0") == "0":
                 os.write(2, f"\ninterrupted by {signal.Signals(signum).name}\n".encode())
             raise SystemExit(128 + signum)
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
         if self.signum is not None:
-            os._exit(128 + signum)
+            if not launched:
+                os._exit(128 + signum)
+            return
         self.signum = signum
-        os.write(2, b"\nfinishing this optimizer step, then saving; the same signal again stops at once\n")
+        hint = b"" if launched else b"; the same signal again stops at once"
+        os.write(2, b"\nfinishing this optimizer step, then saving" + hint + b"\n")

@@ -133,5 +133,9 @@ def test_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     request.deferred = True
     os.kill(os.getpid(), signal.SIGINT)
     assert (request.signum, exits) == (signal.SIGINT, [])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    os.kill(os.getpid(), signal.SIGINT)  # as torchrun passes it on
+    assert exits == []
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     os.kill(os.getpid(), signal.SIGINT)
     assert exits == [130]
