@@ -151,6 +151,8 @@ class RunCLI(LightningCLI):
         require(options.run_dir != "", "run_dir must name a folder, got an empty name")
         if options.run_dir is None:
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
+        if options.ckpt_path == "auto" and self.config.subcommand == "fit":
+            options.ckpt_path = "last" if (Path(options.run_dir) / LAST).exists() else None
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
             self._claim_run_directory()

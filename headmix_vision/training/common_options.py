@@ -15,7 +15,7 @@ _START: Options = {
 }
 _RUN: Options = {
     "overwrite": "true replaces an earlier run in the folder",
-    "ckpt_path": "go on from a checkpoint: last or a file",
+    "ckpt_path": "go on from: last, auto (last if any), a file",
     "seed_everything": "seed of everything that is random",
     "print_config": "print the values of all options",
 }

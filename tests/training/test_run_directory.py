@@ -125,6 +125,20 @@ def test_run_killed_before_its_first_checkpoint_is_repeated_by_the_same_command(
     assert_same_run(run_dir, reference_run)
 
 
+def test_the_command_that_starts_a_run_goes_on_with_it(
+    reference_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run_dir = write_config(tmp_path / "tiny.yaml"), tmp_path / "run"
+    command = ("fit", "-c", config, "--run_dir", run_dir, "--ckpt_path", "auto")
+    run_killed(monkeypatch, 4, *command, "--checkpoint_every_n_steps", 1)
+    assert load(run_dir / "checkpoints" / "last.ckpt")["global_step"] == 2
+    for _ in range(2):  # the second time there is nothing left to do
+        assert run(*command) == 0
+        assert_same_run(run_dir, reference_run)
+    (run_dir / "checkpoints" / "last.ckpt").unlink()
+    assert run(*command) == 2
+
+
 def test_second_training_is_refused_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config, run_dir = write_config(tmp_path / "tiny.yaml"), tmp_path / "run"
     with hold_lock(run_dir / ".lock", "run"):
