@@ -3,6 +3,7 @@
 import os
 import pickle
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
+from headmix_vision.runs.shards import check_shards, read_shards
 
 DESCRIPTION_KEY = "headmix_vision"
 MODEL_PREFIX = "net."
@@ -31,18 +33,21 @@ _GENERATOR = {
 }
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_checkpoint(
+    path: str | os.PathLike[str], *, sharded: Iterable[str] = ("state_dict", "current_model_state")
+) -> dict[str, Any]:
     """Reads a checkpoint written by training, on the CPU, without unpickling anything but tensors and plain values.
 
     Args:
         path: The `.ckpt` file.
+        sharded: Of a checkpoint in shards the entries that are read; other sharded tensors have no values.
 
     Returns:
         Lightning's checkpoint dictionary; entry `headmix_vision` describes the model.
 
     Raises:
         InputError: If the file is absent, truncated, holds other objects, was not written by this package, or lacks
-            what tells the model.
+            what tells the model or one of its shards.
     """
     path = Path(path)
     if not path.is_file():
@@ -67,7 +72,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     about = check_fields(f"the description of the model in {path}", checkpoint[DESCRIPTION_KEY], {"name": str})
     wanted = _GENERATOR if about.get("kind") == "generator" else _CLASSIFIER
     about = check_fields(f"the description of {about['name']} in {path}", about, wanted)
-    return {**checkpoint, DESCRIPTION_KEY: about}
+    check_shards(path, checkpoint)
+    return {**read_shards(path, checkpoint, sharded), DESCRIPTION_KEY: about}
 
 
 def is_generator(checkpoint: dict[str, Any]) -> bool:

@@ -23,7 +23,7 @@ BEST, LAST = f"{CHECKPOINTS}/best.ckpt", f"{CHECKPOINTS}/last.ckpt"
 _REPORTS = (("classes", "csv"), ("confusion", "csv"), ("confusion", "png"))
 # patterns of all files of a run
 WRITTEN_BY_A_RUN = (
-    *(CONFIG, METRICS, CURVES, PREDICTIONS, FINISHED, BEST, LAST),
+    *(CONFIG, METRICS, CURVES, PREDICTIONS, FINISHED, BEST, LAST, f"{CHECKPOINTS}/*.shards/*"),
     "curves.png",  # of version 0.1.0
     *(f"{name}_{split}.{kind}" for split in ("val", "test") for name, kind in _REPORTS),
     *(f"{TENSORBOARD}/events.out.tfevents.*", f"{TENSORBOARD}/hparams.yaml"),

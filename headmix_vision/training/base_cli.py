@@ -36,6 +36,7 @@ from headmix_vision.training.callbacks.progress import (
 )
 from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
+from headmix_vision.training.callbacks.whole_network import ValidateWhole
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
 from headmix_vision.training.metrics_csv import MetricsCSV
@@ -177,7 +178,7 @@ class RunCLI(LightningCLI):
                 " give the run by --run_dir, or a file by --ckpt_path"
             )
         options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
-        self.checkpoint = read_checkpoint(options.ckpt_path)
+        self.checkpoint = read_checkpoint(options.ckpt_path, sharded=())
         check_entries(self.checkpoint, options.ckpt_path, resuming=training)
         check_description(self.checkpoint, options.model.name, options.model.num_classes)
         if not training and getattr(rank_zero_only, "rank", 0) == 0:
@@ -251,6 +252,7 @@ class RunCLI(LightningCLI):
         before, after = self.fit_callbacks(run_dir, average[0] if average else None)
         # the order matters: average, show, save, stop
         return [
+            ValidateWhole(),
             *average,
             StopOnNonFinite(),
             *before,

@@ -10,11 +10,13 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
+from headmix_vision.training.sharding import ShardedStrategy
 
 _STEP = 0  # stream of random numbers
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)  # fused on GPUs; fused SGD fails on parameters without a first gradient
@@ -56,6 +58,8 @@ class BaseModule(LightningModule):
         optimizer: Optimizer.
         schedule: Learning rate schedule.
         seed: Seed of whatever is random in a step.
+        compile: Compile the network with `torch.compile`, each block by itself where the network is sharded.
+        grad_checkpointing: Compute the blocks a second time in the backward pass, instead of keeping what is in them.
 
     Attributes:
         step_loss: Mean loss of the last training batch, on the device.
@@ -68,11 +72,40 @@ class BaseModule(LightningModule):
     step_loss: Tensor | None = None
     epoch_loss: float | None = None
 
-    def __init__(self, optimizer: OptimizerConfig, schedule: ScheduleConfig, seed: int) -> None:
+    def __init__(
+        self,
+        optimizer: OptimizerConfig,
+        schedule: ScheduleConfig,
+        seed: int,
+        *,
+        compile: bool = False,
+        grad_checkpointing: bool = False,
+    ) -> None:
         super().__init__()
+        self.compile_net, self.grad_checkpointing = compile, grad_checkpointing
         self.optimizer_config, self.schedule_config = optimizer, schedule
         self.seed = seed
         self._param_group_options: list[dict[str, Any]] = []
+
+    def configure_model(self) -> None:
+        """Compiles the network, and shards it for training, if asked to.
+
+        Raises:
+            InputError: If gradient checkpointing is asked of a network that has none.
+        """
+        if isinstance(self.net, FSDPModule):
+            return
+        if self.grad_checkpointing:
+            set_checkpointing: Any = getattr(self.net, "set_grad_checkpointing", None)
+            if set_checkpointing is None:
+                raise InputError("model.grad_checkpointing: this model cannot checkpoint gradients; set it to false")
+            set_checkpointing()
+        strategy, parts = self.trainer.strategy, [self.net]
+        if isinstance(strategy, ShardedStrategy) and self.trainer.state.fn == "fit":
+            strategy.shard(self.net)
+            parts = list(getattr(self.net, "blocks", ()))  # between them weights are gathered
+        for part in parts if self.compile_net else ():
+            part.compile()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Makes the optimizer; the schedule follows in `on_train_start`.

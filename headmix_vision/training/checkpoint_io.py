@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from headmix_vision.files.atomic import atomic_path
+from headmix_vision.runs.checkpoints import read_checkpoint
+from headmix_vision.runs.shards import SHARDED, SHARDS, remove_shards
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -40,5 +43,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             except RuntimeError as error:
                 # torch covers what the system said with words about its container
                 raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        remove_shards(Path(path), keep=checkpoint.get(SHARDS, {}).get("folder"))
         if self.after_save is not None:
             self.after_save()
+
+    def load_checkpoint(self, path: str | os.PathLike[str], *_: Any, **__: Any) -> dict[str, Any]:
+        """Reads a checkpoint, also one in shards, on the CPU.
+
+        Raises:
+            InputError: As `read_checkpoint`.
+        """
+        return read_checkpoint(path, sharded=SHARDED)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Deletes a checkpoint with its shards."""
+        super().remove_checkpoint(Path(path))
+        remove_shards(Path(path))

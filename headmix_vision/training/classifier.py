@@ -45,6 +45,7 @@ class ImageClassifier(BaseModule):
         optimizer: Optimizer.
         schedule: Learning rate schedule.
         compile: Compile the network with `torch.compile`.
+        grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
         seed: Seed of dropout, drop path and mixup; the command line sets it to `seed_everything`.
 
     Raises:
@@ -64,9 +65,10 @@ class ImageClassifier(BaseModule):
         optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
         schedule: ScheduleConfig = DEFAULT_SCHEDULE,
         compile: bool = False,
+        grad_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(optimizer, schedule, seed)
+        super().__init__(optimizer, schedule, seed, compile=compile, grad_checkpointing=grad_checkpointing)
         if num_classes is not None and num_classes < 2:
             raise InputError(f"model.num_classes must be at least 2, got {num_classes}")
         self.net = create_network(name, num_classes, img_size, model_args, checkpoint)
@@ -79,7 +81,6 @@ class ImageClassifier(BaseModule):
         }
         self.class_names: list[str] | None = None
         self.loss_config, self.mixup_config = loss, mixup
-        self.compile_net = compile
 
         self.criterion = _make_criterion(loss, soft_targets=mixup.enabled)
         self.mix = _make_mixup(mixup, loss, self.num_classes) if mixup.enabled else None
@@ -106,8 +107,6 @@ class ImageClassifier(BaseModule):
         if stage == "fit" and self.mix is not None and batch_size is not None and batch_size % 2:
             raise InputError(f"mixup pairs images and needs an even data.batch_size, got {batch_size}")
         self.class_names = getattr(datamodule, "class_names", None) or self.class_names
-        if self.compile_net:
-            self.net.compile()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the mean loss of images [B, C, H, W], float32, and targets [B], int64."""

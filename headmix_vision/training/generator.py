@@ -49,6 +49,7 @@ class ImageGenerator(BaseModule):
         optimizer: Optimizer.
         schedule: Learning rate schedule.
         compile: Compile the network with `torch.compile`.
+        grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
         seed: Seed of noise, times and dropped labels; the command line sets it to `seed_everything`.
 
     Raises:
@@ -70,9 +71,10 @@ class ImageGenerator(BaseModule):
         optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
         schedule: ScheduleConfig = DEFAULT_SCHEDULE,
         compile: bool = False,
+        grad_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(optimizer, schedule, seed)
+        super().__init__(optimizer, schedule, seed, compile=compile, grad_checkpointing=grad_checkpointing)
         arguments = {"learned_variance": objective.learned_variance, **(model_args or {})}
         self.net = create_generator(name, num_classes, input_size, arguments, checkpoint)
         if (self.net.out_channels != self.net.in_channels) != objective.learned_variance:
@@ -96,7 +98,6 @@ class ImageGenerator(BaseModule):
         self.objective_config = objective
         self.objective = create_objective(objective)
         self.vae_source = vae
-        self.compile_net = compile
         self.val_loss = MeanMetric(nan_strategy=math.inf)  # by default it leaves NaN out
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
@@ -104,11 +105,9 @@ class ImageGenerator(BaseModule):
         return self.net(x, t, y)
 
     def setup(self, stage: str) -> None:
-        """Takes the class names over from the data, and compiles the network if asked to."""
+        """Takes the class names over from the data."""
         datamodule = getattr(self.trainer, "datamodule", None)
         self.class_names = getattr(datamodule, "class_names", None) or self.class_names
-        if self.compile_net:
-            self.net.compile()
 
     def on_train_start(self) -> None:
         """Makes the schedule and the sums of the loss by noise level."""

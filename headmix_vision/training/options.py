@@ -272,6 +272,10 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
         if value is not None and value != unlimited and not value >= least:
             other = "" if unlimited is None else f", or {unlimited} for no limit"
             raise InputError(f"trainer.{name} must be at least {least}{other}, got {value}")
+    require(
+        not str(trainer.strategy).startswith("fsdp") or trainer.strategy == "fsdp2",
+        f"trainer.strategy={trainer.strategy} is of FSDP1; networks are sharded by fsdp2 (-c overlays/fsdp)",
+    )
     limit = f"limit_{ {'fit': 'train', 'validate': 'val'}.get(subcommand, subcommand) }_batches"
     require(trainer[limit] != 0, f"trainer.{limit}=0 leaves nothing to {subcommand}")
 

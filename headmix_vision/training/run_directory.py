@@ -153,7 +153,9 @@ def _delete(run_dir: Path) -> None:
 
 
 def _remove_empty_folders(run_dir: Path) -> None:
-    for folder in {(run_dir / pattern).parent for pattern in WRITTEN_BY_A_RUN} - {run_dir}:
+    parents = {Path(pattern).parent for pattern in WRITTEN_BY_A_RUN} - {Path()}
+    folders = {folder for parent in parents for folder in run_dir.glob(str(parent))}
+    for folder in sorted(folders, reverse=True):  # those inside of others first
         if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
             folder.rmdir()
 

@@ -6,9 +6,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from headmix_vision.errors import InputError
+from headmix_vision.training.sharding import ShardedStrategy
 
 _Tensors = tuple[list[Tensor], list[Tensor]]
 
@@ -58,8 +60,8 @@ class WarmedUpAverage(AveragedModel):
 
 
 def _tensors(module: nn.Module) -> _Tensors:
-    """Returns the parameters and buffers of a module: floating point ones, and others."""
-    tensors = [*module.parameters(), *module.buffers()]
+    """Returns parameters and buffers, of sharded ones this process's part: floating point ones, and others."""
+    tensors = [x.to_local() if isinstance(x, DTensor) else x for x in (*module.parameters(), *module.buffers())]
     return [x for x in tensors if x.is_floating_point()], [x for x in tensors if not x.is_floating_point()]
 
 
@@ -89,9 +91,11 @@ class EmaWithWarmup(WeightAveraging):
             self._average_model = WarmedUpAverage(pl_module, self.decay)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Moves the average to the device of the model, which `setup` copies before the strategy has moved it."""
-        assert self._average_model is not None
-        self._average_model.module.to(pl_module.device)
+        """Moves or shards the average as the model, which `setup` copies before the strategy has done it."""
+        assert self.average is not None
+        if isinstance(trainer.strategy, ShardedStrategy):
+            trainer.strategy.shard(self.average.net)  # type: ignore[arg-type]
+        self.average.to(pl_module.device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lets the average look for the model's tensors again, some of which may be others now."""

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint, can_resume_after_batch
 from headmix_vision.training.later import Latest, sum_of_processes
+from headmix_vision.training.sharding import finish_saving
 from headmix_vision.training.signals import InterruptRequest
 
 
@@ -101,6 +102,7 @@ class GracefulInterrupt(Callback):
 
     def _stop(self, trainer: Trainer) -> None:
         self.request.deferred = False
+        finish_saving(trainer)
         if not trainer.is_global_zero:
             raise SystemExit(0)
         assert self.last is not None

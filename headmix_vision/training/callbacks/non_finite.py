@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from headmix_vision.training.later import Later, sum_of_processes
+from headmix_vision.training.sharding import whole
 
 
 class NonFiniteError(RuntimeError):
@@ -72,7 +73,7 @@ class StopOnNonFinite(Callback):
         self._settle()
         losses, self._losses = torch.stack(self._losses).float(), []
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).float().reshape(1)
+        norm = whole(torch.nn.utils.get_total_norm(gradients)).float().reshape(1)
         checked = losses if trainer.precision == "16-mixed" else torch.cat([losses, norm])
         bad = sum_of_processes(trainer, (~torch.isfinite(checked).all()).float().reshape(1))
         fused = isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
@@ -103,7 +104,7 @@ class StopOnNonFinite(Callback):
             NonFiniteError: If one of them is not finite.
         """
         self._settle()
-        if not torch.nn.utils.get_total_norm(list(pl_module.parameters())).isfinite():
+        if not whole(torch.nn.utils.get_total_norm(list(pl_module.parameters()))).isfinite():
             raise NonFiniteError(
                 f"weights are not finite after step {trainer.global_step - 1}; no checkpoint holds this step"
             )

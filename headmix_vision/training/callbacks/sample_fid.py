@@ -19,6 +19,7 @@ from headmix_vision.sampling.draw import SamplingPlan
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.image_sampler import ImageSampler
 from headmix_vision.training.options import FidConfig
+from headmix_vision.training.sharding import whole_network
 
 
 class SampleFid(Callback):
@@ -91,8 +92,9 @@ class SampleFid(Callback):
             return
         average = self.average.average if self.average is not None else None
         module, size = average or pl_module, min(self.config.batch_size, self.config.num)
-        drawn = self.sampler.draw_shared(trainer, module, self._plan(module), self.config.num, size, self._features)
-        fake = self._gaussian(drawn)
+        with whole_network(trainer, module):
+            drawn = self.sampler.draw_shared(trainer, module, self._plan(module), self.config.num, size, self._features)
+            fake = self._gaussian(drawn)
         if trainer.is_global_zero:
             value = frechet_distance(self._real, fake)
             pl_module.log_now({"val/fid": value}, trainer.global_step - 1)  # type: ignore[operator]

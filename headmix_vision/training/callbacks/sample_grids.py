@@ -16,6 +16,7 @@ from headmix_vision.sampling.draw import SamplingPlan
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.image_sampler import ImageSampler
 from headmix_vision.training.options import SampleGridConfig
+from headmix_vision.training.sharding import whole_network
 
 
 class SampleGrids(Callback):
@@ -77,9 +78,11 @@ class SampleGrids(Callback):
         due = every is not None and (step % every == 0 or step >= self._end_step)
         if not (stepped and due) or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        self.draw(trainer, pl_module, "raw")
-        if self.average is not None and self.average.average is not None:
-            self.draw(trainer, self.average.average, "ema")
+        average = self.average.average if self.average is not None else None
+        for module, kind in ((pl_module, "raw"), (average, "ema")):
+            if module is not None:
+                with whole_network(trainer, module):
+                    self.draw(trainer, module, kind)
 
     def draw(self, trainer: Trainer, module: LightningModule, kind: str) -> None:
         """Draws the samples of one module, `raw` or `ema`, of the present step; all processes share the rows."""

@@ -1,0 +1,183 @@
+"""Reading the shards of a checkpoint: tensors that several processes wrote, each its own part.
+
+The `.ckpt` file holds all the rest. In the place of each sharded tensor it has one of the same shape and type without
+values (on the device `meta`), and its entry `shards` names the folder beside it, in the format of
+`torch.distributed.checkpoint`.
+"""
+
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata, load
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+
+from headmix_vision.errors import InputError
+from headmix_vision.files.fields import check_fields
+
+SHARDS = "shards"
+SHARDED = ("state_dict", "current_model_state", "optimizer_states")
+FORMAT = 1
+_FIELDS = {"format": int, "folder": str, "identity": int, "processes": int}
+_INDEX = ".metadata"
+_KNOWN = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+}
+
+
+def map_tensors(value: Any, change: Callable[[str, Tensor], Any], name: str = "") -> Any:
+    """Copies nested dictionaries and lists, with `change(name, tensor)` in the place of each tensor.
+
+    The name of a tensor is its path: `/optimizer_states/0/state/3/exp_avg`.
+    """
+    if isinstance(value, Tensor):
+        return change(name, value)
+    if isinstance(value, dict):
+        return {key: map_tensors(entry, change, f"{name}/{key}") for key, entry in value.items()}
+    if isinstance(value, list):
+        return [map_tensors(entry, change, f"{name}/{i}") for i, entry in enumerate(value)]
+    return value
+
+
+def identity_name(process: int) -> str:
+    """Names the number which a process writes into its shard, by which shards of other checkpoints are told."""
+    return f"/identity/{process}"
+
+
+def remove_shards(checkpoint: Path, keep: str | None = None) -> None:
+    """Deletes the folders of shards of a checkpoint file, but one."""
+    for folder in checkpoint.parent.glob(f"{checkpoint.stem}.*.shards"):
+        if folder.name != keep:
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+
+
+def check_shards(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Checks that all shards of a checkpoint are there; does nothing with one that has none.
+
+    Args:
+        path: The `.ckpt` file.
+        checkpoint: What it holds.
+
+    Raises:
+        InputError: If one is missing or truncated, or they are of another version of this format.
+    """
+    if SHARDS not in checkpoint:
+        return
+    about = check_fields(f"the entry {SHARDS!r} of {path}", checkpoint[SHARDS], _FIELDS)
+    if about["format"] != FORMAT:
+        raise InputError(f"the shards of {path} have format {about['format']}, this version reads {FORMAT}")
+    folder = path.parent / Path(about["folder"]).name
+    if not folder.is_dir():
+        raise InputError(f"{path} lacks the folder of its shards, {folder}: copy or move both")
+    ends: dict[str, int] = {}
+    for info in _Reader(folder).read_metadata().storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        shard = folder / Path(name).name
+        if not shard.is_file():
+            raise InputError(f"the shard {shard} of {path} is missing")
+        if shard.stat().st_size < end:
+            raise InputError(f"the shard {shard} of {path} is truncated ({shard.stat().st_size} bytes)")
+
+
+def read_shards(path: Path, checkpoint: dict[str, Any], entries: Iterable[str] = SHARDED) -> dict[str, Any]:
+    """Reads sharded tensors whole, on the CPU.
+
+    Args:
+        path: The `.ckpt` file.
+        checkpoint: What it holds.
+        entries: The entries whose tensors are read; those of others keep to have no values.
+
+    Returns:
+        The checkpoint, with values.
+
+    Raises:
+        InputError: If a shard is damaged or of another checkpoint.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def make(name: str, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            tensors[name] = tensor = torch.empty_like(tensor, device="cpu")
+        return tensor
+
+    wanted = {name: checkpoint[name] for name in entries if name in checkpoint}
+    read = {**checkpoint, **map_tensors(wanted, make)}
+    fill(tensors, path, checkpoint, whole=True)
+    return read
+
+
+def fill(
+    tensors: dict[str, Tensor],
+    path: Path,
+    checkpoint: dict[str, Any],
+    *,
+    whole: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Reads values into tensors, of which DTensors get this process's part.
+
+    Args:
+        tensors: What to fill, by names of `map_tensors`.
+        path: The `.ckpt` file.
+        checkpoint: What it holds.
+        whole: Whether this process reads alone; else all processes of the group have to call this.
+        group: The processes; all when None.
+
+    Raises:
+        InputError: If a shard is damaged or of another checkpoint.
+    """
+    if not tensors:
+        return
+    about = checkpoint[SHARDS]
+    marks = {identity_name(process): torch.zeros((), dtype=torch.int64) for process in range(about["processes"])}
+    reader = _Reader(path.parent / Path(about["folder"]).name)
+    try:
+        load({**tensors, **marks}, storage_reader=reader, process_group=group, no_dist=whole)
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise InputError(f"the shards of {path} are damaged: {reason}") from None
+    for process, mark in enumerate(marks.values()):
+        if int(mark) != about["identity"]:
+            raise InputError(f"the shard of process {process} in {reader.path} is of another checkpoint than {path}")
+
+
+class _Reader(FileSystemReader):
+    """Reads the index of shards without unpickling anything but that."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / _INDEX
+        try:
+            with path.open("rb") as file:
+                metadata = _IndexUnpickler(file).load()
+        except FileNotFoundError:
+            raise InputError(f"{path.parent} is no complete folder of shards: it lacks {_INDEX}") from None
+        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise InputError(f"{path} is damaged: {error}") from None
+        kinds = metadata.state_dict_metadata.values() if isinstance(metadata, Metadata) else [None]
+        if not all(isinstance(kind, TensorStorageMetadata) for kind in kinds):  # torch would unpickle all else
+            raise InputError(f"{path} is no index of tensors")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _KNOWN.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}")

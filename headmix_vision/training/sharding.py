@@ -1,0 +1,222 @@
+"""Trains networks whose weights, gradients, optimizer state and average are spread over the processes (FSDP2)."""
+
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, async_save
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from headmix_vision.checks import check_counts
+from headmix_vision.errors import InputError
+from headmix_vision.runs.checkpoints import check_state, read_checkpoint
+from headmix_vision.runs.shards import FORMAT, SHARDED, SHARDS, fill, identity_name, map_tensors
+
+
+class _Writer(FileSystemWriter):
+    """Writes shards that may be moved to another folder."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Shards each block of a network, and the rest of it, by `fully_shard`, over all processes or groups of them.
+
+    Checkpoints are written by all processes, each its own part, while training goes on: a `.ckpt` file that takes its
+    place when the folder of its shards is complete. Its entries are those of one process, so that a run continues with
+    another number of processes, and from or without shards.
+
+    Args:
+        shard_size: Number of neighbouring processes that share one copy of the weights, such as the GPUs of a host;
+            it divides the number of processes. All share one when null.
+    """
+
+    # as of one process: by names and numbers of parameters, with DTensors in the place of tensors
+    lightning_module_state_dict = ParallelStrategy.lightning_module_state_dict
+    load_model_state_dict = ParallelStrategy.load_model_state_dict
+    optimizer_state = ParallelStrategy.optimizer_state
+    load_optimizer_state_dict = ParallelStrategy.load_optimizer_state_dict
+    lightning_restore_optimizer = True
+
+    def __init__(self, shard_size: int | None = None) -> None:
+        if shard_size is not None:
+            check_counts(1, **{"trainer.strategy.shard_size": shard_size})
+        super().__init__()
+        self.shard_size = shard_size
+        self._saving: Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._group: dist.ProcessGroup | None = None
+        self._plain: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+
+    def setup_environment(self) -> None:
+        """Starts the processes and lays them out.
+
+        Raises:
+            InputError: If `shard_size` does not divide their number.
+        """
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        shard_size = self.shard_size or self.world_size
+        if self.world_size % shard_size:
+            raise InputError(f"trainer.strategy.shard_size={shard_size} does not divide {self.world_size} processes")
+        shape, names = (self.world_size // shard_size, shard_size), ("replicate", "shard")
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        self._device_mesh = mesh if shape[0] > 1 else mesh["shard"]
+        self._group = dist.new_group(backend="gloo")  # checkpoints must not wait for the devices
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Copies what is to be saved, and returns while it is being written; waits for the checkpoint before.
+
+        Raises:
+            OSError: If the system refused the checkpoint before; the file that was there stays.
+        """
+        self.finish_saving()
+        path = Path(self.broadcast(filepath))
+        identity = self.broadcast(secrets.randbits(62))
+        tensors = {identity_name(self.global_rank): torch.tensor(identity)}
+
+        def part(name: str, tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor.detach().clone()
+            tensors[name] = tensor.detach()
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+        index = {name: entry if name in SHARDED else deepcopy(entry) for name, entry in checkpoint.items()}
+        index = map_tensors(index, part)
+        if len(tensors) > 1:
+            folder = path.with_name(f"{path.stem}.{identity:016x}.shards")
+            about = {"format": FORMAT, "folder": folder.name, "identity": identity, "processes": self.world_size}
+            index[SHARDS] = about
+            written = async_save(tensors, storage_writer=_Writer(folder), process_group=self._group)
+            self._saving = self._writer.submit(self._complete, written, index, path)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(index, path)
+
+    def _complete(self, written: Any, index: dict[str, Any], path: Path) -> None:
+        written.result()
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(index, path)
+
+    def finish_saving(self) -> None:
+        """Waits until the last checkpoint is on the disk.
+
+        Raises:
+            OSError: If the system refused it.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            saving.result()
+        except CheckpointException as error:
+            raise next((cause for cause, _ in error.failures.values() if isinstance(cause, OSError)), error) from error
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint with or without shards; in training only what this process holds of it.
+
+        Raises:
+            InputError: If it is damaged, or of another model.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        targets = self._targets()
+        if not targets:
+            return read_checkpoint(path, sharded=SHARDED)
+        assert self.lightning_module is not None
+        checkpoint = read_checkpoint(path, sharded=())
+        check_state(checkpoint["state_dict"], self.lightning_module.state_dict())
+        to_read: dict[str, Tensor] = {}
+
+        def place(name: str, tensor: Tensor) -> Tensor:
+            target = targets.get(name, targets.get(name.rpartition("/")[0]))
+            alike = target is not None and tensor.shape == target.shape
+            if target is None or not (tensor.is_meta or alike):
+                return tensor
+            mesh, placements = target.device_mesh, target.placements if alike else None
+            if not tensor.is_meta:
+                return distribute_tensor(tensor.to(self.root_device), mesh, placements, src_data_rank=None)
+            empty = torch.distributed.tensor.empty(
+                tensor.shape, dtype=tensor.dtype, device_mesh=mesh, placements=placements
+            )
+            return to_read.setdefault(name, empty)
+
+        stored = {name: checkpoint[name] for name in SHARDED if name in checkpoint}
+        placed = {**checkpoint, **map_tensors(stored, place)}
+        fill(to_read, path, checkpoint, group=self._group)
+        return placed
+
+    def _targets(self) -> dict[str, DTensor]:
+        """Finds the parameters of this process by the places of their states in a checkpoint."""
+        assert self.lightning_module is not None
+        state = self.lightning_module.state_dict()
+        found = {f"/{entry}/{name}": tensor for entry in SHARDED[:2] for name, tensor in state.items()}
+        for i, optimizer in enumerate(self.optimizers):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            found |= {f"/{SHARDED[2]}/{i}/state/{k}": parameter for k, parameter in enumerate(parameters)}
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, DTensor)}
+
+    def shard(self, network: nn.Module) -> None:
+        """Shards the parameters of a network in place; each of `network.blocks` is gathered when it is computed."""
+        meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in network.parameters()}
+        self._plain[network] = deepcopy(network, meta)
+        for block in getattr(network, "blocks", ()):
+            fully_shard(block, mesh=self.device_mesh)
+        fully_shard(network, mesh=self.device_mesh)
+
+    def whole(self, network: nn.Module) -> nn.Module:
+        """Makes a plain copy of a network that `shard` has sharded, with all weights; all processes call it."""
+        copy = deepcopy(self._plain[network])
+        copy.load_state_dict({name: whole(tensor) for name, tensor in network.state_dict().items()}, assign=True)
+        return copy.to(self.root_device).train(network.training)
+
+    def teardown(self) -> None:
+        """Waits for the last checkpoint, and ends."""
+        self.finish_saving()
+        super().teardown()
+
+
+StrategyRegistry.register("fsdp2", ShardedStrategy, description="Fully sharded over all processes, by fully_shard")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathers a sharded tensor; returns others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def whole_network(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Puts a plain copy with all weights in the place of the network of a module, if that is sharded.
+
+    Within, processes may call it as often as each likes. All of them have to enter.
+    """
+    network = cast(nn.Module, module.net)
+    if not isinstance(network, FSDPModule):
+        yield
+        return
+    assert isinstance(trainer.strategy, ShardedStrategy)
+    module.net = trainer.strategy.whole(network)
+    try:
+        yield
+    finally:
+        module.net = network
+
+
+def finish_saving(trainer: Trainer) -> None:
+    """Waits until the last checkpoint is on the disk."""
+    if isinstance(trainer.strategy, ShardedStrategy):
+        trainer.strategy.finish_saving()

@@ -1,0 +1,157 @@
+"""Sharded training: two processes and four against one, checkpoints in shards, and what is refused."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headmix_vision.commands import export
+from headmix_vision.errors import InputError
+from headmix_vision.runs.checkpoints import model_state, read_checkpoint
+from headmix_vision.runs.shards import SHARDED
+
+from .helpers import assert_equal, read_csv, run, write_config
+from .test_processes import NO_RANDOMNESS, start
+
+TWO_RANKS = ("--trainer.devices", "2", "--trainer.strategy", "fsdp2")
+LONG = {"trainer__accumulate_grad_batches": 1, "trainer__limit_train_batches": 12}
+KEEP_ALL: dict[str, Any] = {
+    "trainer__callbacks": [
+        {
+            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+            "init_args": {"dirpath": None, "filename": "{step}", "every_n_train_steps": 7, "save_top_k": -1},
+        }
+    ]
+}
+
+
+def write_run(folder: Path, batch_size: int, **options: Any) -> Path:
+    """Write the config of a run whose global batch is 16 in so many processes."""
+    KEEP_ALL["trainer__callbacks"][0]["init_args"]["dirpath"] = str(folder / "kept")
+    return write_config(
+        folder / f"batches_of_{batch_size}.yaml",
+        **NO_RANDOMNESS,
+        **LONG,
+        **KEEP_ALL,
+        **options,
+        data__batch_size=batch_size,
+        data__eval_batch_size=2 * batch_size,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for a process that has to succeed; returns what it printed."""
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint with all its shards."""
+    return read_checkpoint(path, sharded=SHARDED)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a run of 24 steps in one process (`one`) and of two with shards (`two`), and `kept/` after step 7."""
+    folder = tmp_path_factory.mktemp("sharding")
+    process = start("fit", "-c", write_run(folder, 8), "--run_dir", folder / "two", *TWO_RANKS)
+    plain = write_config(folder / "one.yaml", **NO_RANDOMNESS, **LONG, data__batch_size=16, data__eval_batch_size=32)
+    assert run("fit", "-c", plain, "--run_dir", folder / "one") == 0
+    finish(process)
+    return folder
+
+
+def assert_close(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Compare weights, averages and optimizer of runs with sums of float32 in another order, magnified by Adam."""
+    assert a["global_step"] == b["global_step"] == 24
+    for key in ("state_dict", "current_model_state"):
+        for name, value in a[key].items():
+            torch.testing.assert_close(value, b[key][name], rtol=1e-4, atol=5e-5)
+    for index, state in a["optimizer_states"][0]["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(value, b["optimizer_states"][0]["state"][index][name], rtol=1e-2, atol=1e-4)
+
+
+def test_shards_train_as_one_process(folder: Path) -> None:
+    assert_close(*(read(folder / name / "checkpoints" / "last.ckpt") for name in ("one", "two")))
+    for a, b in zip(*(read_csv(folder / name / "metrics.csv") for name in ("one", "two")), strict=True):
+        assert a["val/top1"] == b["val/top1"]
+        for name in ("train/loss", "train/loss_step", "val/loss"):
+            if a[name] and name != "train/loss_step":
+                assert float(a[name]) == pytest.approx(float(b[name]), rel=1e-5)
+
+
+def test_a_process_keeps_its_part_alone(folder: Path) -> None:
+    shards = list((folder / "two" / "checkpoints").glob("last.*.shards"))
+    assert len(shards) == 1  # those of earlier checkpoints are gone
+    first, second = (path.stat().st_size for path in sorted(shards[0].glob("*.distcp")))
+    assert first == pytest.approx(second, rel=0.1)
+    tensors = torch.load(folder / "two" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert all(tensor.is_meta for tensor in tensors["state_dict"].values() if tensor.is_floating_point())
+    assert str(folder) not in repr({name: value for name, value in tensors.items() if name != "callbacks"})
+
+
+def test_shards_are_exported_as_one_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file
+
+    moved = folder / "moved"
+    shutil.copytree(folder / "two", moved)
+    monkeypatch.setattr(
+        "sys.argv", ["headmix-export", str(moved), "--checkpoint", "last", "--out", str(moved / "x.safetensors")]
+    )
+    export()
+    exported = load_file(moved / "x.safetensors")
+    assert_equal(exported, {k: v for k, v in model_state(read(folder / "two/checkpoints/last.ckpt")).items()})
+
+
+def test_a_run_in_shards_goes_on_in_one_process(folder: Path) -> None:
+    kept = folder / "kept" / "step=7.ckpt"
+    assert run("fit", "-c", folder / "one.yaml", "--run_dir", folder / "one_again", "--ckpt_path", kept) == 0
+    assert_close(read(folder / "one/checkpoints/last.ckpt"), read(folder / "one_again/checkpoints/last.ckpt"))
+
+
+def test_a_run_in_shards_goes_on_bit_for_bit(folder: Path) -> None:
+    options = ("--run_dir", folder / "two_again", "--ckpt_path", folder / "kept" / "step=7.ckpt")
+    finish(start("fit", "-c", folder / "batches_of_8.yaml", *options, *TWO_RANKS))
+    first, second = (read(folder / name / "checkpoints" / "last.ckpt") for name in ("two", "two_again"))
+    for key in ("epoch", "global_step", "averaging_state", *SHARDED):
+        assert_equal(first[key], second[key], key)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_four_processes_that_share_two_copies(folder: Path) -> None:
+    strategy = {"class_path": "headmix_vision.training.sharding.ShardedStrategy", "init_args": {"shard_size": 2}}
+    config = write_run(folder, 4, trainer__strategy=strategy, trainer__devices=4)
+    for source, name in ((folder / "kept" / "step=7.ckpt", "four"),):
+        finish(start("fit", "-c", config, "--run_dir", folder / name, "--ckpt_path", source))
+        assert_close(read(folder / "one/checkpoints/last.ckpt"), read(folder / name / "checkpoints/last.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda shards: shutil.rmtree(shards), "lacks the folder of its shards"),
+        (lambda shards: (shards / "__1_0.distcp").unlink(), "__1_0.distcp of .* is missing"),
+        (lambda shards: (shards / "__0_0.distcp").write_bytes(b"abc"), "is truncated"),
+        (lambda shards: (shards / ".metadata").unlink(), "no complete folder of shards"),
+        (lambda shards: (shards / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR."), "damaged: it holds"),
+    ],
+    ids=["folder", "shard", "truncated", "index", "code"],
+)
+def test_damaged_shards_are_refused(damage: Any, message: str, folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "kept", tmp_path / "kept")
+    damage(next(copy.glob("step=7.*.shards")))
+    with pytest.raises(InputError, match=message):
+        read_checkpoint(copy / "step=7.ckpt", sharded=())
+
+
+def test_a_shard_of_another_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "kept", tmp_path / "kept")
+    ours, other = (next(copy.glob(f"step={step}.*.shards")) for step in (7, 14))
+    shutil.copy(other / "__1_0.distcp", ours / "__1_0.distcp")
+    with pytest.raises(InputError, match=r"shard of process 1 .* is of another checkpoint"):
+        read(copy / "step=7.ckpt")
