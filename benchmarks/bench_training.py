@@ -133,10 +133,12 @@ def command_line(base: type[RunCLI], data: type[Any], clock: Clock) -> type[RunC
     return Timed
 
 
-def train(spelling: str, what: str, folder: Path, arguments: argparse.Namespace) -> float:
-    """Seconds of a step of the command."""
+def train(
+    spelling: str, what: str, folder: Path, arguments: argparse.Namespace, clock: Clock, further: Sequence[object] = ()
+) -> None:
+    """Run the command with a clock, and with further options, which win."""
     name, options = read_spelling(spelling)
-    kind, clock = family_of(name), Clock(arguments.warmup_steps)
+    kind = family_of(name)
     common = [
         "--run_dir", folder, "--trainer.accelerator", "cpu" if arguments.device.type == "cpu" else "gpu",
         "--trainer.devices", 1, "--trainer.max_epochs", "null", "--trainer.max_steps", arguments.steps,
@@ -144,14 +146,13 @@ def train(spelling: str, what: str, folder: Path, arguments: argparse.Namespace)
         "--model.name", name, "--model.model_args", json.dumps(options),
         f"--model.{kind.size}", size_of(name, arguments), "--model.compile", str(arguments.compile != "none").lower(),
         "--data.dataset", "fake", "--data.root", "null", "--data.batch_size", arguments.batch, "--data.num_workers", 0,
-        *WHAT[what],
+        *WHAT[what], *further,
     ]  # fmt: skip
     if kind.size == "input_size":
         cli, own = command_line(GenerationCLI, FreeGeneration, clock), ["-c", "imagenet256", *LATENTS]
     else:
         cli, own = command_line(ClassificationCLI, FreeClassification, clock), ["-c", "imagenet", *IMAGES]
     run_command_line(cli, [str(word) for word in ["fit", *own, *common]])
-    return clock.step_s
 
 
 def size_of(name: str, arguments: argparse.Namespace) -> int:
@@ -178,8 +179,10 @@ def measure(spelling: str, arguments: argparse.Namespace) -> list[Row]:
     times_s = {"bare step": [bare()]}
     for what in WHAT:
         forget()
+        clock = Clock(arguments.warmup_steps)
         with tempfile.TemporaryDirectory() as folder:
-            times_s[what] = [train(spelling, what, Path(folder) / "run", arguments)]
+            train(spelling, what, Path(folder) / "run", arguments, clock)
+        times_s[what] = [clock.step_s]
     times_s["bare step"].append(bare())
     bare_s = statistics.mean(times_s["bare step"])
     return [

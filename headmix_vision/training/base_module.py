@@ -215,12 +215,36 @@ class BaseModule(LightningModule):
         return self.trainer.strategy.reduce(self.train_loss.clone(), reduce_op="sum")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keeps the running mean of the loss."""
+        """Keeps the running mean of the loss, and what a batch is of."""
+        checkpoint["batch"] = self._batch()
         if hasattr(self, "train_loss"):
             checkpoint["train_loss"] = self._reduced_train_loss()
 
+    def _batch(self) -> dict[str, int]:
+        return {
+            "processes": self.trainer.world_size,
+            "size": getattr(getattr(self.trainer, "datamodule", None), "batch_size", 0),
+        }
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the running mean of the loss."""
+        """Restores the running mean of the loss.
+
+        Raises:
+            InputError: If training goes on with another number of processes whose batches are not as large together.
+        """
+        if self.trainer.state.fn == "fit" and "batch" in checkpoint:
+            _check_batch(checkpoint["batch"], self._batch())
         if "train_loss" in checkpoint:
             saved = checkpoint["train_loss"]
             self.train_loss = saved.clone() if self.global_rank == 0 else torch.zeros_like(saved)
+
+
+def _check_batch(before: dict[str, int], now: dict[str, int]) -> None:
+    samples, processes = before["processes"] * before["size"], now["processes"]
+    if processes == before["processes"] or samples == processes * now["size"]:
+        return
+    fitting = "" if samples % processes else f"; set data.batch_size={samples // processes}"
+    raise InputError(
+        f"the run had batches of {before['processes']} x {before['size']} samples (processes x data.batch_size), not"
+        f" {processes} x {now['size']}: it would lose its place in the data{fitting}"
+    )

@@ -144,7 +144,9 @@ def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypat
     for model in MODELS:
         assert run("fit", *files(IMAGENET, model, overlay)) == 0
         options = seen.pop().config.fit
-        assert options.data.batch_size * options.trainer.devices * options.trainer.accumulate_grad_batches == 1024
+        trainer = options.trainer
+        processes = trainer.devices * trainer.num_nodes
+        assert options.data.batch_size * processes * trainer.accumulate_grad_batches == 1024
         assert options.model.model_args["drop_path_rate"] == 0.1
         assert options.run_dir == f"runs/imagenet-{model.stem}"
 

@@ -122,6 +122,8 @@ def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypat
         paths = [recipe, model, *([CONFIGS / "ddpm.yaml"] if ddpm else [])]
         assert run("fit", *files(*paths, overlay)) == 0
         options = seen.pop().config.fit
-        assert options.data.batch_size * options.trainer.devices * options.trainer.accumulate_grad_batches == 256
+        trainer = options.trainer
+        processes = trainer.devices * trainer.num_nodes
+        assert options.data.batch_size * processes * trainer.accumulate_grad_batches == 256
         assert options.model.objective.kind == ("ddpm" if ddpm else "flow")
         assert options.run_dir == "runs/gen/" + "-".join(path.stem for path in paths)

@@ -1,7 +1,10 @@
 """Sharded training: two processes and four against one, checkpoints in shards, and what is refused."""
 
+import os
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from .helpers import assert_equal, read_csv, run, write_config
 from .test_processes import NO_RANDOMNESS, start
 
 TWO_RANKS = ("--trainer.devices", "2", "--trainer.strategy", "fsdp2")
+SHARE = {"class_path": "headmix_vision.training.sharding.ShardedStrategy"}
 LONG = {"trainer__accumulate_grad_batches": 1, "trainer__limit_train_batches": 12}
 KEEP_ALL: dict[str, Any] = {
     "trainer__callbacks": [
@@ -122,13 +126,68 @@ def test_a_run_in_shards_goes_on_bit_for_bit(folder: Path) -> None:
         assert_equal(first[key], second[key], key)
 
 
+def test_another_global_batch_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = folder / "kept" / "step=7.ckpt"
+    options = ("--run_dir", tmp_path / "run", "--data.batch_size", 8, "--ckpt_path", kept)
+    assert run("fit", "-c", folder / "one.yaml", *options) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "2 x 8 samples" in line and line.endswith("set data.batch_size=16")
+
+
+def test_shards_are_evaluated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = folder / "two" / "checkpoints" / "last.ckpt"
+    assert run("validate", "-c", folder / "one.yaml", "--run_dir", folder / "one", "--ckpt_path", checkpoint) == 0
+    assert "step 24" in capsys.readouterr().out
+
+
+def test_fsdp_of_version_1_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--run_dir", tmp_path / "run", "--trainer.strategy", "fsdp")
+    assert run("fit", "-c", write_config(tmp_path / "tiny.yaml"), *options) == 2
+    assert "-c overlays/fsdp" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "tiny.yaml", trainer__strategy=SHARE | {"init_args": {"shard_size": 3}})
+    process = start("fit", "-c", config, "--run_dir", tmp_path / "run", "--trainer.devices", 2)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 2, output
+    assert "error: trainer.strategy.shard_size=3 does not divide 2 processes" in output and "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    long = {"trainer__max_epochs": 50, "trainer__limit_train_batches": 40}
+    config = write_config(tmp_path / "tiny.yaml", **long)
+    run_dir = tmp_path / "run"
+    process = start("fit", "-c", config, "--run_dir", run_dir, "--checkpoint_every_n_steps", 1, *TWO_RANKS)
+    last, deadline = run_dir / "checkpoints" / "last.ckpt", time.monotonic() + 200
+    while not last.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)  # into a step, or into the writing of a later checkpoint
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert read(last)["global_step"] > 0
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_in_four_processes_that_share_two_copies(folder: Path) -> None:
-    strategy = {"class_path": "headmix_vision.training.sharding.ShardedStrategy", "init_args": {"shard_size": 2}}
-    config = write_run(folder, 4, trainer__strategy=strategy, trainer__devices=4)
-    for source, name in ((folder / "kept" / "step=7.ckpt", "four"),):
-        finish(start("fit", "-c", config, "--run_dir", folder / name, "--ckpt_path", source))
-        assert_close(read(folder / "one/checkpoints/last.ckpt"), read(folder / name / "checkpoints/last.ckpt"))
+    config = write_run(folder, 4, trainer__strategy=SHARE | {"init_args": {"shard_size": 2}}, trainer__devices=4)
+    kept = folder / "kept" / "step=7.ckpt"
+    finish(start("fit", "-c", config, "--run_dir", folder / "four", "--ckpt_path", kept))
+    assert_close(read(folder / "one/checkpoints/last.ckpt"), read(folder / "four/checkpoints/last.ckpt"))
+
+
+@pytest.mark.slow
+def test_checkpointed_blocks_and_a_run_without_shards_go_on_in_shards(folder: Path) -> None:
+    config = write_run(folder, 8, trainer__max_epochs=3)
+    options = ("--ckpt_path", folder / "one" / "checkpoints" / "last.ckpt", *TWO_RANKS)
+    finish(start("fit", "-c", config, "--run_dir", folder / "a", *options, "--model.grad_checkpointing", "true"))
+    finish(start("fit", "-c", config, "--run_dir", folder / "b", *options))
+    first, second = (read(folder / name / "checkpoints" / "last.ckpt") for name in ("a", "b"))
+    assert first["global_step"] == 36
+    for key in SHARDED:
+        assert_equal(first[key], second[key], key)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+"""Training on several GPUs of a host: images per second, peak memory and losses, by how the weights are kept.
+
+    python benchmarks/bench_scale.py                        # deit_mhla_base and dit_mhla_xl_2 on 1 and 2 GPUs
+    python benchmarks/bench_scale.py --losses               # 200 steps of each at one global batch, against one GPU
+    python benchmarks/bench_scale.py --device cpu --tiny    # tries the script itself where there is no GPU
+
+Each line is a run of the command of its own, timed as in bench_training.py: data that cost nothing, averaged weights,
+no validation. The batch of a GPU is the same in all of them, so that the ideal ratio is the number of GPUs.
+
+`one`: all on each GPU, no other. `ddp`: all on each GPU (DistributedDataParallel). `fsdp2`: one copy of weights,
+gradients, averages and optimizer state for all GPUs. `hybrid`: two copies, each spread over half of the GPUs.
+
+Losses are means over the GPUs of training without anything random but the order of data, in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import bench_training
+import torch
+from bench_training import Clock
+from lightning.pytorch import LightningModule, Trainer
+from measuring import device_slug, environment, format_table, open_device, write_csv
+
+from headmix_vision.console.scripts import run_python
+
+HEADER = ("model", "batch", "what", "GPUs", "images/s", "ratio", "GiB")
+LOSS_HEADER = ("model", "what", "GPUs", "first loss", "last loss", "largest difference")
+DEFAULTS: dict[str, Any] = {
+    "models": ["deit_mhla_base", "dit_mhla_xl_2"],
+    "sizes": {"input_size": 32, "img_size": 224},
+    "batch": 64,
+    "compile": "default",
+    "steps": 120,
+    "warmup_steps": 40,
+    "loss_steps": 200,
+}
+TINY_DEFAULTS: dict[str, Any] = {
+    "models": ["deit_mhla_tiny:depth=1,embed_dim=24"],
+    "sizes": {"input_size": 8, "img_size": 64},
+    "batch": 4,
+    "compile": "none",
+    "steps": 5,
+    "warmup_steps": 2,
+    "loss_steps": 4,
+}
+STRATEGIES = {
+    "one": "auto",
+    "ddp": "ddp",
+    "fsdp2": "fsdp2",
+    "hybrid": "headmix_vision.training.sharding.ShardedStrategy",
+}
+# The noise of generators is drawn for each process, so that their losses cannot be compared: classifiers alone.
+NOTHING_RANDOM = [
+    "--model.mixup.mixup_alpha", 0, "--model.mixup.cutmix_alpha", 0, "--trainer.precision", "32-true",
+]  # fmt: skip
+Row = dict[str, Any]
+
+
+class Recorder(Clock):
+    """A clock that also keeps the mean loss of each step over the processes."""
+
+    def __init__(self, warmup_steps: int, *, losses: bool) -> None:
+        super().__init__(warmup_steps)
+        self.losses: list[float] | None = [] if losses else None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self.losses is not None:
+            self.losses.append(float(trainer.strategy.reduce(pl_module.step_loss.clone())))
+
+
+def run_case(case: Row, arguments: argparse.Namespace) -> None:
+    """Train once, in all processes of a case; the first one prints what it found."""
+    recorder = Recorder(arguments.warmup_steps, losses=case["losses"])
+    strategy: list[object] = ["--trainer.devices", case["gpus"], "--trainer.strategy", STRATEGIES[case["what"]]]
+    if case["what"] == "hybrid":
+        strategy += ["--trainer.strategy.shard_size", max(1, case["gpus"] // 2)]
+    if case["losses"]:
+        strategy += [*NOTHING_RANDOM, "--trainer.max_steps", arguments.loss_steps]
+        strategy += ["--data.batch_size", arguments.batch // case["gpus"]]
+    bench_training.train(case["model"], "averaging", Path(case["folder"]), arguments, recorder, strategy)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        peak = torch.cuda.max_memory_allocated() / 2**30 if arguments.device.type == "cuda" else None
+        found = {"step_s": recorder.step_s, "peak_gib": peak, "losses": recorder.losses}
+        (Path(case["folder"]) / "found.json").write_text(json.dumps(found))
+
+
+def measure(model: str, what: str, gpus: int, arguments: argparse.Namespace, argv: Sequence[str]) -> Row:
+    """Start a case in processes of its own and read what it found."""
+    with tempfile.TemporaryDirectory() as folder:
+        case = {"model": model, "what": what, "gpus": gpus, "losses": arguments.losses, "folder": f"{folder}/run"}
+        run_python([__file__, *argv, "--case", json.dumps(case)])
+        found = json.loads((Path(folder) / "run" / "found.json").read_text())
+    return {"model": model, "batch": arguments.batch, "what": what, "gpus": gpus, **found}
+
+
+def speed_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> list[Row]:
+    """Images per second on one GPU and on all, and the memory of the first one."""
+    cases = [("one", 1), ("fsdp2", 1), ("ddp", arguments.gpus), ("fsdp2", arguments.gpus), ("hybrid", arguments.gpus)]
+    rows = [measure(model, what, gpus, arguments, argv) for what, gpus in cases]
+    for row in rows:
+        row["imgs_per_s"] = arguments.batch * row["gpus"] / row["step_s"]
+        row["ratio"] = row["imgs_per_s"] / rows[0]["imgs_per_s"]
+        del row["losses"]
+    return rows
+
+
+def loss_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> list[Row]:
+    """Losses at one global batch, compared with those of one GPU step by step."""
+    cases = [("one", 1), *((what, arguments.gpus) for what in ("ddp", "fsdp2", "hybrid"))]
+    rows = [measure(model, what, gpus, arguments, argv) for what, gpus in cases]
+    expected = rows[0]["losses"]
+    for row in rows:
+        losses = row.pop("losses")
+        row["first_loss"], row["last_loss"] = losses[0], losses[-1]
+        row["largest_difference"] = max(abs(a - b) for a, b in zip(expected, losses, strict=True))
+        row["steps"] = len(losses)
+    return rows
+
+
+def format_row(row: Row) -> list[str]:
+    start = [row["model"], str(row["batch"]), row["what"], str(row["gpus"])]
+    if "largest_difference" in row:
+        return [row["model"], *start[2:], *(f"{row[k]:.5g}" for k in ("first_loss", "last_loss", "largest_difference"))]
+    peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+    return [*start, f"{row['imgs_per_s']:.0f}", f"{row['ratio']:.2f}x", peak]
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", help="names and options as for bench_models.py")
+    parser.add_argument("--gpus", type=int, default=2, help="processes of the larger runs")
+    parser.add_argument("--size", type=int, help="latents, by default 32, or pixels, by default 224")
+    parser.add_argument("--batch", type=int, help="of a GPU, with --losses of all together; by default 64")
+    parser.add_argument("--compile", choices=("none", "default"), help="by default 'default'")
+    parser.add_argument("--steps", type=int, help="of each run, by default 120")
+    parser.add_argument("--warmup_steps", type=int, help="the first ones, which are not timed, by default 40")
+    parser.add_argument("--losses", action="store_true", help="compare losses, of classifiers")
+    parser.add_argument("--loss_steps", type=int, help="by default 200")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--tiny", action="store_true", help="other defaults: a tiny model, batch 4, not compiled")
+    parser.add_argument("--out", type=Path, help="folder of the CSV; default docs, none with --tiny")
+    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    for name, value in (TINY_DEFAULTS if arguments.tiny else DEFAULTS).items():
+        if getattr(arguments, name, None) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    bench_training.check_arguments(arguments)
+    arguments.device = open_device(arguments.device)
+    if arguments.case is not None:
+        run_case(arguments.case, arguments)
+        return
+    if arguments.device.type == "cuda" and torch.cuda.device_count() < arguments.gpus:
+        raise SystemExit(f"error: --gpus {arguments.gpus}, but there are {torch.cuda.device_count()}.")
+    facts = environment(arguments.device)
+    models = [m for m in arguments.models if not (arguments.losses and m.startswith("dit_"))]
+    header, rows_of = (LOSS_HEADER, loss_rows) if arguments.losses else (HEADER, speed_rows)
+    rows = []
+    for model in models:
+        found = rows_of(model, arguments, list(argv if argv is not None else sys.argv[1:]))
+        print(f"\n{format_table(header, [format_row(row) for row in found])}\n", flush=True)
+        rows += [row | facts for row in found]
+    out = arguments.out or (None if arguments.tiny else Path("docs"))
+    if out is not None:
+        path = out / f"scale_{'losses_' if arguments.losses else ''}{device_slug(facts['device'])}.csv"
+        write_csv(path, rows)
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""`bench_scale.py`: tiny runs on a CPU."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_bench_scale_compares_losses_of_one_process_and_two(load, tmp_path: Path):
+    load("bench_scale").main(["--device", "cpu", "--tiny", "--losses", "--out", str(tmp_path)])
+    with (tmp_path / "scale_losses_cpu.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["what"], row["gpus"]) for row in rows] == [("one", "1"), ("ddp", "2"), ("fsdp2", "2"), ("hybrid", "2")]
+    assert all(float(row["largest_difference"]) < 1e-4 for row in rows)
+
+
+def test_a_case_of_bench_scale_says_what_it_found(load, tmp_path: Path):
+    model, folder = "deit_mhla_tiny:depth=1,embed_dim=24", tmp_path / "run"
+    case = {"model": model, "what": "one", "gpus": 1, "losses": True, "folder": str(folder)}
+    load("bench_scale").main(["--device", "cpu", "--tiny", "--case", json.dumps(case)])
+    found = json.loads((folder / "found.json").read_text())
+    assert len(found["losses"]) == 4 and found["peak_gib"] is None
+
+
+def test_ratios_are_of_one_gpu(load, monkeypatch: pytest.MonkeyPatch):
+    bench = load("bench_scale")
+    found = {"step_s": 0.5, "peak_gib": 1.0, "losses": None}
+    monkeypatch.setattr(
+        bench, "measure", lambda model, what, gpus, arguments, argv: {"what": what, "gpus": gpus, **found}
+    )
+    rows = bench.speed_rows("any", bench.parse_arguments(["--batch", "3"]), [])
+    assert [(row["imgs_per_s"], row["ratio"]) for row in rows] == [(6, 1), (6, 1), (12, 2), (12, 2), (12, 2)]
