@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
-from headmix_vision.runs.shards import check_shards, read_shards
+from headmix_vision.runs.shards import check_shards, read_shards, whole
 
 DESCRIPTION_KEY = "headmix_vision"
 MODEL_PREFIX = "net."
@@ -118,7 +118,7 @@ def check_finite(state: dict[str, Tensor], where: str) -> None:
         where: What to call them in the message: their file, or `the checkpoint`.
     """
     for name, value in state.items():
-        if value.is_floating_point() and not value.isfinite().all():
+        if value.is_floating_point() and not whole(value.isfinite().all()):
             raise InputError(f"the weights of {where} are not finite, first {name}")
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata, load
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
@@ -47,6 +48,11 @@ def map_tensors(value: Any, change: Callable[[str, Tensor], Any], name: str = ""
     if isinstance(value, list):
         return [map_tensors(entry, change, f"{name}/{i}") for i, entry in enumerate(value)]
     return value
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathers a tensor of which each process has a part; returns others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def identity_name(process: int) -> str:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
+from headmix_vision.files.fields import check_fields
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 from headmix_vision.training.sharding import ShardedStrategy
 
@@ -239,7 +240,8 @@ class BaseModule(LightningModule):
             self.train_loss = saved.clone() if self.global_rank == 0 else torch.zeros_like(saved)
 
 
-def _check_batch(before: dict[str, int], now: dict[str, int]) -> None:
+def _check_batch(saved: Any, now: dict[str, int]) -> None:
+    before = check_fields("the entry 'batch' of the checkpoint", saved, dict.fromkeys(now, int))
     samples, processes = before["processes"] * before["size"], now["processes"]
     if processes == before["processes"] or samples == processes * now["size"]:
         return

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from headmix_vision.checks import check_counts
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import check_state, read_checkpoint
-from headmix_vision.runs.shards import FORMAT, SHARDED, SHARDS, fill, identity_name, map_tensors
+from headmix_vision.runs.shards import FORMAT, SHARDED, SHARDS, fill, identity_name, map_tensors, whole
 
 
 class _Writer(FileSystemWriter):
@@ -68,7 +68,6 @@ class ShardedStrategy(ModelParallelStrategy):
         Raises:
             InputError: If `shard_size` does not divide their number.
         """
-        ParallelStrategy.setup_environment(self)
         self._setup_distributed()
         shard_size = self.shard_size or self.world_size
         if self.world_size % shard_size:
@@ -191,11 +190,6 @@ class ShardedStrategy(ModelParallelStrategy):
 
 
 StrategyRegistry.register("fsdp2", ShardedStrategy, description="Fully sharded over all processes, by fully_shard")
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gathers a sharded tensor; returns others as they are."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

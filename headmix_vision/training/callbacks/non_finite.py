@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from headmix_vision.runs.shards import whole
 from headmix_vision.training.later import Later, sum_of_processes
-from headmix_vision.training.sharding import whole
 
 
 class NonFiniteError(RuntimeError):
