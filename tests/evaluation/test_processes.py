@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from .helpers import digit_pixels, run, write_digits
 
@@ -71,9 +73,11 @@ def test_scores_are_equal_to_the_bit(
     for rank in range(world_size):
         assert result.stdout.count(f"rank {rank} ended with 0") == len(calls)
     assert result.stdout.count("is_mean ") == 1
-    for name, ending in endings.items():
-        one, many = (tmp_path / f"{name}_{count}.{ending}" for count in ("one", "many"))
+    for name in calls.keys() - {"stats"}:
+        one, many = (tmp_path / f"{name}_{count}.json" for count in ("one", "many"))
         assert one.read_bytes() == many.read_bytes(), name
+    first, other = (load_file(tmp_path / f"stats_{count}.safetensors") for count in ("one", "many"))
+    assert first.keys() == other.keys() and all(torch.equal(first[name], other[name]) for name in first)
 
 
 def test_errors_are_told_once(classifier: Path, folders: tuple[Path, Path], tmp_path: Path) -> None:
