@@ -1,10 +1,15 @@
 """Defines the command line that trains generators after a teacher: that of generators, with a teacher beside."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from lightning.pytorch import Trainer
+
+from headmix_vision.errors import InputError
 from headmix_vision.training.base_cli import run_command_line
 from headmix_vision.training.distillation import DistilledGenerator
 from headmix_vision.training.generation_cli import GenerationCLI
+from headmix_vision.training.sharding import ShardedStrategy
 
 
 class DistillationCLI(GenerationCLI):
@@ -12,6 +17,18 @@ class DistillationCLI(GenerationCLI):
 
     module_class = DistilledGenerator
     runs_folder = "runs/distilled"
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """As `RunCLI` says.
+
+        Raises:
+            InputError: Also if the student would be sharded: its attention layers run outside of the blocks that
+                gather weights.
+        """
+        trainer = super().instantiate_trainer(**kwargs)
+        if isinstance(trainer.strategy, ShardedStrategy):
+            raise InputError("distillation cannot shard the student: set trainer.strategy=ddp")
+        return trainer
 
 
 def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:
