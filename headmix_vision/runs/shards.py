@@ -6,7 +6,10 @@ values (on the device `meta`), and its entry `shards` names the folder beside it
 """
 
 import pickle
+import shutil
+import warnings
 from collections.abc import Callable, Iterable
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,8 @@ SHARDS = "shards"
 SHARDED = ("state_dict", "current_model_state", "optimizer_states")
 FORMAT = 1
 _FIELDS = {"format": int, "folder": str, "identity": int, "processes": int}
-_INDEX = ".metadata"
+_INDEX = ".metadata"  # written when all shards are whole
+_IDENTITY = "[0-9a-f]" * 16
 _KNOWN = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -60,13 +64,23 @@ def identity_name(process: int) -> str:
     return f"/identity/{process}"
 
 
+def shards_folder(checkpoint: Path, identity: int) -> Path:
+    """Names the folder of the shards of a checkpoint file."""
+    return checkpoint.with_name(f"{checkpoint.stem}.{identity:016x}.shards")
+
+
 def remove_shards(checkpoint: Path, keep: str | None = None) -> None:
     """Deletes the folders of shards of a checkpoint file, but one."""
-    for folder in checkpoint.parent.glob(f"{checkpoint.stem}.*.shards"):
+    for folder in checkpoint.parent.glob(f"{escape(checkpoint.stem)}.{_IDENTITY}.shards"):
         if folder.name != keep:
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
+
+
+def remove_unfinished(checkpoints: Path) -> None:
+    """Deletes shards that killed processes were writing to a folder; only for who holds the lock of its run."""
+    for folder in checkpoints.glob(f"*.{_IDENTITY}.shards"):
+        if not (folder / _INDEX).exists():
+            shutil.rmtree(folder)
 
 
 def check_shards(path: Path, checkpoint: dict[str, Any]) -> None:
@@ -151,7 +165,9 @@ def fill(
     marks = {identity_name(process): torch.zeros((), dtype=torch.int64) for process in range(about["processes"])}
     reader = _Reader(path.parent / Path(about["folder"]).name)
     try:
-        load({**tensors, **marks}, storage_reader=reader, process_group=group, no_dist=whole)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it was asked to read alone
+            load({**tensors, **marks}, storage_reader=reader, process_group=group, no_dist=whole)
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise InputError(f"the shards of {path} are damaged: {reason}") from None

@@ -30,6 +30,7 @@ from headmix_vision.runs.directory import (
     is_run,
     run_files,
 )
+from headmix_vision.runs.shards import remove_unfinished
 
 _REPLACING = ".replacing"
 
@@ -93,6 +94,7 @@ class RunDirectory:
     def _tidy(self) -> None:
         for pattern in WRITTEN_BY_A_RUN:
             remove_temporaries((self.path / pattern).parent, Path(pattern).name)
+        remove_unfinished(self.path / CHECKPOINTS)
         if self._replaced.is_dir() and (self.path / LAST).is_file():
             self.discard_replaced()  # killed between the checkpoint and the deletion
         elif self._replaced.is_dir() and not self.overwrite:

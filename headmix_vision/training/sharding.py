@@ -23,7 +23,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from headmix_vision.checks import check_counts
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import check_state, read_checkpoint
-from headmix_vision.runs.shards import FORMAT, SHARDED, SHARDS, fill, identity_name, map_tensors, whole
+from headmix_vision.runs.shards import (
+    FORMAT,
+    SHARDED,
+    SHARDS,
+    fill,
+    identity_name,
+    map_tensors,
+    remove_unfinished,
+    shards_folder,
+    whole,
+)
 
 
 class _Writer(FileSystemWriter):
@@ -99,7 +109,7 @@ class ShardedStrategy(ModelParallelStrategy):
         index = {name: entry if name in SHARDED else deepcopy(entry) for name, entry in checkpoint.items()}
         index = map_tensors(index, part)
         if len(tensors) > 1:
-            folder = path.with_name(f"{path.stem}.{identity:016x}.shards")
+            folder = shards_folder(path, identity)
             about = {"format": FORMAT, "folder": folder.name, "identity": identity, "processes": self.world_size}
             index[SHARDS] = about
             written = async_save(tensors, storage_writer=_Writer(folder), process_group=self._group)
@@ -108,7 +118,16 @@ class ShardedStrategy(ModelParallelStrategy):
             self.checkpoint_io.save_checkpoint(index, path)
 
     def _complete(self, written: Any, index: dict[str, Any], path: Path) -> None:
-        written.result()
+        try:
+            written.result()
+        except CheckpointException as error:  # known to all processes when none of them writes any more
+            if self.is_global_zero:
+                remove_unfinished(path.parent)
+            refused = next((cause for cause, _ in error.failures.values() if isinstance(cause, OSError)), None)
+            if refused is None:
+                raise
+            refused.filename = refused.filename or str(path)
+            raise refused from error
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(index, path)
 
@@ -119,12 +138,8 @@ class ShardedStrategy(ModelParallelStrategy):
             OSError: If the system refused it.
         """
         saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        try:
+        if saving is not None:
             saving.result()
-        except CheckpointException as error:
-            raise next((cause for cause, _ in error.failures.values() if isinstance(cause, OSError)), error) from error
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint with or without shards; in training only what this process holds of it.

@@ -10,6 +10,7 @@ import pytest
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.locks import hold_lock
+from headmix_vision.runs.shards import remove_shards, shards_folder
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.run_directory import RunDirectory
 
@@ -220,3 +221,28 @@ def test_checkpoint_of_another_run(finished: Path, reference_run: Path) -> None:
         RunDirectory(finished, elsewhere, overwrite=False).claimed().__enter__()
     with RunDirectory(finished.parent / "new", elsewhere, overwrite=False).claimed():
         pass
+
+
+def write_shards(checkpoint: Path, identity: int, *files: str) -> Path:
+    folder = shards_folder(checkpoint, identity)
+    folder.mkdir()
+    for name in files:
+        (folder / name).touch()
+    return folder
+
+
+def test_shards_that_a_killed_run_was_writing_are_removed(finished: Path) -> None:
+    last = finished / "checkpoints" / "last.ckpt"
+    unfinished = write_shards(last, 1, "__0_0.distcp", ".metadata.tmp")
+    whole = write_shards(last, 2, "__0_0.distcp", ".metadata")
+    with RunDirectory(finished, "last", overwrite=False).claimed():
+        assert whole.exists() and not unfinished.exists()
+
+
+def test_shards_of_checkpoints_with_like_names_are_kept_apart(tmp_path: Path) -> None:
+    names = ("loss=1.ckpt", "loss=1.5.ckpt", "loss=[1].ckpt")
+    folders = [write_shards(tmp_path / name, 3, ".metadata") for name in names]
+    remove_shards(tmp_path / names[0])
+    assert [folder.exists() for folder in folders] == [False, True, True]
+    remove_shards(tmp_path / names[2])
+    assert [folder.exists() for folder in folders] == [False, True, False]

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from headmix_vision.runs.checkpoints import model_state, read_checkpoint
 from headmix_vision.runs.shards import SHARDED
 
 from .helpers import assert_equal, read_csv, run, write_config
+from .test_full_disk import limit
 from .test_processes import NO_RANDOMNESS, start
 
 TWO_RANKS = ("--trainer.devices", "2", "--trainer.strategy", "fsdp2")
@@ -107,7 +109,9 @@ def test_shards_are_exported_as_one_file(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         "sys.argv", ["headmix-export", str(moved), "--checkpoint", "last", "--out", str(moved / "x.safetensors")]
     )
-    export()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="torch.distributed")
+        export()
     exported = load_file(moved / "x.safetensors")
     assert_equal(exported, {k: v for k, v in model_state(read(folder / "two/checkpoints/last.ckpt")).items()})
 
@@ -168,6 +172,21 @@ def test_a_killed_run_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert read(last)["global_step"] > 0
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_no_checkpoint(tmp_path: Path) -> None:
+    config, last = write_config(tmp_path / "tiny.yaml"), tmp_path / "run" / "checkpoints" / "last.ckpt"
+    options = ("--run_dir", tmp_path / "run", "--ckpt_path", "auto", *TWO_RANKS)
+    finish(start("fit", "-c", config, *options))
+    before = sorted(last.parent.rglob("*"))
+    with limit(30_000):
+        process = start("fit", "-c", config, *options, "--trainer.max_epochs", "3")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 2, output
+    assert f"error: File too large: {last}" in output and "Traceback" not in output
+    assert sorted(last.parent.rglob("*")) == before
+    assert read(last)["global_step"] == 6
 
 
 @pytest.mark.slow
