@@ -2,7 +2,7 @@
 
     headmix-cache-latents --images /data/imagenet/train --vae /models/sd-vae-ft-ema --flip \\
         --image-size 256 --out /data/latents256
-    headmix-cache-latents --videos /data/ucf101 --frames 17 --frame-rate 12.5 --vae /models/wan-vae \
+    headmix-cache-latents --videos /data/ucf101 --frames 17 --frame-rate 12.5 --vae /models/wan-vae \\
         --image-size 256 --out /data/clips256
     torchrun --nproc-per-node 8 --no-python headmix-cache-latents ...    # shards are dealt to the processes
 

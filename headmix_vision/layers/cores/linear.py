@@ -129,11 +129,8 @@ def rotated_mhla(
     could be zero. In types below float32 both sums are rounded before they are divided.
     """
     q, k = (apply_feature_map(y.to(accumulation_dtype(y.dtype)), feature_map, eps) for y in (q, k))
-    if normalizer is not None:
-        mixing = (
-            mixing / TokenBlocks(blocks.grid, blocks.block_grid).max_block_size
-        )  # cancels, and keeps sums within the range of float16
-
+    if normalizer is not None:  # cancels, and keeps sums within the range of float16
+        mixing = mixing / TokenBlocks(blocks.grid, blocks.block_grid).max_block_size
     grid = blocks.held if isinstance(blocks, BlocksOfRank) else grid
 
     def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
