@@ -192,7 +192,9 @@ def work(rank, size, folder):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} processes")
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda size: f"{size} processes"
+)
 def results(request, tmp_path_factory):
     """The result of each case in each process."""
     folder = tmp_path_factory.mktemp("ranks")

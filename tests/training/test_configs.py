@@ -135,6 +135,7 @@ def test_family_is_built_at_its_true_size(
     assert config.run_dir == "-".join(["runs/imagenet", *(path.stem for path in paths[1:])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []

@@ -109,6 +109,7 @@ def test_video_family_is_built_at_its_true_size(
     assert cli.trainer.max_steps == 200000 and options.data.root == f"latents/{data.stem}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []

@@ -113,7 +113,8 @@ def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
             assert float(a["val/loss"]) == pytest.approx(float(b["val/loss"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_samples_and_their_score_are_those_of_one_process(world_size: int, tmp_path: Path) -> None:
     features = tmp_path / "features.safetensors"
     torch.manual_seed(0)

@@ -122,6 +122,7 @@ def test_a_run_in_shards_goes_on_in_one_process(folder: Path) -> None:
     assert_close(read(folder / "one/checkpoints/last.ckpt"), read(folder / "one_again/checkpoints/last.ckpt"))
 
 
+@pytest.mark.slow
 def test_a_run_in_shards_goes_on_bit_for_bit(folder: Path) -> None:
     options = ("--run_dir", folder / "two_again", "--ckpt_path", folder / "kept" / "step=7.ckpt")
     finish(start("fit", "-c", folder / "batches_of_8.yaml", *options, *TWO_RANKS))
