@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "headmix_vision"
-COMMANDS = ("train-cls", "train-gen", "distill", "sample", "evaluate", "export", "analyze", "cache-latents", "models")
+COMMANDS = (
+    *("train-cls", "train-gen", "distill", "sample", "evaluate", "export", "analyze"),
+    *("cache-latents", "index-shards", "models"),
+)
 
 
 @pytest.fixture(scope="module")
