@@ -41,8 +41,9 @@ class ObjectiveConfig:
         beta_end: DDPM: variance of the last step.
         clean_prefix: Flow matching of clips: share of training clips whose first frames, from one to all but one, stay
             clean, so that the model learns to continue a clip.
-        prefix_noise: Their noise level is drawn from 0 to this one instead of being 0, so that the model learns to
-            continue frames that are not quite right, as those it has drawn itself (arXiv 2408.14837).
+        prefix_noise: Their noise level is drawn from 0 to this one, at most that of the other frames, instead of being
+            0, so that the model learns to continue frames that are not quite right, as those it has drawn itself
+            (arXiv 2408.14837).
         prefix_class_dropout: Share of them that are trained without their class, besides what the network leaves out: a
             class that tells how a clip starts is wrong in its middle.
     """
@@ -140,8 +141,8 @@ class Objective(ABC):
         Args:
             predict: The network.
             x0: Data [B, C, *grid], float32.
-            times: [B] or, for flow matching of clips, [B, T], as from `draw_times`. Frames at time 0 of the latter
-                count nothing.
+            times: [B] or, for flow matching of clips, [B, T], as from `draw_times`. Of the latter, the frames at
+                the highest time of a clip count; those below it are known ones.
             noise: ε, standard normal, as `x0`.
 
         Returns:
