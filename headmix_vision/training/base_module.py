@@ -196,7 +196,7 @@ class BaseModule(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the mean loss of a finished epoch, including the part before an interruption."""
         if self.trainer.is_last_batch:
-            total, count = self._reduced_train_loss().tolist()
+            total, count = self.sums_of_processes(self.train_loss).sum(0).tolist()
             self.epoch_loss = total / count
             self.log_now({"train/loss": self.epoch_loss}, self.trainer.global_step - 1)
             self.train_loss.zero_()
@@ -212,14 +212,25 @@ class BaseModule(LightningModule):
             logger.log_metrics({"epoch": self.current_epoch, **metrics}, step)
             logger.save()
 
-    def _reduced_train_loss(self) -> Tensor:
-        return self.trainer.strategy.reduce(self.train_loss.clone(), reduce_op="sum")
+    def sums_of_processes(self, sums: Tensor) -> Tensor:
+        """Returns the sums that each process has added up, [processes, *shape of sums]."""
+        return self.trainer.strategy.all_gather(sums.clone()).view(-1, *sums.shape)
+
+    def own_sums(self, saved: Tensor) -> Tensor:
+        """Returns what this process goes on adding to, of the saved sums of all, [processes, *shape of sums].
+
+        Those it had, so that they are rounded as without the interruption. With another number of processes than
+        before the first one takes over all of them.
+        """
+        if len(saved) == self.trainer.world_size:
+            return saved[self.global_rank].clone()
+        return saved.sum(0) if self.global_rank == 0 else torch.zeros_like(saved[0])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keeps the running mean of the loss, and what a batch is of."""
         checkpoint["batch"] = self._batch()
         if hasattr(self, "train_loss"):
-            checkpoint["train_loss"] = self._reduced_train_loss()
+            checkpoint["train_loss"] = self.sums_of_processes(self.train_loss)
 
     def _batch(self) -> dict[str, int]:
         return {
@@ -236,8 +247,7 @@ class BaseModule(LightningModule):
         if self.trainer.state.fn == "fit" and "batch" in checkpoint:
             _check_batch(checkpoint["batch"], self._batch())
         if "train_loss" in checkpoint:
-            saved = checkpoint["train_loss"]
-            self.train_loss = saved.clone() if self.global_rank == 0 else torch.zeros_like(saved)
+            self.train_loss = self.own_sums(checkpoint["train_loss"].view(-1, 2))
 
 
 def _check_batch(saved: Any, now: dict[str, int]) -> None:

@@ -150,14 +150,11 @@ class ImageGenerator(BaseModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the mean loss of a finished epoch, also by tenths of the noise level."""
         if self.trainer.is_last_batch:
-            sums, counts = self._reduced_level_loss().T.tolist()
+            sums, counts = self.sums_of_processes(self.level_loss).sum(0).T.tolist()
             means = {f"train/loss_level_{i}": s / n for i, (s, n) in enumerate(zip(sums, counts, strict=True)) if n}
             self.log_now(means, self.trainer.global_step - 1)
             self.level_loss.zero_()
         super().on_train_batch_end(outputs, batch, batch_idx)
-
-    def _reduced_level_loss(self) -> Tensor:
-        return self.trainer.strategy.reduce(self.level_loss.clone(), reduce_op="sum")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds the loss of x [B, C, *grid] and labels [B], with times and noise that are the same every time."""
@@ -194,7 +191,7 @@ class ImageGenerator(BaseModule):
         checkpoint[DESCRIPTION_KEY] = {**self.description, "class_names": self.class_names}
         super().on_save_checkpoint(checkpoint)
         if hasattr(self, "level_loss"):
-            checkpoint["level_loss"] = self._reduced_level_loss()
+            checkpoint["level_loss"] = self.sums_of_processes(self.level_loss)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses a checkpoint of another model.
@@ -213,8 +210,7 @@ class ImageGenerator(BaseModule):
         self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
         super().on_load_checkpoint(checkpoint)
         if "level_loss" in checkpoint:
-            saved = checkpoint["level_loss"]
-            self.level_loss = saved.clone() if self.global_rank == 0 else torch.zeros_like(saved)
+            self.level_loss = self.own_sums(checkpoint["level_loss"].view(-1, LEVELS, 2))
 
 
 def _noisy_time(times: Tensor) -> Tensor:

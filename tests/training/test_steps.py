@@ -39,14 +39,14 @@ def generator(**options: Any) -> ImageGenerator:
 
 
 def attach(module: BaseModule, rank: int = 0, world_size: int = 1, epoch: int = 0) -> None:
-    """Give a module a trainer in an epoch; rank and world size are pretended, all ranks holding the same numbers."""
+    """Give a module a trainer in an epoch; rank and world size are pretended, rank r holding r + 1 times the numbers."""
     trainer = lightning.Trainer(**QUIET)
     trainer.strategy.connect(module)
     strategy = type(trainer.strategy)
     pretended = {
         "global_rank": property(lambda _: rank),
         "world_size": property(lambda _: world_size),
-        "reduce": lambda _, tensor, *args, **kwargs: tensor * world_size,
+        "all_gather": lambda _, tensor: torch.stack([tensor * (rank + 1) for rank in range(world_size)]),
     }
     trainer.strategy.__class__ = type("Pretended", (strategy,), pretended)
     trainer.fit_loop.epoch_progress.current.completed = epoch
@@ -95,21 +95,24 @@ def test_seeds_differ_by_seed_epoch_batch_rank_and_stream(make: Any) -> None:
     assert len(seeds) == 4 * len(places)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("make", "sums"), [(classifier, ["train_loss"]), (generator, ["train_loss", "level_loss"])])
-def test_sums_of_the_loss_survive_a_resume_of_two_ranks_once(make: Any, sums: list[str]) -> None:
+def test_sums_of_the_loss_survive_a_resume_of_two_ranks_once(make: Any, sums: list[str], world_size: int) -> None:
     saved = make()
     attach(saved, 0, 2)
     for name in sums:
         setattr(saved, name, torch.rand(10, 2) if name == "level_loss" else torch.tensor([3.0, 2.0]))
     checkpoint: dict[str, Any] = {"state_dict": saved.state_dict()}
     saved.on_save_checkpoint(checkpoint)
-    loaded = [make() for _ in range(2)]
+    loaded = [make() for _ in range(world_size)]
     for rank, module in enumerate(loaded):
-        attach(module, rank, 2)
+        attach(module, rank, world_size)
         module.on_load_checkpoint(checkpoint)
     for name in sums:
-        over_ranks = sum(getattr(module, name) for module in loaded)
-        torch.testing.assert_close(over_ranks, 2 * getattr(saved, name))
+        first, *others = (getattr(module, name) for module in loaded)
+        torch.testing.assert_close(first + sum(others), 3 * getattr(saved, name))
+        if world_size == 2:
+            assert torch.equal(first, getattr(saved, name))
 
 
 def test_options_reach_the_optimizer() -> None:
