@@ -39,7 +39,7 @@ def generator(**options: Any) -> ImageGenerator:
 
 
 def attach(module: BaseModule, rank: int = 0, world_size: int = 1, epoch: int = 0) -> None:
-    """Give a module a trainer in an epoch; rank and world size are pretended, rank r holding r + 1 times the numbers."""
+    """Give a module a trainer in an epoch; rank and world size are pretended; rank r holds r + 1 times the numbers."""
     trainer = lightning.Trainer(**QUIET)
     trainer.strategy.connect(module)
     strategy = type(trainer.strategy)
