@@ -117,7 +117,8 @@ class HeadMixAttention(nn.Module):
         core_spec = self.head_mix.core_spec(spec) if self.head_mix else spec
         self.core = CORES[core](core_spec, **(core_args or {}))
         if self.core.causal and cpe:
-            raise InputError(f"cpe={cpe!r} cannot be joined with causal=True: the convolution sees later tokens.")
+            causal = f"causal={self.core.causal!r}"
+            raise InputError(f"cpe={cpe!r} cannot be joined with {causal}: the convolution sees later tokens.")
         self.output_norm = nn.RMSNorm(head_dim, eps=1e-6, **factory) if output_norm else nn.Identity()
         self.gate = nn.Linear(dim, dim, bias=False, **factory) if output_gate else None
         self.norm = (norm_layer or nn.LayerNorm)(dim, **factory) if scale_norm else nn.Identity()
@@ -228,7 +229,8 @@ class HeadMixAttention(nn.Module):
         Args:
             x: [B, n, C], the next tokens in raster order, prefix tokens with the first.
             state: what this returned for the tokens before, which stays as it is; None at the start.
-            grid, rotation: of all tokens, as in ``forward``.
+            grid: of all tokens, as in ``forward``; with ``causal="rows"`` there may be any number of them.
+            rotation: of the next tokens.
 
         Returns:
             The outputs [B, n, C], and the state after them, whose size does not depend on the number of tokens.
@@ -242,7 +244,7 @@ class HeadMixAttention(nn.Module):
             self.core.check_rotation()
             rotated["rotation"] = rotation
         q, k, v = self._project(x)
-        out, state = self.core.stream(q, k, v, tokens, state, **rotated)
+        out, state = self.core.stream(q, k, v, tokens.repeat(self.repeats), state, **rotated)
         return self._finish(x, out), state
 
     def _finish(self, x: Tensor, out: Tensor) -> Tensor:

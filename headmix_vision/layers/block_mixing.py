@@ -22,6 +22,31 @@ def mixing_of_first(mixing: Tensor, blocks: TokenBlocks) -> Tensor:
     return mixing if mixing.shape[-1] == count else mixing[..., :count, :count]
 
 
+def mixing_of_rows(mixing: Tensor, row_blocks: int, count: int) -> Tensor:
+    """Carry mixing weights over to any number of rows of blocks along the first axis, none of which sees a later one.
+
+    The first rows are mixed as they are given. All others are mixed as the last one given, by their distance, and do
+    not see rows that are farther away than the first is from the last.
+
+    Args:
+        mixing: [..., R P, R P] for R rows of P blocks.
+        row_blocks: P.
+        count: T, the number of rows.
+
+    Returns:
+        [..., T P, T P], zero where a block is not seen.
+    """
+    mixing = mixing.unflatten(-1, (-1, row_blocks)).unflatten(-3, (-1, row_blocks)).transpose(-3, -2)
+    row = torch.arange(count, device=mixing.device)
+    query = row.clamp(max=mixing.shape[-3] - 1)[:, None]
+    source = query - (row[:, None] - row)
+    seen = (source >= 0) & (source <= query)
+    weight = (
+        mixing[..., query, source.clamp(0, mixing.shape[-3] - 1), :, :] * seen[:, :, None, None]
+    )  # [..., T, T, P, P]
+    return weight.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
 class MixingMatrix(nn.Module):
     """Holds the non-negative M x M weights of key blocks (columns) for query blocks (rows).
 

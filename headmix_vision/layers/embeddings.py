@@ -13,21 +13,22 @@ from headmix_vision.ops.tracing import is_plain
 
 
 def sincos_positions(
-    dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], like: Tensor, time_step: float = 1.0
+    dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], like: Tensor, time_step: float = 1.0, first: int = 0
 ) -> Tensor:
     """Compute fixed sine-cosine position embeddings of a 1-D to 3-D grid.
 
     On two axes they are those of MAE and DiT: the first half of the channels tells the column, the second the row. A
     grid other than ``base_grid`` covers the same extent more finely or coarsely. A third axis in front, time, adds its
-    own embedding less that of its first place, so that the first frame has the positions of an image; more frames
-    extend it, they do not stretch it.
+    own embedding less that of place 0, so that the first frame has the positions of an image; more frames extend it,
+    they do not stretch it.
 
     Args:
         dim: channels C, a multiple of 4.
         grid: token grid, (H, W) for images or (T, H, W) for videos.
         base_grid: the grid on which positions are whole numbers.
         like: gives device and dtype.
-        time_step: places between two tokens along time, see :func:`~headmix_vision.layers.positions.grid_places`.
+        time_step, first: places between two tokens along time, and the number of the first token, see
+            :func:`~headmix_vision.layers.positions.grid_places`.
 
     Returns:
         [N, C] for the N tokens of the grid, in raster order.
@@ -38,8 +39,8 @@ def sincos_positions(
     if dim % 4:
         raise InputError(f"sine-cosine positions need a width that is a multiple of 4, got {dim}.")
     if is_plain(like):
-        return _cached_sincos(dim, grid, base_grid, time_step, like.device).to(like.dtype)
-    return _sincos(dim, grid_places(grid, base_grid, time_step, like.device)).float().to(like.dtype)
+        return _cached_sincos(dim, grid, base_grid, time_step, like.device, first).to(like.dtype)
+    return _sincos(dim, grid_places(grid, base_grid, time_step, like.device, first)).float().to(like.dtype)
 
 
 def _sincos(dim: int, places: list[Tensor]) -> Tensor:
@@ -48,7 +49,7 @@ def _sincos(dim: int, places: list[Tensor]) -> Tensor:
         return _axis(dim, places[0])
     if len(places) == 3:
         frames = _axis(dim, places[0])
-        return (_sincos(dim, places[1:]) + (frames - frames[:1])[:, None]).flatten(0, 1)
+        return (_sincos(dim, places[1:]) + (frames - _axis(dim, frames.new_zeros(1)))[:, None]).flatten(0, 1)
     row, column = (_axis(dim // 2, axis) for axis in places)
     column, row = column[None].expand(len(row), -1, -1), row[:, None].expand(-1, len(column), -1)
     return torch.cat([column, row], dim=2).flatten(0, 1)
@@ -63,9 +64,9 @@ def _axis(dim: int, places: Tensor) -> Tensor:
 
 @cached_tables
 def _cached_sincos(
-    dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], time_step: float, device: torch.device
+    dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], time_step: float, device: torch.device, first: int
 ) -> Tensor:
-    return _sincos(dim, grid_places(grid, base_grid, time_step, torch.device("cpu"))).float().to(device)
+    return _sincos(dim, grid_places(grid, base_grid, time_step, torch.device("cpu"), first)).float().to(device)
 
 
 class TimestepEmbedding(nn.Module):

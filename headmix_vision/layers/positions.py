@@ -19,16 +19,17 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines [N, D / 2], float32
 
 
 def grid_places(
-    grid: tuple[int, ...], base_grid: tuple[int, ...], time_step: float, device: torch.device
+    grid: tuple[int, ...], base_grid: tuple[int, ...], time_step: float, device: torch.device, first: int = 0
 ) -> list[Tensor]:
     """Return the places of tokens along each axis of a 1-D to 3-D grid, float64.
 
     In space the centre of token ``i`` of ``g`` lies at ``(i + 1/2) * base / g - 1/2``: another grid covers the same
-    extent. A third axis in front is time, on which token ``i`` lies at ``i * time_step``: another one extends it.
+    extent. A third axis in front is time, on which token ``i`` lies at ``(first + i) * time_step``: another one
+    extends it.
     """
     numbers = [torch.arange(size, dtype=torch.float64, device=device) for size in grid]
     places = [(i + 0.5) * (b / g) - 0.5 for i, g, b in zip(numbers, grid, base_grid, strict=True)]
-    return places if len(grid) < 3 else [numbers[0] * time_step, *places[1:]]
+    return places if len(grid) < 3 else [(first + numbers[0]) * time_step, *places[1:]]
 
 
 def check_rotary(head_dim: int, num_axes: int) -> None:
@@ -40,7 +41,12 @@ def check_rotary(head_dim: int, num_axes: int) -> None:
 
 
 def rotary_tables(
-    head_dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], time_step: float, like: Tensor
+    head_dim: int,
+    grid: tuple[int, ...],
+    base_grid: tuple[int, ...],
+    time_step: float,
+    like: Tensor,
+    first: int = 0,
 ) -> Rotation:
     """Compute the rotations of rotary positions on a grid; the axes share the channels of a head in their order.
 
@@ -48,24 +54,26 @@ def rotary_tables(
 
     Args:
         head_dim: D, even.
-        grid, base_grid, time_step: see :func:`grid_places`.
+        grid, base_grid, time_step, first: see :func:`grid_places`.
         like: gives the device.
 
     Returns:
         Cosines and sines, float32 [N, D / 2] each.
     """
     if is_plain(like):
-        return _cached_rotary(head_dim, grid, base_grid, time_step, like.device)
-    return _rotary(head_dim, grid, base_grid, time_step, like.device)
+        return _cached_rotary(head_dim, grid, base_grid, time_step, like.device, first)
+    return _rotary(head_dim, grid, base_grid, time_step, like.device, first)
 
 
 def _rotary(
-    head_dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], time_step: float, device: torch.device
+    head_dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], time_step: float, device: torch.device, first: int
 ) -> Rotation:
     rest = 2 * (head_dim // (2 * len(grid)))
     dims = [head_dim - rest * (len(grid) - 1)] + [rest] * (len(grid) - 1)
     angles = []
-    for axis, (dim, places) in enumerate(zip(dims, grid_places(grid, base_grid, time_step, device), strict=True)):
+    for axis, (dim, places) in enumerate(
+        zip(dims, grid_places(grid, base_grid, time_step, device, first), strict=True)
+    ):
         frequencies = 10000 ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
         shape = [-1 if other == axis else 1 for other in range(len(grid))]
         angles.append((places[:, None] * frequencies).view(*shape, dim // 2).expand(*grid, -1))
@@ -75,9 +83,9 @@ def _rotary(
 
 @cached_tables
 def _cached_rotary(
-    head_dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], time_step: float, device: torch.device
+    head_dim: int, grid: tuple[int, ...], base_grid: tuple[int, ...], time_step: float, device: torch.device, first: int
 ) -> Rotation:
-    cos, sin = _rotary(head_dim, grid, base_grid, time_step, torch.device("cpu"))
+    cos, sin = _rotary(head_dim, grid, base_grid, time_step, torch.device("cpu"), first)
     return cos.to(device), sin.to(device)
 
 

@@ -49,7 +49,8 @@ def attention_of_layer(
         raise InputError(f"global_every={global_every} is above the depth {depth}: no layer would be the core alone.")
     if softmax_every and options.get("causal"):
         raise InputError(
-            f"softmax_every={softmax_every} cannot be joined with causal=True: softmax layers see all tokens."
+            f"softmax_every={softmax_every} cannot be joined with causal={options['causal']!r}: softmax layers see all"
+            " tokens."
         )
     layer = {"head_mix": head_mix, "head_mix_args": head_mix_args, "core": core, "core_args": core_args}
     if global_every and (index + 1) % global_every == 0:

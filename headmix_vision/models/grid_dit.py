@@ -306,12 +306,15 @@ class GridDiT(ModelMixin, ConfigMixin):
             raise InputError(f"x must be [B, {self.in_channels}, {axes}], got {tuple(x.shape)}.")
 
     def _positions(
-        self, grid: tuple[int, ...], time_step: float, like: Tensor
+        self, grid: tuple[int, ...], time_step: float, like: Tensor, first: int = 0
     ) -> tuple[Tensor | None, Rotation | None]:
-        """Return what is added to the tokens of a grid, [N, D], or their rotation, and None for the other."""
+        """Return what is added to the tokens of a grid, [N, D], or their rotation, and None for the other.
+
+        ``first`` is the number of the first token along time.
+        """
         if self.positions == "rope":
-            return None, rotary_tables(self.head_dim, grid, self.base_grid, time_step, like=like)
-        return sincos_positions(self.embed_dim, grid, self.base_grid, like, time_step), None
+            return None, rotary_tables(self.head_dim, grid, self.base_grid, time_step, like, first)
+        return sincos_positions(self.embed_dim, grid, self.base_grid, like, time_step, first), None
 
     def _grid(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if not all(sizes) or any(size % p for size, p in zip(sizes, self.patch, strict=True)):

@@ -15,21 +15,28 @@ from torch import Tensor
 
 from headmix_vision.checks import check_choice, check_counts, check_positive, triple
 from headmix_vision.errors import InputError
+from headmix_vision.layers.cores.mhla import MHLACore
 from headmix_vision.models.grid_dit import POSITIONS, DiTBlock, GridDiT
+from headmix_vision.ops import MHLAState
 
 
 class ClipState(NamedTuple):
     """What the layers keep of the first frames of a clip.
 
     Attributes:
-        grid: tokens of the whole clip along time, height and width.
+        grid: tokens along time, height and width, of the whole clip or, for ``causal="rows"``, of a row of blocks.
         num_tokens: tokens of the frames taken.
         layers: the state of each layer, see :meth:`headmix_vision.layers.HeadMixAttention.stream`.
     """
 
     grid: tuple[int, ...]
     num_tokens: int
-    layers: tuple[Any, ...]
+    layers: tuple[tuple[MHLAState, ...], ...]
+
+    def of(self, samples: Tensor) -> ClipState:
+        """Return the state of some samples, given by their places in the batch, int64 [n]."""
+        layers = (tuple(one._replace(summaries=one.summaries[samples]) for one in layer) for layer in self.layers)
+        return self._replace(layers=tuple(layers))
 
 
 class HeadMixVideoDiT(GridDiT):
@@ -127,6 +134,12 @@ class HeadMixVideoDiT(GridDiT):
     def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None, frame_rate: float | None = None) -> Tensor:
         return self._predict(x, t, y, self._time_step(frame_rate))
 
+    @property
+    def block_frames(self) -> int | None:
+        """Frames of a row of blocks along time, where ``causal="rows"``: a clip is as many or a multiple; else None."""
+        core = cast(DiTBlock, self.blocks[0]).attn.core
+        return self.patch[0] * cast(MHLACore, core).row_length if core.causal == "rows" else None
+
     def stream(
         self,
         x: Tensor,
@@ -134,10 +147,10 @@ class HeadMixVideoDiT(GridDiT):
         y: Tensor | None = None,
         frame_rate: float | None = None,
         *,
-        num_frames: int,
+        num_frames: int | None = None,
         state: ClipState | None = None,
     ) -> tuple[Tensor, ClipState]:
-        """Run the next frames of a clip on the state of those before, for ``core_args={"causal": True}``.
+        """Run the next frames of a clip on the state of those before, where the core is causal.
 
         Outputs are those of ``forward`` on all frames up to these. A state is never changed: frames can be denoised in
         many calls on the state before them, and are then pushed once, clean and at time 0, for the state after them.
@@ -145,7 +158,8 @@ class HeadMixVideoDiT(GridDiT):
         Args:
             x, t, y, frame_rate: as in ``forward``, of the next frames alone, [B, C, n, H, W]. They end with a row of
                 blocks along time.
-            num_frames: T, frames of the whole clip, later ones included: its blocks follow from it.
+            num_frames: T, frames of the whole clip, later ones included: its blocks follow from it. With
+                ``causal="rows"`` there is no need for it, and no end.
             state: returned for the frames before; None at the start.
 
         Returns:
@@ -155,19 +169,22 @@ class HeadMixVideoDiT(GridDiT):
             InputError: as ``forward``; if the model is not causal, the frames end within a row of blocks, or the state
                 is of another clip.
         """
-        check_counts(1, num_frames=num_frames)
         self._check_input(x)
-        piece, grid = self._grid(tuple(x.shape[2:])), self._grid((num_frames, *x.shape[3:]))
+        if self.block_frames is None:
+            check_counts(1, num_frames=num_frames)
+        whole = self.block_frames or cast(int, num_frames)
+        piece, grid = self._grid(tuple(x.shape[2:])), self._grid((whole, *x.shape[3:]))
         first, before = (0, [None] * len(self.blocks)) if state is None else (state.num_tokens, state.layers)
         if state is not None and state.grid != grid:
             raise InputError(f"the state is of a clip of {state.grid} tokens along its axes, these frames of {grid}.")
-        left = num_frames - first // math.prod(grid[1:]) * self.patch[0]
-        if x.shape[2] > left:
+        row = first // math.prod(grid[1:])
+        left = whole - row * self.patch[0]
+        if x.shape[2] > left and self.block_frames is None:
             raise InputError(f"{x.shape[2]} frames given, but of {num_frames} only {left} are left.")
         c = self._condition(x, t, y)
         tokens = self.x_embedder(x)
-        added, rotation = self._positions(grid, self._time_step(frame_rate), tokens)
-        tokens = tokens if added is None else tokens + added[first : first + tokens.shape[1]]
+        added, rotation = self._positions(piece, self._time_step(frame_rate), tokens, row)
+        tokens = tokens if added is None else tokens + added
         layers = []
         for block, layer in zip(self.blocks, before, strict=True):
             tokens, layer = cast(DiTBlock, block).stream(tokens, c, grid, rotation, layer)

@@ -342,6 +342,23 @@ def test_frames_are_drawn_on_the_state_of_clean_ones_as_if_all_were_computed_aga
     assert sizes == {2 * 2 * 2 * 12 * 24 * 25} and not torch.allclose(drawn, noise)
 
 
+@pytest.mark.parametrize("positions", ["sincos", "rope"])
+def test_blocks_of_frames_of_a_clip_of_any_length_give_what_the_whole_clip_gives(positions):
+    """Blocks of 4 frames, 2 tokens, of which 3 are trained; the state does not grow."""
+    options = {"patch_size": (2, 2, 2), "input_size": (12, 8, 8), "positions": positions}
+    model = create(core_args={"causal": "rows"}, block_grid=(3, 2, 2), **options)
+    x, _, y = clip(20)
+    t = torch.linspace(0, 900, 40).view(2, 20)
+    outs, state, sizes = [], None, set()
+    for piece, times in zip(x.split(4, 2), t.split(4, 1), strict=True):
+        out, state = model.stream(piece, times, y, frame_rate=4.0, state=state)
+        outs.append(out)
+        sizes.add(sum(kept.summaries.numel() for layer in state.layers for kept in layer))
+    torch.testing.assert_close(torch.cat(outs, 2), model(x, t, y, frame_rate=4.0), rtol=1e-11, atol=1e-11)
+    assert model.block_frames == 4 and len(sizes) == 2, "of one block before, then of two"
+    assert create().block_frames is None and create(**CAUSAL).block_frames is None
+
+
 def test_wrong_pieces_of_clips_are_refused():
     x, t, y = clip()
     model = create(**CAUSAL, block_grid=(3, 2, 2))
@@ -361,6 +378,11 @@ def test_wrong_pieces_of_clips_are_refused():
             model.stream(*arguments, **options)
     with pytest.raises(ValueError, match="MHLACore cannot take tokens in pieces"):
         create().stream(x, t, y, num_frames=6)
+    rows = create(core_args={"causal": "rows"}, block_grid=(3, 2, 2))
+    with pytest.raises(ValueError, match="pieces must be whole rows of blocks, 2 x 16 tokens each: got 48"):
+        rows.stream(x[:, :, :3], t, y)
+    with pytest.raises(ValueError, match=r"state is of a clip of \(2, 4, 4\) .* of \(2, 2, 4\)"):
+        rows.stream(x[:, :, :, :4], t, y, state=rows.stream(x, t, y)[1])
 
 
 # from an image model
@@ -427,7 +449,9 @@ def test_an_inflated_mixing_matrix_is_local_in_time():
         ({"softmax_every": True}, "softmax_every must be a whole number"),
         ({"softmax_every": 2, "core": "softmax"}, "needs another core than softmax"),
         ({"softmax_every": 2, "core_args": {"causal": True}}, "softmax_every=2 cannot be joined with causal=True"),
+        ({"softmax_every": 2, "core_args": {"causal": "rows"}}, "softmax_every=2 cannot be joined with causal='rows'"),
         ({"core": "linear", "core_args": {"causal": True}}, "core_args of 'linear'"),
+        ({"core_args": {"causal": "rows"}}, "rows of blocks of equal length, .* got a 6x4x4 grid in 4 rows"),
         ({"cpe": "factorised", "core_args": {"causal": True}}, "cpe='factorised' cannot be joined with causal=True"),
     ],
 )

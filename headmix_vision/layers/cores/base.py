@@ -32,7 +32,8 @@ class AttentionCore(nn.Module):
         reads_input: the core is called with the further argument ``x``, the layer's input [B, N / repeats, C].
         averages_places: where the places of a token have equal keys, the core reads the mean of their values; False
             where the first place alone is written at the start.
-        causal: tokens see none that come later, and the core can take them in pieces (``stream``).
+        causal: True where tokens see none that come later, ``"rows"`` where they see no later row of blocks along the
+            first axis; the core can then take them in pieces (``stream``).
         layer_options: options of the layer that models of this core have on unless told otherwise.
 
     Raises:
@@ -42,7 +43,7 @@ class AttentionCore(nn.Module):
     forms_weights: ClassVar[bool] = False
     reads_input: ClassVar[bool] = False
     averages_places: ClassVar[bool] = True
-    causal: bool = False
+    causal: bool | str = False
     layer_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -72,9 +73,9 @@ class AttentionCore(nn.Module):
 
         Args:
             q, k, v: of the next tokens in raster order, [B, n, H, D] and [B, n, H, Dv].
-            grid: all tokens, those before and to come included.
+            grid: all tokens, those before and to come included. Of ``causal="rows"`` its other axes alone are read.
             state: after the tokens before; None at the start.
-            rotation: of the whole grid, for a core that can rotate.
+            rotation: of the next tokens, for a core that can rotate.
 
         Raises:
             InputError: if the core is not causal, or the tokens end where no piece may end.

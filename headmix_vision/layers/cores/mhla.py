@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from headmix_vision.checks import check_flags
 from headmix_vision.errors import InputError
-from headmix_vision.layers.block_mixing import MixingMatrix, mixing_of_first
+from headmix_vision.layers.block_mixing import MixingMatrix, mixing_of_first, mixing_of_rows
 from headmix_vision.layers.cores.base import CORES
 from headmix_vision.layers.cores.linear import LinearCore, per_token, rotated_mhla
 from headmix_vision.layers.positions import Rotation
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import MHLAState, TokenBlocks, TokenGrid, TokenRanks, mhla, mhla_step
+from headmix_vision.ops.mhla.recurrent import mhla_rows
 
 
 @CORES.register("mhla")
@@ -29,12 +31,14 @@ class MHLACore(LinearCore):
         mixing_init, mixing_trainable: ``init`` and ``trainable`` of :class:`~headmix_vision.layers.MixingMatrix`.
         mixing_per_head: a mixing matrix for each head instead of one for all.
         causal: tokens see themselves and those before them in the order of the blocks, so that no row of blocks along
-            the first axis, time in a clip, sees a later one. Prefix tokens see prefix tokens alone.
+            the first axis, time in a clip, sees a later one. Prefix tokens see prefix tokens alone. ``"rows"``: tokens
+            see their own row of blocks and those before it. Rows keep their length and may be of any number: those
+            after the last of ``spec.grid`` are mixed as it is, and see as many rows before them.
         options: ``normalizer``, ``feature_map``, ``eps`` and ``impl`` of :func:`headmix_vision.ops.mhla`.
 
     Raises:
-        InputError: if the blocks do not fit the grid, an option is unknown, or ``causal`` meets a head mix that makes
-            several places of a token.
+        InputError: if the blocks do not fit the grid, an option is unknown, ``causal=True`` meets a head mix that makes
+            several places of a token, or ``"rows"`` meets rows of unequal length or prefix tokens.
     """
 
     def __init__(
@@ -43,19 +47,21 @@ class MHLACore(LinearCore):
         mixing_init: str = "locality",
         mixing_trainable: bool = True,
         mixing_per_head: bool = False,
-        causal: bool = False,
+        causal: bool | str = False,
         **options: Any,
     ) -> None:
         super().__init__(spec, **options)
-        check_flags(mixing_trainable=mixing_trainable, mixing_per_head=mixing_per_head, causal=causal)
-        if causal and spec.grid.repeats > 1:
+        check_flags(mixing_trainable=mixing_trainable, mixing_per_head=mixing_per_head)
+        if causal != "rows" and not isinstance(causal, bool):
+            raise InputError(f"causal must be true or false or 'rows', got {causal!r}.")
+        if causal is True and spec.grid.repeats > 1:
             raise InputError(
                 f"causal=True cannot be joined with a head mix that makes {spec.grid.repeats} places of a token:"
                 " places of one token would not see each other."
             )
-        self.causal = self.options["causal"] = causal
+        self.causal, self.options["causal"] = causal, causal is True
         heads = spec.num_heads if mixing_per_head else None
-        blocks = TokenBlocks(spec.grid, spec.block_grid)
+        blocks = self._check_rows(TokenBlocks(spec.grid, spec.block_grid))
         self.mixing = MixingMatrix(blocks, heads, mixing_init, mixing_trainable, **spec.factory)
 
     def forward(
@@ -68,7 +74,14 @@ class MHLACore(LinearCore):
         rotation: Rotation | None = None,
         ranks: TokenRanks | None = None,
     ) -> Tensor:
-        return _mhla(q, k, v, self.mixing(), grid, self.mixing.blocks.block_grid, rotation, ranks, self.options)
+        blocks, row = self.mixing.blocks.block_grid, self.row_length if self.causal == "rows" else None
+        return _mhla(q, k, v, self.mixing(), grid, blocks, row, rotation, ranks, self.options)
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row of blocks along the first axis, where all rows have as many."""
+        blocks = self.mixing.blocks
+        return blocks.grid.shape[0] // blocks.block_grid[0]
 
     def stream(
         self,
@@ -83,13 +96,15 @@ class MHLACore(LinearCore):
         """Compute the next rows of blocks along the first axis, as ``forward`` of the whole grid does.
 
         Prefix tokens come with the first of them. The state is that of the op; with rotary positions and a normalizer
-        that of the denominators stands beside it.
+        that of the denominators stands beside it. Of ``causal="rows"`` it holds the blocks that the next row can see.
         """
         if not self.causal:
             return super().stream(q, k, v, grid, state, rotation=rotation)
+        if self.causal == "rows":
+            return self._stream_rows(q, k, v, grid, state, rotation)
         blocks = TokenBlocks.of_clip(grid, self.mixing.blocks.block_grid)
         first = 0 if state is None else state[0].num_tokens
-        _check_rows(blocks, first, q.shape[1])
+        _check_pieces(blocks, first, q.shape[1])
         part = blocks.order(q)[first : first + q.shape[1]] - first
         back, before, after = part.argsort(), iter(state or (None, None)), []
 
@@ -104,9 +119,42 @@ class MHLACore(LinearCore):
             return attend(q, k, v, mixing, blocks, **options), tuple(after)
         prefix = grid.num_prefix_tokens
         piece = TokenGrid((q.shape[1] - (0 if first else prefix),), 0 if first else prefix)
-        cos, sin = (table[max(first - prefix, 0) : first + q.shape[1] - prefix] for table in rotation)
-        out = rotated_mhla(q, k, v, mixing, blocks, (cos, sin), piece, attend=attend, **options)
+        out = rotated_mhla(q, k, v, mixing, blocks, rotation, piece, attend=attend, **options)
         return out, tuple(after)
+
+    def _stream_rows(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid,
+        state: tuple[MHLAState, ...] | None,
+        rotation: Rotation | None,
+    ) -> tuple[Tensor, tuple[MHLAState, ...]]:
+        rows, *across = self.mixing.blocks.block_grid
+        of_row, each = math.prod(across), grid.repeats * math.prod(grid.shape[1:])
+        length = self.row_length
+        count = q.shape[1] // (each * length)
+        if not count or q.shape[1] != count * each * length:
+            raise InputError(f"pieces must be whole rows of blocks, {length} x {each} tokens each: got {q.shape[1]}.")
+        grid = replace(grid, shape=(count * length, *grid.shape[1:]))
+        blocks = TokenBlocks(grid, (count, *across))
+        kept = 0 if state is None else state[0].summaries.shape[2] // of_row
+        mixing = per_token(mixing_of_rows(self.mixing(), of_row, kept + count), grid, self.options)
+        before, after = iter(state or (None, None)), []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, blocks: TokenBlocks, **options: Any) -> Tensor:
+            taken = next(before)
+            memory = None if taken is None else taken.summaries
+            out, summaries = mhla_rows(q, k, v, mixing, blocks, memory, **options)
+            seen = summaries[:, :, max(kept + count + 1 - rows, 0) * of_row :]
+            after.append(MHLAState(seen.clone(), q.shape[1] + (0 if taken is None else taken.num_tokens)))
+            return out
+
+        options = {name: value for name, value in self.options.items() if name not in ("impl", "causal")}
+        if rotation is None:
+            return attend(q, k, v, mixing, blocks, **options), tuple(after)
+        return rotated_mhla(q, k, v, mixing, blocks, rotation, grid, attend=attend, **options), tuple(after)
 
     def flops(self, grid: TokenGrid) -> int:
         """Count linear attention, and the mixing of the memories of all blocks.
@@ -114,19 +162,29 @@ class MHLACore(LinearCore):
         Causal queries read the memory of their own block apart from that of the blocks before, which alone are mixed.
         """
         blocks = self.mixing.blocks.num_blocks
-        pairs, again = (blocks * (blocks - 1) // 2, grid.num_tokens) if self.causal else (blocks**2, 0)
+        causal = self.options["causal"]
+        pairs, again = (blocks * (blocks - 1) // 2, grid.num_tokens) if causal else (blocks**2, 0)
         return super().flops(grid) + 2 * self.num_heads * (pairs + again) * self._memory
 
     def set_grid(self, grid: TokenGrid) -> None:
         """Adopt another token grid: blocks change their size, their number stays."""
-        self.mixing.set_blocks(TokenBlocks(grid, self.mixing.blocks.block_grid))
+        self.mixing.set_blocks(self._check_rows(TokenBlocks(grid, self.mixing.blocks.block_grid)))
 
     def set_block_grid(self, block_grid: tuple[int, ...]) -> None:
         """Cut the token grid into other blocks, resampling the mixing matrix."""
-        self.mixing.set_blocks(TokenBlocks(self.mixing.blocks.grid, block_grid))
+        self.mixing.set_blocks(self._check_rows(TokenBlocks(self.mixing.blocks.grid, block_grid)))
+
+    def _check_rows(self, blocks: TokenBlocks) -> TokenBlocks:
+        """Return blocks that ``causal="rows"`` can have; refuse others."""
+        if self.causal == "rows" and (blocks.grid.num_prefix_tokens or blocks.grid.shape[0] % blocks.block_grid[0]):
+            raise InputError(
+                f"causal='rows' needs rows of blocks of equal length, and no prefix tokens: got {blocks.grid} in"
+                f" {blocks.block_grid[0]} rows."
+            )
+        return blocks
 
 
-def _check_rows(blocks: TokenBlocks, first: int, count: int) -> None:
+def _check_pieces(blocks: TokenBlocks, first: int, count: int) -> None:
     if not count or first + count not in blocks.row_ends:
         row, prefix = math.prod(blocks.grid.shape[1:]), blocks.grid.num_prefix_tokens
         ends = ", ".join(str((end - prefix) // row) for end in blocks.row_ends)
@@ -144,12 +202,21 @@ def _mhla(
     mixing: Tensor,
     grid: TokenGrid,
     block_grid: tuple[int, ...],
+    row: int | None,
     rotation: Rotation | None,
     ranks: TokenRanks | None,
     options: dict[str, Any],
 ) -> Tensor:
-    blocks = TokenBlocks.of_clip(grid, block_grid)
-    mixing = per_token(mixing_of_first(mixing, blocks), grid, options)
+    if row is None:
+        blocks = TokenBlocks.of_clip(grid, block_grid)
+        mixing = mixing_of_first(mixing, blocks)
+    else:
+        count = -(-grid.shape[0] // row)
+        if count > 1 and grid.shape[0] % row:
+            raise InputError(f"{grid} has no whole rows of blocks: causal='rows' needs a multiple of {row} tokens.")
+        blocks = TokenBlocks(grid, (count, *block_grid[1:]))
+        mixing = mixing_of_rows(mixing, math.prod(block_grid[1:]), count)
+    mixing = per_token(mixing, grid, options)
     if ranks is not None:
         blocks = blocks.of_rank(ranks)
     if rotation is not None:

@@ -94,6 +94,49 @@ def mhla_step(
         return MHLAStep(out.to(out_dtype), MHLAState(summaries, taken + n))
 
 
+def mhla_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    blocks: TokenBlocks,
+    memory: Tensor | None = None,
+    *,
+    normalizer: str | None = "paper",
+    feature_map: str = "relu",
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`headmix_vision.ops.mhla` of some blocks, whose tokens all see each other and blocks before them.
+
+    Args:
+        q, k, v: [B, N, H, D] and [B, N, H, Dv], the tokens of ``blocks`` in raster order.
+        mixing: [K + M, K + M] or [H, K + M, K + M], of K blocks before and these M; the last M rows are read.
+        blocks: these M blocks.
+        memory: summaries of the K blocks before, [B, H, K, D, Dv (+ 1)]; None where there are none.
+        normalizer, feature_map, eps: as in ``mhla``. ``"source_block"`` is refused: it needs the queries of all blocks.
+
+    Returns:
+        The outputs [B, N, H, Dv], and the summaries of all K + M blocks.
+    """
+    if normalizer == "source_block":
+        raise InputError("normalizer 'source_block' needs the queries of earlier blocks, of which none are kept.")
+    with autocast_off(q):
+        out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
+        q, k, v, mixing = (x.to(dtype) for x in (q, k, v, mixing))
+        q, k = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps)
+        if normalizer == "paper":
+            v = F.pad(v, (0, 1), value=1.0)
+        tables = blocks.tables(q)
+        q, k, v = (to_blocks(x, tables) for x in (q, k, v))
+        own = k.mT @ v
+        summaries = own if memory is None else torch.cat([memory, own], dim=2)
+        mixing = mixing[..., -blocks.num_blocks :, :].expand(*summaries.shape[:2], -1, -1)
+        out = to_tokens(q @ (mixing @ summaries.flatten(-2)).view_as(own), tables)
+        if normalizer == "paper":
+            out = out[..., :-1] / out[..., -1:]
+        return out.to(out_dtype), summaries
+
+
 def _next_tables(blocks: TokenBlocks, taken: int, count: int, device: torch.device) -> tuple[int, BlockTables]:
     """Return the first block that the next tokens lie in, and tables of them in this and the following blocks."""
     sizes = (blocks.tables(_CPU).tokens >= 0).sum(1)
