@@ -6,7 +6,7 @@ B samples, C latent channels, *grid latent size: H x W of images, T x H x W of v
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_counts, is_whole
 from headmix_vision.console.devices import device_memory
-from headmix_vision.diffusion.denoising import Generators, Guidance, NonFiniteSamplesError, denoise
+from headmix_vision.diffusion.denoising import Generators, Guidance, Network, NonFiniteSamplesError, denoise
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import create_scheduler
 from headmix_vision.errors import InputError
@@ -190,13 +190,12 @@ class GeneratorPipeline(DiffusionPipeline):
         tensor_inputs: Sequence[str],
         *,
         prefix: Tensor | None = None,
-        network_options: Mapping[str, Any] | None = None,
+        network: Network | None = None,
     ) -> Tensor:
-        """Turns noise [B, C, *grid] into data; `network_options` are further arguments of the network."""
-        options = network_options or {}
+        """Turns noise [B, C, *grid] into data by a network, the transformer when None."""
 
-        def network(x: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
-            return self.transformer(x.to(self.transformer.dtype), t, y, **options).float()
+        def transformer(x: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+            return self.transformer(x.to(self.transformer.dtype), t, y).float()
 
         def step_end(i: int, t: Any, latents: Tensor) -> Tensor:
             if callback is None:
@@ -209,7 +208,7 @@ class GeneratorPipeline(DiffusionPipeline):
             return changed
 
         return denoise(
-            network,
+            network or transformer,
             noise,
             self.scheduler,
             num_steps,

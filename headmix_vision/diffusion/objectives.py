@@ -124,7 +124,7 @@ class Objective(ABC):
             count: B.
             device: Where to.
             frames: T of clips; None for other data.
-            tubelet: Frames that the network takes as one: prefixes of clean frames are multiples of it.
+            tubelet: Frames that the network takes, or draws, as one: prefixes of clean frames are multiples of it.
 
         Returns:
             float32 in [0, 1000]: [B], or [B, T] for clips where `clean_prefix` is positive.

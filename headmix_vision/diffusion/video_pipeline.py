@@ -5,8 +5,8 @@ B videos, T frames, H x W pixels; C latent channels, latents are [B, C, T, H, W]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,13 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.checks import check_counts, check_numbers
-from headmix_vision.diffusion.denoising import Generators, Guidance
+from headmix_vision.diffusion.denoising import Generators, Guidance, Network
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline, StepCallback, require_finite
+from headmix_vision.diffusion.schedulers import is_flow
 from headmix_vision.errors import InputError
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.models.autoencoders import latent_scale, time_downsampling
+from headmix_vision.models.headmix_video_dit import ClipState
 
 
 @dataclass
@@ -59,6 +61,7 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
         guidance_scale: float = 1.0,
         guidance_interval: tuple[float, float] = (0.0, 1.0),
         guidance_channels: str = "all",
+        later_guidance_scale: float | None = None,
         num_inference_steps: int = 50,
         num_frames: int | None = None,
         frame_rate: float | None = None,
@@ -79,6 +82,8 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
             num_videos: their number, needed without labels only.
             guidance_scale, guidance_interval, guidance_channels: see :class:`~headmix_vision.diffusion.Guidance`; with
                 `guidance_scale=0` the prefix alone decides how a video goes on.
+            later_guidance_scale: of a network that draws block by block, the scale of the blocks that come after as
+                many frames as in training; `guidance_scale` when None.
             num_inference_steps: sampling steps.
             num_frames: frames of a video, those of training when None; of more frames the positions go on.
             frame_rate: frames a second, that of training when None.
@@ -92,8 +97,8 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
             output_type: `pil` (a list of images for each video), `np` (float32 [B, T, H, W, channels] in [0, 1]), `pt`
                 (the same as [B, T, channels, H, W]) or `latent` (what the network produced).
             return_dict: a tuple if False.
-            callback_on_step_end: called as `callback(pipeline, step, timestep, tensors)` after each step; what it
-                returns under `latents` is gone on with.
+            callback_on_step_end: called as `callback(pipeline, step, timestep, tensors)` after each step, of each block
+                where they are drawn block by block; what it returns under `latents` is gone on with.
             callback_on_step_end_tensor_inputs: names of the tensors it wants; there is `latents`.
 
         Returns:
@@ -107,6 +112,12 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
         """
         guidance = Guidance(guidance_scale, guidance_interval, guidance_channels)  # type: ignore[arg-type]
         labels = self.check_labels(class_labels, num_videos, guidance)
+        later = guidance
+        if later_guidance_scale is not None:
+            if self.transformer.block_frames is None:
+                raise InputError("later_guidance_scale needs a network that draws block by block: causal='rows'")
+            later = replace(guidance, scale=later_guidance_scale)
+            self.check_labels(class_labels, num_videos, later)
         count = len(labels) if labels is not None else num_videos or 1
         self._check_options(num_inference_steps, output_type, callback_on_step_end_tensor_inputs, generator, count)
         rate = self.check_frame_rate(frame_rate)
@@ -114,20 +125,78 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
         self.check_memory(count, num_frames, height, width, guidance)
         if prefix is not None:
             prefix = self._check_prefix(prefix, count, self.clip_size(num_frames, height, width))
-        latents = self._denoise(
-            self._start_noise((count, self.transformer.config.in_channels, *grid), generator, latents),
-            labels,
-            guidance,
-            num_inference_steps,
-            generator,
-            callback_on_step_end,
-            callback_on_step_end_tensor_inputs,
-            prefix=None if prefix is None else self._encode(prefix),
-            network_options={"frame_rate": rate / self._frames_per_place},
-        )
+        known = None if prefix is None else self._encode(prefix)
+        noise = self._start_noise((count, self.transformer.config.in_channels, *grid), generator, latents)
+        place_rate = rate / self._frames_per_place
+
+        def draw(noise: Tensor, guidance: Guidance, network: Network, prefix: Tensor | None = None) -> Tensor:
+            callback = callback_on_step_end, callback_on_step_end_tensor_inputs
+            return self._denoise(
+                noise, labels, guidance, num_inference_steps, generator, *callback, prefix=prefix, network=network
+            )
+
+        if self.transformer.block_frames is None:
+
+            def network(x: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+                return self.transformer(x.to(self.transformer.dtype), t, y, place_rate).float()
+
+            latents = draw(noise, guidance, network, known)
+        else:
+            latents = self._draw_blocks(noise, labels, guidance, later, place_rate, known, draw)
         frames = latents if output_type == "latent" else self._decode(latents, output_type)
         self.maybe_free_model_hooks()
         return VideoPipelineOutput(frames=frames) if return_dict else (frames,)
+
+    def _draw_blocks(
+        self,
+        noise: Tensor,
+        labels: Tensor | None,
+        guidance: Guidance,
+        later: Guidance,
+        frame_rate: float,
+        known: Tensor | None,
+        draw: Callable[[Tensor, Guidance, Network], Tensor],
+    ) -> Tensor:
+        """Turns noise [B, C, T, H, W] into clips block by block, each on the state of the clean ones before it.
+
+        Where there is guidance, the state is that of all clips with their class, and once more without.
+
+        Args:
+            noise, labels: Of all frames.
+            guidance, later: Of the blocks that begin within as many frames as in training, and of those after them.
+            frame_rate: Latent frames a second.
+            known: Latents of the known first frames, whole blocks.
+            draw: Turns the noise of a block into data, by a network.
+        """
+        model, count = self.transformer, len(noise)
+        if not is_flow(self.scheduler):
+            raise InputError("block by block needs a model trained by flow matching: DDPM has no noise level 0")
+        both = labels is not None and (guidance.enabled or later.enabled)
+        labels = None if labels is None else labels.to(noise.device)
+        if labels is not None and both:
+            labels = torch.cat([labels, torch.full_like(labels, model.num_classes)])
+        state: ClipState | None = None
+
+        def network(x: Tensor, t: Tensor | float, y: Tensor | None) -> Tensor:
+            before = state
+            if before is not None and both:
+                assert y is not None
+                samples = torch.arange(len(y), device=y.device) % count
+                before = before.of(samples + count * (y == model.num_classes))
+            return model.stream(x.to(model.dtype), t, y, frame_rate, state=before)[0].float()
+
+        blocks: list[Tensor] = []
+        for block in noise.split(model.block_frames, dim=2):
+            first = len(blocks) * model.block_frames
+            if known is not None and first < known.shape[2]:
+                clean = known[:, :, first : first + model.block_frames].to(noise).expand_as(block)
+            else:
+                clean = draw(block, guidance if first < model.input_size[0] else later, network)
+            blocks.append(clean)
+            if first + model.block_frames < noise.shape[2]:
+                pushed = torch.cat([clean, clean]) if both else clean
+                _, state = model.stream(pushed.to(model.dtype), 0.0, labels, frame_rate, state=state)
+        return torch.cat(blocks, dim=2)
 
     def check_memory(
         self, count: int, num_frames: int | None, height: int | None, width: int | None, guidance: Guidance
@@ -138,6 +207,8 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
             InputError: If `count` videos of this size at a time cannot be made on the pipeline's device.
         """
         grid, size = self._latent_size(num_frames, height, width), self.clip_size(num_frames, height, width)
+        if self.transformer.block_frames is not None:
+            grid = (self.transformer.block_frames, *grid[1:])
         self._check_memory(count, grid, size, guidance)
 
     def check_frame_rate(self, frame_rate: float | None) -> float:
@@ -155,27 +226,41 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
         return (frames - 1) * self._frames_per_place + 1, *self.image_size(height, width)
 
     def most_frames(self, limit: int) -> int:
-        """Returns the largest number of frames, of at most `limit`, that fits tubelets and autoencoder; 0 for none."""
+        """Returns the largest number of frames, of at most `limit`, that fits network and autoencoder; 0 for none."""
         places = (limit - 1) // self._frames_per_place + 1
-        places -= places % self._patch[0]
+        places -= places % self._unit
         return (places - 1) * self._frames_per_place + 1 if places > 0 else 0
 
     def check_frames(self, name: str, frames: Any) -> int:
         """Returns the latent frames of a number of frames.
 
         Raises:
-            InputError: If it fits the network's tubelets or the autoencoder not; it names the nearest that do.
+            InputError: If it fits the network's tubelets, or blocks, or the autoencoder not; it names the nearest that
+                do.
         """
         check_counts(1, **{name: frames})
         below = self.most_frames(frames)
         if below != frames:
-            step = self._frames_per_place * self._patch[0]
+            step = self._frames_per_place * self._unit
             least = self.most_frames(step)
             form = f"a multiple of {step}" if least == step else f"{step}n + {least}"
-            takes = f"tubelets of {self._patch[0]}" + (" and the autoencoder" if self._frames_per_place > 1 else "")
+            takes = f"{'blocks' if self.transformer.block_frames else 'tubelets'} of {self._unit}"
+            takes += " and the autoencoder" if self._frames_per_place > 1 else ""
             nearest = f"{below} or {below + step}" if below else str(least)
             raise InputError(f"{name} must be {form}, for {takes}; got {frames}, nearest: {nearest}")
         return (frames - 1) // self._frames_per_place + 1
+
+    def count_blocks(self, num_frames: int, known: int = 0) -> int:
+        """Counts how often noise is denoised for a clip: once, or for each block after the known frames."""
+        if self.transformer.block_frames is None:
+            return 1
+        places = [(frames - 1) // self._frames_per_place + 1 for frames in (num_frames, known)]
+        return (places[0] - places[1]) // self.transformer.block_frames
+
+    @property
+    def _unit(self) -> int:
+        """Latent frames of which a clip has a multiple."""
+        return self.transformer.block_frames or self._patch[0]
 
     @property
     def _is_frame_by_frame(self) -> bool:

@@ -1,6 +1,7 @@
 """What the options of `headmix-sample videos` mean for a model."""
 
 import argparse
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -51,10 +52,13 @@ def make_clip_plan(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespac
     if start is not None and len(start) >= frames:
         given = f"--extend {options.extend}" if options.extend else f"--first-frame {options.first_frame}"
         raise InputError(f"{given} has {len(start)} frames already, --frames is {frames}")
+    block = pipeline.transformer.block_frames
     if options.extend is None:
         if start is not None:
             pipeline.check_frames("the frames of --first-frame", len(start))
-        return ClipPlan(frames, frame_rate, start)
+        return ClipPlan(frames, frame_rate, start, block=block)
+    if block is not None:
+        return _extend_by_blocks(pipeline, options, plan, ClipPlan(frames, frame_rate, start, block=block))
     overlap = pipeline.most_frames(window // 2) if options.overlap is None else options.overlap
     with named(f"--overlap {overlap}"):
         pipeline.check_frames("the overlap", overlap)
@@ -62,17 +66,38 @@ def make_clip_plan(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespac
             raise InputError(f"it must be below {window}, the frames of training")
         if start is not None and not pipeline.most_frames(min(overlap, len(start))):
             raise InputError(f"the {len(start)} frames that are given are fewer than the model can go on from")
+    return ClipPlan(frames, frame_rate, start, window, overlap, _extend_scale(pipeline, options, plan))
+
+
+def _extend_by_blocks(
+    pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespace, plan: SamplingPlan, clips: ClipPlan
+) -> ClipPlan:
+    """Plans one piece that begins with all frames that are there, as far as they are whole blocks."""
+    if options.overlap is not None:
+        raise InputError(f"--overlap {options.overlap} is of windows: this model draws block by block, on all before")
+    there = 0 if clips.start is None else len(clips.start)
+    known = pipeline.most_frames(there)
+    if there and not known:
+        raise InputError(f"the {there} frames that are given are fewer than the model can go on from")
+    missing = clips.num_frames - there
+    window = next(n for n in itertools.count(known + missing) if pipeline.most_frames(n) == n)
+    return replace(clips, window=window, overlap=known, guidance=_extend_scale(pipeline, options, plan))
+
+
+def _extend_scale(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespace, plan: SamplingPlan) -> float | None:
+    """Returns the guidance of what goes on from known frames; None where it is that of the rest."""
     scale = None if options.extend_guidance == plan.guidance.scale else options.extend_guidance
     if scale is not None:
         with named(f"--extend-guidance {scale:g}"):
             labels = None if plan.classes is None else list(plan.classes)
             pipeline.check_labels(labels, None, replace(plan.guidance, scale=scale))
-    return ClipPlan(frames, frame_rate, start, window, overlap, scale)
+    return scale
 
 
 def warn_of_unlearned(pipeline: GeneratorPipeline, clips: ClipPlan | None) -> None:
     """Says on standard error where clips go on from known frames, but the model has not learned to."""
-    if clips is not None and any(clips.known_frames(pipeline)) and not pipeline.objective.clean_prefix:
+    goes_on = clips is not None and (any(clips.known_frames(pipeline)) or clips.count_passes(pipeline) > 1)
+    if goes_on and not pipeline.objective.clean_prefix:
         print(
             "warning: the videos go on from known frames, but the model was trained with objective.clean_prefix=0: it"
             " has never seen clean frames beside noise",

@@ -19,7 +19,7 @@ class ClipPlan:
     """Length, frame rate and start of clips.
 
     With a window longer clips are drawn piece by piece, each of the window's length: the last frames that are there
-    are the clean first frames of the next piece.
+    are the clean first frames of the next piece. A causal network draws each piece block by block, and has one.
 
     Args:
         num_frames: Frames of a clip, those of the start included.
@@ -27,7 +27,9 @@ class ClipPlan:
         start: Known first frames of all clips, uint8 [T0, H, W, C]; they are frames of the samples.
         window: Frames of a piece; None for clips in one piece.
         overlap: Frames that a piece shares with those before it.
-        guidance: Guidance scale of pieces that go on from known frames; that of the others when None.
+        guidance: Guidance scale of pieces that go on from known frames, and of the blocks of a causal network after as
+            many frames as in training; that of the others when None.
+        block: Latent frames that a causal network draws at a time; None for others.
     """
 
     num_frames: int
@@ -36,6 +38,7 @@ class ClipPlan:
     window: int | None = None
     overlap: int = 0
     guidance: float | None = None
+    block: int | None = None
 
     def known_frames(self, pipeline: Any) -> list[int]:
         """Lists of each piece how many of its frames are known before."""
@@ -49,6 +52,10 @@ class ClipPlan:
             there += self.window - known
         return pieces
 
+    def count_passes(self, pipeline: Any) -> int:
+        """Counts how often noise is denoised for a clip."""
+        return sum(pipeline.count_blocks(self.window or self.num_frames, n) for n in self.known_frames(pipeline))
+
     def settings(self) -> dict[str, Any]:
         """Returns the settings as plain values for a JSON file."""
         start = self.start
@@ -61,6 +68,7 @@ class ClipPlan:
             "window": self.window,
             "overlap": self.overlap,
             "guidance": self.guidance,
+            **({} if self.block is None else {"block": self.block}),
         }
 
 
@@ -75,7 +83,9 @@ def draw_clips(pipeline: HeadMixVideoDiTPipeline, clips: ClipPlan, count: int, o
     """
     frames = None if clips.start is None else np.repeat(clips.start[None], count, axis=0)
     for known in clips.known_frames(pipeline):
-        own = {"guidance_scale": clips.guidance} if known and clips.guidance is not None else {}
+        own = {}
+        if clips.guidance is not None and (known or clips.block):
+            own = {"guidance_scale" if known else "later_guidance_scale": clips.guidance}
         (drawn,) = pipeline(
             num_frames=clips.window or clips.num_frames,
             frame_rate=clips.frame_rate,

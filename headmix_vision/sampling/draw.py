@@ -144,11 +144,11 @@ def draw_samples(
     """
     metadata = {**metadata, "num": num}
 
-    pieces = 1 if plan.clips is None else len(plan.clips.known_frames(pipeline))
+    passes = 1 if plan.clips is None else plan.clips.count_passes(pipeline)
 
     def draw(indices: list[int]) -> tuple[list[int], np.ndarray]:
         def count_step(pipe: Any, step: int, t: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            progress(len(indices) / len(pipe.scheduler.timesteps) / pieces)
+            progress(len(indices) / len(pipe.scheduler.timesteps) / passes)
             return tensors
 
         filled = indices + [indices[-1]] * (batch_size - len(indices))

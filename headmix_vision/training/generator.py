@@ -132,7 +132,7 @@ class ImageGenerator(BaseModule):
         if x0.ndim < 5:
             return self.objective.draw_times(len(x0), device)
         net: Any = self.net
-        return self.objective.draw_times(len(x0), device, x0.shape[2], net.patch_size[0])
+        return self.objective.draw_times(len(x0), device, x0.shape[2], net.block_frames or net.patch_size[0])
 
     def _without_some(self, labels: Tensor, times: Tensor) -> Tensor:
         """Returns the labels [B], that of no class for some of the clips that continue known frames."""

@@ -12,7 +12,7 @@ import timm
 import torch
 
 from headmix_vision.diffusion import HeadMixDiTPipeline, HeadMixVideoDiTPipeline, ObjectiveConfig, create_scheduler
-from headmix_vision.diffusion.denoising import NonFiniteSamplesError
+from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError, denoise
 
 
 def make_pipeline(kind: str = "flow", vae: Any = None, **options: Any) -> HeadMixVideoDiTPipeline:
@@ -156,6 +156,61 @@ def test_tubelets_of_several_frames() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             draw(pipeline, **options)
+
+
+BLOCKS = {"core_args": {"causal": "rows"}, "block_grid": (2, 2, 2), "cpe": False, "positions": "rope"}
+
+
+def recompute(
+    pipeline: HeadMixVideoDiTPipeline, noise: torch.Tensor, known: torch.Tensor, scales: list[float], steps: int
+) -> torch.Tensor:
+    """Draws blocks of two frames of class 1 without a state: every step runs all clean frames again."""
+    clips, rate = known, pipeline.transformer.frame_rate
+    for block, scale in zip(noise[:, :, known.shape[2] :].split(2, dim=2), scales, strict=True):
+
+        def predict(x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, before: torch.Tensor = clips) -> torch.Tensor:
+            clean = before.repeat(len(y) // len(before), 1, 1, 1, 1)
+            times = torch.cat([torch.zeros(len(y), before.shape[2]), t[:, None].expand(-1, 2)], dim=1)
+            return pipeline.transformer(torch.cat([clean, x], dim=2).double(), times, y, rate)[:, :, -2:]
+
+        labels = torch.full((len(noise),), 1)
+        options = {"labels": labels, "null_label": 3, "guidance": Guidance(scale, (0.2, 0.9))}
+        clips = torch.cat([clips, denoise(predict, block, pipeline.scheduler, steps, **options)], dim=2)
+    return clips
+
+
+@pytest.mark.parametrize("known", [0, 4])
+@pytest.mark.parametrize(("scale", "later"), [(1.0, 1.0), (2.0, 0.0), (0.0, 2.0), (2.0, 2.0)])
+def test_blocks_are_drawn_as_if_all_before_were_computed_again(
+    scale: float, later: float, known: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten frames of a model of four, in float64, to which predictions are rounded instead of float32."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    pipeline = make_pipeline(**BLOCKS)
+    pipeline.transformer.double()
+    noise = torch.randn(2, 1, 10, 8, 8, generator=torch.Generator().manual_seed(0))
+    prefix = torch.rand(2, known, 1, 8, 8) if known else None
+    options = {"guidance_scale": scale, "later_guidance_scale": later, "guidance_interval": (0.2, 0.9)}
+    drawn = draw(pipeline, [1, 1], num_frames=10, prefix=prefix, latents=noise, output_type="latent", **options)
+    clean = noise[:, :, :0] if prefix is None else prefix.transpose(1, 2) * 2 - 1
+    expected = recompute(pipeline, noise, clean, [scale, scale, later, later, later][known // 2 :], 2)
+    torch.testing.assert_close(drawn, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_what_blocks_cannot_be() -> None:
+    pipeline = make_pipeline(**BLOCKS)
+    assert (pipeline.most_frames(7), pipeline.count_blocks(8, 4), pipeline.count_blocks(8)) == (6, 2, 4)
+    for options, message in (
+        ({"num_frames": 5}, "num_frames must be a multiple of 2, for blocks of 2; got 5, nearest: 4 or 6"),
+        ({"prefix": np.zeros((1, 1, 8, 8, 1), np.float32)}, "prefix must be a multiple of 2, .* got 1, nearest: 2"),
+        ({"later_guidance_scale": -1.0}, "guidance scale must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            draw(pipeline, **options)
+    with pytest.raises(ValueError, match="later_guidance_scale needs a network that draws block by block"):
+        draw(make_pipeline(), later_guidance_scale=0.0)
+    with pytest.raises(ValueError, match="block by block needs a model trained by flow matching"):
+        draw(make_pipeline("ddpm", **BLOCKS))
 
 
 def test_save_and_load(pipeline: HeadMixVideoDiTPipeline, tmp_path: Any) -> None:

@@ -260,6 +260,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.mp4").write_text("no video")
     write_video(folder / "fast.mp4", np.zeros((4, 8, 8, 1), np.uint8), 25)
     write_video(folder / "large.mp4", np.zeros((4, 16, 16, 1), np.uint8), 8)
+    write_video(folder / "one.mp4", np.zeros((1, 8, 8, 1), np.uint8), 8)
     write_video(folder / "long.mp4", np.zeros((9, 8, 8, 1), np.uint8), 8)
     return folder
 
@@ -347,6 +348,64 @@ def test_tubelets(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert not (tmp_path / "out").exists()
     assert run(*options, "--frames", 13, "--extend", files / "long.mp4") == 0
     assert clips(tmp_path / "out")["000000.png"].shape == (13, 8, 8, 1)
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 4 frames that draws two at a time."""
+    options = {"core_args": {"causal": "rows"}, "block_grid": (2, 2, 2), "cpe": False}
+    return save_pipeline(tmp_path_factory.mktemp("causal") / "model", **options)
+
+
+def test_a_causal_model_draws_block_by_block(
+    causal: Path, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--model", causal, *FAST, "--frames", 12)
+    assert run(*options, "--out", tmp_path / "out") == 0
+    drawn = clips(tmp_path / "out")
+    assert all(clip.shape == (12, 8, 8, 1) for clip in drawn.values()) and "warning" not in capfd.readouterr().err
+    settings = json.loads((tmp_path / "out" / "metadata.json").read_text())["settings"]["clips"]
+    assert (settings["num_frames"], settings["window"], settings["block"]) == (12, None, 2)
+    (tmp_path / "out" / "images" / "000003.png").unlink()
+    assert run(*options, "--out", tmp_path / "out") == 0
+    for name, frames in clips(tmp_path / "out").items():
+        assert np.array_equal(frames, drawn[name])
+
+    def later(name: str, *more: object) -> np.ndarray:
+        assert run(*options, "--extend", *more, "--out", tmp_path / name) == 0
+        return np.stack([*clips(tmp_path / name).values()])
+
+    usual = np.stack([*drawn.values()])
+    assert np.array_equal(later("usual"), usual)
+    changed = later("changed", "--extend-guidance", 0)
+    assert np.array_equal(changed[:, :4], usual[:, :4]) and not np.array_equal(changed[:, 4:], usual[:, 4:])
+    continued = later("continued", files / "long.mp4")  # 9 frames, of which 8 are whole blocks
+    start, _ = read_video(files / "long.mp4")
+    assert (continued[:, :9] == start[..., :1]).all() and continued.shape[1] == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--frames 7", "--frames must be a multiple of 2, for blocks of 2; got 7, nearest: 6 or 8"),
+        ("--frames 8 --extend --overlap 2", "--overlap 2 is of windows: this model draws block by block"),
+        ("--first-frame good.png", "the frames of --first-frame must be a multiple of 2, for blocks of 2; got 1"),
+        ("--frames 8 --extend one.mp4", "the 1 frames that are given are fewer than the model can go on from"),
+    ],
+)
+def test_wrong_options_of_a_causal_model(
+    options: str,
+    message: str,
+    causal: Path,
+    files: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(files)
+    given = ("--model", causal, "--out", tmp_path / "out", *FAST, *shlex.split(options))
+    assert message in refused(capfd, *given)
+    assert not (tmp_path / "out").exists()
 
 
 def test_folders_of_others(whole: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
