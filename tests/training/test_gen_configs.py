@@ -19,6 +19,7 @@ OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 IMAGENET = [CONFIGS / f"imagenet{pixels}.yaml" for pixels in (256, 512)]
 VIDEOS = [CONFIGS / f"{name}.yaml" for name in ("ucf101", "skytimelapse")]  # after IMAGENET[0]
 ALONE = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "emoji", "folder", "moving_digits")]
+CAUSAL = [CONFIGS / "moving_digits.yaml", CONFIGS / "moving_digits_causal.yaml"]
 ONE_BATCH = (
     *("--data.dataset", "fake", "--data.root", "null", "--data.batch_size", 2, "--data.val_split", "null"),
     *("--data.num_workers", 0, "--trainer.precision", "32-true", "--trainer.accelerator", "cpu", "--data.hflip", 0),
@@ -32,16 +33,16 @@ def files(*paths: Path) -> list[object]:
 
 
 def test_no_recipe_is_forgotten():
-    known = {*MODELS, *VIDEO_MODELS, *OVERLAYS, *IMAGENET, *VIDEOS, *ALONE, CONFIGS / "ddpm.yaml"}
+    known = {*MODELS, *VIDEO_MODELS, *OVERLAYS, *IMAGENET, *VIDEOS, *ALONE, *CAUSAL, CONFIGS / "ddpm.yaml"}
     assert known == set(CONFIGS.rglob("*.yaml"))
     assert len(MODELS) == 10 + len(MIXED) and len(VIDEO_MODELS) == 8
 
 
-@pytest.mark.parametrize("recipe", [*ALONE, IMAGENET[0]], ids=lambda path: path.stem)
-def test_recipe_trains_one_batch(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipes", [*([path] for path in (*ALONE, IMAGENET[0])), CAUSAL], ids=lambda v: v[-1].stem)
+def test_recipe_trains_one_batch(recipes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(GenerationCLI, "after_fit", lambda cli: seen.append(cli))
-    assert run("fit", *files(recipe), "--run_dir", tmp_path / "run", *ONE_BATCH) == 0
+    assert run("fit", *files(*recipes), "--run_dir", tmp_path / "run", *ONE_BATCH) == 0
     assert seen[0].trainer.global_step == 1
 
 

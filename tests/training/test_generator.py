@@ -243,6 +243,15 @@ def test_clips_that_continue_known_frames_may_lose_their_class() -> None:
         ImageGenerator("dit_video_mhla_digits", **options, model_args={"depth": 1, "class_dropout": 0.0})
 
 
+def test_clean_first_frames_of_a_causal_model_are_whole_blocks() -> None:
+    network = {"depth": 1, "embed_dim": 16, "block_grid": (2, 2, 2), "cpe": False, "core_args": {"causal": "rows"}}
+    options = {"input_size": [8, 16, 16], "objective": ObjectiveConfig(clean_prefix=0.5)}
+    module = ImageGenerator("dit_video_mhla_digits", **options, model_args={**network, "patch_size": (2, 4, 4)})
+    torch.manual_seed(0)
+    clean = (module._draw_times(torch.empty(500, 1, 8, 16, 16)) == 0).sum(1)
+    assert set(clean.tolist()) == {0, 4}
+
+
 def test_another_objective_does_not_continue_a_run(reference: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = reference / "config.yaml"
     assert run("validate", "-c", config, "--ckpt_path", "last", "--model.objective.shift", 2) == 2
