@@ -161,6 +161,7 @@ CASES = {
     "kernels, shared blocks": (op, {"shape": (5, 4), "block_grid": (3, 2), "prefix": 2, "per_head": True, **KERNELS}),
     "layer": (layer, {"block_grid": (3, 2), "cpe": True, "num_prefix_tokens": 2, "output_gate": True}),
     "layer, rotary": (layer, {"block_grid": (3, 2), "rotary": True}),
+    "layer, causal": (layer, {"block_grid": (3, 2), "rotary": True, "core_args": {"causal": "rows"}}),
     "layer, linear": (layer, {"core": "linear", "rotary": True, "qk_norm": True, "num_prefix_tokens": 1}),
     "image": (model, {"input_size": (10, 12), "block_grid": 2, "cpe": True}),
     "image, DistributedDataParallel": (model, {"input_size": 8, "block_grid": 2, "wrap": DistributedDataParallel}),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -179,10 +179,8 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
 
         def network(x: Tensor, t: Tensor | float, y: Tensor | None) -> Tensor:
             before = state
-            if before is not None and both:
-                assert y is not None
-                samples = torch.arange(len(y), device=y.device) % count
-                before = before.of(samples + count * (y == model.num_classes))
+            if before is not None and y is not None and len(x) < len(cast(Tensor, labels)):  # with class, or without
+                before = before.of(torch.arange(count, device=x.device) + count * (y == model.num_classes))
             return model.stream(x.to(model.dtype), t, y, frame_rate, state=before)[0].float()
 
         blocks: list[Tensor] = []

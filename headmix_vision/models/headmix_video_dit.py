@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from diffusers.configuration_utils import register_to_config
 from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeline looks for it beside the class
+from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor
 
 from headmix_vision.checks import check_choice, check_counts, check_positive, triple
@@ -140,6 +141,7 @@ class HeadMixVideoDiT(GridDiT):
         core = cast(DiTBlock, self.blocks[0]).attn.core
         return self.patch[0] * cast(MHLACore, core).row_length if core.causal == "rows" else None
 
+    @apply_forward_hook  # of offloading, which knows forward alone
     def stream(
         self,
         x: Tensor,
