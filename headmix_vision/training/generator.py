@@ -81,6 +81,8 @@ class ImageGenerator(BaseModule):
             raise InputError("model_args.learned_variance and objective.learned_variance must agree")
         if objective.clean_prefix and len(self.net.input_size) != 3:
             raise InputError(f"objective.clean_prefix is of clips: it must be 0 for {name}, a model of images")
+        if objective.kind == "ddpm" and getattr(self.net, "block_frames", None):
+            raise InputError("core_args.causal='rows' needs objective.kind=flow: DDPM has no noise level of zero")
         if objective.prefix_class_dropout and not self.net.has_null_class:
             raise InputError("objective.prefix_class_dropout needs a model with a null class: set class_dropout")
         self.num_classes = int(self.net.num_classes)

@@ -250,6 +250,8 @@ def test_clean_first_frames_of_a_causal_model_are_whole_blocks() -> None:
     torch.manual_seed(0)
     clean = (module._draw_times(torch.empty(500, 1, 8, 16, 16)) == 0).sum(1)
     assert set(clean.tolist()) == {0, 4}
+    with pytest.raises(InputError, match="causal='rows' needs objective.kind=flow"):
+        ImageGenerator("dit_video_mhla_digits", model_args=network, objective=ObjectiveConfig(kind="ddpm"))
 
 
 def test_another_objective_does_not_continue_a_run(reference: Path, capfd: pytest.CaptureFixture[str]) -> None:
