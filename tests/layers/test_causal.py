@@ -142,7 +142,7 @@ def test_wrong_pieces_are_refused():
     for count in (0, 6, 18):
         with pytest.raises(InputError, match=f"whole rows of blocks, 2 x 6 tokens each: got {count}"):
             layer.stream(tokens(count))
-    with pytest.raises(InputError, match="3x6 grid has no whole rows of blocks: .* needs a multiple of 2 tokens"):
+    with pytest.raises(InputError, match=r"3x6 grid has no whole rows of blocks: .* needs a multiple of 2 tokens"):
         layer(tokens(18), grid=(3, 6))
     assert layer(tokens(6), grid=(1, 6)).any(), "a single row may be short"
     with pytest.raises(InputError, match="rows of blocks of equal length"):

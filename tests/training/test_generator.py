@@ -250,7 +250,7 @@ def test_clean_first_frames_of_a_causal_model_are_whole_blocks() -> None:
     torch.manual_seed(0)
     clean = (module._draw_times(torch.empty(500, 1, 8, 16, 16)) == 0).sum(1)
     assert set(clean.tolist()) == {0, 4}
-    with pytest.raises(InputError, match="causal='rows' needs objective.kind=flow"):
+    with pytest.raises(InputError, match=r"causal='rows' needs objective.kind=flow"):
         ImageGenerator("dit_video_mhla_digits", model_args=network, objective=ObjectiveConfig(kind="ddpm"))
 
 
