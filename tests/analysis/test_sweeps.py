@@ -73,6 +73,7 @@ def test_networks_differ_in_what_is_varied_alone(tmp_path: Path, monkeypatch: py
     expected = {
         "block_count": ({"M=4": ("mhla", 64), "M=64": ("mhla", 64)}, "block_grid"),
         "length": ({"softmax-256": ("softmax", 256), "mhla-1024": ("mhla", 1024)}, "img_size", "name"),
+        "cores": ({"softmax": ("softmax", 64), "hih+CPE": ("hih", 64)}, "name", "cpe"),
         "modules": ({"gate": ("mhla", 64), "plain-uniform-kept": ("mhla", 64)}, "cpe", "output_gate", "core_args"),
     }
     attentions = {}
@@ -95,6 +96,7 @@ def test_networks_differ_in_what_is_varied_alone(tmp_path: Path, monkeypatch: py
         assert (rest[0]["optimizer"]["lr"], rest[0]["seed_everything"]) == (0.006, 2)
         assert rest[0]["schedule"]["sched"] == "constant"
     assert [attentions[name].core.mixing.blocks.num_blocks for name in ("M=4", "M=64", "mhla-1024")] == [4, 64, 16]
+    assert attentions["hih+CPE"].cpe is not None and attentions["softmax"].cpe is None
     assert attentions["gate"].gate is not None and attentions["gate"].cpe is None
     kept = attentions["plain-uniform-kept"]
     assert kept.gate is None and "weight" not in dict(kept.core.mixing.named_parameters())
@@ -148,7 +150,7 @@ def test_the_table_says_what_is_to_be_known(tmp_path: Path):
 def test_figures(kind: str, tmp_path: Path):
     runs, table = make(tmp_path, kind)
     assert draw(table, runs) is None
-    fill(runs, table, {name: 10.0 * place for place, name in enumerate(runs.variants, 1)})
+    fill(runs, table, {name: 10.0 * place for place, name in enumerate(runs.variants, 1)}, test_balanced_percent=9.0)
     if kind == "rank_over_training":
         assert draw(table, runs) is None, "metrics are gone"
         for case in runs.compared(table, "mhla"):
@@ -159,8 +161,7 @@ def test_figures(kind: str, tmp_path: Path):
     assert figure is not None and figure.get_size_inches()[0] == 6
     assert len(figure.axes) == len(runs.request.sweep.numbers)
     for axes in figure.axes:
-        assert axes.get_xlabel() and (axes.get_ylabel() or kind == "modules")
-        assert axes.texts or kind == "modules"
+        assert axes.get_xlabel() and bool(axes.get_ylabel()) == bool(axes.texts) == (runs.request.sweep.draw != "dots")
         assert 1 <= len({line.get_color() for line in axes.lines}) <= 5
     names = [text.get_text() for text in figure.axes[0].texts]
     if kind == "rank_over_training":

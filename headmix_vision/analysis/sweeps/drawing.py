@@ -35,8 +35,9 @@ class _Drawing:
     def figure(self) -> Figure | None:
         panel = {"lines": self._lines, "dots": self._dots, "curves": self._curves}[self.sweep.draw]
         numbers = self.sweep.numbers
-        height = _DOT_IN * len(self.runs.variants) if self.sweep.draw == "dots" else _PANEL_IN * len(numbers)
-        figure, panels = line_figure(len(numbers), height_in=height + _AXIS_IN)
+        dots_in = len(numbers) * (_DOT_IN * len(self.runs.variants) + _AXIS_IN)
+        height_in = dots_in if self.sweep.draw == "dots" else _PANEL_IN * len(numbers) + _AXIS_IN
+        figure, panels = line_figure(len(numbers), height_in=height_in)
         drawn = [panel(axes, number) for axes, number in zip(panels[:, 0], numbers, strict=True)]
         for axes in figure.axes:
             label_ends(axes)

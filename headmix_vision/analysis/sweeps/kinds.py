@@ -49,6 +49,7 @@ class Sweep:
 
 
 CORES = {"softmax": "softmax", "linear": "linear", "mhla": "MHLA"}
+_ALL_CORES = (*CORES, "hih")
 _MODULES = {
     "plain": {"cpe": False, "output_gate": False},
     "CPE": {"cpe": True, "output_gate": False},
@@ -62,6 +63,16 @@ def _mixing(init: str, trainable: bool) -> dict[str, Any]:
 
 
 SWEEPS = {
+    "cores": Sweep(
+        "the core, Head-in-Head among them, each with and without convolutional positions (CPE)",
+        tuple(
+            Variant(f"{core}{'+CPE' if cpe else ''}", core, core=core, model_args={"cpe": cpe})
+            for cpe in (False, True)
+            for core in _ALL_CORES
+        ),
+        "dots",
+        ("test_top1_percent", "test_balanced_percent", "images_per_s"),
+    ),
     "rank_over_training": Sweep(
         "the rank of attention matrices in the course of the training, by core",
         tuple(Variant(core, label, core=core) for core, label in CORES.items()),
