@@ -61,6 +61,8 @@ class ClassificationData(DataModule):
         holdout_every: Every so many-th training image is kept out of training, and validation runs on these instead of
             val_split, on which a run that was stopped or chosen by validation can then be tested; none if null.
         shuffle_shards: Number of shards of which samples are mixed at a time; all if null.
+        in_memory: Decode all pictures, of one size, before the training, and keep them in memory: of 10,000 of 64 x 64
+            pixels 123 MB, in each process. No samples change.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, an empty class folder, splits with
@@ -88,6 +90,7 @@ class ClassificationData(DataModule):
         augmentation: Augmentation = Augmentation(),  # noqa: B008 - read only; jsonargparse shows its fields
         holdout_every: int | None = None,
         shuffle_shards: int | None = None,
+        in_memory: bool = False,
     ) -> None:
         if crop_pct is not None:
             check_numbers(0, 1, crop_pct=crop_pct)
@@ -112,6 +115,7 @@ class ClassificationData(DataModule):
             repeats=augmentation.repeats,
             holdout_every=holdout_every,
             shuffle_shards=shuffle_shards,
+            in_memory=in_memory,
         )
         if self.entry.is_stream and self.repeats > 1:
             raise InputError(f"augmentation.repeats is {self.repeats}, it must be 1 for dataset {dataset!r}")

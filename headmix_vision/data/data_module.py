@@ -18,6 +18,7 @@ from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.batches import TrainBatchSampler, eval_batches
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
+from headmix_vision.data.datasets.memory import InMemory
 from headmix_vision.data.datasets.parts import hold_out
 from headmix_vision.data.datasets.streams import Stream, StreamLoader
 from headmix_vision.data.loading import (
@@ -69,6 +70,7 @@ class DataModule(lightning.LightningDataModule):
             `val_split`, which is left to be tested on; none when None.
         shuffle_shards: Number of shards of which samples are mixed at a time, so that shards are read one group after
             the other; all when None.
+        in_memory: Decode all pictures, of one size, when a split is opened, and keep them in memory.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, splits with different classes, a
@@ -95,6 +97,7 @@ class DataModule(lightning.LightningDataModule):
         repeats: int = 1,
         holdout_every: int | None = None,
         shuffle_shards: int | None = None,
+        in_memory: bool = False,
     ) -> None:
         super().__init__()
         self.entry = find_dataset(dataset, self.use)
@@ -111,6 +114,8 @@ class DataModule(lightning.LightningDataModule):
                 raise InputError(f"holdout_every is {holdout_every}, it must be null for dataset {dataset!r}")
         if shuffle_shards is not None:
             check_counts(1, shuffle_shards=shuffle_shards)
+        if in_memory and (self.entry.is_stream or not self.entry.has_images or 2 not in self.entry.grid_axes):
+            raise InputError(f"in_memory is true, it must be false for dataset {dataset!r}, which holds no image files")
         self.dataset = dataset
         self.root = root
         self.train_split = train_split
@@ -124,6 +129,7 @@ class DataModule(lightning.LightningDataModule):
         self.repeats = repeats
         self.holdout_every = holdout_every
         self.shuffle_shards = shuffle_shards
+        self.in_memory = in_memory
         self._copies: torch.cuda.Stream | None = None
 
     @abstractmethod
@@ -164,6 +170,8 @@ class DataModule(lightning.LightningDataModule):
 
     def _open(self, split: str, role: str) -> Source | Stream:
         opened = open_split(self.request(split, role))
+        if self.in_memory and isinstance(opened, Source) and not opened.in_memory:
+            opened = InMemory(opened)
         if self.holdout_every is None or role == "test":
             return opened
         assert isinstance(opened, Source)

@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 
-from headmix_vision.data import Augmentation, ClassificationData
+from headmix_vision.data import Augmentation, ClassificationData, GenerationData
 from headmix_vision.data.datasets.image_files import ImageFiles
+from headmix_vision.errors import InputError
 
 from .helpers import Recorder, attach, make_trainer, write_image
 
@@ -39,6 +40,29 @@ def test_folder_end_to_end(image_root: Path) -> None:
         seen.append(torch.cat([images for _, images, _ in module.train_batches]))
     assert seen[0].shape == (24, 3, 16, 16)
     assert torch.equal(seen[0], seen[1])
+
+
+def test_pictures_in_memory_change_nothing(image_root: Path) -> None:
+    augmentation = Augmentation(scale=(0.3, 1.0), hflip=0.5, auto_augment="rand-m5-mstd0.5")
+    for seed, path in enumerate(sorted(image_root.rglob("*.png"))):
+        write_image(path, seed, (16, 16))
+    for size, options in ((16, {"augmentation": augmentation, "num_workers": 2}), (16, {}), (24, {})):
+        seen = []
+        for in_memory in (False, True):
+            module = Recorder(**{**MODEL, "img_size": size})
+            data = folder_data(image_root, in_memory=in_memory, crop_pct=1.0, **options)
+            make_trainer(max_epochs=1).fit(module, datamodule=data)
+            seen.append([*(batch[1:] for batch in module.train_batches), *module.eval_batches])
+        for one, other in zip(*seen, strict=True):
+            assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    write_image(image_root / "val" / "cat" / "cat1.png", 0, (7, 9))
+    with pytest.raises(InputError, match=r"one size, .*cat1.png is not: 16x16 and 9x7 pixels"):
+        attach(folder_data(image_root, in_memory=True), "validate", **MODEL)
+    (image_root / "val" / "cat" / "cat0.png").write_bytes(b"no picture")
+    with pytest.raises(InputError, match=r"cat0.png cannot be read"):
+        attach(folder_data(image_root, in_memory=True), "validate", **MODEL)
+    with pytest.raises(InputError, match=r"must be false for dataset 'latents'"):
+        GenerationData("latents", str(image_root), in_memory=True)
 
 
 def test_evaluation_is_timms(image_root: Path) -> None:
