@@ -40,6 +40,9 @@ SPLITS = ("train", "test", "validation", "train", "train")
 LEAST_PICTURES = 60
 """A smaller subgroup is no class: its pictures have none in the column `subgroup`."""
 
+FORMATS: dict[str, dict[str, Any]] = {"png": {}, "webp": {"lossless": True, "quality": 100}}
+"""Formats of the files, and how Pillow writes them."""
+
 _DOCUMENTS = ("package.json", "emoji.json", "LICENSE", "README.md")
 _COLUMNS = ("path", "split", "group", "subgroup", "style", "thing", "code", "name", "sha256")
 _LEFT_OUT = {"skin-tone"}  # subcategories: samples of colours
@@ -153,8 +156,8 @@ class Picture:
 
     @property
     def path(self) -> str:
-        """Where it lies in the folder of its split."""
-        return f"{self.emoji.group}/{self.style}-{self.emoji.code}.png"
+        """Where it lies in the folder of its split, without a suffix."""
+        return f"{self.emoji.group}/{self.style}-{self.emoji.code}"
 
 
 Files = dict[str, bytes]
@@ -311,12 +314,13 @@ def split_things(pictures: Sequence[Picture]) -> dict[str, str]:
     return {thing: SPLITS[i % len(SPLITS)] for things in members.values() for i, thing in enumerate(things)}
 
 
-def build(sources: Sequence[Path], out: Path) -> dict[str, Any]:
+def build(sources: Sequence[Path], out: Path, file_format: str = "png") -> dict[str, Any]:
     """Writes the folder; it is complete or absent.
 
     Args:
         sources: The packages, see `read_package`.
         out: The folder, which must not exist.
+        file_format: `png` or `webp`, without loss either.
 
     Returns:
         `pictures` of each split, the number of `classes` by column, and `sha256` of the table.
@@ -333,7 +337,7 @@ def build(sources: Sequence[Path], out: Path) -> dict[str, Any]:
     splits, sizes = split_things(pictures), Counter(picture.emoji.subgroup for picture in pictures)
     rows = [
         {
-            "path": f"{splits[picture.emoji.thing]}/{picture.path}",
+            "path": f"{splits[picture.emoji.thing]}/{picture.path}.{file_format}",
             "split": splits[picture.emoji.thing],
             "group": picture.emoji.group,
             "subgroup": picture.emoji.subgroup if sizes[picture.emoji.subgroup] >= LEAST_PICTURES else "",
@@ -351,7 +355,7 @@ def build(sources: Sequence[Path], out: Path) -> dict[str, Any]:
         for row, picture in zip(rows, pictures, strict=True):
             path = complete / row["path"]
             path.parent.mkdir(parents=True, exist_ok=True)
-            picture.image.save(path, format="png")
+            picture.image.save(path, format=file_format, **FORMATS[file_format])
         with (complete / TABLE).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
             writer.writeheader()
@@ -394,9 +398,12 @@ def main(args: Sequence[str] | None = None) -> None:
         "--source", type=Path, nargs="+", required=True, help="archives of npm pack, or folders of node_modules"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write; it must not exist")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="png", help="of the files; webp is a quarter smaller, also lossless (png)"
+    )
     options = parser.parse_args(args)
     with one_line_errors():
-        built = build(options.source, options.out)
+        built = build(options.source, options.out, options.format)
         counts = ", ".join(f"{count} {split}" for split, count in sorted(built["pictures"].items()))
         classes = ", ".join(f"{count} by {name}" for name, count in built["classes"].items())
         print(f"{options.out}: {counts}; classes: {classes}; {TABLE} sha256 {built['sha256']}")

@@ -126,6 +126,15 @@ def test_archives_and_installed_folders_give_the_same_data(
     assert all((emoji / name).read_bytes() == (tmp_path / "a" / name).read_bytes() for name in names)
 
 
+def test_webp_holds_the_same_pixels(emoji: Path, sources: list[Path], tmp_path: Path) -> None:
+    build(sources, tmp_path / "emoji", "webp")
+    for one, other in zip(rows(emoji), rows(tmp_path / "emoji"), strict=True):
+        assert other == {**one, "path": one["path"].replace(".png", ".webp")}
+    png, webp = (table(folder, "table/group") for folder in (emoji, tmp_path / "emoji"))
+    for index in range(len(png)):
+        assert np.array_equal(np.asarray(png.read(index)[0]), np.asarray(webp.read(index)[0]))
+
+
 def test_small_subgroups_are_no_classes(sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headmix_vision.data.emoji.LEAST_PICTURES", 30)
     build(sources, tmp_path / "emoji")
