@@ -29,7 +29,7 @@ from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.evaluation.clip_command import CLIP_METRICS
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.npz import npz_labels
-from headmix_vision.evaluation.sample_sets import ImageSet, check_root
+from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, check_root
 from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer, open_side
 from headmix_vision.evaluation.statistics import Statistics, write_statistics
 from headmix_vision.files.atomic import atomic_path, check_place
@@ -84,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--real", required=compares, help="real images, or for fid their statistics")
         if name != "stats":
             command.add_argument("--fake", required=True, help="generated images, or for fid their statistics")
+            if METRICS[name].takes_held_out:
+                command.add_argument("--held-out", required=True, help="real images that were not trained on")
         about = "inception, digits, lite0:PATH, or a run or weights file (inception)"
         command.add_argument("--features", default="inception", help=about)
         _add_common(command, "images", 64)
@@ -129,7 +131,9 @@ def _run(options: argparse.Namespace, processes: Processes) -> dict[str, Any]:
     shown = _stop if options.dry_run else partial(_progress, processes=processes)
     scorer = Scorer(extractor, options.batch_size, shown, processes)
     metric = METRICS.get(options.metric)
-    names = ("real",) if metric is None else ("real", "fake") if metric.compares else ("fake",)
+    names = ["real"] if metric is None else ["real", "fake"] if metric.compares else ["fake"]
+    if metric is not None and metric.takes_held_out:
+        names.append("held_out")
     sides = {
         name: open_side(
             getattr(options, name),
@@ -188,9 +192,7 @@ def _score(options: argparse.Namespace, scorer: Scorer, sides: dict[str, Side]) 
     metric = METRICS[options.metric]
     arguments = {name: getattr(options, name) for name in metric.options}
     if metric.takes_labels:
-        if Path(options.fake).suffix != ".npz":
-            raise InputError(f"{options.metric} needs an .npz file with labels, --fake is {options.fake}")
-        arguments["labels"] = npz_labels(Path(options.fake))
+        arguments["labels"] = _labels(options, sides["fake"])
     scores = metric.compute(scorer, *sides.values(), **arguments)
     _check_finite(scores, "images")
     if options.dry_run:
@@ -204,6 +206,14 @@ def _score(options: argparse.Namespace, scorer: Scorer, sides: dict[str, Side]) 
         "versions": _versions(),
         "device": options.device,
     }
+
+
+def _labels(options: argparse.Namespace, images: Side) -> Tensor:
+    if isinstance(images, ImageSet) and isinstance(images.pictures, DatasetImages):
+        return images.pictures.labels()
+    if Path(options.fake).suffix != ".npz":
+        raise InputError(f"{options.metric} needs an .npz file with labels or a data set, --fake is {options.fake}")
+    return npz_labels(Path(options.fake))
 
 
 def _progress(batches: Iterable[Tensor], count: int, processes: Processes, unit: str = "images") -> Iterator[Tensor]:

@@ -198,6 +198,10 @@ class DatasetImages:
                 image, _ = self.images.read(index)
             yield name, to_picture(image)
 
+    def labels(self) -> Tensor:
+        """The targets of the images, int64 [N], which are read for it."""
+        return torch.tensor([self.images.read(index)[1] for index in self.indices])
+
 
 def open_images(source: str, mode: str, image_size: int | None = None, root: str | None = None) -> ImageSet:
     """Opens images or clips for scoring.

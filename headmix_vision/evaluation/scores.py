@@ -25,6 +25,8 @@ Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
 
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000
 NEIGHBOURS = 3
+COPIED = 0.01  # share of held-out images that lie as near to training images as what is called a copy
+_ROWS = 1024  # of a matrix of distances at a time
 SPLITS = 10
 RNG_SEED = 2020
 
@@ -241,6 +243,9 @@ def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]
         fake: Generated images.
         labels: Their classes, int64 [N].
 
+    Returns:
+        `top1`, and `balanced`, the mean of the shares of each class.
+
     Raises:
         InputError: Not one label per image, or a label that the classifier does not know.
     """
@@ -250,8 +255,52 @@ def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]
     classes = scorer.extractor.num_classes
     if low < 0 or high >= classes:
         raise InputError(f"labels are {low} to {high}, the classifier knows 0 to {classes - 1}")
-    logits = scorer.collect(fake, "logits")
-    return {"top1": (logits.argmax(1) == labels).double().mean().item()}
+    right = (scorer.collect(fake, "logits").argmax(1) == labels).double()
+    shares = [right[labels == label].mean() for label in labels.unique()]
+    return {"top1": right.mean().item(), "balanced": torch.stack(shares).mean().item()}
+
+
+def nearest(features: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Finds for each image the nearest one of others.
+
+    Args:
+        features: Features of the images, float64 [N, D].
+        others: Features of the others, float64 [M, D].
+
+    Returns:
+        Euclidean distances, float64 [N], and numbers of the others, int64 [N].
+    """
+    found = [torch.cdist(rows, others).min(1) for rows in features.split(_ROWS)]
+    return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
+
+
+def neighbours(scorer: Scorer, real: ImageSet, fake: ImageSet, held_out: ImageSet) -> dict[str, float]:
+    """Compares how near generated images lie to training images with how near held-out images do.
+
+    Args:
+        scorer: Extractor.
+        real: The images that the generator was trained on.
+        fake: Generated images.
+        held_out: Real images that it was not trained on.
+
+    Returns:
+        `nearer`, the probability that a generated image is nearer to its nearest training image than a held-out image
+        to its own (Meehan et al., 2020, the statistic of Mann and Whitney): 0.5 for images like those held out, 1 for
+        copies. `copied`, the share of generated images that are nearer than all but 1 % of those held out. The medians
+        of the distances, `distance` and `held_out_distance`.
+    """
+    check_sizes(real, fake)
+    check_sizes(real, held_out)
+    known = scorer.collect(real)
+    ours, theirs = (nearest(scorer.collect(images), known)[0] for images in (fake, held_out))
+    ordered = theirs.sort().values
+    passed = sum(torch.searchsorted(ordered, ours, right=right).double().mean().item() for right in (False, True)) / 2
+    return {
+        "nearer": 1 - passed / len(ordered),
+        "copied": (ours < theirs.quantile(COPIED)).double().mean().item(),
+        "distance": ours.median().item(),
+        "held_out_distance": theirs.median().item(),
+    }
 
 
 @dataclass(frozen=True)
@@ -264,6 +313,7 @@ class Metric:
         compares: Whether it compares generated samples with real ones.
         takes_statistics: Whether the statistics of samples are enough.
         takes_labels: Whether `compute` takes the generated samples' labels too.
+        takes_held_out: Whether it also compares with real samples that were not trained on.
         options: Whole numbers by name, with default and help.
     """
 
@@ -272,6 +322,7 @@ class Metric:
     compares: bool = True
     takes_statistics: bool = False
     takes_labels: bool = False
+    takes_held_out: bool = False
     options: dict[str, tuple[int | None, str]] = field(default_factory=dict)
 
 
@@ -291,9 +342,12 @@ METRICS = {
     ),
     "accuracy": Metric(
         accuracy,
-        "share of images that the classifier assigns to their label, of an npz file with labels",
+        "share of images that the classifier assigns to their label, of an npz file with labels or a data set",
         compares=False,
         takes_labels=True,
+    ),
+    "neighbours": Metric(
+        neighbours, "how near images are to those of training (--real), beside --held-out: copies", takes_held_out=True
     ),
 }
 

@@ -17,6 +17,7 @@ from torch_fidelity.metric_kid import kid_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
 
 from headmix_vision.data.center_crop import center_crop
+from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.evaluation.extractors import (
     ClassifierExtractor,
     FeatureExtractor,
@@ -184,7 +185,28 @@ def test_accuracy_of_labelled_samples(classifier: Path, tmp_path: Path) -> None:
         path = tmp_path / f"{name}.npz"
         np.savez(path, arr_0=pixels[..., None], **{name: wrong})
         result = score(tmp_path, "accuracy", "--fake", path, "--features", classifier)
-        assert result["scores"] == {"top1": 0.75}
+        shares = [(predicted == wrong)[wrong == label].mean() for label in set(wrong)]
+        assert result["scores"] == {"top1": 0.75, "balanced": pytest.approx(np.mean(shares))}
+    np.savez(tmp_path / "real.npz", arr_0=pixels, labels=Digits("train").targets[:40])
+    scored = [
+        score(tmp_path, "accuracy", "--fake", fake, "--features", classifier)["scores"]
+        for fake in (tmp_path / "real.npz", "digits:train[:40]")
+    ]
+    assert scored[0] == scored[1]
+
+
+def test_neighbours_tell_copies_from_held_out_images(classifier: Path, tmp_path: Path) -> None:
+    def told(fake: object) -> dict[str, float]:
+        given = ("--real", "digits:train[:200]", "--fake", fake, "--held-out", "digits:train[200:300]")
+        return score(tmp_path, "neighbours", *given, "--features", classifier)["scores"]
+
+    alike = told("digits:train[200:300]")
+    assert (alike["nearer"], alike["copied"]) == (0.5, 0.01) and alike["distance"] == alike["held_out_distance"] > 0
+    copies = told("digits:train[50:100]")
+    assert (copies["nearer"], copies["copied"], copies["distance"]) == (1, 1, pytest.approx(0, abs=1e-6))
+    mixed = np.concatenate([digit_pixels(range(10)), digit_pixels(range(200, 300))])
+    np.savez(tmp_path / "mixed.npz", arr_0=mixed)
+    assert told(tmp_path / "mixed.npz")["copied"] == pytest.approx(11 / 110)
 
 
 def test_a_folder_of_samples_is_scored_without_its_grid(folders: tuple[Path, Path], tmp_path: Path) -> None:
