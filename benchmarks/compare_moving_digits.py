@@ -34,67 +34,40 @@ On a CPU, to try it: --size 16 --frames 8 --patch 2 4 4 --blocks 2 2 2 --dim 32 
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 
+from generator_runs import Outcome, add_options, check_options, compare, say
+from generator_runs import complete as score_all
 from moving_digits_report import Report, open_table
 from moving_digits_runs import BASE, MODELS, Case, Runs
 
-from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver
-from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.result_table import ResultTable
 
 
-def complete(runs: Runs, table: ResultTable, deadline_s: float) -> tuple[list[str], list[Case]]:
-    """Run everything that the table lacks, until the deadline.
-
-    Returns:
-        What went wrong, and what there was no time for.
-    """
-    start, failures, missing = time.monotonic(), list[str](), list[Case]()
-
-    def say(case: Case, text: str) -> None:
-        name = f"{case.row} seed {case.seed}, {case.frames} frames, {case.way}"
-        print(f"[{time.monotonic() - start:5.0f} s] {name}: {text}", flush=True)
+def complete(runs: Runs, table: ResultTable, deadline_s: float) -> Outcome:
+    """Run everything that the table lacks, until the deadline."""
+    start_s, late = time.monotonic(), list[tuple[object, ...]]()
 
     def lacking(cases: Sequence[Case]) -> list[Case]:
         return [case for case in cases if table.row(case, runs.recipe(case)) is None]
 
     for case in lacking(runs.timed()):  # alone, before others need the device
         if time.monotonic() >= deadline_s:
-            missing.append(case)
+            late.append(case)
             continue
         table.add(case, ms=f"{(ms := runs.time(case)):.4g}", recipe=runs.recipe(case))
-        say(case, f"{ms:.4g} ms")
+        say(start_s, case, f"{ms:.4g} ms")
 
-    with ThreadPoolExecutor(runs.arguments.jobs) as pool:
-        futures = {pool.submit(runs.score, case): case for case in lacking(runs.drawn())}
-        for future in as_completed(futures):
-            case = futures[future]
-            try:
-                row = table.add(case, **future.result())
-            except TimeOver:
-                missing.append(case)
-            except RunFailed as error:
-                failures.append(str(error))
-                say(case, "failed")
-            else:
-                shown = {"FVD": "fvd", "digit, %": "digit_percent", "motion, %": "motion_percent", "steps": "steps"}
-                say(case, " · ".join(f"{name} {row[column]}" for name, column in shown.items() if row[column]))
-    return failures, missing
+    shown = {"FVD": "fvd", "digit, %": "digit_percent", "motion, %": "motion_percent", "steps": "steps"}
+    failures, missing = score_all(table, lacking(runs.drawn()), runs.score, shown, runs.arguments.jobs, start_s)
+    return Outcome(failures, late + missing)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="CSV to write, or to complete")
-    add("--pictures", type=Path, help="folder for a picture of samples and a plot (none)")
-    add("--runs", type=Path, default=Path("runs/moving_digits"), help="place of the run directories (%(default)s)")
-    add("--jobs", type=int, default=1, help="runs at a time, spread over the GPUs (%(default)s)")
-    add("--minutes", type=float, default=1440.0, help="time after which the rest is left to the next call")
+    add_options(parser, "runs/moving_digits")
     add("--rows", nargs="+", default=list(BASE), help=f"all, or of {', '.join(MODELS)} (the first five)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of training and samples (0 1 2)")
     add("--size", type=int, default=64, help="height and width in pixels (%(default)s)")
@@ -119,24 +92,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[64, 128, 256],
         help="frames of the 32 timed clips, nothing for no times",
     )
-    add("--options", default="", help="further options of headmix-train-gen, in quotes, the same for all")
     return parser.parse_args(argv)
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """End with one line for wrong options."""
-    if arguments.rows == ["all"]:
-        arguments.rows = list(MODELS)
-    for row in arguments.rows:
-        if row not in MODELS:
-            raise SystemExit(f"error: --rows knows {', '.join(MODELS)} and all, got {row!r}")
-    for name in ("rows", "seeds", "times"):
-        if len(set(getattr(arguments, name))) < len(getattr(arguments, name)):
-            raise SystemExit(f"error: --{name} names one twice")
-    for name, value in vars(arguments).items():
-        least = {"samples": 4, "long_samples": 4, "long": 0}.get(name, 1)
-        if isinstance(value, int) and value < least:
-            raise SystemExit(f"error: --{name.replace('_', '-')} must be at least {least}, got {value}")
+    check_options(arguments, list(MODELS), ("rows", "seeds", "times"), samples=4, long_samples=4, long=0)
     if 0 < arguments.long <= arguments.frames:
         raise SystemExit(f"error: --long must be 0 or above --frames {arguments.frames}, got {arguments.long}")
 
@@ -144,23 +105,13 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     check_arguments(arguments)
-    deadline_s = time.monotonic() + 60 * arguments.minutes
-    try:
-        with hold_lock(arguments.out.with_name(f".{arguments.out.name}.lock"), f"table {arguments.out}"):
-            runs, table = Runs(arguments, deadline_s), open_table(arguments.out)
-            failures, missing = complete(runs, table, deadline_s)
-            report = Report(table, runs)
-            print(f"\n{report.text()}")
-            if arguments.pictures:
-                report.draw(arguments.pictures)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    for failure in failures:
-        print(f"error: {failure}", file=sys.stderr)
-    if missing:
-        print(f"the time was over before {len(missing)} rows: repeat the command", file=sys.stderr)
-    if failures or missing:
-        raise SystemExit(EXIT_FAILED if failures else EXIT_TIME_OVER)
+
+    def run(deadline_s: float) -> tuple[Outcome, Report]:
+        runs, table = Runs(arguments, deadline_s), open_table(arguments.out)
+        outcome = complete(runs, table, deadline_s)
+        return outcome, Report(table, runs)
+
+    compare(arguments, run)
 
 
 if __name__ == "__main__":

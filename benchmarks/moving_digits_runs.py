@@ -1,26 +1,20 @@
 """The runs of `compare_moving_digits.py`: what is trained, drawn, scored and timed, with which options, and where."""
 
 import argparse
-import hashlib
 import json
 import os
 import shlex
-import threading
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from generator_runs import GeneratorRuns, hash_of, is_flat, trained_steps, yes
 from measuring import release_memory, time_calls
-from training_runs import REPOSITORY, run_script, train
+from training_runs import REPOSITORY, run_script
 
 from headmix_vision.console.devices import default_device, open_device
-from headmix_vision.console.scripts import RunFailed
-from headmix_vision.files.atomic import atomic_path
 from headmix_vision.models import HeadMixVideoDiT
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, read_checkpoint
-from headmix_vision.runs.directory import FINISHED, LAST, read_curve
+from headmix_vision.runs.directory import read_curve
 from headmix_vision.runs.networks import create_generator
 
 CONFIG = "benchmarks/moving_digits.yaml"
@@ -71,20 +65,12 @@ class Case(NamedTuple):
     way: str
 
 
-class Runs:
-    """How the runs of the comparison are started, and where they are.
-
-    Args:
-        arguments: The parsed command line.
-        deadline_s: When the last of them has to end, on the clock of `time.monotonic`.
-    """
+class Runs(GeneratorRuns):
+    """How the runs of the comparison are started, and where they are."""
 
     def __init__(self, arguments: argparse.Namespace, deadline_s: float) -> None:
-        self.arguments = arguments
+        super().__init__(arguments, deadline_s)
         self.config = (REPOSITORY / CONFIG).read_text()
-        self.how = {"side_by_side": arguments.jobs > 1, "deadline_s": deadline_s}
-        self._locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-        self._failed: dict[Path, RunFailed] = {}
 
     def drawn(self) -> list[Case]:
         """All that is drawn and scored; clips that are longer than those of training come last."""
@@ -138,9 +124,9 @@ class Runs:
         """Hash of everything that a row of the table depends on."""
         given, (row, seed, frames, way) = self.arguments, case
         if way in (STEP, FORWARD):
-            return _hash(self.network(row), given.size, given.batch if way == STEP else TIMED_CLIPS, frames, way)
+            return hash_of(self.network(row), given.size, given.batch if way == STEP else TIMED_CLIPS, frames, way)
         sampling = () if row == REAL else (*self._training(row, seed), *self.sampling(case))
-        return _hash(*sampling, self._count(case), frames, given.size)
+        return hash_of(*sampling, self._count(case), frames, given.size)
 
     def _training(self, row: str, seed: int) -> list[object]:
         """Everything that the weights of a run depend on."""
@@ -150,7 +136,7 @@ class Runs:
 
     def directory(self, row: str, seed: int) -> Path:
         """Run directory."""
-        return self.arguments.runs.absolute() / f"{row}-seed_{seed}-{_hash(*self._training(row, seed))}"
+        return self.arguments.runs.absolute() / f"{row}-seed_{seed}-{hash_of(*self._training(row, seed))}"
 
     def train(self, row: str, seed: int) -> Path:
         """Train, and keep the averaged weights alone; a finished run is left as it is.
@@ -162,28 +148,20 @@ class Runs:
             RunFailed: Training failed, now or before in this call.
             TimeOver: It was interrupted.
         """
-        run = self.directory(row, seed)
-        with self._locks[run]:
-            if run in self._failed:
-                raise self._failed[run]
-            script, steps = "train_gen.py", self.arguments.steps
-            options: list[object] = []
-            if (run / FINISHED).exists():
-                return run
-            if MODELS[row].budget != "full":
-                steps = max(1, int(SHORT * steps))
-            if MODELS[row].budget == "distilled":
-                script = "-m headmix_vision.distill"
-                teacher = os.path.relpath(self.train(TEACHER, seed), REPOSITORY)  # the same on another machine
-                options += ["--model.teacher", teacher, "--model.distill_steps", steps // 2]
-            options = [*self.options(row, seed), *options, "--trainer.max_steps", steps]
-            try:
-                train(script, CONFIG, run, options, **self.how)
-            except RunFailed as error:
-                self._failed[run] = error
-                raise
-            keep_weights(run)
-        return run
+        distilled = MODELS[row].budget == "distilled"
+        steps = self.arguments.steps
+        if MODELS[row].budget != "full":
+            steps = max(1, int(SHORT * steps))
+
+        def options() -> list[object]:
+            given = [*self.options(row, seed), "--trainer.max_steps", steps]
+            if not distilled:
+                return given
+            teacher = os.path.relpath(self.train(TEACHER, seed), REPOSITORY)  # the same on another machine
+            return [*given, "--model.teacher", teacher, "--model.distill_steps", steps // 2]
+
+        script = "-m headmix_vision.distill" if distilled else "train_gen.py"
+        return self.train_once(self.directory(row, seed), script, CONFIG, options)
 
     def sampling(self, case: Case) -> list[object]:
         """Options of `sample.py videos`."""
@@ -198,7 +176,7 @@ class Runs:
 
     def samples(self, case: Case) -> Path:
         """The folder of a case's clips."""
-        name = f"drawn_{case.frames}_{case.way}-{_hash(*self.sampling(case))}"
+        name = f"drawn_{case.frames}_{case.way}-{hash_of(*self.sampling(case))}"
         return self.directory(case.row, case.seed) / name
 
     def score(self, case: Case) -> dict[str, object]:
@@ -219,32 +197,27 @@ class Runs:
         if not judged.exists():
             drawing = ["sample.py", "videos", "--model", run, "--out", folder, "--npz", "--format", "png"]
             run_script([*drawing, *self.sampling(case)], **self.how)
-            self._evaluate("moving-digits", folder / "samples.npz", judged, "--features", JUDGE)
+            self.evaluate("moving-digits", folder / "samples.npz", judged, "--features", JUDGE)
         found = json.loads(judged.read_text())
         percents = {f"{name}_percent": 100 * value for name, value in found["scores"].items()}
         percents |= {f"{name}_ceiling_percent": 100 * found["ceiling"][name] for name in ("digit", "motion")}
         facts = {"steps": trained_steps(run), "parameters": self.parameters(case.row), "recipe": self.recipe(case)}
         if MODELS[case.row].budget == "full":
             curve = read_curve(run, "val/loss")  # by the number of the step, from 0
-            facts["flat"] = _yes(is_flat({step + 1: loss for step, loss in curve.items()}))
+            facts["flat"] = yes(is_flat({step + 1: loss for step, loss in curve.items()}))
         if case.frames == self.arguments.frames:
             facts |= self._distance(str(folder / "samples.npz"), folder, case)
-            facts["learned"] = _yes(percents["motion_percent"] >= LEARNED_PERCENT)
+            facts["learned"] = yes(percents["motion_percent"] >= LEARNED_PERCENT)
         return {**facts, **percents}
 
     def _distance(self, fake: str, place: Path, case: Case) -> dict[str, object]:
         """FVD from validation clips, and its controls."""
         out, given = place.with_name(f"{place.name}-fvd.json"), self.arguments
-        if not out.exists():
-            options = ["--real", "moving_digits", "--features", f"digits:{JUDGE}", "--image-size", given.size]
-            self._evaluate("fvd", fake, out, *options, "--frames", case.frames, "--count", self._count(case))
+        options = ["--real", "moving_digits", "--features", f"digits:{JUDGE}", "--image-size", given.size]
+        self.evaluate("fvd", fake, out, *options, "--frames", case.frames, "--count", self._count(case))
         found = json.loads(out.read_text())
         controls = found["controls"]["fvd"]
         return {"fvd": found["scores"]["fvd"], **{f"fvd_{name}": value for name, value in controls.items()}}
-
-    def _evaluate(self, metric: str, fake: str | Path, out: Path, *options: object) -> None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        run_script(["-m", "headmix_vision.evaluate", metric, "--fake", fake, "--out", out, *options], **self.how)
 
     def time(self, case: Case) -> float:
         """Time a network alone on its device, bf16 autocast.
@@ -270,41 +243,5 @@ class Runs:
         return timing.ms if trains else timing.ms / (clips * case.frames)
 
 
-def keep_weights(run: Path) -> None:
-    """Cut the checkpoint of a finished run down to what drawing and distilling need, the averaged weights.
-
-    They are all its weights then: `metadata.json` of samples calls them raw.
-    """
-    path = run / LAST
-    checkpoint = read_checkpoint(path)
-    entries = (DESCRIPTION_KEY, "state_dict", "global_step", "epoch", "pytorch-lightning_version")
-    with atomic_path(path) as temporary:
-        torch.save({name: checkpoint[name] for name in entries}, temporary)
-
-
-def trained_steps(run: Path) -> int:
-    """Optimizer steps of a run."""
-    return int(read_checkpoint(run / LAST)["global_step"])
-
-
-def is_flat(losses: Mapping[int, float]) -> bool:
-    """Tell whether the last loss is less than 2 % below that of a tenth of the run before.
-
-    Args:
-        losses: Validation losses by their steps; the last one at or before nine tenths of the run is compared.
-    """
-    last = max(losses)
-    earlier = [step for step in losses if step <= 0.9 * last]
-    return bool(earlier) and losses[last] > 0.98 * losses[max(earlier)]
-
-
 def _name(row: str) -> str:
     return f"dit_video_{MODELS[row].core}_digits"
-
-
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(shlex.join(map(str, parts)).encode()).hexdigest()[:8]
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
