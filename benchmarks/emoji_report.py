@@ -1,0 +1,136 @@
+"""The table and pictures of `compare_emoji.py`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from emoji_runs import DATASET, MODELS, REAL, TEST, VALIDATION, Case, Runs
+from PIL import Image
+
+from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
+from headmix_vision.console.devices import default_device
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
+from headmix_vision.evaluation.extractors import open_extractor
+from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
+from headmix_vision.evaluation.scores import Scorer, nearest
+from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.result_table import ResultTable, Row
+from headmix_vision.sampling.contact_sheet import draw_grid
+
+SCORES = {
+    "fid": "FID",
+    "precision_percent": "precision, %",
+    "recall_percent": "recall, %",
+    "top1_percent": "as its label, %",
+    "balanced_percent": "the same, balanced, %",
+    "nearer_percent": "nearer to training, %",
+    "copied_percent": "copied, %",
+}
+COLUMNS = ("row", "seed", "split", "guidance", "steps", "flat", "parameters", *SCORES, "recipe")
+COPIES = 12  # samples that are shown beside their nearest training pictures
+WIDTH, SHEET_ROWS = 13, 6
+
+
+def open_table(path: Path) -> ResultTable:
+    """The table of a CSV file.
+
+    Raises:
+        ValueError: The file is of another kind.
+    """
+    places = {name: place for place, name in enumerate((*MODELS, REAL, VALIDATION, TEST))}
+    order = lambda key: (places[key[2]], places[key[0]], int(key[1]), float(key[3] or 0))  # noqa: E731
+    return ResultTable(path, COLUMNS, 4, order)
+
+
+class Report:
+    """What the rows of these runs' recipes say.
+
+    Args:
+        table: All rows.
+        runs: The runs.
+    """
+
+    def __init__(self, table: ResultTable, runs: Runs) -> None:
+        self.table, self.runs, self.given = table, runs, runs.arguments
+
+    def _found(self, row: str) -> list[Row]:
+        cases = (case for case in self.runs.compared(self.table) if case.row == row)
+        return [found for case in cases if (found := self.table.row(case, self.runs.recipe(case)))]
+
+    def text(self) -> str:
+        """The table in Markdown, mean ± standard deviation over seeds."""
+        lines = []
+        for row in (*self.given.rows, REAL):
+            if rows := self._found(row):
+                flat = "" if all(each["flat"] != "no" for each in rows) else " (not flat)"
+                size = f"{float(rows[0]['parameters']) / 1e6:.2f} M" if rows[0]["parameters"] else "–"
+                about = [size, (rows[0]["steps"] or "–") + flat, rows[0]["guidance"] or "–"]
+                lines.append([row, *about, *(_cell(rows, column) for column in SCORES)])
+        return markdown_table(["attention", "parameters", "steps", "guidance", *SCORES.values()], lines)
+
+    def draw(self, folder: Path) -> None:
+        """Draw samples of the first seed, their nearest training pictures, and the sweep of guidance, as `emoji*`."""
+        drawn = {}
+        for case in self.runs.compared(self.table):
+            file = self.runs.samples(case) / "samples.npz" if case.row != REAL else Path()
+            if case.seed == self.given.seeds[0] and file.is_file():
+                with np.load(file) as arrays:
+                    drawn[case.row] = arrays["arr_0"]
+        if drawn:
+            shown = self.given.shown if self.given.shown in drawn else next(iter(drawn))
+            save(folder / "emoji.png", sheet(drawn[shown], self._in_turn(WIDTH * SHEET_ROWS)))
+            some = self._in_turn(WIDTH)
+            sheets = [sheet(pixels, some, row) for row, pixels in drawn.items()]
+            save(folder / "emoji_cores.png", np.concatenate(sheets))
+            save(folder / "emoji_neighbours.png", self._neighbours(drawn[shown][self._in_turn(COPIES)]))
+        self._plot(folder / "emoji_guidance.svg")
+
+    def _in_turn(self, count: int) -> list[int]:
+        """Numbers of samples of all classes in turn, group by group: the first of each, then the second."""
+        labels = self.runs.labels[TEST]
+        seen = [labels[:number].count(label) for number, label in enumerate(labels)]
+        names = [self.runs.class_names[label].split()[::-1] for label in labels]
+        return sorted(range(len(labels)), key=lambda number: (seen[number], names[number]))[:count]
+
+    def _neighbours(self, pixels: np.ndarray) -> np.ndarray:
+        """Samples, each with its nearest training picture below it."""
+        scorer = Scorer(open_extractor(self.given.features, default_device()), batch_size=256)
+        mode, root = scorer.extractor.mode, str(self.given.root)
+        train = open_images(f"{DATASET}:train", mode, self.given.size, root)
+        samples = ImageSet(TensorImages(torch.from_numpy(pixels).movedim(-1, 1)), mode)
+        _, numbers = nearest(scorer.collect(samples), scorer.collect(train))
+        pictures = torch.cat(list(train.batches(256)))[numbers].movedim(1, -1).numpy()
+        both = {"samples": pixels, "the training pictures nearest to them": pictures}
+        return np.concatenate([sheet(each, range(len(each)), title) for title, each in both.items()])
+
+    def _plot(self, path: Path) -> None:
+        """FID of validation against guidance, a line for each row."""
+        figure, ((axes,),) = line_figure()
+        for row, colour in zip(self.given.rows, OKABE_ITO, strict=False):
+            cases = [case for case in self.runs.swept() if case.row == row]
+            found = [(float(case.guidance), known) for case in cases if (known := self._swept(case))]
+            if found:
+                axes.plot(*zip(*found, strict=True), "o-", color=colour, label=row)
+        if axes.lines:
+            axes.set(xlabel="guidance", ylabel="FID, validation split")
+            label_ends(axes)
+            save_svg(path, figure)
+
+    def _swept(self, case: Case) -> float | None:
+        row = self.table.row(case, self.runs.recipe(case))
+        return float(row["fid"]) if row else None
+
+
+def sheet(pixels: np.ndarray, numbers: Sequence[int], title: str = "") -> np.ndarray:
+    """Samples of these numbers side by side, at most `WIDTH` in a row."""
+    return draw_grid(pixels[list(numbers)], title=title, columns=min(WIDTH, len(numbers)))
+
+
+def save(path: Path, picture: np.ndarray) -> None:
+    with atomic_path(path) as temporary:
+        Image.fromarray(picture).save(temporary, "png")
+
+
+def _cell(rows: Sequence[Row], column: str) -> str:
+    return mean_and_deviation([float(row[column]) for row in rows if row[column]])

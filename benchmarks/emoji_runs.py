@@ -1,0 +1,160 @@
+"""The runs of `compare_emoji.py`: what is trained, drawn and scored, with which options, and where."""
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from generator_runs import GeneratorRuns, hash_of, is_flat, trained_steps, yes
+from training_runs import run_script
+
+from headmix_vision.data.datasets import open_source
+from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.files.result_table import ResultTable
+from headmix_vision.recipes import find_config
+from headmix_vision.runs.directory import read_curve
+from headmix_vision.runs.networks import create_generator
+
+DATASET = "table/style+group"
+CORES = ("softmax", "linear", "mhla", "hih")
+MODELS = {f"{core}{suffix}": (core, cpe) for suffix, cpe in (("", False), ("-cpe", True)) for core in CORES}
+BASE = CORES
+REAL = "validation pictures"
+VALIDATION, TEST = "validation", "test"
+
+
+class Case(NamedTuple):
+    """One row of the table: pictures for the labels of a split, drawn with a guidance, scored against that split."""
+
+    row: str
+    seed: int
+    split: str
+    guidance: str
+
+
+class Runs(GeneratorRuns):
+    """How the runs of the comparison are started, and where they are."""
+
+    def __init__(self, arguments: argparse.Namespace, deadline_s: float) -> None:
+        super().__init__(arguments, deadline_s)
+        self.config = Path(find_config("emoji", "gen")).read_text()
+        self.labels: dict[str, list[int]] = {}
+        """Of each split those that pictures are drawn for: of all its pictures, or of `--samples` in even distances."""
+        for split in (VALIDATION, TEST):
+            source = open_source(SplitRequest(DATASET, split, (3,), "scoring", root=str(arguments.root)))
+            count = arguments.samples or len(source)
+            self.labels[split] = [source.read(number * len(source) // count)[1] for number in range(count)]
+        self.class_names = source.class_names
+
+    def swept(self) -> list[Case]:
+        """The cases by which the guidance of each row is chosen: of the first seed, on the validation split."""
+        given = self.arguments
+        return [Case(row, given.seeds[0], VALIDATION, f"{scale:g}") for row in given.rows for scale in given.guidance]
+
+    def chosen(self, table: ResultTable, row: str) -> str | None:
+        """Names the guidance of a row with the lowest FID of validation; None before all are there."""
+        found = {case.guidance: table.row(case, self.recipe(case)) for case in self.swept() if case.row == row}
+        fids = {scale: float(known["fid"]) for scale, known in found.items() if known}
+        return min(fids, key=lambda scale: fids[scale]) if len(fids) == len(found) else None
+
+    def compared(self, table: ResultTable) -> list[Case]:
+        """The cases that are compared: real pictures, and the rows whose guidance is chosen, of all seeds."""
+        chosen = {row: scale for row in self.arguments.rows if (scale := self.chosen(table, row))}
+        seeds = self.arguments.seeds
+        return [Case(REAL, 0, TEST, ""), *(Case(row, seed, TEST, chosen[row]) for seed in seeds for row in chosen)]
+
+    def network(self, row: str) -> tuple[str, dict[str, Any]]:
+        """Name and arguments of a row's network."""
+        given, (core, cpe) = self.arguments, MODELS[row]
+        sizes = {"embed_dim": given.dim, "depth": given.depth, "num_heads": given.heads, "patch_size": given.patch}
+        return f"dit_{core}_s_4", {**sizes, "in_channels": 3, "cpe": cpe, "output_gate": False}
+
+    def parameters(self, row: str) -> int:
+        """Number of parameters of a row's network."""
+        name, arguments = self.network(row)
+        network = create_generator(name, len(self.class_names), self.arguments.size, arguments)
+        return sum(parameter.numel() for parameter in network.parameters())
+
+    def options(self, row: str, seed: int) -> list[object]:
+        """Options of a training run, the place of the data left out."""
+        given, (name, arguments) = self.arguments, self.network(row)
+        options: list[object] = ["--model.name", name, "--model.input_size", given.size]
+        options += ["--model.model_args", json.dumps(arguments), "--model.num_classes", len(self.class_names)]
+        options += ["--seed_everything", seed]
+        options += ["--trainer.max_epochs", given.epochs, "--trainer.check_val_every_n_epoch", given.interval]
+        options += ["--data.batch_size", given.batch, "--samples.every_n_steps", "null", "--trainer.devices", 1]
+        options += ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+        return [*options, *shlex.split(given.options)]
+
+    def directory(self, row: str, seed: int) -> Path:
+        """Run directory."""
+        name = f"{row}-seed_{seed}-{hash_of(self.config, *self.options(row, seed))}"
+        return self.arguments.runs.absolute() / name
+
+    def train(self, row: str, seed: int) -> Path:
+        """Train, as `train_once` does."""
+        options = [*self.options(row, seed), "--data.root", self.arguments.root.absolute()]
+        return self.train_once(self.directory(row, seed), "train_gen.py", "emoji", lambda: options)
+
+    def recipe(self, case: Case) -> str:
+        """Hash of everything that a row of the table depends on but the pictures and the classifiers."""
+        given = self.arguments
+        sampling = () if case.row == REAL else (self.config, *self.options(case.row, case.seed), *self.sampling())
+        return hash_of(*sampling, case.split, case.guidance, given.samples, given.size)
+
+    def sampling(self) -> list[object]:
+        """Options of `sample.py images` that are those of all cases."""
+        return ["--steps", self.arguments.sampling_steps, "--dtype", self.arguments.dtype]
+
+    def samples(self, case: Case) -> Path:
+        """The folder of a case's pictures."""
+        name = f"drawn_{case.split}_{case.guidance}-{hash_of(self.arguments.samples, *self.sampling())}"
+        return self.directory(case.row, case.seed) / name
+
+    def score(self, case: Case) -> dict[str, object]:
+        """Train, draw and score; what is there already is left as it is.
+
+        Returns:
+            The columns of the table.
+
+        Raises:
+            RunFailed: A command failed.
+            TimeOver: There was no time for all of it.
+        """
+        if case.row == REAL:
+            place = self.arguments.runs.absolute() / f"real-{self.recipe(case)}"
+            scores = self._scores(f"{DATASET}:validation", place, case, judged=f"{DATASET}:{case.split}")
+            return {"recipe": self.recipe(case), **scores}
+        run, folder = self.train(case.row, case.seed), self.samples(case)
+        if not (folder / "samples.npz").exists():
+            labels = self.labels[case.split]
+            drawing = ["--num", len(labels), "--classes", ",".join(map(str, labels)), "--guidance", case.guidance]
+            drawing += ["--seed", case.seed, "--batch-size", 256, "--npz", *self.sampling()]
+            run_script(["sample.py", "images", "--model", run, "--out", folder, *drawing], **self.how)
+        losses = {step + 1: loss for step, loss in read_curve(run, "val/loss").items()}
+        facts = {"steps": trained_steps(run), "flat": yes(is_flat(losses)), "parameters": self.parameters(case.row)}
+        fake = str(folder / "samples.npz")
+        return {**facts, "recipe": self.recipe(case), **self._scores(fake, folder, case, judged=fake)}
+
+    def _scores(self, fake: str, place: Path, case: Case, judged: str) -> dict[str, float]:
+        """FID from the split; of the test split also precision, recall, what the judge says, and copies."""
+        given = self.arguments
+        split = f"{DATASET}:{case.split}"
+
+        def ask(metric: str, samples: str, features: str, *sides: str) -> dict[str, float]:
+            out = place.with_name(f"{place.name}-{metric}.json")
+            root = ["--root", given.root.absolute()] if sides or samples.startswith(DATASET) else []
+            self.evaluate(metric, samples, out, "--features", features, *sides, "--image-size", given.size, *root)
+            scores: dict[str, float] = json.loads(out.read_text())["scores"]
+            return scores
+
+        scores = {"fid": ask("fid", fake, given.features, "--real", split)["fid"]}
+        if case.split == VALIDATION:
+            return scores
+        found = ask("prc", fake, given.features, "--real", split)
+        scores |= {f"{name}_percent": 100 * found[name] for name in ("precision", "recall")}
+        found = ask("accuracy", judged, given.judge)
+        scores |= {f"{name}_percent": 100 * found[name] for name in ("top1", "balanced")}
+        found = ask("neighbours", fake, given.features, "--real", f"{DATASET}:train", "--held-out", split)
+        return scores | {f"{name}_percent": 100 * found[name] for name in ("nearer", "copied")}
