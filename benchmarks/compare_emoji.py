@@ -38,7 +38,7 @@ from itertools import product
 from pathlib import Path
 
 from emoji_report import Report, open_table
-from emoji_runs import BASE, MODELS, Case, Runs
+from emoji_runs import BASE, MODELS, TEST, Case, Runs
 from generator_runs import Outcome, add_options, check_options, compare
 from generator_runs import complete as score_all
 
@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def run(deadline_s: float) -> tuple[Outcome, Report]:
         runs, table = Runs(arguments, deadline_s), open_table(arguments.out)
+        print(f"{len(runs.labels[TEST])} pictures of {len(runs.class_names)} classes are drawn for the test split")
         outcome = complete(runs, table)
         return outcome, Report(table, runs)
 

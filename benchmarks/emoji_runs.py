@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from generator_runs import GeneratorRuns, hash_of, is_flat, trained_steps, yes
 from training_runs import run_script
 
 from headmix_vision.data.datasets import open_source
-from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.data.datasets.base import Source, SplitRequest
 from headmix_vision.files.result_table import ResultTable
 from headmix_vision.recipes import find_config
 from headmix_vision.runs.directory import read_curve
@@ -39,13 +40,24 @@ class Runs(GeneratorRuns):
     def __init__(self, arguments: argparse.Namespace, deadline_s: float) -> None:
         super().__init__(arguments, deadline_s)
         self.config = Path(find_config("emoji", "gen")).read_text()
-        self.labels: dict[str, list[int]] = {}
+
+    @cached_property
+    def labels(self) -> dict[str, list[int]]:
         """Of each split those that pictures are drawn for: of all its pictures, or of `--samples` in even distances."""
+        labels = {}
         for split in (VALIDATION, TEST):
-            source = open_source(SplitRequest(DATASET, split, (3,), "scoring", root=str(arguments.root)))
-            count = arguments.samples or len(source)
-            self.labels[split] = [source.read(number * len(source) // count)[1] for number in range(count)]
-        self.class_names = source.class_names
+            source = self._open(split)
+            count = self.arguments.samples or len(source)
+            labels[split] = [source.read(number * len(source) // count)[1] for number in range(count)]
+        return labels
+
+    @cached_property
+    def class_names(self) -> list[str]:
+        """The styles and groups."""
+        return self._open(TEST).class_names
+
+    def _open(self, split: str) -> Source:
+        return open_source(SplitRequest(DATASET, split, (3,), "scoring", root=str(self.arguments.root)))
 
     def swept(self) -> list[Case]:
         """The cases by which the guidance of each row is chosen: of the first seed, on the validation split."""
@@ -77,11 +89,10 @@ class Runs(GeneratorRuns):
         return sum(parameter.numel() for parameter in network.parameters())
 
     def options(self, row: str, seed: int) -> list[object]:
-        """Options of a training run, the place of the data left out."""
+        """Options of a training run, those that follow from the data left out."""
         given, (name, arguments) = self.arguments, self.network(row)
         options: list[object] = ["--model.name", name, "--model.input_size", given.size]
-        options += ["--model.model_args", json.dumps(arguments), "--model.num_classes", len(self.class_names)]
-        options += ["--seed_everything", seed]
+        options += ["--model.model_args", json.dumps(arguments), "--seed_everything", seed]
         options += ["--trainer.max_epochs", given.epochs, "--trainer.check_val_every_n_epoch", given.interval]
         options += ["--data.batch_size", given.batch, "--samples.every_n_steps", "null", "--trainer.devices", 1]
         options += ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
@@ -94,7 +105,8 @@ class Runs(GeneratorRuns):
 
     def train(self, row: str, seed: int) -> Path:
         """Train, as `train_once` does."""
-        options = [*self.options(row, seed), "--data.root", self.arguments.root.absolute()]
+        data = ["--data.root", self.arguments.root.absolute(), "--model.num_classes", len(self.class_names)]
+        options = [*self.options(row, seed), *data]
         return self.train_once(self.directory(row, seed), "train_gen.py", "emoji", lambda: options)
 
     def recipe(self, case: Case) -> str:

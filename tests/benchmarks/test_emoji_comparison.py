@@ -47,7 +47,7 @@ def test_models_differ_in_their_attention_alone(load, root: Path, tmp_path: Path
     configs = []
     for row in ("softmax", "hih", "mhla-cpe"):
         arguments = ["-c", "emoji", "--run_dir", tmp_path / "run", *runs.options(row, 1)]
-        train_generator(["fit", *map(str, arguments), "--data.root", str(root)])
+        train_generator(["fit", *map(str, arguments), "--model.num_classes", "4", "--data.root", str(root)])
         cli = seen.pop()
         attention = cli.model.net.blocks[0].attn
         assert isinstance(attention.core, CORES[row.partition("-")[0]]) and attention.gate is None
