@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from PIL import Image, ImageOps
+
 from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.datasets.base import PIL_MODES, Transform
 from headmix_vision.errors import InputError
@@ -155,10 +157,12 @@ def train_transform(data_config: dict[str, Any], augmentation: Augmentation) -> 
     Raises:
         InputError: timm does not understand the auto_augment policy.
     """
-    from timm.data import create_transform
+    from timm.data import auto_augment, create_transform
     from timm.data.transforms import MaybeToTensor
     from torchvision import transforms
 
+    for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
+        auto_augment.NAME_TO_OP[name] = _posterize
     options: dict[str, Any] = {
         "scale": augmentation.scale,
         "ratio": augmentation.ratio,
@@ -183,6 +187,11 @@ def train_transform(data_config: dict[str, Any], augmentation: Augmentation) -> 
         # Between decoding and normalisation, where black, the fill of the uncovered border, is 0.
         steps += [MaybeToTensor(), _random_affine(augmentation)]
     return transforms.Compose([*steps, *normalise.transforms])
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """Keep the highest bits of each number, as timm does: Pillow 13 refuses to keep none, as timm 1.0.31 asks."""
+    return image if bits >= 8 else ImageOps.posterize(image, bits) if bits else image.point(lambda _: 0)
 
 
 def _random_affine(augmentation: Augmentation) -> Transform:

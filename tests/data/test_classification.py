@@ -5,9 +5,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from sklearn.datasets import load_digits
+from timm.data.auto_augment import AugmentOp
 
 from headmix_vision.data import Augmentation, ClassificationData
+from headmix_vision.data.augmentation import train_transform
 from headmix_vision.data.batches import SampleKey
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
@@ -158,6 +161,13 @@ def test_fake_images_have_the_models_shape_and_take_every_augmentation() -> None
     first, second = (next(iter(data.val_dataloader())) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert first[1].tolist() == [0, 1, 2, 3]
+
+
+def test_policies_may_keep_no_bits() -> None:
+    config = {"input_size": (3, 16, 16), "interpolation": "bilinear", "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    train_transform(config, Augmentation(auto_augment="rand-m9-mstd0.5-inc1"))
+    posterized = AugmentOp("PosterizeIncreasing", prob=1.0, magnitude=10)(Image.new("RGB", (16, 16), "white"))
+    assert posterized.getextrema() == ((0, 0),) * 3
 
 
 def test_repeats_reach_the_batches() -> None:
