@@ -8,7 +8,8 @@ CHECKED := headmix_vision tests benchmarks examples train_cls.py train_gen.py sa
 # Processes of the tests, each with one thread.
 JOBS ?= 2
 GPU_JOBS ?= 16
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile
+# The tests start Python often; what it has compiled is kept even where the environment says otherwise.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 
 .PHONY: install demo demo-video test test-slow test-refusals test-gpu compile-kernels test-newest test-oldest lint format clean
 
@@ -57,7 +58,7 @@ test-refusals: install
 
 # On a machine with a CUDA device: the kernels natively, all types and sizes against float64.
 test-gpu: install
-	$(PYTEST) tests/ops -n $(GPU_JOBS) --dist worksteal -m "slow or not slow"
+	$(PYTEST) tests/ops -n $(GPU_JOBS) -m "slow or not slow"
 
 # Every kernel for GPUs that need not be there: hours of a core; `benchmarks/compile_kernels.py --help` chooses a part.
 compile-kernels: install
