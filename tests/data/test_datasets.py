@@ -1,8 +1,6 @@
 """The table of data sets: its lines, what they allow, and one data set through every reader."""
 
 import json
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,13 +68,6 @@ def test_all_digits_are_those_of_training_and_then_of_validation() -> None:
     parts, everything = [Digits("train"), Digits("validation")], Digits("all")
     assert torch.equal(everything.images, torch.cat([part.images for part in parts]))
     assert everything.targets == [target for part in parts for target in part.targets]
-
-
-def test_opening_data_and_caching_latents_load_no_lightning() -> None:
-    modules = ("datasets", "seeding", "center_crop", "cache_latents", "loading", "augmentation")
-    imports = "; ".join(f"import headmix_vision.data.{module}" for module in modules)
-    check = f"import sys; {imports}; sys.exit('lightning' in sys.modules or 'pytorch_lightning' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 class Clips(BatchSource):

@@ -43,7 +43,7 @@ def run_shared(folder: Path, world_size: int, *calls: list[Any]) -> subprocess.C
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_scores_are_equal_to_the_bit(
+def test_scores_are_equal_to_the_bit_and_errors_told_once(
     world_size: int, classifier: Path, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     real, fake = folders
@@ -68,31 +68,25 @@ def test_scores_are_equal_to_the_bit(
     shared = [
         [name, *arguments, "--out", tmp_path / f"{name}_many.{endings[name]}"] for name, arguments in calls.items()
     ]
-    result = run_shared(tmp_path, world_size, *shared)
+    damaged = write_digits(tmp_path / "damaged", range(30))
+    (damaged / "0010.png").write_bytes(b"none")  # of the second process's first batch
+    wrong = [
+        ["fid", "--real", real, "--fake", damaged, *common],
+        ["fid", "--real", "/nowhere", "--fake", damaged, *common],
+        ["kid", *sides, *common, "--subset-size", 1000],
+        ["fid", "--nonsense"],
+    ]
+    result = run_shared(tmp_path, world_size, *shared, *wrong)
     assert result.returncode == 0, result.stderr
     for rank in range(world_size):
         assert result.stdout.count(f"rank {rank} ended with 0") == len(calls)
+        assert result.stdout.count(f"rank {rank} ended with 2") == len(wrong)
     assert result.stdout.count("is_mean ") == 1
     for name in calls.keys() - {"stats"}:
         one, many = (tmp_path / f"{name}_{count}.json" for count in ("one", "many"))
         assert one.read_bytes() == many.read_bytes(), name
     first, other = (load_file(tmp_path / f"stats_{count}.safetensors") for count in ("one", "many"))
     assert first.keys() == other.keys() and all(torch.equal(first[name], other[name]) for name in first)
-
-
-def test_errors_are_told_once(classifier: Path, folders: tuple[Path, Path], tmp_path: Path) -> None:
-    damaged = write_digits(tmp_path / "damaged", range(30))
-    (damaged / "0010.png").write_bytes(b"none")  # of the second process's first batch
-    common = ("--features", classifier, "--batch-size", 7)
-    calls = [
-        ["fid", "--real", folders[0], "--fake", damaged, *common],
-        ["fid", "--real", "/nowhere", "--fake", damaged, *common],
-        ["kid", "--real", folders[0], "--fake", folders[1], *common, "--subset-size", 1000],
-        ["fid", "--nonsense"],
-    ]
-    result = run_shared(tmp_path, 2, *calls)
-    for rank in range(2):
-        assert result.stdout.count(f"rank {rank} ended with 2") == len(calls)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error")]
-    assert [line.startswith("error: ") for line in errors] == [True] * len(calls)
+    assert [line.startswith("error: ") for line in errors] == [True] * len(wrong)
     assert "0010.png" in errors[0] and "/nowhere" in errors[1] and "kid subset size" in errors[2]

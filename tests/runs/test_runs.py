@@ -37,12 +37,14 @@ def save_checkpoint(path: Path, network: torch.nn.Module, **description: object)
     return path
 
 
-def test_finished_runs_are_read_without_lightning() -> None:
+def test_data_and_finished_runs_are_read_without_lightning() -> None:
     packages = (runs, evaluation, sampling, analysis)
     modules = [
         f"{package.__name__}.{module.name}" for package in packages for module in pkgutil.iter_modules(package.__path__)
     ]
     assert len(modules) > 12
+    data = ("datasets", "seeding", "center_crop", "cache_latents", "loading", "augmentation")
+    modules += [f"headmix_vision.data.{name}" for name in data]
     code = (
         f"import sys, importlib; [importlib.import_module(name) for name in {modules}];"
         "print([name for name in sys.modules if 'lightning' in name.split('.')[0].replace('lightning_utilities', '')])"
