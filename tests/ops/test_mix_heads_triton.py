@@ -183,6 +183,8 @@ def test_gradients_of_a_packed_projection_are_written_in_place():
     options = {
         "post_grad_custom_post_pass": lambda graph: graphs.append([str(node.target) for node in graph.nodes]),
         "force_disable_caches": True,  # keys of the caches know nothing of an op's gradients
+        "cpp.vec_isa_ok": False,  # else seven probes are compiled and loaded first
+        "cpp_cache_precompile_headers": False,
     }
     expected = run(mix, [packed, weights], d_outs)
     with torch._inductor.config.patch(options):
