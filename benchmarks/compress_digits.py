@@ -145,8 +145,7 @@ def plot(path: Path, rows: list[Row]) -> None:
             axes.fill_between(x, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.2)
         axes.set(title=core, xticks=x, ylabel="top-1 on held-out digits, %")
     panels[-1, 0].set_xlabel(f"component heads of keys and values, of {HEADS}")
-    for axes in panels[:, 0]:
-        label_ends(axes)
+    label_ends(*panels[:, 0])
     save_svg(path, figure)
 
 

@@ -139,8 +139,7 @@ def draw(models: Models, width: int) -> Any:
         axes.set_xscale("log", base=2)
         axes.set_xticks(heads, map(str, heads))
     axes_of[-1, 0].set_xlabel("heads")
-    for axes in axes_of[:, 0]:
-        label_ends(axes)
+    label_ends(*axes_of[:, 0])
     return figure
 
 

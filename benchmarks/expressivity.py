@@ -159,8 +159,7 @@ def plot(path: Path, rows: list[dict[str, Any]], steps: int) -> None:
         ages.set_xticks(range(len(ranges)), map(str, ranges))
     panels[-1, 0].set_xlabel("training step")
     panels[-1, 1].set_xlabel(f"age in patches, at least, after {steps} steps")
-    for axes in panels[:, 1]:
-        label_ends(axes)
+    label_ends(*panels[:, 1])
     save_svg(path, figure)
 
 

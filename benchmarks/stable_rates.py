@@ -202,8 +202,7 @@ def plot(sweep: Sweep, path: Path) -> None:
         axes.set_xticks(sweep.rates[::2], [f"{rate:.2g}" for rate in sweep.rates[::2]])
         axes.minorticks_off()
     panels[-1, 0].set_xlabel("peak learning rate; dots: highest stable one")
-    for axes in panels[:, 0]:
-        label_ends(axes)
+    label_ends(*panels[:, 0])
     path.parent.mkdir(parents=True, exist_ok=True)
     save_svg(path, figure)
 

@@ -45,19 +45,28 @@ def line_figure(rows: int = 1, columns: int = 1, height_in: float = 3.6, **share
         return figure, figure.subplots(rows, columns, squeeze=False, **shared)
 
 
-def label_ends(axes: Axes) -> None:
-    """Writes each line's label right of the panel, at the height of its last point and in its colour.
+def label_ends(*panels: Axes) -> None:
+    """Writes each line's label right of its panel, at the height of its last point and in its colour.
 
     Where lines end close to each other, their labels stand one above the other. Call it last: it goes by where the
     points are in the finished plot.
+
+    Args:
+        *panels: Panels of one figure; it is laid out once for all of them, which takes time.
     """
-    figure = axes.figure
+    figure = panels[0].figure
     assert isinstance(figure, Figure)
     figure.draw_without_rendering()
+    for axes in panels:
+        _label_ends(axes, pt=72 / figure.dpi)
+
+
+def _label_ends(axes: Axes, pt: float) -> None:
+    """Labels the lines of a panel that is laid out; a pixel has so many points."""
     lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
     points = {line: np.asarray(line.get_xydata()) for line in lines}
     ends = {line: float(axes.transData.transform(xy[-1])[1]) for line, xy in points.items() if len(xy)}
-    named, pt = sorted(ends, key=lambda line: ends[line]), 72 / figure.dpi
+    named = sorted(ends, key=lambda line: ends[line])
     heights = apart([ends[line] * pt for line in named], _PITCH_PT, axes.get_window_extent().ymax * pt)
     for line, height in zip(named, heights, strict=True):
         axes.annotate(

@@ -39,8 +39,7 @@ class _Drawing:
         height_in = dots_in if self.sweep.draw == "dots" else _PANEL_IN * len(numbers) + _AXIS_IN
         figure, panels = line_figure(len(numbers), height_in=height_in)
         drawn = [panel(axes, number) for axes, number in zip(panels[:, 0], numbers, strict=True)]
-        for axes in figure.axes:
-            label_ends(axes)
+        label_ends(*figure.axes)
         return figure if all(drawn) else None
 
     def _values(self, name: str, number: str) -> list[float]:

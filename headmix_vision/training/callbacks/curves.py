@@ -30,7 +30,8 @@ class LearningCurves(Callback):
         rows: Gives the logged metrics, one dictionary per row.
         panels: What each panel shows, and its metrics.
         needs: The metric without which nothing is drawn.
-        min_interval_s: Least time between two drawings, in seconds; drawing takes about one.
+        min_interval_s: Least time before a drawing during training, from the start or the one before, in seconds;
+            drawing takes about one.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class LearningCurves(Callback):
         self.panels = panels
         self.needs = needs
         self.min_interval_s = min_interval_s
-        self._drawn_at_s = 0.0
+        self._drawn_at_s = time.monotonic()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draws the epochs before this one."""
@@ -79,8 +80,7 @@ def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> N
                 axes.plot(_epochs(steps, rows), values, color=colour, label=name, marker=marker)
         axes.set_ylabel(label)
     all_axes[-1, 0].set_xlabel("epoch")
-    for axes in all_axes[:, 0]:
-        label_ends(axes)
+    label_ends(*all_axes[:, 0])
     save_svg(path, figure)
 
 
