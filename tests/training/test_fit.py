@@ -9,6 +9,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 
+from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, WarmedUpAverage, ema_decay
 from headmix_vision.training.classifier import ImageClassifier
 
@@ -59,6 +60,15 @@ def test_final_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert last.startswith(f"best top-1 {100 * top1:.2f} % (epoch 1)")
     for name in ("run", "run/checkpoints/best.ckpt", "run/curves.svg"):
         assert str(tmp_path / name) in last
+
+
+def test_curves_are_drawn_between_epochs_when_the_interval_is_over(tmp_path: Path) -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    rows = [{"step": 5.0, "epoch": 0.0, "train/loss": 1.0, "val/top1": 0.5}]
+    for interval_s in (60.0, 0.0):
+        curves = LearningCurves(tmp_path / "curves.svg", lambda: rows, min_interval_s=interval_s)
+        curves.on_train_epoch_start(trainer, LightningModule())
+        assert (tmp_path / "curves.svg").exists() == (interval_s == 0)
 
 
 def test_lines_in_a_log_that_is_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
