@@ -52,6 +52,7 @@ def test_an_addition_is_one_file_and_one_line(diff):
     assert [line[0] for line in lines if line[:1] in "+-"] == ["+"]
 
 
+@pytest.mark.slow
 def test_additions_work_everywhere(tmp_path):
     """The models of all families, training, scoring and caching know them, with nothing else changed."""
     package = tmp_path / "package"

@@ -113,6 +113,7 @@ def test_reading_data_leaves_the_random_state_of_training_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_spawned_workers_read_the_same() -> None:
     data = ClassificationData(batch_size=700, augmentation=AUGMENTATION)
     attach(data)

@@ -229,6 +229,7 @@ HeadMixDiTPipeline.from_pretrained(sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_a_new_process_loads_pipelines(pipeline: HeadMixVideoDiTPipeline, tmp_path: Any) -> None:
     pipeline.save_pretrained(tmp_path / "videos")
     network = timm.create_model("dit_mhla_digits", depth=1, embed_dim=24, num_heads=2)

@@ -41,6 +41,7 @@ def test_features_are_those_of_torch_fidelity(weights: Path) -> None:
     assert extractor.description["official"] is False
 
 
+@pytest.mark.slow
 def test_sfid_beside_fid(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed, name in enumerate(("real", "fake")):
         pixels = np.random.default_rng(seed).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)

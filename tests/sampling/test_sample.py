@@ -123,6 +123,7 @@ def test_more_samples_continue_a_folder(whole: Path, model: Path, tmp_path: Path
         assert arrays["labels"].tolist()[10:] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(whole: Path, model: Path, tmp_path: Path) -> None:
     # "--", since torchrun would take --num for an abbreviation of an option of its own
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--"]

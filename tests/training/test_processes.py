@@ -93,6 +93,7 @@ def test_signal_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
     small = write_config(tmp_path / "two.yaml", **NO_RANDOMNESS)
     process = start("fit", "-c", small, "--run_dir", tmp_path / "two", *TWO_RANKS)
