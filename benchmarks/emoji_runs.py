@@ -7,14 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from generator_runs import GeneratorRuns, hash_of, is_flat, trained_steps, yes
+from generator_runs import GeneratorRuns, flat, hash_of, trained_steps
 from training_runs import run_script
 
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import Source, SplitRequest
 from headmix_vision.files.result_table import ResultTable
 from headmix_vision.recipes import find_config
-from headmix_vision.runs.directory import read_curve
 from headmix_vision.runs.networks import create_generator
 
 DATASET = "table/style+group"
@@ -144,8 +143,7 @@ class Runs(GeneratorRuns):
             drawing = ["--num", len(labels), "--classes", ",".join(map(str, labels)), "--guidance", case.guidance]
             drawing += ["--seed", case.seed, "--batch-size", 256, "--npz", *self.sampling()]
             run_script(["sample.py", "images", "--model", run, "--out", folder, *drawing], **self.how)
-        losses = {step + 1: loss for step, loss in read_curve(run, "val/loss").items()}
-        facts = {"steps": trained_steps(run), "flat": yes(is_flat(losses)), "parameters": self.parameters(case.row)}
+        facts = {"steps": trained_steps(run), "flat": flat(run), "parameters": self.parameters(case.row)}
         fake = str(folder / "samples.npz")
         return {**facts, "recipe": self.recipe(case), **self._scores(fake, folder, case, judged=fake)}
 

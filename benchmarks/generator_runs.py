@@ -20,7 +20,7 @@ from headmix_vision.files.atomic import atomic_path
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.result_table import ResultTable, Row
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, read_checkpoint
-from headmix_vision.runs.directory import FINISHED, LAST
+from headmix_vision.runs.directory import FINISHED, LAST, read_curve
 
 Case = tuple[object, ...]
 """A row of a table: the columns that tell it apart."""
@@ -102,6 +102,11 @@ def is_flat(losses: Mapping[int, float]) -> bool:
     last = max(losses)
     earlier = [step for step in losses if step <= 0.9 * last]
     return bool(earlier) and losses[last] > 0.98 * losses[max(earlier)]
+
+
+def flat(run: Path) -> str:
+    """Tell whether a run's validation loss is flat, yes or no."""
+    return yes(is_flat({step + 1: loss for step, loss in read_curve(run, "val/loss").items()}))  # steps from 0
 
 
 def hash_of(*parts: object) -> str:

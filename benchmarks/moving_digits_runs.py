@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from generator_runs import GeneratorRuns, hash_of, is_flat, trained_steps, yes
+from generator_runs import GeneratorRuns, flat, hash_of, trained_steps, yes
 from measuring import release_memory, time_calls
 from training_runs import REPOSITORY, run_script
 
 from headmix_vision.console.devices import default_device, open_device
 from headmix_vision.models import HeadMixVideoDiT
-from headmix_vision.runs.directory import read_curve
 from headmix_vision.runs.networks import create_generator
 
 CONFIG = "benchmarks/moving_digits.yaml"
@@ -203,8 +202,7 @@ class Runs(GeneratorRuns):
         percents |= {f"{name}_ceiling_percent": 100 * found["ceiling"][name] for name in ("digit", "motion")}
         facts = {"steps": trained_steps(run), "parameters": self.parameters(case.row), "recipe": self.recipe(case)}
         if MODELS[case.row].budget == "full":
-            curve = read_curve(run, "val/loss")  # by the number of the step, from 0
-            facts["flat"] = yes(is_flat({step + 1: loss for step, loss in curve.items()}))
+            facts["flat"] = flat(run)
         if case.frames == self.arguments.frames:
             facts |= self._distance(str(folder / "samples.npz"), folder, case)
             facts["learned"] = yes(percents["motion_percent"] >= LEARNED_PERCENT)

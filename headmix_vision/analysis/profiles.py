@@ -133,6 +133,5 @@ def draw_profiles(rows: Sequence[dict[str, Any]], labels: dict[str, str], title:
         axes.set_ylim(0, None)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[-1, 0].set_xlabel("layer")
-    for axes in panels[:, 0]:
-        label_ends(axes)
+    label_ends(*panels[:, 0])
     return figure

@@ -37,13 +37,11 @@ def mixing_of_rows(mixing: Tensor, row_blocks: int, count: int) -> Tensor:
         [..., T P, T P], zero where a block is not seen.
     """
     mixing = mixing.unflatten(-1, (-1, row_blocks)).unflatten(-3, (-1, row_blocks)).transpose(-3, -2)
-    row = torch.arange(count, device=mixing.device)
-    query = row.clamp(max=mixing.shape[-3] - 1)[:, None]
+    row, last = torch.arange(count, device=mixing.device), mixing.shape[-3] - 1
+    query = row.clamp(max=last)[:, None]
     source = query - (row[:, None] - row)
     seen = (source >= 0) & (source <= query)
-    weight = (
-        mixing[..., query, source.clamp(0, mixing.shape[-3] - 1), :, :] * seen[:, :, None, None]
-    )  # [..., T, T, P, P]
+    weight = mixing[..., query, source.clamp(0, last), :, :] * seen[:, :, None, None]  # [..., T, T, P, P]
     return weight.transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
 

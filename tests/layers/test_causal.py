@@ -135,7 +135,7 @@ def test_wrong_pieces_are_refused():
     for core in ("mhla", "linear", "softmax", "hih"):
         with pytest.raises(InputError, match="cannot take tokens in pieces: this needs 'mhla' with causal=True"):
             make_layer(core).stream(x)
-    with pytest.raises(InputError, match="mhla_step keeps none"):
+    with pytest.raises(InputError, match="of which none are kept"):
         causal({"normalizer": "source_block"}).stream(x)
     sizes = {"grid": (6, 6), "block_grid": (3, 2), "num_prefix_tokens": 0}
     layer = causal({"causal": "rows"}, **sizes)

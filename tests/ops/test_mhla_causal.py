@@ -154,7 +154,7 @@ def test_wrong_steps_are_refused():
     for arguments, options, message in (
         ((q[:, :2], k[:, :2], v[:, :2], mixing, blocks, state), {}, "q has 2 tokens, but of a 4x4 grid 1 are left"),
         ((*one, mixing, blocks, state), {"normalizer": None}, r"the state must hold torch.float64 \(2, 3, 4, 8, 5\)"),
-        ((*one, mixing, blocks), {"normalizer": "source_block"}, "mhla_step keeps none"),
+        ((*one, mixing, blocks), {"normalizer": "source_block"}, "of which none are kept"),
         ((*one, mixing[:3], blocks), {}, "mixing must be"),
     ):
         with pytest.raises(InputError, match=message) as error:

@@ -70,15 +70,10 @@ def mhla_step(
     settings = Settings(blocks, normalizer, feature_map, eps, causal=True)
     taken = 0 if state is None else state.num_tokens
     validate_mhla(q, k, v, mixing, settings, "torch", taken)
-    if normalizer == "source_block":
-        raise InputError("normalizer 'source_block' needs the queries of earlier blocks: mhla_step keeps none.")
     B, n, H, D = q.shape
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
-        q, k, v, mixing = (x.to(dtype) for x in (q, k, v, mixing))
-        q, k = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps)
-        if normalizer == "paper":
-            v = F.pad(v, (0, 1), value=1.0)
+        q, k, v, mixing = _features(q, k, v, mixing, normalizer, feature_map, eps)
         memory = None if state is None else state.summaries
         expected = (B, H, blocks.num_blocks, D, v.shape[-1])
         if memory is not None and (memory.shape != expected or memory.dtype != dtype):
@@ -88,9 +83,7 @@ def mhla_step(
         first, tables = _next_tables(blocks, taken, n, q.device)
         q, k, v = (to_blocks(x, tables) for x in (q, k, v))
         out, summaries = causal_sums(q, k, v, mixing.expand(B, H, *mixing.shape[-2:]), first, memory)
-        out = to_tokens(out, tables)
-        if normalizer == "paper":
-            out = out[..., :-1] / out[..., -1:]
+        out = _divided(to_tokens(out, tables), normalizer)
         return MHLAStep(out.to(out_dtype), MHLAState(summaries, taken + n))
 
 
@@ -118,23 +111,31 @@ def mhla_rows(
     Returns:
         The outputs [B, N, H, Dv], and the summaries of all K + M blocks.
     """
-    if normalizer == "source_block":
-        raise InputError("normalizer 'source_block' needs the queries of earlier blocks, of which none are kept.")
     with autocast_off(q):
-        out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
-        q, k, v, mixing = (x.to(dtype) for x in (q, k, v, mixing))
-        q, k = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps)
-        if normalizer == "paper":
-            v = F.pad(v, (0, 1), value=1.0)
+        out_dtype = v.dtype
+        q, k, v, mixing = _features(q, k, v, mixing, normalizer, feature_map, eps)
         tables = blocks.tables(q)
         q, k, v = (to_blocks(x, tables) for x in (q, k, v))
         own = k.mT @ v
         summaries = own if memory is None else torch.cat([memory, own], dim=2)
         mixing = mixing[..., -blocks.num_blocks :, :].expand(*summaries.shape[:2], -1, -1)
-        out = to_tokens(q @ (mixing @ summaries.flatten(-2)).view_as(own), tables)
-        if normalizer == "paper":
-            out = out[..., :-1] / out[..., -1:]
+        out = _divided(to_tokens(q @ (mixing @ summaries.flatten(-2)).view_as(own), tables), normalizer)
         return out.to(out_dtype), summaries
+
+
+def _features(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, normalizer: str | None, feature_map: str, eps: float
+) -> tuple[Tensor, ...]:
+    """Return features, values with a column of ones for the denominators, and the mixing, in the type of the sums."""
+    if normalizer == "source_block":
+        raise InputError("normalizer 'source_block' needs the queries of earlier blocks, of which none are kept.")
+    q, k, v, mixing = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v, mixing))
+    q, k = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps)
+    return q, k, F.pad(v, (0, 1), value=1.0) if normalizer == "paper" else v, mixing
+
+
+def _divided(out: Tensor, normalizer: str | None) -> Tensor:
+    return out[..., :-1] / out[..., -1:] if normalizer == "paper" else out
 
 
 def _next_tables(blocks: TokenBlocks, taken: int, count: int, device: torch.device) -> tuple[int, BlockTables]:
