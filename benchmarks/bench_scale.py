@@ -1,6 +1,7 @@
 """Training on several GPUs of a host: images per second, peak memory and losses, by how the weights are kept.
 
     python benchmarks/bench_scale.py                        # deit_mhla_base and dit_mhla_xl_2 on 1 and 2 GPUs
+    python benchmarks/bench_scale.py --runs runs/scale      # keeps what each run found: a second call goes on
     python benchmarks/bench_scale.py --losses               # 200 steps of each at one global batch, against one GPU
     python benchmarks/bench_scale.py --device cpu --tiny    # tries the script itself where there is no GPU
 
@@ -16,11 +17,12 @@ Losses are means over the GPUs of training without anything random but the order
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from lightning.pytorch import LightningModule, Trainer
 from measuring import device_slug, environment, format_table, open_device, write_csv
 
 from headmix_vision.console.scripts import run_python
+from headmix_vision.files.atomic import atomic_path
 
 HEADER = ("model", "batch", "what", "GPUs", "images/s", "ratio", "GiB")
 LOSS_HEADER = ("model", "what", "GPUs", "first loss", "last loss", "largest difference")
@@ -39,8 +42,8 @@ DEFAULTS: dict[str, Any] = {
     "sizes": {"input_size": 32, "img_size": 224},
     "batch": 64,
     "compile": "default",
-    "steps": 120,
-    "warmup_steps": 40,
+    "steps": 70,
+    "warmup_steps": 30,
     "loss_steps": 200,
 }
 TINY_DEFAULTS: dict[str, Any] = {
@@ -97,36 +100,49 @@ def run_case(case: Row, arguments: argparse.Namespace) -> None:
 
 
 def measure(model: str, what: str, gpus: int, arguments: argparse.Namespace, argv: Sequence[str]) -> Row:
-    """Start a case in processes of its own and read what it found."""
+    """Start a case in processes of its own and read what it found, now or in an earlier call."""
+    case = {"model": model, "what": what, "gpus": gpus, "losses": arguments.losses}
+    settings = [
+        getattr(arguments, name) for name in ("size", "batch", "compile", "steps", "warmup_steps", "loss_steps")
+    ]
+    name = f"{what}-{gpus}-{hashlib.sha256(repr((case, settings)).encode()).hexdigest()[:8]}.json"
     with tempfile.TemporaryDirectory() as folder:
-        case = {"model": model, "what": what, "gpus": gpus, "losses": arguments.losses, "folder": f"{folder}/run"}
-        run_python([__file__, *argv, "--case", json.dumps(case)])
-        found = json.loads((Path(folder) / "run" / "found.json").read_text())
-    return {"model": model, "batch": arguments.batch, "what": what, "gpus": gpus, **found}
+        kept = (arguments.runs or Path(folder)) / name
+        if not kept.exists():
+            run_python([__file__, *argv, "--case", json.dumps(case | {"folder": f"{folder}/run"})])
+            with atomic_path(kept) as path:
+                path.write_text((Path(folder) / "run" / "found.json").read_text())
+        found = json.loads(kept.read_text())
+    return {"model": model, "size": arguments.size or "", "batch": arguments.batch, "what": what, "gpus": gpus, **found}
 
 
-def speed_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> list[Row]:
+def cases_on(gpus: int, *alone: str) -> list[tuple[str, int]]:
+    """Ways of one GPU, and of several if there are."""
+    several = ("ddp", "fsdp2", "hybrid") if gpus > 1 else ()
+    return [*((what, 1) for what in alone), *((what, gpus) for what in several)]
+
+
+def speed_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Row]:
     """Images per second on one GPU and on all, and the memory of the first one."""
-    cases = [("one", 1), ("fsdp2", 1), ("ddp", arguments.gpus), ("fsdp2", arguments.gpus), ("hybrid", arguments.gpus)]
-    rows = [measure(model, what, gpus, arguments, argv) for what, gpus in cases]
-    for row in rows:
-        row["imgs_per_s"] = arguments.batch * row["gpus"] / row["step_s"]
-        row["ratio"] = row["imgs_per_s"] / rows[0]["imgs_per_s"]
+    alone = 0.0
+    for what, gpus in cases_on(arguments.gpus, "one", "fsdp2"):
+        row = measure(model, what, gpus, arguments, argv)
+        row["imgs_per_s"] = arguments.batch * gpus / row["step_s"]
+        alone = alone or row["imgs_per_s"]
         del row["losses"]
-    return rows
+        yield row | {"ratio": row["imgs_per_s"] / alone}
 
 
-def loss_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> list[Row]:
+def loss_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Row]:
     """Losses at one global batch, compared with those of one GPU step by step."""
-    cases = [("one", 1), *((what, arguments.gpus) for what in ("ddp", "fsdp2", "hybrid"))]
-    rows = [measure(model, what, gpus, arguments, argv) for what, gpus in cases]
-    expected = rows[0]["losses"]
-    for row in rows:
+    expected: list[float] = []
+    for what, gpus in cases_on(arguments.gpus, "one"):
+        row = measure(model, what, gpus, arguments, argv)
         losses = row.pop("losses")
-        row["first_loss"], row["last_loss"] = losses[0], losses[-1]
-        row["largest_difference"] = max(abs(a - b) for a, b in zip(expected, losses, strict=True))
-        row["steps"] = len(losses)
-    return rows
+        expected = expected or losses
+        difference = max(abs(a - b) for a, b in zip(expected, losses, strict=True))
+        ends = {"first_loss": losses[0], "last_loss": losses[-1]}
+        yield row | ends | {"largest_difference": difference, "steps": len(losses)}
 
 
 def format_row(row: Row) -> list[str]:
@@ -148,6 +164,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup_steps", type=int, help="the first ones, which are not timed, by default 40")
     parser.add_argument("--losses", action="store_true", help="compare losses, of classifiers")
     parser.add_argument("--loss_steps", type=int, help="by default 200")
+    parser.add_argument("--runs", type=Path, help="folder that keeps what each run found, for the next call")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--tiny", action="store_true", help="other defaults: a tiny model, batch 4, not compiled")
     parser.add_argument("--out", type=Path, help="folder of the CSV; default docs, none with --tiny")
@@ -173,9 +190,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     header, rows_of = (LOSS_HEADER, loss_rows) if arguments.losses else (HEADER, speed_rows)
     rows = []
     for model in models:
-        found = rows_of(model, arguments, list(argv if argv is not None else sys.argv[1:]))
-        print(f"\n{format_table(header, [format_row(row) for row in found])}\n", flush=True)
-        rows += [row | facts for row in found]
+        for row in rows_of(model, arguments, list(argv if argv is not None else sys.argv[1:])):
+            print(*format_row(row), sep="  ", flush=True)
+            rows.append(row | facts)
+    print(f"\n{format_table(header, [format_row(row) for row in rows])}\n")
     out = arguments.out or (None if arguments.tiny else Path("docs"))
     if out is not None:
         path = out / f"scale_{'losses_' if arguments.losses else ''}{device_slug(facts['device'])}.csv"

@@ -8,8 +8,11 @@ import pytest
 
 
 @pytest.mark.slow
-def test_bench_scale_compares_losses_of_one_process_and_two(load, tmp_path: Path):
-    load("bench_scale").main(["--device", "cpu", "--tiny", "--losses", "--out", str(tmp_path)])
+def test_bench_scale_compares_losses_of_one_process_and_two(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    command = ["--device", "cpu", "--tiny", "--losses", "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    load("bench_scale").main(command)
+    monkeypatch.setattr("sys.executable", "none")  # all is found already
+    load("bench_scale").main(command)
     with (tmp_path / "scale_losses_cpu.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["what"], row["gpus"]) for row in rows] == [("one", "1"), ("ddp", "2"), ("fsdp2", "2"), ("hybrid", "2")]
@@ -30,5 +33,5 @@ def test_ratios_are_of_one_gpu(load, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         bench, "measure", lambda model, what, gpus, arguments, argv: {"what": what, "gpus": gpus, **found}
     )
-    rows = bench.speed_rows("any", bench.parse_arguments(["--batch", "3"]), [])
+    rows = list(bench.speed_rows("any", bench.parse_arguments(["--batch", "3"]), []))
     assert [(row["imgs_per_s"], row["ratio"]) for row in rows] == [(6, 1), (6, 1), (12, 2), (12, 2), (12, 2)]
