@@ -7,11 +7,11 @@
 Timed are MHLA itself (``mhla``), the attention layer around it with a convolution of tokens (``layer``) and a video DiT
 (``model``), forward, and forward with backward, on batches of one clip in bf16. The sizes of heads and widths are those
 of Wan 1.3B. First one process does all of it while the others wait, then each does its part; both are launched from
-Python without graphs, and the figures are medians of the slowest process. The backward pass of the model ends with the
-sum of its gradients over the processes.
+Python without graphs, and the figures are medians of the slowest process. DistributedDataParallel sums the gradients of
+the model over the processes.
 
-Sent is what a process gives to collectives in one call, for block summaries, the gradient of the mixing and the edges
-of the convolution.
+Sent is what a process gives to collectives in one call, for block summaries, the gradient of the mixing, the edges of
+the convolution and the output of the model, without the gradients of weights.
 
 Before anything is timed, outputs and gradients of MHLA for two heads are compared with float64: mean and largest errors
 of the processes together must be at most twice, of gradients three times, those of one process; otherwise the script
@@ -24,6 +24,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 from measuring import device_slug, environment, format_table, open_device, release_memory, times_ms, write_csv
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headmix_vision.layers import HeadMixAttention
@@ -39,7 +41,7 @@ from headmix_vision.ops import TokenBlocks, TokenRanks, mhla
 
 HEADER = ("what", "tokens", "blocks", "pass", "one, ms", "spread, ms", "ratio", "sent, MB")
 DEFAULTS: dict[str, Any] = {
-    "grids": ["21x30x50/3x5x10", "64x64x64/4x8x8"],
+    "grids": ["21x30x50/4x5x10", "21x30x50/3x5x10", "64x64x64/4x8x8"],
     "heads": 12,
     "head_dim": 128,
     "depth": 4,
@@ -141,8 +143,10 @@ def cases(blocks: TokenBlocks, ranks: TokenRanks, arguments: argparse.Namespace)
     grid = blocks.grid.shape
     sizes: dict[str, Any] = {"block_grid": blocks.block_grid, "cpe": True}
     layer = HeadMixAttention(width, arguments.heads, grid=grid, **sizes, device=device)
+    spread_layer = deepcopy(layer)
+    spread_layer.set_ranks(ranks)
     x = d_out.flatten(2)
-    yield from both_passes("layer", layer, ranks, x, ranks.split(x, blocks.grid), layer.set_ranks)
+    yield from both_passes("layer", layer, spread_layer, x, ranks.split(x, blocks.grid))
 
     clip, latent = (grid[0], 2 * grid[1], 2 * grid[2]), (1, 16)
     model = HeadMixVideoDiT(
@@ -150,37 +154,34 @@ def cases(blocks: TokenBlocks, ranks: TokenRanks, arguments: argparse.Namespace)
         device=device,
     )  # fmt: skip
     x = torch.randn(*latent, *clip, device=device, generator=torch.Generator(device).manual_seed(0))
-    yield from both_passes("model", lambda x: model(x, 500.0), ranks, x, x, model.spread_tokens, model)
+    spread = deepcopy(model)
+    spread.spread_tokens(dist.group.WORLD)
+    yield from both_passes("model", model, parallel(spread, device), x, x, 500.0)
+
+
+def parallel(model: torch.nn.Module, device: torch.device) -> DistributedDataParallel:
+    """Sums gradients over the processes while the backward pass goes on."""
+    devices = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
 def both_passes(
-    what: str,
-    call: Callable[[Tensor], Tensor],
-    ranks: TokenRanks,
-    whole: Tensor,
-    part: Tensor,
-    spread_over: Callable[[Any], object],
-    model: torch.nn.Module | None = None,
+    what: str, alone: torch.nn.Module, spread: torch.nn.Module, whole: Tensor, part: Tensor, *further: object
 ) -> Iterator[Case]:
     """Forward, and forward with backward, of a module on all of its tokens and on a part of them."""
-    parameters = list((model or call).parameters())  # type: ignore[union-attr]
 
-    def forward(x: Tensor, group: Any) -> Tensor:
-        spread_over(group)
+    def forward(module: torch.nn.Module, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
-            return call(x)
+            out: Tensor = module(x, *further)
+        return out
 
-    def both(x: Tensor, group: Any) -> None:
-        for parameter in parameters:
-            parameter.grad = None
-        forward(x, group).float().square().mean().backward()
-        if group is not None and model is not None:
-            ranks.sum_gradients(parameters)
+    def both(module: torch.nn.Module, x: Tensor) -> None:
+        module.zero_grad()
+        forward(module, x).float().square().mean().backward()
 
-    group = ranks if model is None else dist.group.WORLD
     no_grad = torch.no_grad()
-    yield Case(what, "forward", no_grad(lambda: forward(whole, None)), no_grad(lambda: forward(part, group)))
-    yield Case(what, "both", lambda: both(whole, None), lambda: both(part, group))
+    yield Case(what, "forward", no_grad(lambda: forward(alone, whole)), no_grad(lambda: forward(spread, part)))
+    yield Case(what, "both", lambda: both(alone, whole), lambda: both(spread, part))
 
 
 def measure(case: Case, ranks: TokenRanks, arguments: argparse.Namespace) -> Row:

@@ -90,9 +90,11 @@ class TokenRanks:
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Add up the gradients of parameters over the ranks, in place: each rank has those of its own tokens."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.copy_(self.all_reduce(parameter.grad))
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for dtype in {grad.dtype for grad in grads}:
+            alike = [grad for grad in grads if grad.dtype == dtype]
+            for grad in torch.ops._c10d_functional.all_reduce_coalesced_(alike, "sum", self.group):
+                _wait(grad)
 
     def _spans(self, grid: TokenGrid) -> list[tuple[int, int]]:
         """Return the first token of each rank in the sequence of all, and the one after its last."""
