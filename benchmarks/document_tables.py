@@ -10,7 +10,6 @@ of docs/. Deviations are those of samples (n - 1). Plots are written in any case
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import re
@@ -22,8 +21,10 @@ from pathlib import Path
 import head_mixes_report
 import hih_report
 import mhla_report
+import plan_scale
 from compare_moving_digits import parse_arguments
 from counting_report import accuracy_table, read_runs, tuned
+from measuring import read_csv
 from moving_digits_report import Report, open_table
 from moving_digits_runs import Runs
 from training_runs import REPOSITORY
@@ -101,8 +102,7 @@ Row = dict[str, str]
 
 def read(name: str, **wanted: str) -> list[Row]:
     """The rows of docs/NAME.csv with these texts in their columns."""
-    with (DOCS / f"{name}.csv").open(newline="") as file:
-        return [row for row in csv.DictReader(file) if all(row[column] == text for column, text in wanted.items())]
+    return read_csv(DOCS / f"{name}.csv", **wanted)
 
 
 def claims(of: dict[str, str], links: str) -> str:
@@ -402,6 +402,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "models_deit": partial(models, "models_deit_h200", DEIT_TITLES),
     "models_dit": partial(models, "models_dit_h200", ["512 px, batch 32", "1,024 px, batch 8"]),
     "models_mea": explicit_heads,
+    "scale_plan": lambda: markdown_table(plan_scale.HEADER, plan_scale.plan()),
 }
 
 

@@ -10,6 +10,7 @@ Each is the median of repeated passes over the copies, divided by the calls of a
 
 from __future__ import annotations
 
+import csv
 import gc
 import itertools
 import math
@@ -185,6 +186,12 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows with the fields of the first as header; None is an empty field, floats have five digits."""
     texts = ({key: f"{x:.5g}" if isinstance(x, float) else x for key, x in row.items()} for row in rows)
     write_table(path, list(rows[0]), texts)
+
+
+def read_csv(path: Path, **wanted: str) -> list[dict[str, str]]:
+    """The rows of a CSV file with these texts in their columns."""
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if all(row[column] == text for column, text in wanted.items())]
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

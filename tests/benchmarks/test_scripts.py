@@ -39,6 +39,7 @@ def test_measuring(load, tmp_path: Path):
         ("bench_training", ["--models", "dit_mhla_huge"], "'dit_mhla_huge'"),
         ("bench_training", ["--batch", "3"], "even"),
         ("bench_training", ["--steps", "100"], "--warmup_steps"),
+        ("plan_scale", ["--gpus", "12"], "multiples of 8"),
         ("compare_moving_digits", ["--out", "x.csv", "--rows", "mhla", "soft"], "'soft'"),
         ("compare_moving_digits", ["--out", "x.csv", "--rows", "mhla", "mhla"], "twice"),
         ("compare_moving_digits", ["--out", "x.csv", "--samples", "3"], "--samples"),

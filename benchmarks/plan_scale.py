@@ -1,0 +1,193 @@
+"""A table on paper: what a training step sends, holds and takes on many GPUs, from steps that were measured on one.
+
+    python benchmarks/plan_scale.py                     # 8, 64 and 512 GPUs in hosts of 8
+    python benchmarks/plan_scale.py --gpus 256 --rates 450 25 --cpe
+
+Measured are time and peak memory of a step on one GPU: of DiT-XL/2 at 256 px by bench_scale.py (docs/scale_h200.csv;
+until that is there, at 512 px by bench_models.py), and of Wan2.1-1.3B with MHLA on 21x45x80 tokens by bench_wan.py. P,
+the number of parameters, is that of the models. All else is computed.
+
+Ways: `ddp` keeps everything on each GPU; `fsdp2` keeps one copy of weights, Adam's moments and averaged weights on all
+GPUs together, `hybrid` one on each host; `spread` is hybrid with the tokens of a clip spread over the GPUs of a host.
+
+Sent: to gather B bytes, or to sum and scatter them, over h hosts of g GPUs, each GPU sends B/g (h-1)/h to other hosts
+and B (g-1)/g within its own; a sum over all is both. Weights and gradients travel in float32. DDP sums gradients;
+`fsdp2` and `hybrid` gather blocks twice (forward, backward) and the other weights once, and sum and scatter gradients,
+which hybrid then sums over the hosts. In each layer spread tokens gather the summaries of blocks, forward, forward
+again for checkpointing, and backward: D x D numbers a head and block, in bf16, or float32 if GPUs share a block. With
+--cpe each layer also sends a row of tokens in float32 to either neighbour; Wan has no such convolution.
+
+Held: 16P bytes of weights, moments and average, divided among the GPUs that share a copy, and what the measured peak
+has beyond those: gradients are made as activations are freed. DDP adds buckets of 4P bytes; sharding adds whole
+weights, all outside of blocks and two blocks at a time, and the gradients of one. Where tokens are spread, activations
+are those of the GPU with most tokens, beside the summaries that a layer gathers.
+
+Time: the measured step, or that GPU's share of it, and bytes over rates; first if computing hides all the traffic of
+weights that fits, then if it hides none. What layers exchange is never hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from bench_wan import WAN
+from measuring import format_table, read_csv
+from model_families import make_model
+from training_runs import REPOSITORY
+
+from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
+from headmix_vision.ops import TokenBlocks, TokenRanks
+
+DOCS = REPOSITORY / "docs"
+HOST = 8
+GPUS = (8, 64, 512)
+RATES = (450.0, 50.0)  # GB/s that a GPU sends within its host and to others, nominal: NVLink, and 400 Gb/s of network
+WAN_TOKENS, WAN_BLOCKS = (21, 45, 80), ((3, 5, 10), (8, 5, 4))
+HEADER = ("model, samples a GPU", "GPUs", "way", "GB sent", "to other hosts", "GiB held", "ms a step", "samples/s")
+
+Measured = dict[tuple[str, int], tuple[float, float]]
+
+
+class Spread(NamedTuple):
+    """Tokens of a clip on the GPUs of a host: the largest share of one, bytes [2] sent in a step, held by a layer."""
+
+    share: float = 1.0
+    sent: np.ndarray = np.zeros(2)
+    gathered: int = 0
+
+
+class Model(NamedTuple):
+    """What is known of a model: parameters in its blocks and outside, and what was measured on numbers of GPUs.
+
+    `measured` has s and GiB by way, `one` on one GPU; `rest` is its peak in bytes without weights, moments and average.
+    """
+
+    name: str
+    batch: int
+    blocks: int
+    outside: int
+    depth: int
+    rest: float
+    measured: Measured
+    spreads: dict[str, Spread]
+
+
+def model_of(
+    name: str, network: Any, batch: int, kept: int, measured: Measured, spreads: dict[str, Spread] | None = None
+) -> Model:
+    """Describe a network, of which the step on one GPU held `kept` bytes of each parameter all the time."""
+    whole, blocks = (sum(p.numel() for p in part.parameters()) for part in (network, network.blocks))
+    rest, sizes = measured["one", 1][1] * 2**30 - kept * whole, (blocks, whole - blocks, len(network.blocks))
+    return Model(f"{name}, {batch}", batch, *sizes, rest, measured, spreads or {})
+
+
+def trained(path: Path = DOCS / "scale_h200.csv", name: str = "dit_mhla_xl_2") -> Model:
+    """A DiT as bench_scale.py measured it or, without its file, bench_models.py, which keeps no average."""
+    if path.exists():
+        size, kept, rows = 32, 16, read_csv(path, model=name)
+        measured = {(row["what"], int(row["gpus"])): (float(row["step_s"]), float(row["peak_gib"])) for row in rows}
+    else:
+        size, kept, rows = 64, 12, read_csv(DOCS / "models_dit_h200.csv", model=name, size="64")
+        step_s = int(rows[0]["batch"]) / float(rows[0]["imgs_per_s"])
+        measured = {("one", 1): (step_s, float(rows[0]["peak_gib"]))}
+    with torch.device("meta"):
+        network = make_model(name, size)
+    return model_of(f"{name}, {8 * size} px", network, int(rows[0]["batch"]), kept, measured)
+
+
+def wan(cpe: bool) -> Model:
+    """Wan as bench_wan.py measured it: weights in bf16, without an optimizer."""
+    (row,) = read_csv(DOCS / "wan_h200.csv", size="x".join(map(str, WAN_TOKENS)), mode="train", row="converted")
+    with torch.device("meta"):
+        network = WanMHLATransformer3DModel(**WAN)
+    heads, dim = network.config.num_attention_heads, network.config.attention_head_dim
+    spreads = {
+        f"spread, {'x'.join(map(str, grid))} blocks": spread_over_host(
+            TokenBlocks.from_grid(WAN_TOKENS, grid), heads, dim, len(network.blocks), cpe
+        )
+        for grid in WAN_BLOCKS
+    }
+    measured = {("one", 1): (float(row["ms"]) / 1e3, float(row["peak_gib"]))}
+    return model_of("Wan-1.3B, 720p", network, 1, 2, measured, spreads)
+
+
+def spread_over_host(blocks: TokenBlocks, heads: int, dim: int, layers: int, cpe: bool) -> Spread:
+    """Count what a checkpointed step sends between the GPUs of a host that share the tokens of a clip."""
+    parts = [blocks.of_rank(TokenRanks("", rank, HOST)) for rank in range(HOST)]
+    summaries = heads * dim**2 * max(part.num_blocks for part in parts)
+    gathered = HOST * summaries * (4 if parts[0].are_shared else 2)
+    sent = collective(gathered, 1, HOST)
+    row = blocks.num_tokens // blocks.grid.shape[0]
+    sent[0] += cpe * 2 * row * heads * dim * 4
+    return Spread(max(part.num_tokens for part in parts) / blocks.num_tokens, 3 * layers * sent, gathered)
+
+
+def collective(size: float, hosts: int, per_host: int) -> np.ndarray:
+    """Bytes [2] that a GPU sends within its host and to others to gather `size` bytes, or to sum and scatter them."""
+    return size * np.array([1 - 1 / per_host, (1 - 1 / hosts) / per_host])
+
+
+def weights_sent(blocks: int, outside: int, way: str, hosts: int, per_host: int) -> np.ndarray:
+    """Bytes [2] of weights and gradients that a GPU sends in a step, of so many parameters in blocks and outside."""
+    gradients, moved = 4 * (blocks + outside), 4 * (3 * blocks + 2 * outside)
+    if way == "ddp":
+        return 2 * collective(gradients, hosts, per_host)
+    if way == "fsdp2":
+        return collective(moved, hosts, per_host)
+    return collective(moved, 1, per_host) + 2 * collective(gradients / per_host, hosts, 1)
+
+
+def line(model: Model, way: str, hosts: int, per_host: int, rates: Sequence[float]) -> list[str]:
+    gpus, whole = hosts * per_host, model.blocks + model.outside
+    spread = model.spreads.get(way, Spread())
+    sent = weights_sent(model.blocks, model.outside, way, hosts, per_host)
+    held = 16 * whole / {"ddp": 1, "fsdp2": gpus}.get(way, per_host) + model.rest * spread.share + spread.gathered
+    held += 4 * (whole if way == "ddp" else model.outside + 3 * model.blocks / model.depth)
+    alone = model.measured["one", 1]
+    one_s = spread.share * (alone if way == "ddp" else model.measured.get(("fsdp2", 1), alone))[0]
+    sent_s, spread_s = ((x / 1e9 / rates).sum() for x in (sent, spread.sent))
+    steps_s = max(one_s, sent_s) + spread_s, one_s + sent_s + spread_s
+    samples = model.batch * (hosts if way in model.spreads else gpus)
+    step_s, peak_gib = model.measured.get((way, gpus), (0.0, 0.0))
+    return [
+        model.name,
+        str(gpus),
+        way,
+        *(f"{x / 1e9:.1f}" for x in ((sent + spread.sent).sum(), sent[1])),
+        f"{held / 2**30:.1f}" + (f" (measured: {peak_gib:.1f})" if step_s else ""),
+        " to ".join(f"{1e3 * s:,.0f}" for s in steps_s) + (f" (measured: {1e3 * step_s:,.0f})" if step_s else ""),
+        " to ".join(f"{samples / s:,.{1 if samples / s < 100 else 0}f}" for s in steps_s),
+    ]
+
+
+def lines(model: Model, counts: Sequence[int], rates: Sequence[float]) -> list[list[str]]:
+    """A line for each way on each number of GPUs, those measured included."""
+    found = []
+    for gpus in sorted({*counts, *(gpus for _, gpus in model.measured if gpus > 1)}):
+        ways = ["ddp", "fsdp2", *(["hybrid"] if gpus > HOST else []), *(model.spreads if gpus >= HOST else ())]
+        found += [line(model, way, max(1, gpus // HOST), min(gpus, HOST), rates) for way in ways]
+    return found
+
+
+def plan(counts: Sequence[int] = GPUS, rates: Sequence[float] = RATES, cpe: bool = False) -> list[list[str]]:
+    return lines(trained(), counts, rates) + lines(wan(cpe), counts, rates)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS, help="numbers of GPUs, by default 8 64 512")
+    parser.add_argument("--rates", type=float, nargs=2, default=RATES, help="GB/s a GPU sends, by default 450 50")
+    parser.add_argument("--cpe", action="store_true", help="count the edges of a convolution of spread tokens, too")
+    arguments = parser.parse_args(argv)
+    if any(n < 2 or (n > HOST and n % HOST) for n in arguments.gpus) or min(arguments.rates) <= 0:
+        raise SystemExit("error: --gpus must be 2 to 8 or multiples of 8, --rates positive.")
+    print(format_table(HEADER, plan(arguments.gpus, arguments.rates, arguments.cpe)))
+
+
+if __name__ == "__main__":
+    main()
