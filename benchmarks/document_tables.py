@@ -86,6 +86,7 @@ FURTHER_CLAIMS = {
     "models_dit_h200": "DiT-XL/2, MHLA against softmax",
     "conv_h200": "depthwise convolution of tokens",
     "training_h200": "training loop around a step",
+    "context_parallel_h200": "tokens of a clip on two GPUs",
     "counting": "how many heads count pairs",
     "expressivity": "rank of Head-in-Head's transition",
     "moving_digits": "attention in models of clips",
@@ -354,6 +355,21 @@ def head_mix_attention() -> str:
     return markdown_table([*header, "layer: MHLA", "softmax", "ratio"], lines)
 
 
+def context_parallel() -> str:
+    """One GPU with all tokens against several: op, layer and model, and what a GPU sends in a layer."""
+    lines = []
+    rows = {(row["tokens"], row["blocks"], row["pass"], row["what"]): row for row in read("context_parallel_h200")}
+    for tokens, blocks, mode in dict.fromkeys(key[:3] for key in rows):
+        found = [rows[tokens, blocks, mode, what] for what in ("mhla", "layer", "model")]
+        sent = sum(int(found[1][name]) for name in found[1] if name.endswith("_bytes"))
+        cells = [
+            f"{float(row['one_ms']):.2f} / {float(row['spread_ms']):.2f} ({float(row['ratio']):.2f}x)" for row in found
+        ]
+        named = {"forward": "forward", "both": "forward + backward"}[mode]
+        lines.append([f"{int(tokens):,}, {blocks}", named, *cells, f"{sent / 1e6:.0f} MB"])
+    return markdown_table(["tokens, blocks", "", "MHLA", "layer", "model", "sent in a layer"], lines)
+
+
 def models(name: str, titles: Sequence[str], mix: str = "") -> str:
     """Pairs of whole models: the baseline, another, their ratio, and that of their peak memory."""
     rows, lines = read(name), []
@@ -396,6 +412,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mhla": mhla,
     "hih": hih,
     "conv": conv,
+    "context_parallel": context_parallel,
     "head_mix_parts": head_mix_parts,
     "head_mix_attention": head_mix_attention,
     "models_iha": partial(models, "models_deit_iha_h200", ["512 px, batch 64, training"], "IHA over "),
