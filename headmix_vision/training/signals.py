@@ -16,6 +16,9 @@ class InterruptRequest:
     While it is true, the first one is only noted in `signum`, and a second one ends the process at once, without any
     clean-up. Not under torchrun, which passes on to its processes what they may have got already, as from a scheduler
     that tells all processes of a job to end; torchrun kills them itself after 30 s.
+
+    While it is false, SIGTERM ends processes of torchrun but the first without this handler: they have nothing to
+    clean up, and it would not run while they wait, in C++, for a first process that was refused.
     """
 
     def __init__(self) -> None:
@@ -26,7 +29,8 @@ class InterruptRequest:
     def install(self) -> None:
         """Makes itself the process's handler of both signals; Lightning replaces that of SIGTERM when it starts."""
         for signum in SIGNALS:
-            signal.signal(signum, self._handle)
+            at_once = signum == signal.SIGTERM and not self.deferred and os.environ.get("RANK", "0") != "0"
+            signal.signal(signum, signal.SIG_DFL if at_once else self._handle)
 
     @contextmanager
     def installed(self) -> Iterator[None]:

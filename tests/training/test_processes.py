@@ -83,13 +83,23 @@ def test_killed_run_continues_bit_for_bit(signum: signal.Signals, tmp_path: Path
     assert_same_run(run_dir, tmp_path / "whole")
 
 
-def test_signal_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
-    process = start("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", tmp_path / "run")
+@pytest.mark.parametrize(("rank", "line", "status"), [(0, "Seed set", 143), (1, "Initializing distributed", -15)])
+def test_signal_before_the_first_step_leaves_nothing(
+    rank: int, line: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = TWO_RANKS if rank else ()
+    if rank:  # of torchrun, waiting for a first process that does not come
+        launched = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": rank, "RANK": rank, "LOCAL_WORLD_SIZE": 2}
+        launched |= {"WORLD_SIZE": 2, "GROUP_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 9}
+        for name, value in launched.items():
+            monkeypatch.setenv(name, str(value))
+    process = start("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", tmp_path / "run", *options)
     assert process.stdout is not None
-    process.stdout.readline()  # the seed is set before model and data are made
+    while line not in process.stdout.readline():  # the seed is set before model and data are made
+        assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 143, output
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == status, output
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
