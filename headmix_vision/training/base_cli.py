@@ -49,6 +49,7 @@ from headmix_vision.training.options import (
 )
 from headmix_vision.training.parser import OptionParser, with_config_of_run
 from headmix_vision.training.run_directory import RunDirectory, resume_command
+from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
 
 _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run")
@@ -193,7 +194,7 @@ class RunCLI(LightningCLI):
         """Makes the trainer with the loggers, callbacks and file formats of the run directory.
 
         Raises:
-            InputError: If Lightning refuses an option.
+            InputError: If Lightning refuses an option, or the optimizer cannot compute on shards.
         """
         options = self.options
         trainer_options = self.config_init[self.config.subcommand].trainer
@@ -221,9 +222,15 @@ class RunCLI(LightningCLI):
         # else Lightning adds a checkpoint of its own
         kwargs["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
         try:
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError) as error:  # as Lightning refuses options
             raise InputError(f"trainer: {error}") from error
+        opt = options.model.optimizer.opt
+        require(
+            not isinstance(trainer.strategy, ShardedStrategy) or not any(name in opt.lower() for name in NOT_ON_SHARDS),
+            f"model.optimizer.opt={opt} cannot compute on shards of weights: choose another, or trainer.strategy=ddp",
+        )
+        return trainer
 
     def _progress(self) -> list[Callback]:
         """Makes what shows the progress: a bar on a terminal, else lines."""

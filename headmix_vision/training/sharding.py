@@ -35,6 +35,8 @@ from headmix_vision.runs.shards import (
     whole,
 )
 
+NOT_ON_SHARDS = ("adamp", "adamuon", "kron", "mars", "novograd", "sgdp")  # in names of timm's optimizers
+
 
 class _Writer(FileSystemWriter):
     """Writes shards that may be moved to another folder."""

@@ -145,10 +145,19 @@ def test_shards_are_evaluated(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "step 24" in capsys.readouterr().out
 
 
-def test_fsdp_of_version_1_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--run_dir", tmp_path / "run", "--trainer.strategy", "fsdp")
-    assert run("fit", "-c", write_config(tmp_path / "tiny.yaml"), *options) == 2
-    assert "-c overlays/fsdp" in capsys.readouterr().err and not (tmp_path / "run").exists()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--trainer.strategy", "fsdp"), "-c overlays/fsdp"),
+        (("--trainer.strategy", "fsdp2", "--model.optimizer.opt", "nadamuon"), "nadamuon cannot compute on shards"),
+    ],
+    ids=["fsdp1", "optimizer"],
+)
+def test_what_does_not_shard_is_refused(
+    options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", tmp_path / "run", *options) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
