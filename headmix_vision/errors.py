@@ -51,7 +51,8 @@ def one_line_errors() -> Iterator[None]:
 def _end(message: str) -> NoReturn:
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")  # Lightning's own launcher sets the latter alone
     who = "error" if rank == "0" else f"error (rank {rank})"
-    print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
+    # in one piece, as several processes write to one terminal: print, unbuffered, writes the end of the line by itself
+    sys.stderr.write(f"{who}: {' '.join(message.split())}\n")
     sys.exit(2)
 
 
