@@ -30,6 +30,7 @@ from headmix_vision.data.loading import (
     UnreadableImages,
     WholeBatches,
     as_it_is,
+    obey_parent,
 )
 from headmix_vision.errors import InputError
 
@@ -333,6 +334,7 @@ class DataModule(lightning.LightningDataModule):
         return {
             "num_workers": workers,
             "persistent_workers": workers > 0,
+            "worker_init_fn": obey_parent,
             "pin_memory": trainer.strategy.root_device.type == "cuda",
             "collate_fn": as_it_is if whole else Collate(self._shape, with_name),
         }

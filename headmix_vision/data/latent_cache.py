@@ -6,7 +6,6 @@ B images or clips of a batch, C channels, T frames, H x W pixels.
 import hashlib
 import json
 import re
-import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from headmix_vision.data.datasets.latents import (
     shard_length,
     shard_name,
 )
+from headmix_vision.data.loading import obey_parent
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, check_place, is_temporary
 from headmix_vision.files.locks import hold_lock
@@ -205,7 +205,7 @@ def _write_shards(
     show: bool,
 ) -> None:
     batches = [batch for number in todo for batch in _batches(number, manifest, batch_size)]
-    loader: Any = DataLoader(images, batch_sampler=batches, num_workers=workers, worker_init_fn=_ignore_interrupts)
+    loader: Any = DataLoader(images, batch_sampler=batches, num_workers=workers, worker_init_fn=obey_parent)
     described = {name: value for name, value in manifest.items() if name != "source"}
     with progress(
         "caching", sum(map(len, batches)), "clips" if "clip" in manifest else "images", enabled=show
@@ -227,10 +227,6 @@ def _write_shards(
                 advance(len(labels))
             tensors = {key: torch.cat(values).contiguous() for key, values in parts.items()}
             write_tensors(out / shard_name(number), tensors, {"latents": json.dumps(described)})
-
-
-def _ignore_interrupts(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started the workers ends them
 
 
 def _source_hashes(source: Source, manifest: dict[str, Any]) -> list[str]:

@@ -1,5 +1,9 @@
 """Reads samples, transforms them and collates them into batches, in data loader workers; counts unreadable images."""
 
+import os
+import signal
+import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -199,3 +203,21 @@ class Collate:
         labels = [label for _, label in readable]
         images = default_collate([image for image, _ in readable]) if readable else torch.empty(0, *self.shape)
         return images, labels if self.with_name else torch.tensor(labels, dtype=torch.int64)
+
+
+def obey_parent(worker: int) -> None:
+    """Lets no process but the one that a loader's worker reads for end it; for `worker_init_fn`.
+
+    Ctrl-C, torchrun and schedulers signal all processes of a job: without its workers, training could not finish the
+    step after which it saves.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        continue
+    os._exit(0)

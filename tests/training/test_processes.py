@@ -71,7 +71,7 @@ def test_killed_run_continues_bit_for_bit(signum: signal.Signals, tmp_path: Path
     run_dir = tmp_path / "run"
     process = start("fit", "-c", config, "--run_dir", run_dir)
     wait_for_row(process, run_dir / "metrics.csv")
-    process.send_signal(signum)
+    os.killpg(process.pid, signum)  # its data worker, too, as torchrun does
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signum, output
     assert "--ckpt_path last" in output
