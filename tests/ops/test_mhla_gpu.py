@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headmix_vision.ops import TokenBlocks, TokenRanks, kernels, mhla
-from headmix_vision.ops.mhla import triton_launch_pairwise
+from headmix_vision.ops.mhla import gluon_launch
 
 from .helpers import assert_within_budget, make_inputs, run
 
@@ -33,7 +33,8 @@ def impl(request, monkeypatch):
     if request.param == PORTABLE:
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("has no other pairwise kernels")
-        monkeypatch.setattr(triton_launch_pairwise, "is_for_hopper", lambda *_: False)
+        for name in ("takes_forward", "takes_backward"):
+            monkeypatch.setattr(gluon_launch, name, lambda *_: False)
     return "triton_pairwise" if request.param == PORTABLE else request.param
 
 
@@ -86,13 +87,80 @@ def test_partitions(impl, blocks, dim):
     check(impl, blocks, dim=dim, value_dim=dim, batch=1, heads=1)
 
 
-@pytest.mark.parametrize("tokens", [193, 196, 208, 225, 240, 255, 256])
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (72, 72), (80, 64), (64, 80)])
+MANY = {"batch": 80, "heads": 4}  # more heads than a GPU has multiprocessors: on Hopper a program takes several
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "value_dim"),
+    [
+        (50, 64, 64),
+        (64, 64, 64),
+        (97, 64, 64),
+        (128, 64, 64),
+        (193, 64, 64),
+        (196, 64, 64),
+        (208, 72, 72),
+        (225, 64, 80),
+        (240, 80, 64),
+        (255, 80, 80),
+        (256, 64, 64),
+        (256, 72, 72),
+    ],
+)
 def test_many_short_sequences(tokens, dim, value_dim):
-    """More heads than a GPU has multiprocessors: on Hopper a program takes one after the other."""
     prefix = tokens % 2
     blocks = TokenBlocks.from_grid((1, tokens - prefix), (1, 15), prefix)
-    check("triton_pairwise", blocks, dim=dim, value_dim=value_dim, batch=80, heads=4, per_head=tokens < 230)
+    check("triton_pairwise", blocks, dim=dim, value_dim=value_dim, per_head=tokens < 200, **MANY)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(("tokens", "num_blocks"), [(100, 17), (128, 32), (197, 16), (256, 1), (256, 32)])
+def test_many_short_sequences_with_few_or_many_blocks(tokens, num_blocks, per_head):
+    check("triton_pairwise", TokenBlocks.from_grid((tokens,), (num_blocks,)), per_head=per_head, **MANY)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "normalizer", "feature_map"),
+    [(64, "paper", "elu1"), (100, None, "relu"), (196, None, "elu1"), (196, None, "identity"), (256, "paper", "elu1")],
+)
+def test_options_of_many_short_sequences(tokens, normalizer, feature_map):
+    options = {"normalizer": normalizer, "feature_map": feature_map}
+    check("triton_pairwise", TokenBlocks.from_grid((tokens,), (16,)), options=options, **MANY)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "normalizer"),
+    [(64, "paper"), (100, "source_block"), (196, "paper"), (197, "source_block"), (256, None)],
+)
+def test_many_short_sequences_read_no_uninitialised_memory_and_repeat(tokens, normalizer):
+    """Under deterministic algorithms torch fills fresh memory with NaN."""
+    blocks = TokenBlocks.from_grid((tokens - 1,), (16,), 1)
+    inputs, d_out = make(blocks, per_head=tokens == 100, **MANY)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        first, second = (run(lambda *x: mhla(*x, blocks, normalizer=normalizer), inputs, d_out) for _ in "ab")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = run(lambda *x: mhla(*x, blocks, normalizer=normalizer, impl="torch"), inputs, d_out)
+    for a, b, reference in zip(first, second, expected, strict=True):
+        assert torch.equal(a, b)
+        assert ((a - reference).float().norm() / reference.float().norm()).item() < 0.02
+
+
+def test_gradients_in_one_tensor():
+    """A compiled projection gets the gradients of q, k and v as one tensor."""
+    blocks = TokenBlocks.from_grid((14, 14), (4, 4))
+
+    def block(x, weight, mixing):
+        q, k, v = (x @ weight).unflatten(-1, (3, 4, 64)).unbind(-3)
+        return mhla(q, k, v, mixing, blocks).flatten(2)
+
+    inputs = [torch.randn(64, 196, 64, device="cuda", dtype=BF16), torch.randn(64, 768, device="cuda", dtype=BF16) / 8]
+    inputs.append(torch.rand(16, 16, device="cuda"))
+    d_out = torch.randn(64, 196, 256, device="cuda", dtype=BF16)
+    ours, expected = (run(f, inputs, d_out) for f in (torch.compile(block, fullgraph=True), block))
+    for a, b in zip(ours, expected, strict=True):
+        assert ((a - b).float().norm() / b.float().norm()).item() < 0.01
 
 
 @pytest.mark.parametrize("impl", REGIMES, indirect=True)

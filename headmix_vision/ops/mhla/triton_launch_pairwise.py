@@ -6,14 +6,13 @@ B batch, N tokens, H heads, M blocks, D and Dv head dims.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import INTERPRETED
 from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
+from headmix_vision.ops.mhla import gluon_launch as hopper
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_tiles as shared
 from headmix_vision.ops.mhla import triton_tuning as tuning
@@ -91,8 +90,9 @@ class ForwardPlan(NamedTuple):
 
 @planned
 def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Settings) -> ForwardPlan:
-    if is_for_hopper(q, k, v, settings):
-        return _hopper_forward(q, k, v, mixing, settings)
+    if hopper.takes_forward(q, k, v, settings):
+        table = block_of_token(settings.blocks, q.device)
+        return ForwardPlan(lambda mixing: mixing, table, hopper.forward_launch(q, k, v, mixing, settings))
     B, N, H, D = q.shape
     resident = is_resident(max(D, v.shape[-1]), N, q.dtype, settings.causal)
     c = tuning.resident(tuning.RESIDENT_FORWARD, N) if resident else choose_tiles(tuning.PAIRWISE_FORWARD, q, v)
@@ -108,47 +108,6 @@ def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings:
         programs, constants = B * H * ceil(t.num_places, c["BQ"]), constants | dict(CAUSAL=settings.causal)
         launch = Launch(pairwise.pairwise_forward_kernel, (programs,), numbers, constants)
     return ForwardPlan(weights, t.tokens, launch)
-
-
-@lru_cache
-def _gluon_kernel() -> Any:
-    """Return the kernel in Gluon, or None: it is part of Triton, but no public interface yet. Its import takes time."""
-    try:
-        from headmix_vision.ops.mhla.gluon_pairwise_forward import gluon_forward_kernel
-    except ImportError:
-        return None
-    return gluon_forward_kernel
-
-
-def is_for_hopper(q: Layout, k: Layout, v: Layout, settings: Settings) -> bool:
-    """Tell whether the Gluon kernel takes these inputs: bf16 rows of whole 16 bytes, on a Hopper GPU."""
-    dims, num_blocks = (q.shape[-1], v.shape[-1]), settings.blocks.num_blocks
-    return (
-        not INTERPRETED
-        and not settings.causal
-        and q.gpu.capability == (9, 0)
-        and q.dtype == torch.bfloat16
-        and q.shape[1] in tuning.HOPPER_TOKENS
-        and all(dim in tuning.HOPPER_DIMS for dim in dims)
-        and num_blocks <= tuning.HOPPER_BLOCKS
-        and all(x.strides[-1] == 1 for x in (q, k, v))
-        and alignment(q, k, v) == 8
-        and tuning.hopper_bytes(*dims, num_blocks) <= q.gpu.shared_memory
-        and _gluon_kernel() is not None
-    )
-
-
-def _hopper_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Settings) -> ForwardPlan:
-    """Plan the Gluon kernel: a program for each multiprocessor."""
-    B, N, H, _ = q.shape
-    M = settings.blocks.num_blocks
-    strides = [stride // 8 for x in (q, k, v) for stride in (x.strides[0], x.strides[2])]
-    numbers = (*strides, *mixing_strides(mixing.strides), B * H, H, settings.eps)
-    constants = dict(Q_N=q.strides[1], K_N=k.strides[1], V_N=v.strides[1], N=N, M=M, MB=tuning.hopper_blocks(M))
-    constants |= kernel_constants(q, v, settings, 8) | dict(num_warps=8)
-    del constants["COMPUTE"], constants["PRECISION"]
-    launch = Launch(_gluon_kernel(), (min(B * H, q.gpu.processors),), numbers, constants)
-    return ForwardPlan(lambda mixing: mixing, block_of_token(settings.blocks, q.device), launch)
 
 
 def pairwise_forward(
@@ -258,6 +217,8 @@ def pairwise_backward(
     B, N, H, _ = q.shape
     options = (layout(mixing), pack_size(packed), settings)
     layouts = *inputs, _, l_d_out = [layout(x) for x in (q, k, v, out, d_out)]
+    if for_hopper := hopper.plan_backward(*layouts, *options):
+        return hopper.run_backward(for_hopper, q, k, v, mixing, out, inverse, d_out, packed, settings)
 
     plan = _pairwise_backward_query(*layouts, *options)
     d_q = gradient(q, packed, 0)

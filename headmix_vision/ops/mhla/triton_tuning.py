@@ -92,10 +92,13 @@ RESIDENT_FORWARD = Tiles(BQ=64, BK=128, num_warps=4, maxnreg=168)
 RESIDENT_BACKWARD_KEY = Tiles(BQ=128, BK=64, num_warps=4)
 RESIDENT_BACKWARD_KB = 105
 RESIDENT_TOKENS = 256
-# For the Gluon kernel of Hopper, around the sizes that it was measured at; dims are multiples of 8.
+# For the Gluon kernels of Hopper, around the sizes that they were measured at; dims are multiples of 8.
 HOPPER_TOKENS = range(193, RESIDENT_TOKENS + 1)
 HOPPER_DIMS = range(64, 81, 8)
+HOPPER_BACKWARD_TOKENS = (*range(49, 65), *range(97, 129), *range(193, 257))  # of 64, 128 and 256 that are computed
+HOPPER_BACKWARD_DIM = 64
 HOPPER_BLOCKS = 32
+HOPPER_KB = 227  # of shared memory, as every Hopper GPU has
 PREFETCH_RUN = 16  # shorter runs leave no registers for prefetched queries
 
 
@@ -105,15 +108,15 @@ def resident(tiles: Tiles, num_tokens: int) -> Tiles:
     return tiles | {name: min(tiles[name], largest) for name in ("BQ", "BK")}
 
 
-def hopper_blocks(num_blocks: int) -> int:
-    """Return how many columns the one-hot blocks of the Gluon kernel have."""
-    return max(16, 1 << (num_blocks - 1).bit_length())
+def power_of_two(number: int, least: int) -> int:
+    """Return the smallest power of two that is neither below a number nor below another power of two."""
+    return max(least, 1 << (number - 1).bit_length())
 
 
 def hopper_bytes(dim: int, value_dim: int, num_blocks: int) -> int:
-    """Count the bytes of shared memory that a program of the Gluon kernel holds."""
-    keys, values, blocks = 2 * sum(head_parts(dim)), 2 * sum(head_parts(value_dim)), 2 * hopper_blocks(num_blocks)
-    return RESIDENT_TOKENS * (3 * keys + 2 * values + blocks) + 128 * (blocks + 32)
+    """Count the bytes of shared memory that a program of the Gluon forward kernel holds."""
+    keys, values, blocks = 2 * sum(head_parts(dim)), 2 * sum(head_parts(value_dim)), 2 * power_of_two(num_blocks, 16)
+    return RESIDENT_TOKENS * (3 * keys + 2 * values + 2 * blocks + 32)
 
 
 def is_wide(dim: int, dtype: torch.dtype) -> bool:

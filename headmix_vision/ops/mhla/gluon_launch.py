@@ -1,0 +1,139 @@
+"""Launches the Gluon kernels of short sequences on Hopper GPUs, and tells which inputs they take.
+
+B batch, N tokens, H heads, M blocks, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headmix_vision.ops.kernels import INTERPRETED
+from headmix_vision.ops.launching import Launch, Layout, alignment, planned
+from headmix_vision.ops.mhla import triton_tuning as tuning
+from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.triton_launch import (
+    Gradients,
+    gradient,
+    kernel_constants,
+    mixing_strides,
+    normalizer_name,
+    sum_leading,
+)
+from headmix_vision.ops.mhla.triton_tables import block_of_token
+
+
+class Kernels(NamedTuple):
+    forward: Any
+    backward: Any
+
+
+@lru_cache
+def _kernels() -> Kernels | None:
+    """Return the kernels, or None: Gluon is part of Triton, but no public interface yet. Its import takes time."""
+    try:
+        from headmix_vision.ops.mhla.gluon_pairwise_backward import gluon_backward_kernel
+        from headmix_vision.ops.mhla.gluon_pairwise_forward import gluon_forward_kernel
+    except ImportError:
+        return None
+    return Kernels(gluon_forward_kernel, gluon_backward_kernel)
+
+
+def _takes(settings: Settings, *rows: Layout) -> bool:
+    """Tell whether the kernels take such rows: bf16 in whole 16 bytes, on a Hopper GPU; they are not causal."""
+    return (
+        not INTERPRETED
+        and not settings.causal
+        and rows[0].gpu.capability == (9, 0)
+        and rows[0].gpu.shared_memory >= tuning.HOPPER_KB << 10
+        and all(x.dtype == torch.bfloat16 and x.strides[-1] == 1 for x in rows)
+        and settings.blocks.num_blocks <= tuning.HOPPER_BLOCKS
+        and alignment(*rows) == 8
+        and _kernels() is not None
+    )
+
+
+def takes_forward(q: Layout, k: Layout, v: Layout, settings: Settings) -> bool:
+    dims = (q.shape[-1], v.shape[-1])
+    return (
+        q.shape[1] in tuning.HOPPER_TOKENS
+        and all(dim in tuning.HOPPER_DIMS for dim in dims)
+        and tuning.hopper_bytes(*dims, settings.blocks.num_blocks) <= q.gpu.shared_memory
+        and _takes(settings, q, k, v)
+    )
+
+
+def forward_launch(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Settings) -> Launch:
+    """Plan the forward pass: 16 queries a warp, and as many programs as a GPU holds at a time."""
+    B, N, H, _ = q.shape
+    M = settings.blocks.num_blocks
+    strides = [stride // 8 for x in (q, k, v) for stride in (x.strides[0], x.strides[2])]
+    numbers = (*strides, *mixing_strides(mixing.strides), B * H, H, settings.eps)
+    warps = tuning.power_of_two(N, 64) // 16
+    constants = dict(
+        Q_N=q.strides[1], K_N=k.strides[1], V_N=v.strides[1], N=N, M=M, MB=tuning.power_of_two(M, 16),
+        PER_HEAD=len(mixing.shape) == 3, num_warps=warps, maxnreg=128,
+    ) | kernel_constants(q, v, settings, 8)  # fmt: skip
+    for name in ("COMPUTE", "PRECISION", "ALIGN"):
+        del constants[name]
+    kernels = _kernels()
+    assert kernels is not None
+    return Launch(kernels.forward, (min(B * H, q.gpu.processors * 16 // warps),), numbers, constants)
+
+
+def takes_backward(q: Layout, k: Layout, v: Layout, out: Layout, d_out: Layout, settings: Settings) -> bool:
+    rows = (q, k, v, out, d_out)
+    return (
+        q.shape[1] in tuning.HOPPER_BACKWARD_TOKENS
+        and q.shape[-1] == v.shape[-1] == tuning.HOPPER_BACKWARD_DIM
+        and all(x.strides[1] * tuning.RESIDENT_TOKENS < 2**31 for x in rows)
+        and _takes(settings, *rows)
+    )
+
+
+class BackwardPlan(NamedTuple):
+    """The launch for all gradients, the block of each token, and the shape of the parts of the mixing's gradient."""
+
+    launch: Launch
+    blocks: Tensor
+    parts: tuple[int, ...]
+
+
+@planned
+def plan_backward(
+    q: Layout, k: Layout, v: Layout, out: Layout, d_out: Layout, mixing: Layout, pack: int, settings: Settings
+) -> BackwardPlan | None:
+    """Plan the backward pass, or return None where the kernel does not take the inputs."""
+    if not takes_backward(q, k, v, out, d_out, settings):
+        return None
+    B, N, H, D = q.shape
+    M, rows = settings.blocks.num_blocks, (q, k, v, out, d_out)
+    keys, num_blocks = tuning.power_of_two(N, 64), tuning.power_of_two(M, 16)
+    programs, per_head = min(B * H, q.gpu.processors * (2 if keys <= 64 else 1)), len(mixing.shape) == 3
+    strides = [stride // 8 for x in rows for stride in (x.strides[0], x.strides[2])]
+    numbers = (*strides, *mixing_strides(mixing.strides), B, settings.eps)
+    constants = dict(
+        **{f"{name}_n": x.strides[1] // 8 for name, x in zip("qkvog", rows, strict=True)}, N=N, H=H, M=M, D=D,
+        KEYS=keys, MB=num_blocks, PACK=pack, PER_HEAD=per_head, NORMALIZER=normalizer_name(settings),
+        FEATURE_MAP=settings.feature_map, num_warps=min(8, keys // 16),
+    )  # fmt: skip
+    kernels = _kernels()
+    assert kernels is not None
+    launch = Launch(kernels.backward, (programs,), numbers, constants)
+    parts = (B if per_head else programs, *mixing.shape[:-2], num_blocks, num_blocks)
+    return BackwardPlan(launch, block_of_token(settings.blocks, q.device), parts)
+
+
+def run_backward(
+    plan: BackwardPlan, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor,
+    packed: Tensor | None, settings: Settings,
+) -> Gradients:  # fmt: skip
+    """Compute the gradients of all inputs; that of a denominator only for a given one."""
+    d_q, d_k, d_v = gradient(q, packed, 0), gradient(k, packed, 1), gradient(v, packed, 2)
+    d_mixing, d_scale = q.new_empty(plan.parts, dtype=torch.float32), torch.empty_like(inverse)
+    plan.launch(q, k, v, mixing, out, inverse, d_out, d_q, d_k, d_v, d_mixing, d_scale, plan.blocks)
+    M = settings.blocks.num_blocks
+    return Gradients(d_q, d_k, d_v, sum_leading(d_mixing, 1)[..., :M, :M].contiguous(), d_scale)

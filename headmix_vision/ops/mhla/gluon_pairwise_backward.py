@@ -1,0 +1,485 @@
+"""Computes all gradients of MHLA for up to 256 tokens in one kernel for Hopper, written in Gluon.
+
+B batch, N tokens, H heads, M blocks, D head dim of queries, keys and values. Scores are transposed, [keys, queries],
+with all keys as rows and a tile of queries as columns; a program takes one head after the other and copies the tiles
+of the next while it computes. Tokens stay in raster order: one more product, of the one-hot blocks of the keys with
+the mixing rows of the queries, spreads the weights to each pair. Tokens that do not exist have neither, so their
+weights are zero.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from headmix_vision.ops.mhla import triton_tiles as shared
+
+BQ = gl.constexpr(32)  # queries of a tile
+GROUP = gl.constexpr(2)  # tiles whose query gradients are one product, as 64 rows are the fewest that it takes
+
+feature = gluon.jit(shared.feature.fn)
+feature_gradient = gluon.jit(shared.feature_gradient.fn)
+
+
+@gluon.constexpr_function
+def product_layout(rows, columns, warps):
+    """Return the layout of a product whose rows all warps share, or whose columns too, if there are too few rows."""
+    by_row = min(warps, rows // 16)
+    return gl.NVMMADistributedLayout([3, 0], [by_row, warps // by_row], [16, columns // (warps // by_row), 16])
+
+
+@gluon.constexpr_function
+def small_product_layout(blocks, warps):
+    """Return the layout of a product of blocks and blocks by the instructions of older GPUs, which take 16 rows."""
+    return gl.NVMMADistributedLayout([2, 0], [blocks // 16, warps // (blocks // 16)], [16, 8])
+
+
+@gluon.constexpr_function
+def tile_layout(rows, columns, warps):
+    """Return a layout that spreads a tile over all threads, up to 16 bytes of a row in each."""
+    vector = min(8, max(1, rows * columns // (32 * warps)))
+    threads = columns // vector
+    return gl.BlockedLayout([1, vector], [32 // threads, threads], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def shared_layout(columns):
+    """Return the layout of rows of bf16 that products read from shared memory."""
+    return gl.NVMMASharedLayout(min(128, 2 * columns), 16, 2)
+
+
+@gluon.jit
+def _rows_of_head(x, head):
+    """Point to the rows of a head, an item of the batch and its head; a tensor is its address and strides over 8."""
+    return x[0] + (head[0].to(gl.int64) * x[1] + head[1].to(gl.int64) * x[3]) * 8
+
+
+@gluon.jit
+def _later(head, step, H):
+    """Return the head that follows after ``step`` others, both as an item of the batch and its head."""
+    over = head[1] + step[1] >= H
+    return head[0] + step[0] + over.to(gl.int32), head[1] + step[1] - gl.where(over, H, 0)
+
+
+@gluon.jit
+def _choose(condition, a, b):
+    return gl.where(condition, a[0], b[0]), gl.where(condition, a[1], b[1])
+
+
+@gluon.jit
+def _opaque_zero():
+    """Return a zero that the compiler takes for another number each time.
+
+    What depends on it is computed where it is used. Otherwise addresses and matrix descriptors are computed before the
+    loop, one register each, and spilled: there is no first-level cache left for local memory.
+    """
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _pointers(base, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr, stride, rows):
+    """Point to rows, and tell which of them exist: the first ``rows``."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) + _opaque_zero()
+    column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    return (base + row * stride)[:, None] + column[None, :], (row < rows)[:, None]
+
+
+@gluon.jit
+def _copy_rows(target, base, rows, stride):
+    """Start to copy rows to shared memory, zero beyond ``rows`` of them."""
+    D: gl.constexpr = target.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    pointers, mask = _pointers(base, target.shape[0], D, LAYOUT, stride, rows)
+    async_copy.async_copy_global_to_shared(target, pointers, mask)
+
+
+@gluon.jit
+def _load_rows(base, rows, stride, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load rows, zero beyond ``rows`` of them."""
+    pointers, mask = _pointers(base, ROWS, D, LAYOUT, stride, rows)
+    return gl.load(pointers, mask=mask, other=0.0)
+
+
+@gluon.jit
+def _store_rows(base, x, rows, stride):
+    LAYOUT: gl.constexpr = x.type.layout
+    pointers, mask = _pointers(base, x.shape[0], x.shape[1], LAYOUT, stride, rows)
+    gl.store(pointers, x.to(gl.bfloat16), mask=mask)
+
+
+@gluon.jit
+def _map_rows(raw, mapped, eps, FEATURE_MAP: gl.constexpr):
+    x = raw.load(tile_layout(raw.shape[0], raw.shape[1], gl.num_warps()))
+    mapped.index(0).store(feature(x, eps, FEATURE_MAP).to(gl.bfloat16))
+
+
+@gluon.jit
+def _prepare(q_raw, g_raw, q_tile, g_tile, shift, output, inverse, p_scale, rows, eps, NORMALIZER: gl.constexpr,
+             FEATURE_MAP: gl.constexpr):  # fmt: skip
+    """Map queries to features, divide output gradients by the denominators, and compute the gradients of these."""
+    LAYOUT: gl.constexpr = tile_layout(BQ, q_raw.shape[1], gl.num_warps())
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    _map_rows(q_raw, q_tile, eps, FEATURE_MAP)
+    g = g_raw.load(LAYOUT)
+    if NORMALIZER != "none":
+        d_denominator = -gl.sum(g.to(gl.float32) * output.to(gl.float32), 1) * inverse
+        if NORMALIZER == "paper":
+            shift.store(d_denominator)
+        else:
+            row = gl.arange(0, BQ, ROW)
+            gl.store(p_scale + row, d_denominator, mask=row < rows)
+        g = (g.to(gl.float32) * inverse[:, None]).to(gl.bfloat16)
+    g_tile.index(0).store(g)
+
+
+@gluon.jit
+def _start_product(a, b):
+    ROWS: gl.constexpr = a.shape[0]
+    COLUMNS: gl.constexpr = b.shape[1]
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(ROWS, COLUMNS, gl.num_warps()))
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scores(k_part, v_part, e_part, q_tile, g_tile, m_tile):
+    """Compute the products of keys and queries, values and output gradients, and the weights: [keys, queries]."""
+    s = _start_product(k_part, q_tile.permute((1, 0)))
+    dp = _start_product(v_part, g_tile.permute((1, 0)))
+    return s, dp, _start_product(e_part, m_tile)
+
+
+@gluon.jit
+def _weigh(s, dp, w, shift, d_scores, NORMALIZER: gl.constexpr):
+    """Weigh scores and their gradients; also multiply them, and write the latter to shared memory, transposed.
+
+    All three come as left operands of products.
+    """
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, s.type.layout, 2)
+    if NORMALIZER == "paper":
+        dp += shift.load(gl.SliceLayout(0, dp.type.layout))[None, :]
+    ds = (dp * w).to(gl.bfloat16)
+    d_scores.permute((1, 0)).store(ds)
+    p, x = (s * w).to(gl.bfloat16), (s * dp).to(gl.bfloat16)
+    return gl.convert_layout(p, LEFT), gl.convert_layout(ds, LEFT), gl.convert_layout(x, LEFT)
+
+
+@gluon.jit
+def _add_product(left, tile, total):
+    operand = gl.convert_layout(left, gl.DotOperandLayout(0, total.type.layout, 2))
+    return warpgroup_mma(operand, tile, total, is_async=True)
+
+
+@gluon.jit
+def _accumulate(left, g_tile, q_tile, e_tile, dv, dk, dm):
+    """Start to add a tile of queries to the gradients of values, keys and mixing."""
+    return _add_product(left[0], g_tile, dv), _add_product(left[1], q_tile, dk), _add_product(left[2], e_tile, dm)
+
+
+@gluon.jit
+def _finish(sums, left):
+    """Wait for all sums; the compiler keeps the registers of left operands until then."""
+    dv, dk, dm, _, _, _ = warpgroup_mma_wait(0, [sums[0], sums[1], sums[2], left[0], left[1], left[2]])
+    return dv, dk, dm
+
+
+@gluon.jit
+def _load_next(t, head, next_head, B, out, inverse, N, H, D: gl.constexpr, TILES: gl.constexpr,
+               NORMALIZER: gl.constexpr):  # fmt: skip
+    """Load what prepares the tile of queries after tile ``t``: outputs, inverse denominators; tell where it lies."""
+    LAYOUT: gl.constexpr = tile_layout(BQ, D, gl.num_warps())
+    h, first = _choose(t + 1 < TILES, head, next_head), gl.where(t + 1 < TILES, t + 1, 0) * BQ
+    rows = gl.where(h[0] < B, N, 0) - first
+    token = (h[0].to(gl.int64) * H + h[1]) * N + first
+    if NORMALIZER != "none":
+        row = gl.arange(0, BQ, gl.SliceLayout(1, LAYOUT))
+        output = _load_rows(_rows_of_head(out, h) + first * out[2] * 8, rows, out[2] * 8, BQ, D, LAYOUT)
+        b_inverse = gl.load(inverse + token + row, mask=row < rows, other=0.0)
+    else:
+        output, b_inverse = 0.0, 0.0  # not read
+    return output, b_inverse, rows, token
+
+
+@gluon.jit
+def _copy_tile(t, q_raw, g_raw, head, B, q, d_out, N):
+    """Start to copy a tile of queries and output gradients, zero for a head that does not exist."""
+    first = t * BQ
+    rows = gl.where(head[0] < B, N, 0) - first
+    _copy_rows(q_raw, _rows_of_head(q, head) + first * q[2] * 8, rows, q[2] * 8)
+    _copy_rows(g_raw, _rows_of_head(d_out, head) + first * d_out[2] * 8, rows, d_out[2] * 8)
+
+
+@gluon.jit
+def _copy_keys(parts, head, B, x, N):
+    """Start to copy all keys or values of a head, zero for a head that does not exist."""
+    n = gl.where(head[0] < B, N, 0)
+    for part in gl.static_range(len(parts)):
+        first = part * parts[0].shape[0]
+        _copy_rows(parts[part], _rows_of_head(x, head) + first * x[2] * 8, n - first, x[2] * 8)
+
+
+@gluon.jit
+def _copy_ahead(t, head, next_head, B, q_raw, g_raw, q, d_out, N, TILES: gl.constexpr, SLOT: gl.constexpr,
+                ALONE: gl.constexpr):  # fmt: skip
+    """Start to copy the tile after the next one to the place of tile ``t``."""
+    if ALONE:
+        _copy_tile(0, q_raw[0], g_raw[0], next_head, B, q, d_out, N)
+        async_copy.commit_group()
+        _copy_tile(1, q_raw[1], g_raw[1], next_head, B, q, d_out, N)
+    elif TILES % 2 == 0:
+        ahead = t + 2 < TILES
+        _copy_tile(gl.where(ahead, t + 2, SLOT), q_raw[SLOT], g_raw[SLOT], _choose(ahead, head, next_head), B, q,
+                   d_out, N)  # fmt: skip
+    elif t + 2 < TILES:
+        _copy_tile(t + 2, q_raw[SLOT], g_raw[SLOT], head, B, q, d_out, N)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _tile(
+    t, head, next_head, B, memory, dv, dk, dm, q, out, d_out, inverse, d_scale, N, H, eps, TILES: gl.constexpr,
+    SLOT: gl.constexpr, ALONE: gl.constexpr, NORMALIZER: gl.constexpr, FEATURE_MAP: gl.constexpr,
+):  # fmt: skip
+    """Add a tile of queries to the gradients of keys, values and mixing, and prepare the next tile.
+
+    Tiles take turns with two places of queries; ALONE is the last of an odd number, followed by one in the same place.
+    """
+    k_parts, v_parts, q_raw, g_raw, q_tiles, g_tiles, shifts, d_scores, e_tiles, e_parts, m_tiles = memory
+    PARTS: gl.constexpr = e_parts.shape[0]
+    NEXT: gl.constexpr = 0 if ALONE else 1 - SLOT
+    z = _opaque_zero()
+    q_tile, g_tile = q_tiles[SLOT].index(z), g_tiles[SLOT].index(z)
+    m_tile, e_tile = m_tiles.index(t + z), e_tiles.index(t + z)
+    s, dp, w = _scores(k_parts[0].index(z), v_parts[0].index(z), e_parts.index(z), q_tile, g_tile, m_tile)
+    output, b_inverse, rows, token = _load_next(
+        t, head, next_head, B, out, inverse, N, H, q_tile.shape[1], TILES, NORMALIZER
+    )
+    _copy_ahead(t, head, next_head, B, q_raw, g_raw, q, d_out, N, TILES, SLOT, ALONE)
+
+    s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
+    left = _weigh(s, dp, w, shifts[SLOT], d_scores[0].index(0).slice(SLOT * BQ, BQ, 0), NORMALIZER)
+    first = _accumulate(left, g_tile, q_tile, e_tile, dv[0], dk[0], dm[0])
+    if PARTS == 2:
+        first = _finish(first, left)  # gives registers back
+        z = _opaque_zero()
+        s, dp, w = _scores(k_parts[1].index(z), v_parts[1].index(z), e_parts.index(1 + z), q_tile, g_tile, m_tile)
+        s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
+        left = _weigh(s, dp, w, shifts[SLOT], d_scores[1].index(0).slice(SLOT * BQ, BQ, 0), NORMALIZER)
+        last = _accumulate(left, g_tile, q_tile, e_tile, dv[1], dk[1], dm[1])
+    else:
+        last = first
+    if ALONE:
+        last = _finish(last, left)
+    async_copy.wait_group(1)
+    _prepare(
+        q_raw[NEXT], g_raw[NEXT], q_tiles[NEXT], g_tiles[NEXT], shifts[NEXT], output, b_inverse,
+        d_scale + token, rows, eps, NORMALIZER, FEATURE_MAP,
+    )  # fmt: skip
+    fence_async_shared()
+    if not ALONE:
+        last = _finish(last, left)
+    gl.thread_barrier()
+    if PARTS == 2:
+        return (first[0], last[0]), (first[1], last[1]), (first[2], last[2])
+    else:
+        return (last[0],), (last[1],), (last[2],)
+
+
+@gluon.jit
+def _query_gradients(d_scores, k_parts, d_q, p_q, q_n, rows, stride, FEATURE_MAP: gl.constexpr):
+    """Compute and store the gradients of a group of tiles of queries."""
+    z = _opaque_zero()
+    dq = _start_product(d_scores[0].index(z), k_parts[0].index(z))
+    if len(k_parts) == 2:
+        dq = warpgroup_mma(d_scores[1].index(z), k_parts[1].index(z), dq, is_async=True)
+    D: gl.constexpr = k_parts[0].shape[2]
+    x = _load_rows(p_q, rows, q_n, GROUP * BQ, D, product_layout(GROUP * BQ, D, gl.num_warps()))
+    dq = warpgroup_mma_wait(0, [dq])
+    _store_rows(d_q, feature_gradient(x, dq, FEATURE_MAP), rows, stride)
+
+
+@gluon.jit
+def _store_through(memory, gradient, base, rows, stride):
+    """Store gradients by way of shared memory, so that threads write whole rows."""
+    tile = memory.index(0)
+    tile.store(gradient.to(gl.bfloat16))
+    _store_rows(base, tile.load(tile_layout(tile.shape[0], tile.shape[1], gl.num_warps())), rows, stride)
+
+
+@gluon.jit
+def _spread_mixing(m_tiles, mixing, blocks, mixing_i, mixing_j, N, M):
+    """Write the weights of each key block, by query: [MB, BQ] of each tile, zero for queries that do not exist."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    block = gl.arange(0, m_tiles.shape[1], gl.SliceLayout(1, LAYOUT))
+    for t in range(m_tiles.shape[0]):
+        query = t * BQ + gl.arange(0, BQ, gl.SliceLayout(0, LAYOUT))
+        q_block = gl.load(blocks + query, mask=query < N, other=-1)
+        pointers = mixing + block[:, None] * mixing_j + q_block[None, :] * mixing_i
+        weights = gl.load(pointers, mask=(q_block >= 0)[None, :] & (block < M)[:, None], other=0.0)
+        m_tiles.index(t).store(weights.to(gl.bfloat16))
+
+
+@gluon.jit
+def _store_mixing_gradient(base, dm, d_scores, e_parts):
+    """Sum over the keys of each block, each float32 as three bf16 numbers, and store [query blocks, key blocks]."""
+    ROWS: gl.constexpr = dm[0].shape[0]
+    MB: gl.constexpr = dm[0].shape[1]
+    LAYOUT: gl.constexpr = small_product_layout(MB, gl.num_warps())
+    total = gl.zeros([MB, MB], gl.float32, LAYOUT)
+    for part in gl.static_range(len(dm)):
+        transposed = d_scores[part]._reinterpret(gl.bfloat16, [MB, ROWS], shared_layout(ROWS))
+        e_part = e_parts.index(part).load(gl.DotOperandLayout(1, LAYOUT, 2))
+        rest = dm[part]
+        for _ in gl.static_range(3):
+            rounded = rest.to(gl.bfloat16)
+            rest -= rounded.to(gl.float32)
+            gl.thread_barrier()
+            transposed.permute((1, 0)).store(rounded)
+            gl.thread_barrier()
+            total = mma_v2(transposed.load(gl.DotOperandLayout(0, LAYOUT, 2)), e_part, total)
+    row = gl.arange(0, MB, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, MB, gl.SliceLayout(0, LAYOUT))
+    gl.store(base + row[:, None] * MB + column[None, :], total)
+
+
+@gluon.jit
+def _zeros(PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Make sums that start at zero here, and not where the compiler would set them, among products under way."""
+    sums = ()
+    for _ in gl.static_range(PARTS):
+        zero = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(ROWS, COLUMNS, gl.num_warps()))
+        zero = gl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [zero], dtype=gl.float32, is_pure=False, pack=1)
+        sums = sums + (zero,)
+    return sums
+
+
+@gluon.jit
+def _allocate(COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Allocate shared memory for some rows; they do not lie in one array, so that the compiler tells them apart."""
+    tiles = ()
+    for _ in gl.static_range(COUNT):
+        tiles = tiles + (gl.allocate_shared_memory(gl.bfloat16, [ROWS, COLUMNS], shared_layout(COLUMNS)),)
+    return tiles
+
+
+@gluon.jit
+def _allocate_arrays(COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Allocate rows as arrays of one, to be indexed by an opaque zero."""
+    arrays = ()
+    for _ in gl.static_range(COUNT):
+        arrays = arrays + (gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, COLUMNS], shared_layout(COLUMNS)),)
+    return arrays
+
+
+@gluon.jit
+def gluon_backward_kernel(
+    q, k, v, mixing, out, inverse, d_out, d_q, d_k, d_v, d_mixing, d_scale, blocks,
+    q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, g_b, g_h, mixing_h, mixing_i, mixing_j, B, eps,
+    q_n: gl.constexpr, k_n: gl.constexpr, v_n: gl.constexpr, o_n: gl.constexpr, g_n: gl.constexpr,
+    N: gl.constexpr, H: gl.constexpr, M: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, MB: gl.constexpr,
+    PACK: gl.constexpr, PER_HEAD: gl.constexpr, NORMALIZER: gl.constexpr, FEATURE_MAP: gl.constexpr,
+):  # fmt: skip
+    """Run a program for each multiprocessor, of more than BQ tokens; strides of rows come divided by 8.
+
+    ``d_mixing`` [programs or heads, MB, MB] are parts of the gradient of the mixing.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = min(KEYS, 16 * WARPS)  # keys that are computed at a time
+    PARTS: gl.constexpr = KEYS // ROWS
+    TILES: gl.constexpr = (N + BQ - 1) // BQ
+    dtype: gl.constexpr = gl.bfloat16
+    k_raw, k_parts = _allocate(PARTS, ROWS, D), _allocate_arrays(PARTS, ROWS, D)
+    v_raw, v_parts = _allocate(PARTS, ROWS, D), _allocate_arrays(PARTS, ROWS, D)
+    q_raw, g_raw = _allocate(2, BQ, D), _allocate(2, BQ, D)
+    q_tiles, g_tiles = _allocate_arrays(2, BQ, D), _allocate_arrays(2, BQ, D)
+    shifts = ()
+    for _ in gl.static_range(2):
+        shifts = shifts + (gl.allocate_shared_memory(gl.float32, [BQ], gl.SwizzledSharedLayout(1, 1, 1, [0])),)
+    d_scores = _allocate_arrays(PARTS, GROUP * BQ, ROWS)
+    e_parts = gl.allocate_shared_memory(dtype, [PARTS, ROWS, MB], shared_layout(MB))
+    e_tiles = e_parts._reinterpret(dtype, [KEYS // BQ, BQ, MB], shared_layout(MB))
+    m_tiles = gl.allocate_shared_memory(dtype, [TILES, MB, BQ], shared_layout(BQ))
+    memory = (k_parts, v_parts, q_raw, g_raw, q_tiles, g_tiles, shifts, d_scores, e_tiles, e_parts, m_tiles)
+    q, k, v = (q, q_b, q_n, q_h), (k, k_b, k_n, k_h), (v, v_b, v_n, v_h)
+    out, d_out = (out, o_b, o_n, o_h), (d_out, g_b, g_n, g_h)
+    stride = H * PACK * D
+
+    first, count = gl.program_id(0), gl.num_programs(0)
+    head, step = (first // H, first % H), (count // H, count % H)
+    next_head = _later(head, step, H)
+    _copy_keys(k_raw, head, B, k, N)
+    _copy_keys(v_raw, head, B, v, N)
+    _copy_tile(0, q_raw[0], g_raw[0], head, B, q, d_out, N)
+    async_copy.commit_group()
+    _copy_tile(1, q_raw[1], g_raw[1], head, B, q, d_out, N)
+    async_copy.commit_group()
+    LAYOUT: gl.constexpr = tile_layout(ROWS, MB, WARPS)
+    for part in gl.static_range(PARTS):
+        key = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        block = gl.load(blocks + key, mask=key < N, other=-1)
+        e_parts.index(part).store((block[:, None] == gl.arange(0, MB, gl.SliceLayout(0, LAYOUT))[None, :]).to(dtype))
+    if not PER_HEAD:
+        _spread_mixing(m_tiles, mixing, blocks, mixing_i, mixing_j, N, M)
+    output, b_inverse, rows, token = _load_next(-1, head, head, B, out, inverse, N, H, D, TILES, NORMALIZER)
+    async_copy.wait_group(1)
+    _prepare(
+        q_raw[0], g_raw[0], q_tiles[0], g_tiles[0], shifts[0], output, b_inverse, d_scale + token, rows, eps,
+        NORMALIZER, FEATURE_MAP,
+    )  # fmt: skip
+
+    dm = _zeros(PARTS, ROWS, MB)
+    for place in range(first, B * H, count):
+        for part in gl.static_range(PARTS):
+            _map_rows(k_raw[part], k_parts[part], eps, FEATURE_MAP)
+            _map_rows(v_raw[part], v_parts[part], eps, "identity")
+        if PER_HEAD:
+            _spread_mixing(m_tiles, mixing + head[1].to(gl.int64) * mixing_h, blocks, mixing_i, mixing_j, N, M)
+            dm = _zeros(PARTS, ROWS, MB)
+        fence_async_shared()
+        gl.thread_barrier()
+        _copy_keys(k_raw, next_head, B, k, N)  # with the first tile that is copied
+        _copy_keys(v_raw, next_head, B, v, N)
+        dv, dk = _zeros(PARTS, ROWS, D), _zeros(PARTS, ROWS, D)
+        p_q = _rows_of_head(q, head)
+        offset = (head[0].to(gl.int64) * N * H * PACK + head[1]) * D
+        for group in range(TILES // GROUP):
+            for t in gl.static_range(GROUP):
+                dv, dk, dm = _tile(
+                    GROUP * group + t, head, next_head, B, memory, dv, dk, dm, q, out, d_out, inverse, d_scale, N, H,
+                    eps, TILES, t, False, NORMALIZER, FEATURE_MAP,
+                )  # fmt: skip
+            row = group * GROUP * BQ
+            _query_gradients(
+                d_scores, k_parts, d_q + offset + row * stride, p_q + row * q_n * 8, q_n * 8, N - row, stride,
+                FEATURE_MAP,
+            )  # fmt: skip
+        if TILES % GROUP != 0:
+            dv, dk, dm = _tile(
+                TILES - 1, head, next_head, B, memory, dv, dk, dm, q, out, d_out, inverse, d_scale, N, H, eps, TILES,
+                0, True, NORMALIZER, FEATURE_MAP,
+            )  # fmt: skip
+            LAST: gl.constexpr = (TILES - 1) * BQ
+            _query_gradients(
+                d_scores, k_parts, d_q + offset + LAST * stride, p_q + LAST * q_n * 8, q_n * 8, N - LAST, stride,
+                FEATURE_MAP,
+            )  # fmt: skip
+        for part in gl.static_range(PARTS):
+            row = part * ROWS
+            p_k = _rows_of_head(k, head) + row * k_n * 8
+            x = _load_rows(p_k, N - row, k_n * 8, ROWS, D, product_layout(ROWS, D, WARPS))
+            gradient = feature_gradient(x, dk[part], FEATURE_MAP)
+            _store_through(k_parts[part], gradient, d_k + offset + row * stride, N - row, stride)
+            _store_through(v_parts[part], dv[part], d_v + offset + row * stride, N - row, stride)
+        if PER_HEAD:
+            _store_mixing_gradient(d_mixing + place.to(gl.int64) * (MB * MB), dm, d_scores, e_parts)
+        if TILES == 2:
+            async_copy.wait_group(0)
+        head, next_head = next_head, _later(next_head, step, H)
+    if not PER_HEAD:
+        _store_mixing_gradient(d_mixing + first * (MB * MB), dm, d_scores, e_parts)
