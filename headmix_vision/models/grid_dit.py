@@ -32,14 +32,15 @@ POSITIONS = ("sincos", "rope")
 
 
 class PatchEmbedding(nn.Module):
-    """Projects non-overlapping patches: [B, C, *sizes] -> [B, N, D] in raster order."""
+    """Projects non-overlapping patches: [B, C, *sizes] -> [B, N, D] in raster order, contiguous."""
 
     def __init__(self, patch: tuple[int, ...], in_channels: int, dim: int, **factory: Any) -> None:
         super().__init__()
         self.proj = CONVOLUTIONS[len(patch) - 1](in_channels, dim, cast(Any, patch), cast(Any, patch), **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2)
+        # Sums keep the strides of their first term: those of a convolution would slow down the norms of all blocks.
+        return self.proj(x).flatten(2).transpose(1, 2).contiguous()
 
 
 class DiTBlock(nn.Module):

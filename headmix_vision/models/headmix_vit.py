@@ -133,7 +133,8 @@ class HeadMixVisionTransformer(VisionTransformer):
         if self.dynamic_img_size:
             for attention in self._attentions():
                 attention.grid = replace(attention.grid, shape=(x.shape[1], x.shape[2]))
-        return super()._pos_embed(x)
+        # Sums keep the strides of their first term: those of a convolution would slow down the norms of all blocks.
+        return super()._pos_embed(x).contiguous()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Resample a position embedding stored for another resolution, then load as usual."""

@@ -247,6 +247,11 @@ def test_another_block_grid_is_stored():
         create("dit_softmax_s_2").set_block_grid((2, 2))
 
 
+def test_embedded_patches_are_contiguous():
+    """The channels-first strides of a convolution would last through all blocks."""
+    assert create().x_embedder(batch()[0]).is_contiguous()
+
+
 @pytest.mark.parametrize("core", ["mhla", "hih", "linear_iha", "softmax_mea"])
 def test_compiles_as_one_graph(core):
     model = create(f"dit_{core}_s_2", depth=1, cpe=True, output_gate=True).eval()

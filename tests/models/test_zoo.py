@@ -244,6 +244,16 @@ def test_dynamic_image_size(name):
         torch.testing.assert_close(model(images(size=size)), fixed(images(size=size)))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_blocks_get_contiguous_tokens(dynamic):
+    """The channels-first strides of a convolution would last through all blocks."""
+    model = create("deit_mhla_tiny", dynamic_img_size=dynamic)
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
+    model(images())
+    assert seen[0].is_contiguous()
+
+
 def test_loading_resamples_positions_and_mixing_to_another_block_grid():
     source = create("deit_mhla_tiny", block_grid=(2, 2))
     target = create("deit_mhla_tiny", img_size=128, block_grid=(4, 4))
