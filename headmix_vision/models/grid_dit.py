@@ -23,7 +23,7 @@ from headmix_vision.checks import check_counts, check_flags, check_numbers
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, MixingMatrix, undecayed_parameters
 from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
-from headmix_vision.layers.grid_convolution import CONVOLUTIONS
+from headmix_vision.layers.patch_convolution import PatchConv2d, PatchConv3d
 from headmix_vision.layers.positions import Rotation, check_rotary, rotary_tables
 from headmix_vision.models.depth import attention_of_layer
 from headmix_vision.ops import TokenGrid, TokenRanks
@@ -36,11 +36,11 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, patch: tuple[int, ...], in_channels: int, dim: int, **factory: Any) -> None:
         super().__init__()
-        self.proj = CONVOLUTIONS[len(patch) - 1](in_channels, dim, cast(Any, patch), cast(Any, patch), **factory)
+        convolution = PatchConv2d if len(patch) == 2 else PatchConv3d
+        self.proj = convolution(in_channels, dim, cast(Any, patch), cast(Any, patch), **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Sums keep the strides of their first term: those of a convolution would slow down the norms of all blocks.
-        return self.proj(x).flatten(2).transpose(1, 2).contiguous()
+        return self.proj(x).flatten(2).transpose(1, 2)
 
 
 class DiTBlock(nn.Module):

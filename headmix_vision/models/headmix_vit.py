@@ -1,6 +1,6 @@
 """DeiT and ViT whose attention is a :class:`~headmix_vision.layers.HeadMixAttention`, registered with timm.
 
-Everything outside the attention layer is timm's VisionTransformer.
+Everything outside the attention layer is timm's VisionTransformer; patches are projected by a matrix product.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.fx
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.layers import get_act_layer, get_norm_layer, resample_abs_pos_embed
+from timm.layers import PatchEmbed, get_act_layer, get_norm_layer, resample_abs_pos_embed
 from timm.models import build_model_with_cfg
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from headmix_vision.checks import check_choice, check_counts, check_keywords, check_numbers, keywords, pair
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
+from headmix_vision.layers.patch_convolution import PatchConv2d
 from headmix_vision.models.depth import attention_of_layer
 from headmix_vision.models.names import Variant, register_family
 
@@ -33,6 +34,14 @@ class _AttentionArguments(nn.Module):
     def __init__(self, dim: int, **kwargs: Any) -> None:
         super().__init__()
         self.arguments = {"dim": dim, **kwargs}
+
+
+class _PatchEmbed(PatchEmbed):
+    """timm's embedding of patches, with its weights, computed faster."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.proj.__class__ = PatchConv2d
 
 
 class HeadMixVisionTransformer(VisionTransformer):
@@ -76,6 +85,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         blocks = pair("block_grid", block_grid)
         if not (kwargs.get("dynamic_img_size") or kwargs.get("dynamic_img_pad")):
             _check_image_fits(kwargs.get("img_size", 224), kwargs.get("patch_size", 16))
+        kwargs.setdefault("embed_layer", _PatchEmbed)
         super().__init__(attn_layer=_AttentionArguments, weight_init="skip", **kwargs)
         for index, block in enumerate(self.blocks):
             block.attn = HeadMixAttention(

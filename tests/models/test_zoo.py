@@ -9,6 +9,7 @@ import timm.optim
 import timm.utils
 import torch
 import torch.fx
+from timm.layers import PatchEmbed
 
 import headmix_vision
 from headmix_vision.layers import CORES, HEAD_MIXES
@@ -244,10 +245,11 @@ def test_dynamic_image_size(name):
         torch.testing.assert_close(model(images(size=size)), fixed(images(size=size)))
 
 
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_blocks_get_contiguous_tokens(dynamic):
-    """The channels-first strides of a convolution would last through all blocks."""
-    model = create("deit_mhla_tiny", dynamic_img_size=dynamic)
+def test_blocks_get_contiguous_tokens(dynamic, plain):
+    """The channels-first strides of a plain convolution would last through all blocks."""
+    model = create("deit_mhla_tiny", dynamic_img_size=dynamic, **({"embed_layer": PatchEmbed} if plain else {}))
     seen = []
     model.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
     model(images())
