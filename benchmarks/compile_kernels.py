@@ -5,7 +5,7 @@
     python benchmarks/compile_kernels.py --all --gpu 8.9 --match resident
 
 The ops run as they would on the GPU, up to the launches, which are recorded and compiled instead. The status is 1 if a
-kernel does not compile or needs more shared memory than a program may have there.
+kernel does not compile, needs more shared memory than a program may have there, or got machine code that is wrong.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ os.environ["HEADMIX_VISION_UNTESTED_GPUS"] = "1"  # to compile for a GPU is not 
 import argparse
 import itertools
 import math
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +29,7 @@ from unittest import mock
 
 import torch
 import triton
+from machine_code import disassemble, resource_usage, unwritten_registers
 from measuring import write_csv
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -79,7 +77,7 @@ class Launch(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a compiled kernel needs, or why it does not compile."""
+    """What a compiled kernel needs, or why it does not compile or run."""
 
     shared: int = 0  # bytes of a program
     registers: int = 0  # of a thread
@@ -271,19 +269,11 @@ def compile_launch(launch: Launch, kernel: JITFunction, capability: tuple[int, i
         compiled = triton.compile(source, target=target, options=dict(launch.options))
     except Exception as error:  # whatever a compiler raises is the finding
         return Need(error=" ".join(f"{type(error).__name__}: {error}".split())[:200])
-    return Need(compiled.metadata.shared, *resource_usage(compiled.asm["cubin"]))
-
-
-def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Read registers and bytes of stack of a thread."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+).*?STACK:(\d+)", usage)
-    assert found, usage
-    return int(found[1]), int(found[2])
+    cubin = compiled.asm["cubin"]
+    wrong = unwritten_registers(disassemble(cubin)) if capability == (9, 0) else []
+    return Need(
+        compiled.metadata.shared, *resource_usage(cubin), f"reads a register never written: {wrong[0]}" if wrong else ""
+    )
 
 
 def launches_of(

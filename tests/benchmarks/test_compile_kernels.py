@@ -1,4 +1,5 @@
-"""Kernels for GPUs that are not there: they compile, and need no more shared memory than a program has."""
+"""Kernels for GPUs that are not there: they compile, need no more shared memory than a program has, and read no
+register that nothing wrote."""
 
 import subprocess
 import sys
@@ -22,6 +23,27 @@ def test_training_fits_a_gpu_with_little_shared_memory():
 
 def test_hopper_has_kernels_for_short_sequences():
     assert "2 kernels" in compile_for("--gpu", "9.0", "--match", "gluon_", "--jobs", "2")
+
+
+LISTING = """
+        /*0000*/                   ULDC UR4, c[0x0][0x288] ;
+        /*0010*/               @P0 BRA `(.L_x_0) ;
+        /*0020*/                   UMOV UR5, URZ ;
+.L_x_0:
+        /*0030*/                   UIADD3.X UR7, UR5, 0x40000040, URZ, UP0, !UPT ;
+        /*0040*/                   UIADD3 UR6, UP0, UR4, 0x20, URZ ;
+        /*0050*/                   HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR4].tnspB, R24, gsb0 ;
+        /*0060*/              @!P1 BRA `(.L_x_0) ;
+        /*0070*/                   EXIT ;
+"""
+
+
+def test_registers_that_a_path_leaves_unwritten(load):
+    unwritten_registers = load("machine_code").unwritten_registers
+    (found,) = unwritten_registers(LISTING)
+    assert found.endswith("at 0030")
+    assert not unwritten_registers(LISTING.replace("@P0 BRA", "@P0 EXIT"))
+    assert len(unwritten_registers(LISTING.replace("UIADD3 UR6", "UIADD3 UR9"))) == 2  # the product reads UR6
 
 
 @pytest.mark.slow
