@@ -123,6 +123,34 @@ def test_more_blocks_than_weights_stay_on_chip(monkeypatch):
     assert_agrees("triton_summary", inputs, d_out, UNEVEN)
 
 
+def test_more_blocks_than_a_tile_holds():
+    blocks = TokenBlocks.from_grid((5, 13), (5, 13))
+    inputs, d_out = make(blocks, batch=1, heads=1)
+    assert_agrees("triton_summary", inputs, d_out, blocks)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2], ids=["up to 64", "in two parts", "128"])
+@pytest.mark.parametrize(
+    ("blocks", "dims"),
+    [
+        (LONG, (24, 24)),
+        (TokenBlocks.from_grid((8, 8), (1, 2)), (16, 48)),
+        (TokenBlocks.from_grid((8, 8), (2, 2)), (24, 24)),
+    ],
+    ids=["padding for vectors", "whole tiles", "blocks of a tile"],
+)
+def test_forms_of_rows_for_bfloat16(monkeypatch, row, blocks, dims):
+    for name in ("SUMMARIZE", "APPLY", "BACKWARD_QUERY", "BACKWARD_QUERY_LONG", "BACKWARD_KEY"):
+        form = dict(getattr(triton_tuning, name)[row], BT=16)
+        monkeypatch.setattr(triton_tuning, name, (form,) * 5)
+    forget_plans()
+    try:
+        inputs, d_out = make(blocks, dim=dims[0], value_dim=dims[1])
+        assert_agrees("triton_summary", inputs, d_out, blocks)
+    finally:
+        forget_plans()
+
+
 @pytest.fixture
 def small_gpu(monkeypatch):
     """What is there has as little shared memory as the smallest GPUs."""

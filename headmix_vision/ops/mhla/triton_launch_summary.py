@@ -5,7 +5,7 @@ B batch, N tokens, H heads, M blocks, C parts of blocks, D and Dv head dims.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,9 +71,16 @@ def count_summaries(settings: Settings) -> int:
     return settings.blocks.num_blocks * parts_of_a_block(settings) // _summed_parts(settings)
 
 
-def _token_constants(q: Layout, v: Layout, settings: Settings, align: int, size: int, c: tuning.Tiles) -> dict:
-    tiles = {name: value for name, value in c.items() if name != "ONE_TILE"}
-    return dict(SINGLE=size <= c["BT"], num_stages=1) | kernel_constants(q, v, settings, align) | tiles
+def _token_constants(
+    q: Layout, v: Layout, settings: Settings, align: int, t: Tensor, c: tuning.Tiles, **defaults: Any
+) -> dict[str, Any]:
+    size, tile = t.shape[1], c["BT"]
+    tiles = defaults | {name: value for name, value in c.items() if name != "ONE_TILE"}
+    if size <= tile and "STAGES" in tiles:
+        tiles["STAGES"] = 0
+    # Where loads are written a tile ahead, one tile after the last is loaded, too.
+    full = size % tile == 0 and t.numel() == q.shape[1] and (size == tile or tiles.get("STAGES", 0) > 0)
+    return dict(SINGLE=size <= tile, FULL=full, num_stages=1) | kernel_constants(q, v, settings, align) | tiles
 
 
 def _token_parts(q: Layout, settings: Settings, c: tuning.Tiles) -> tuple[Tensor, int]:
@@ -123,7 +130,7 @@ def _summarize(k: Layout, v: Layout, settings: Settings) -> TokenPlan:
     c = choose_tiles(tuning.SUMMARIZE, k, v)
     align = alignment(k, v)
     numbers = (*row_strides(align, k, v), H, *t.shape, settings.eps)
-    constants = _token_constants(k, v, settings, align, t.shape[1], c)
+    constants = _token_constants(k, v, settings, align, t, c, STAGES=0, DOTS=False)
     return TokenPlan(t, Launch(summary.summarize_kernel, (B * H * len(t),), numbers, constants))
 
 
@@ -146,6 +153,7 @@ def _mix(matrix: Layout, vector: Layout, mixing: Layout, transposed: bool, setti
     strides = mixing_strides((*head, source, row) if transposed else mixing.strides)
     compute, precision, _ = numerics(matrix.dtype)
     constants = dict(
+        REVERSED=not transposed,
         SIZE=size, VECTOR_SIZE=vector.shape[-1], VECTOR_TILE=VECTOR_TILE, CHUNKS=chunks if chunks <= MAX_CHUNKS else 0,
         NORMALIZER=normalizer_name(settings), COMPUTE=compute, PRECISION=precision,
         **{name: value for name, value in c.items() if name != "per"},
@@ -168,7 +176,7 @@ def _apply(q: Layout, out: Layout, settings: Settings) -> TokenPlan:
     t, split = _token_parts(q, settings, c)
     align = alignment(q)
     numbers = (*row_strides(align, q), N, H, settings.blocks.num_blocks, len(t), split, t.shape[1], settings.eps)
-    constants = _token_constants(q, out, settings, align, t.shape[1], c)
+    constants = _token_constants(q, out, settings, align, t, c, DOTS=False)
     return TokenPlan(t, Launch(summary.apply_kernel, (B * H * len(t),), numbers, constants))
 
 
@@ -197,11 +205,15 @@ def _backward_query(q: Layout, d_out: Layout, pack: int, settings: Settings) -> 
     B, N, H, D = q.shape
     t = parts(settings.blocks, parts_of_a_block(settings), q.device)
     c = choose_tiles(tuning.BACKWARD_QUERY, q, d_out)
-    if t.shape[1] > c["BT"]:
+    single = t.shape[1] <= c["BT"]
+    if not single:
         c = choose_tiles(tuning.BACKWARD_QUERY_LONG, q, d_out)
+    if not tuning.head_parts(D)[1] == tuning.head_parts(d_out.shape[-1])[1] == 16:
+        # Beside parts of 64 columns ptxas 12.8 gets the products of 16 wrong (benchmarks/machine_code.py).
+        c = {name: value for name, value in c.items() if name not in ("STAGES", "DOTS", "DIVIDE")}
     align = alignment(q, d_out)
     sizes = (N, H, settings.blocks.num_blocks, len(t), parts_of_a_block(settings), t.shape[1])
-    constants = _token_constants(q, d_out, settings, align, t.shape[1], c) | dict(PACK=pack)
+    constants = _token_constants(q, d_out, settings, align, t, c, STAGES=0, DOTS=False, DIVIDE=single, PACK=pack)
     numbers = (*row_strides(align, q, d_out), *sizes, settings.eps)
     return TokenPlan(t, Launch(summary.backward_query_kernel, (B * H * len(t),), numbers, constants))
 
@@ -235,11 +247,11 @@ class MixingGradientPlan(NamedTuple):
 def _mixing_gradient(R: Layout, r: Layout, mixing: Layout, settings: Settings) -> MixingGradientPlan:
     B, H, M = R.shape[:3]
     size = R.shape[3:].numel()
-    c = tuning.mixing_gradient_tiles(M, R.dtype)
+    c = tuning.mixing_gradient_tiles(M, R.dtype, R.gpu.shared_memory)
     row_tiles = ceil(M, c["BM"])
     splits = max(1, min(ceil(size, c["BF"] * 4), 1024 // (B * H * row_tiles * row_tiles)))
     compute, precision, _ = numerics(R.dtype)
-    together = c["BM"] == 16 and row_tiles == 1
+    together = row_tiles == 1
     *head, row, column = mixing.strides
     constants = dict(
         SIZE=size, VECTOR_SIZE=r.shape[-1], MIX=together,
@@ -271,7 +283,8 @@ def _backward_key(k: Layout, v: Layout, pack: int, settings: Settings) -> TokenP
     t, split = _token_parts(k, settings, c)
     align = alignment(k, v)
     numbers = (*row_strides(align, k, v), N, H, settings.blocks.num_blocks, len(t), split, t.shape[1], settings.eps)
-    constants = _token_constants(k, v, settings, align, t.shape[1], c) | dict(PACK=pack)
+    mixed_apart = settings.blocks.num_blocks > tuning.MIXING_TILE
+    constants = _token_constants(k, v, settings, align, t, c, PACK=pack, REVERSED=mixed_apart)
     return TokenPlan(t, Launch(summary.backward_key_kernel, (B * H * len(t),), numbers, constants))
 
 

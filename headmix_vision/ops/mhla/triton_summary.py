@@ -4,6 +4,7 @@ B batch, N tokens, H heads, M blocks, D and Dv head dims. Long blocks are cut in
 parts in all; every part has a summary, and the summaries of a block's parts are summed.
 A *summary* is a D x Dv matrix with a vector of D: of keys and values, S = sum phi(k) v^T and z = sum phi(k); of queries
 and output gradients, in the backward pass, R = sum phi(q) g^T and r = sum phi(q) c (README.md).
+Kernels take summaries in turn from the first and from the last (REVERSED) on: those just written are still in the L2.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ import triton.language as tl
 
 from headmix_vision.ops.mhla.triton_tiles import (
     add_outer,
+    add_outer_columns,
     add_outer_vector,
     add_vector,
+    append_column,
+    append_halves,
     cast,
     cast_matrix,
     column_sums,
+    columns_of,
     dot_exact,
     dot_matrix,
     dot_matrix_transposed,
     feature_gradients,
     features,
+    halves,
     load_matrix,
     load_rows,
     load_vector,
@@ -31,10 +37,14 @@ from headmix_vision.ops.mhla.triton_tiles import (
     row_sums,
     rows_of_head,
     scale_rows,
+    store_column,
+    store_columns,
     store_matrix,
     store_rows,
     store_vector,
+    sum_of_halves,
     weighted_column_sums,
+    zero_columns,
     zero_matrix,
     zero_vector,
     zeros,
@@ -42,11 +52,24 @@ from headmix_vision.ops.mhla.triton_tiles import (
 
 
 @triton.jit
-def members(table, part, first, size, SIZE: tl.constexpr):
-    """Load the tokens of a part from its row of the table, and tell which exist."""
+def members(table, part, first, size, SIZE: tl.constexpr, FULL: tl.constexpr = False):
+    """Load the tokens of a part from its row of the table, and tell which exist: all do if it is FULL."""
     place = first + tl.arange(0, SIZE)
-    token = tl.load(table + part * size + place, mask=place < size, other=-1)
-    return token.to(tl.int64), token >= 0
+    if FULL:
+        return tl.load(table + part * size + place).to(tl.int64), tl.full((SIZE,), True, tl.int1)
+    else:
+        token = tl.load(table + part * size + place, mask=place < size, other=-1)
+        return token.to(tl.int64), token >= 0
+
+
+@triton.jit
+def program(H, C, REVERSED: tl.constexpr = False):
+    """Return item, head and part of a program, and the number of the head among [B, H]."""
+    pid = tl.program_id(0)
+    if REVERSED:
+        pid = tl.num_programs(0) - 1 - pid
+    pid_bh = (pid // C).to(tl.int64)
+    return pid_bh // H, pid_bh % H, pid % C, pid_bh
 
 
 @triton.jit
@@ -56,31 +79,52 @@ def summarize_kernel(
     H, C, size, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
     BT: tl.constexpr, SINGLE: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, FULL: tl.constexpr,
+    STAGES: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    part = pid % C
-    b, h = pid // C // H, pid // C % H
+    b, h, part, pid_bh = program(H, C)
+    pid = pid_bh * C + part
     matrix = zero_matrix(D1, D2, DV1, DV2)
-    vector = zero_vector(D1, D2)
+    vector = zero_columns(D1, D2) if DOTS else zero_vector(D1, D2)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
-    next_token, next_present = members(table, part, 0, size, BT)
-    k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
-    v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
-    for first in range(0, BT if SINGLE else size, BT):
-        present, k_rows, v_rows = next_present, k_next, v_next
-        if not SINGLE:
-            next_token, next_present = members(table, part, first + BT, size, BT)
-            k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
-            v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
-        k_rows = present_features(k_rows, present, eps, D, D1, FEATURE_MAP, COMPUTE)
-        if NORMALIZER == "paper":
+    if STAGES == 0:
+        next_token, next_present = members(table, part, 0, size, BT, FULL)
+        k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
+        v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
+    for first in tl.range(0, BT if SINGLE else size, BT, num_stages=max(1, STAGES)):
+        if STAGES == 0:
+            present, k_rows, v_rows = next_present, k_next, v_next
+            if not SINGLE:
+                next_token, next_present = members(table, part, first + BT, size, BT)
+                k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
+                v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
+        else:
+            token, present = members(table, part, first, size, BT, FULL)
+            k_rows = load_rows(p_k, token * (k_n * ALIGN), present, k_d, D, D1, D2)
+            v_rows = load_rows(p_v, token * (v_n * ALIGN), present, v_d, DV, DV1, DV2)
+        v_rows = cast(v_rows, COMPUTE)
+        if NORMALIZER == "paper" and not DOTS:
+            k_rows = present_features(k_rows, present, eps, D, D1, FEATURE_MAP, COMPUTE)
             vector = column_sums(k_rows, vector)
-        matrix = add_outer(k_rows, cast(v_rows, COMPUTE), matrix, PRECISION)
+        else:
+            k_rows = features(k_rows, eps, FEATURE_MAP, COMPUTE)  # zeros multiply absent rows
+            if NORMALIZER == "paper":
+                if DV < DV1 + DV2:
+                    v_rows = append_column(v_rows, present.to(COMPUTE), DV, DV1)
+                else:
+                    vector = add_outer_columns(
+                        k_rows, tl.broadcast_to(present.to(COMPUTE)[:, None], (BT, 16)), vector, PRECISION
+                    )
+        matrix = add_outer(k_rows, v_rows, matrix, PRECISION)
     store_matrix(summary + pid * (D * DV), matrix, D, D1, DV, DV1)
     if NORMALIZER == "paper":
-        store_vector(key_sum + pid * D, vector, D, D1)
+        if not DOTS:
+            store_vector(key_sum + pid * D, vector, D, D1)
+        elif DV < DV1 + DV2:
+            store_column(key_sum + pid * D, matrix, D, D1, DV, DV1)
+        else:
+            store_columns(key_sum + pid * D, vector, 1, D, D1)
 
 
 @triton.jit
@@ -106,7 +150,7 @@ def mix_kernel(
     H, M, row_tiles, shares,
     SIZE: tl.constexpr, VECTOR_SIZE: tl.constexpr, VECTOR_TILE: tl.constexpr, CHUNKS: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, NORMALIZER: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
     """Mix matrices and vectors: mixed summary i is the sum over blocks b of mixing[i, b] times summary b.
 
@@ -115,6 +159,8 @@ def mix_kernel(
     columns, sums for BC = 64 and 4 warps are wrong on Hopper with the ptxas 12.8 of Triton 3.6.)
     """
     pid = tl.program_id(0)
+    if REVERSED:
+        pid = tl.num_programs(0) - 1 - pid
     rows = (pid % row_tiles) * BM + tl.arange(0, BM)
     m_rows = rows < M
     share = pid // row_tiles % shares
@@ -139,7 +185,7 @@ def mix_kernel(
                 accumulator = tl.dot(b_weights, b_summary, accumulator, input_precision=PRECISION)
         m_mixed = m_rows[:, None] & (columns < SIZE)[None, :]
         tl.store(p_mixed + columns[None, :], accumulator.to(mixed.dtype.element_ty), mask=m_mixed)
-    if NORMALIZER == "paper":
+    if NORMALIZER == "paper" and share * VECTOR_TILE < VECTOR_SIZE:
         columns = share * VECTOR_TILE + tl.arange(0, VECTOR_TILE)
         p_vector = vector + pid_bh * M * VECTOR_SIZE
         accumulator = tl.zeros((BM, VECTOR_TILE), tl.float32)
@@ -159,20 +205,23 @@ def apply_kernel(
     N, H, M, C, split, size, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
     BT: tl.constexpr, SINGLE: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, FULL: tl.constexpr,
+    DOTS: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    part = pid % C
-    pid_bh = (pid // C).to(tl.int64)
-    b, h = pid_bh // H, pid_bh % H
+    b, h, part, pid_bh = program(H, C)
     owner = pid_bh * M + part // split
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
-    next_token, next_present = members(table, part, 0, size, BT)
+    next_token, next_present = members(table, part, 0, size, BT, FULL)
     q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
     matrix = load_matrix(mixed + owner * (D * DV), D, D1, D2, DV, DV1, DV2)
     if NORMALIZER == "paper":
         vector = load_vector(mixed_key_sum + owner * D, D, D1, D2)
     matrix = cast_matrix(matrix, COMPUTE)
+    if DOTS and NORMALIZER == "paper":
+        if DV + 2 <= DV1 + DV2:
+            matrix = append_halves(matrix, vector, DV, DV1)
+        else:
+            columns = columns_of(vector, COMPUTE)
     for first in range(0, BT if SINGLE else size, BT):
         token, present, q_rows = next_token, next_present, q_next
         if not SINGLE:
@@ -182,7 +231,13 @@ def apply_kernel(
         o_rows = dot_matrix(q_rows, matrix, zeros(BT, DV1, DV2), PRECISION)
         p_inverse = inverse + pid_bh * N + token
         if NORMALIZER == "paper":
-            b_inverse = 1.0 / tl.where(present, row_sums(q_rows, vector), 1.0)
+            if not DOTS:
+                denominator = row_sums(q_rows, vector)
+            elif DV + 2 <= DV1 + DV2:
+                denominator = sum_of_halves(o_rows, DV, DV1)
+            else:
+                denominator = sum_of_halves(dot_matrix(q_rows, columns, zeros(BT, 16, 0), PRECISION), 0, 16)
+            b_inverse = 1.0 / tl.where(present, denominator, 1.0)
             tl.store(p_inverse, b_inverse, mask=present)
             o_rows = scale_rows(o_rows, b_inverse)
         elif NORMALIZER == "given":
@@ -198,67 +253,80 @@ def backward_query_kernel(
     N, H, M, C, split, size, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
     BT: tl.constexpr, SINGLE: tl.constexpr, PACK: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, FULL: tl.constexpr,
+    STAGES: tl.constexpr, DOTS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the queries, and the summary R, r of queries and output gradients.
 
-    Denominators divide the gradients, or the queries where one tile is a whole part: that takes fewer registers, and so
-    does storing R at once. R and r cancel where values are alike, so both are sums of the same rounded rows.
+    Denominators divide the gradients, or with DIVIDE the queries: that takes fewer registers where one tile is a whole
+    part, and so does storing R at once. R and r cancel where values are alike, so both are sums of the same rounded
+    rows.
 
     PACK: see ``triton_launch.gradient``.
     """
-    pid = tl.program_id(0)
-    part = pid % C
-    pid_bh = (pid // C).to(tl.int64)
-    b, h = pid_bh // H, pid_bh % H
+    b, h, part, pid_bh = program(H, C)
+    pid = pid_bh * C + part
     owner = pid_bh * M + part // split
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_g = rows_of_head(d_out, b, h, g_b, g_h, ALIGN)
-    next_token, next_present = members(table, part, 0, size, BT)
-    q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
-    g_next = load_rows(p_g, next_token * (g_n * ALIGN), next_present, g_d, DV, DV1, DV2)
+    if STAGES == 0:
+        next_token, next_present = members(table, part, 0, size, BT, FULL)
+        q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
+        g_next = load_rows(p_g, next_token * (g_n * ALIGN), next_present, g_d, DV, DV1, DV2)
     mixed_matrix = load_matrix(mixed + owner * (D * DV), D, D1, D2, DV, DV1, DV2)
     if NORMALIZER == "paper":
         mixed_vector = load_vector(mixed_key_sum + owner * D, D, D1, D2)
     mixed_matrix = cast_matrix(mixed_matrix, COMPUTE)
     matrix = zero_matrix(D1, D2, DV1, DV2)
-    vector = zero_vector(D1, D2)
-    for first in range(0, BT if SINGLE else size, BT):
-        token, present, q_raw, g_rows = next_token, next_present, q_next, g_next
+    vector = zero_columns(D1, D2) if DOTS else zero_vector(D1, D2)
+    for first in tl.range(0, BT if SINGLE else size, BT, num_stages=max(1, STAGES)):
+        if STAGES == 0:
+            token, present, q_raw, g_rows = next_token, next_present, q_next, g_next
+        else:
+            token, present = members(table, part, first, size, BT, FULL)
+            q_raw = load_rows(p_q, token * (q_n * ALIGN), present, q_d, D, D1, D2)
+            g_rows = load_rows(p_g, token * (g_n * ALIGN), present, g_d, DV, DV1, DV2)
         if NORMALIZER != "none":
             b_inverse = tl.load(inverse + pid_bh * N + token, mask=present, other=0.0)
-        if not SINGLE:
+        if STAGES == 0 and not SINGLE:
             next_token, next_present = members(table, part, first + BT, size, BT)
             q_next = load_rows(p_q, next_token * (q_n * ALIGN), next_present, q_d, D, D1, D2)
             g_next = load_rows(p_g, next_token * (g_n * ALIGN), next_present, g_d, DV, DV1, DV2)
         q_rows = features(q_raw, eps, FEATURE_MAP, COMPUTE)  # zero gradients multiply absent rows
         summed_rows = q_rows
         if NORMALIZER != "none":
-            if SINGLE:
+            if DIVIDE:
                 summed_rows = cast(scale_rows(q_rows, b_inverse), COMPUTE)
             else:
                 g_rows = scale_rows(g_rows, b_inverse)
         g_rows = cast(g_rows, COMPUTE)
         matrix = add_outer(summed_rows, g_rows, matrix, PRECISION)
         if SINGLE:
-            store_matrix(summary + pid.to(tl.int64) * (D * DV), matrix, D, D1, DV, DV1)
+            store_matrix(summary + pid * (D * DV), matrix, D, D1, DV, DV1)
         dq_rows = dot_matrix_transposed(g_rows, mixed_matrix, zeros(BT, D1, D2), PRECISION)
         if NORMALIZER != "none":
-            if SINGLE:
+            if DIVIDE:
                 dq_rows = scale_rows(dq_rows, b_inverse)
             # Gradient of the denominator, -(d_out . out) / denominator: out itself is not needed.
             products = -row_products(q_rows, dq_rows)
             d_denominator = products * b_inverse
             tl.store(d_scale + pid_bh * N + token, d_denominator, mask=present)
             if NORMALIZER == "paper":
-                vector = weighted_column_sums(summed_rows, products if SINGLE else d_denominator, vector)
+                weights = products if DIVIDE else d_denominator
+                if DOTS:
+                    vector = add_outer_columns(summed_rows, halves(weights, COMPUTE), vector, PRECISION)
+                else:
+                    vector = weighted_column_sums(summed_rows, weights, vector)
                 dq_rows = add_outer_vector(dq_rows, d_denominator, mixed_vector)
         dq_rows = feature_gradients(q_raw, dq_rows, FEATURE_MAP)
         store_rows(d_q + (b * N * H * PACK + h) * D, token * (PACK * H * D), present, 1, dq_rows, D, D1)
     if not SINGLE:
-        store_matrix(summary + pid.to(tl.int64) * (D * DV), matrix, D, D1, DV, DV1)
+        store_matrix(summary + pid * (D * DV), matrix, D, D1, DV, DV1)
     if NORMALIZER == "paper":
-        store_vector(vector_sum + pid.to(tl.int64) * D, vector, D, D1)
+        if DOTS:
+            store_columns(vector_sum + pid * D, vector, 2, D, D1)
+        else:
+            store_vector(vector_sum + pid * D, vector, D, D1)
 
 
 @triton.jit
@@ -268,17 +336,15 @@ def backward_key_kernel(
     N, H, M, C, split, size, eps,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr, DV2: tl.constexpr,
     BT: tl.constexpr, SINGLE: tl.constexpr, PACK: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, FULL: tl.constexpr,
+    REVERSED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of keys and values from the mixed summaries R, r. PACK: see ``triton_launch.gradient``."""
-    pid = tl.program_id(0)
-    part = pid % C
-    pid_bh = (pid // C).to(tl.int64)
-    b, h = pid_bh // H, pid_bh % H
+    b, h, part, pid_bh = program(H, C, REVERSED)
     owner = pid_bh * M + part // split
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
     p_v = rows_of_head(v, b, h, v_b, v_h, ALIGN)
-    next_token, next_present = members(table, part, 0, size, BT)
+    next_token, next_present = members(table, part, 0, size, BT, FULL)
     k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
     v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
     matrix = load_matrix(mixed + owner * (D * DV), D, D1, D2, DV, DV1, DV2)
@@ -315,7 +381,7 @@ def mixing_gradient_kernel(
 
     With MIX, for up to BM blocks, sum mixing[i, b] R_b and mixing[i, b] r_b too, as ``mix_kernel`` would.
     """
-    pid = tl.program_id(0)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     rows = (pid % row_tiles) * BM + tl.arange(0, BM)
     columns = (pid // row_tiles % row_tiles) * BM + tl.arange(0, BM)
     share = pid // row_tiles // row_tiles % splits

@@ -8,6 +8,10 @@ The kernels spread mixing matrices from blocks to runs of places (``triton_table
 import triton
 import triton.language as tl
 
+from headmix_vision.ops.kernels import INTERPRETED
+
+ADDS_BF16 = tl.constexpr(not INTERPRETED)  # the interpreter adds the bits
+
 
 @triton.jit
 def rows_of_head(base, b, h, stride_b, stride_h, ALIGN: tl.constexpr):
@@ -87,9 +91,19 @@ def feature(x, eps, FEATURE_MAP: tl.constexpr):
 
 
 @triton.jit
+def _rounded_feature(x, eps, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr):
+    if ADDS_BF16 and FEATURE_MAP == "relu" and x.dtype == tl.bfloat16 and COMPUTE == tl.bfloat16:
+        # Two numbers in one instruction, where float32 takes three for each and another to round.
+        zero = tl.zeros(x.shape, tl.bfloat16)
+        return tl.where(x > zero, x, zero) + (tl.zeros(x.shape, tl.float32) + eps).to(tl.bfloat16)
+    else:
+        return feature(x, eps, FEATURE_MAP).to(COMPUTE)
+
+
+@triton.jit
 def features(rows, eps, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr):
     """Map rows to features in the type of the products; absent rows and columns hold the feature of zero."""
-    return [feature(x, eps, FEATURE_MAP).to(COMPUTE) for x in rows]
+    return [_rounded_feature(x, eps, FEATURE_MAP, COMPUTE) for x in rows]
 
 
 @triton.jit
@@ -97,7 +111,7 @@ def _present(x, m_rows, eps, D: tl.constexpr, START: tl.constexpr, FEATURE_MAP: 
     present = m_rows[:, None]
     if START + x.shape[1] > D:
         present = present & (START + tl.arange(0, x.shape[1]) < D)[None, :]
-    return tl.where(present, feature(x, eps, FEATURE_MAP), 0.0).to(COMPUTE)
+    return tl.where(present, _rounded_feature(x, eps, FEATURE_MAP, COMPUTE), 0.0).to(COMPUTE)
 
 
 @triton.jit
@@ -287,6 +301,109 @@ def weighted_column_sums(rows, weights, sums):
             sums[0] + tl.sum(rows[0].to(tl.float32) * weights[:, None], 0),
             sums[1] + tl.sum(rows[1].to(tl.float32) * weights[:, None], 0),
         )
+
+
+@triton.jit
+def append_column(rows, x, D: tl.constexpr, D1: tl.constexpr):
+    """Put a number for each row into column D, which is padding."""
+    if len(rows) == 1:
+        return (tl.where((tl.arange(0, D1) == D)[None, :], x[:, None], rows[0]),)
+    else:
+        return (rows[0], tl.where((D1 + tl.arange(0, rows[1].shape[1]) == D)[None, :], x[:, None], rows[1]))
+
+
+@triton.jit
+def _append_halves(rows, x, D: tl.constexpr, D1: tl.constexpr):
+    high = x.to(rows[0].dtype)
+    low = (x - high.to(tl.float32)).to(rows[0].dtype)
+    return append_column(append_column(rows, high, D, D1), low, D + 1, D1)
+
+
+@triton.jit
+def append_halves(matrix, vectors, DV: tl.constexpr, DV1: tl.constexpr):
+    """Put a vector of D into columns DV and DV + 1 of a matrix, which are padding and sum to it."""
+    if len(matrix) == 1:
+        return (_append_halves(matrix[0], vectors[0], DV, DV1),)
+    else:
+        return (_append_halves(matrix[0], vectors[0], DV, DV1), _append_halves(matrix[1], vectors[1], DV, DV1))
+
+
+@triton.jit
+def halves(x, dtype: tl.constexpr):
+    """Return 16 columns of which the first two sum to ``x``, and the others are zero: [rows, 16]."""
+    high = x.to(dtype)
+    low = (x - high.to(tl.float32)).to(dtype)
+    column = tl.arange(0, 16)[None, :]
+    none = tl.zeros((x.shape[0], 16), dtype)
+    return tl.where(column == 0, high[:, None], tl.where(column == 1, low[:, None], none))
+
+
+@triton.jit
+def columns_of(vectors, dtype: tl.constexpr):
+    """Return a vector of D as a D x 16 matrix; see ``halves``."""
+    return [(halves(x, dtype),) for x in vectors]
+
+
+@triton.jit
+def _sum_columns(x, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    column = tl.arange(0, x.shape[1])
+    return tl.sum(tl.where(((column >= FIRST) & (column < FIRST + COUNT))[None, :], x, 0.0), 1)
+
+
+@triton.jit
+def sum_of_halves(rows, D: tl.constexpr, D1: tl.constexpr):
+    """Add columns D and D + 1: [rows]."""
+    if len(rows) == 1:
+        return _sum_columns(rows[0], D, 2)
+    else:
+        return _sum_columns(rows[1], D - D1, 2)
+
+
+@triton.jit
+def store_column(base, matrix, D: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV1: tl.constexpr):
+    """Store column DV of a matrix, which is padding, from its accumulators; see ``zero_matrix``."""
+    first = tl.arange(0, D1)
+    if len(matrix[0]) == 1:
+        x = _sum_columns(matrix[0][0], DV, 1)
+    else:
+        x = _sum_columns(matrix[0][1], DV - DV1, 1)
+    tl.store(base + first, x, mask=first < D)
+    if len(matrix) == 2:
+        second = D1 + tl.arange(0, matrix[1][0].shape[1])
+        if len(matrix[1]) == 1:
+            y = _sum_columns(tl.trans(matrix[1][0]), DV, 1)
+        else:
+            y = _sum_columns(matrix[1][1], DV - DV1, 1)
+        tl.store(base + second, y, mask=second < D)
+
+
+@triton.jit
+def zero_columns(D1: tl.constexpr, D2: tl.constexpr):
+    """Return zeros for 16 columns of D."""
+    if D2 == 0:
+        return (tl.zeros((D1, 16), tl.float32),)
+    else:
+        return (tl.zeros((D1, 16), tl.float32), tl.zeros((D2, 16), tl.float32))
+
+
+@triton.jit
+def add_outer_columns(rows, b, columns, PRECISION: tl.constexpr):
+    """Add rows^T b, for 16 columns ``b``, to columns of D."""
+    if len(rows) == 1:
+        return (tl.dot(tl.trans(rows[0]), b, columns[0], input_precision=PRECISION),)
+    else:
+        return (
+            tl.dot(tl.trans(rows[0]), b, columns[0], input_precision=PRECISION),
+            tl.dot(tl.trans(rows[1]), b, columns[1], input_precision=PRECISION),
+        )
+
+
+@triton.jit
+def store_columns(base, columns, COUNT: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+    """Store the sum of the first COUNT columns as a vector of D."""
+    for part in tl.static_range(len(columns)):
+        place = part * D1 + tl.arange(0, columns[part].shape[0])
+        tl.store(base + place, _sum_columns(columns[part], 0, COUNT), mask=place < D)
 
 
 @triton.jit

@@ -46,29 +46,29 @@ PAIRWISE_BACKWARD_KEY = (
     (Tiles(BQ=32, BK=64, num_warps=4, KB=132), Tiles(BQ=32, BK=32, num_warps=4)),
 )
 SUMMARIZE = (
-    Tiles(BT=64, num_warps=2),
-    Tiles(BT=64, num_warps=4),
-    Tiles(BT=32, num_warps=4),
+    Tiles(BT=64, num_warps=2, STAGES=3, DOTS=True),
+    Tiles(BT=64, num_warps=4, STAGES=2, DOTS=True),
+    Tiles(BT=64, num_warps=4, STAGES=2, DOTS=True),
     Tiles(BT=32, num_warps=4),
     Tiles(BT=32, num_warps=4),
 )
 APPLY = (
-    Tiles(BT=64, num_warps=4),
-    Tiles(BT=64, num_warps=4),
+    Tiles(BT=64, num_warps=4, DOTS=True),
+    Tiles(BT=64, num_warps=4, DOTS=True, ONE_TILE=True),
     Tiles(BT=32, num_warps=4, maxnreg=128),
     Tiles(BT=32, num_warps=4),
     (Tiles(BT=32, num_warps=4, KB=120), Tiles(BT=32, num_warps=4, ONE_TILE=True)),
 )
 BACKWARD_QUERY = (  # for parts of one tile; LONG is for longer parts
     Tiles(BT=64, num_warps=4, maxnreg=128),
-    Tiles(BT=64, num_warps=4, maxnreg=168),
+    Tiles(BT=64, num_warps=4, maxnreg=168, DOTS=True),
     Tiles(BT=16, num_warps=4),
     Tiles(BT=16, num_warps=8),
     Tiles(BT=16, num_warps=8),
 )
 BACKWARD_QUERY_LONG = (
     Tiles(BT=32, num_warps=4, maxnreg=168),
-    Tiles(BT=64, num_warps=4),
+    Tiles(BT=64, num_warps=4, STAGES=2, DOTS=True, DIVIDE=True),
     Tiles(BT=16, num_warps=4),
     Tiles(BT=16, num_warps=8),
     (Tiles(BT=16, num_warps=8, KB=120), Tiles(BT=16, num_warps=8, PRECISION="ieee")),
@@ -99,6 +99,7 @@ HOPPER_BACKWARD_TOKENS = (*range(49, 65), *range(97, 129), *range(193, 257))  # 
 HOPPER_BACKWARD_DIM = 64
 HOPPER_BLOCKS = 32
 HOPPER_KB = 227  # of shared memory, as every Hopper GPU has
+MIXING_TILE = 64  # blocks that one tile holds, beside the smaller tile of 16
 PREFETCH_RUN = 16  # shorter runs leave no registers for prefetched queries
 
 
@@ -134,8 +135,9 @@ def tiles(table: tuple[Row, ...], dim: int, dtype: torch.dtype, shared_memory: i
         shared_memory: bytes that a program may have.
 
     Returns:
-        The tiles. With ONE_TILE a program takes one tile of tokens and no loop; a PRECISION takes the place of the
-        type's.
+        The tiles. With ONE_TILE a program takes one tile of tokens and no loop; loops with STAGES let the compiler
+        load so many tiles ahead, others load the next one; with DOTS vectors are summed by products, as columns of
+        a matrix; with DIVIDE denominators divide the queries; a PRECISION takes the place of the type's.
     """
     if dtype == torch.bfloat16:
         row = table[0 if dim <= 64 else 1 if dim < 128 else 2]
@@ -157,9 +159,10 @@ def mix_tiles(num_blocks: int, dtype: torch.dtype) -> Tiles:
     return Tiles(BM=64, BC=32, BF=64, num_warps=4, num_stages=3, per=8)
 
 
-def mixing_gradient_tiles(num_blocks: int, dtype: torch.dtype) -> Tiles:
+def mixing_gradient_tiles(num_blocks: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
+    rows = 16 if num_blocks <= 16 else MIXING_TILE
     if dtype != torch.bfloat16:
-        return Tiles(BM=16 if num_blocks <= 16 else 64, BF=32, num_warps=4, num_stages=1)
+        return Tiles(BM=rows, BF=32, num_warps=4, num_stages=1)
     if num_blocks <= 16:
-        return Tiles(BM=16, BF=128, num_warps=4, num_stages=3, maxnreg=128)
-    return Tiles(BM=64, BF=128 if num_blocks <= 64 else 64, num_warps=4, num_stages=3)
+        return Tiles(BM=rows, BF=256, num_warps=2, num_stages=3)
+    return Tiles(BM=rows, BF=128 if shared_memory >= 112 << 10 else 64, num_warps=4, num_stages=3)
