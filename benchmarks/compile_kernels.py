@@ -125,6 +125,9 @@ def mhla_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
         "causal pairwise, 197 tokens", grid=(14, 14), block_grid=(4, 4), prefix=1, regime="pairwise", causal=True
     )
     yield case("causal summary, 16 blocks of 256", grid=(64, 64), block_grid=(4, 4), regime="summary", causal=True)
+    yield case(
+        "causal summary, values of 40", grid=(9, 11), block_grid=(4, 3), regime="summary", causal=True, value_dim=40
+    )
     if not everything:
         return
     yield case("pairwise, 256 tokens", grid=(16, 16), block_grid=(4, 4), regime="pairwise")

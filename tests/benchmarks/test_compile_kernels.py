@@ -25,6 +25,12 @@ def test_hopper_has_kernels_for_short_sequences():
     assert "2 kernels" in compile_for("--gpu", "9.0", "--match", "gluon_", "--jobs", "2")
 
 
+def test_causal_keys_and_values_of_different_dims_read_no_unwritten_register():
+    """With tiles of 64 rows ptxas 12.8 makes such code of this kernel; its results did not repeat on an H200."""
+    match = "causal_backward_key_kernel mhla causal summary, values of 40"
+    assert "0 do not run" in compile_for("--gpu", "9.0", "--match", match, "--jobs", "2")
+
+
 LISTING = """
         /*0000*/                   ULDC UR4, c[0x0][0x288] ;
         /*0010*/               @P0 BRA `(.L_x_0) ;
