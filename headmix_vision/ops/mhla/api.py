@@ -64,8 +64,8 @@ def mhla(
         impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: kernels for bfloat16,
             float16 and float32 and head dims up to 128, differentiable once; a cost model picks one of two algorithms,
             ``"triton_pairwise"`` and ``"triton_summary"`` name it. ``"torch"``: linear in N, any device.
-            ``"reference"``: the N x N form, a specification. The causal kernels have been interpreted and compiled but
-            not run on a GPU yet: ``"auto"`` leaves them out, ``"triton"`` takes them.
+            ``"reference"``: the N x N form, a specification. The causal kernels have not passed all of their
+            tests on a GPU yet: ``"auto"`` leaves them out, ``"triton"`` takes them.
 
     Returns:
         [B, N, H, Dv] of ``v``'s type, in raster order.
