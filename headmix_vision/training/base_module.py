@@ -227,8 +227,9 @@ class BaseModule(LightningModule):
         return saved.sum(0) if self.global_rank == 0 else torch.zeros_like(saved[0])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keeps the running mean of the loss, and what a batch is of."""
+        """Keeps the running mean of the loss, what a batch is of, and the name of the optimizer."""
         checkpoint["batch"] = self._batch()
+        checkpoint["opt"] = self.optimizer_config.opt
         if hasattr(self, "train_loss"):
             checkpoint["train_loss"] = self.sums_of_processes(self.train_loss)
 
@@ -242,10 +243,14 @@ class BaseModule(LightningModule):
         """Restores the running mean of the loss.
 
         Raises:
-            InputError: If training goes on with another number of processes whose batches are not as large together.
+            InputError: If training goes on with another optimizer, or with another number of processes whose batches
+                are not as large together.
         """
         if self.trainer.state.fn == "fit" and "batch" in checkpoint:
             _check_batch(checkpoint["batch"], self._batch())
+            before, now = checkpoint.get("opt", self.optimizer_config.opt), self.optimizer_config.opt
+            if before != now:
+                raise InputError(f"model.optimizer.opt={now} cannot go on with the state of {before}")
         if "train_loss" in checkpoint:
             self.train_loss = self.own_sums(checkpoint["train_loss"].view(-1, 2))
 

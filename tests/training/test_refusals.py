@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ def test_second_run_in_the_same_directory(
     both = ("--ckpt_path", "last", "--overwrite", "true")
     assert "would delete" in refused(capfd, "fit", "-c", config, "--run_dir", reference_run, *both)
     assert (reference_run / "metrics.csv").read_bytes() == before
+
+
+def test_another_optimizer_cannot_go_on(reference_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    copied = shutil.copytree(reference_run, tmp_path / "run")
+    changed = ("--run_dir", copied, "--ckpt_path", "last", "--trainer.max_epochs", 3, "--model.optimizer.opt", "lion")
+    message = refused(capfd, "fit", "-c", copied / "config.yaml", *changed)
+    assert "model.optimizer.opt=lion cannot go on with the state of adamw" in message
 
 
 def test_overwrite_replaces_the_run_only(tmp_path: Path) -> None:
