@@ -1,0 +1,86 @@
+"""The Gluon kernels of Hopper, emulated: masks, indices and every branch, and what they may read when."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+
+from headmix_vision.ops import TokenBlocks, kernels, mhla
+from headmix_vision.ops.mhla import gluon_launch, triton_tuning
+from headmix_vision.ops.mhla.settings import NORMALIZERS
+
+from .gluon_emulator import Emulated
+from .helpers import assert_within_budget, make_inputs, relative_error, run
+
+pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="a GPU runs them, in test_mhla_gpu.py")
+
+
+KERNELS = ["gluon_forward_kernel", "gluon_backward_kernel"]
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch):
+    """Emulates a GPU of one multiprocessor, so that programs take several heads; the list names what was launched."""
+    from headmix_vision.ops.mhla.gluon_pairwise_backward import gluon_backward_kernel
+    from headmix_vision.ops.mhla.gluon_pairwise_forward import gluon_forward_kernel
+
+    launched = []
+    emulated = [
+        Emulated(kernel, partial(launched.append, kernel.fn.__name__))
+        for kernel in (gluon_forward_kernel, gluon_backward_kernel)
+    ]
+    monkeypatch.setattr(gluon_launch, "_kernels", lambda: gluon_launch.Kernels(*emulated))
+    monkeypatch.setattr(gluon_launch, "INTERPRETED", False)
+    monkeypatch.setattr(triton_tuning, "HOPPER_TOKENS", range(1, 257))  # the others are right, but not faster
+    return launched
+
+
+def make(blocks, dim=64, value_dim=64, **options):
+    """Views of one packed projection, a float32 mixing matrix, and an output gradient."""
+    q, k, v, mixing = make_inputs(blocks, dim=dim, value_dim=value_dim, **{"batch": 1, "heads": 3, **options})
+    packed = torch.cat([q, k, v], -1).to(BF16)
+    d_out = torch.randn(v.transpose(1, 2).shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [*packed.split([dim, dim, value_dim], -1), mixing.float()], d_out.to(BF16).transpose(1, 2)
+
+
+def check(blocks, options=None, **shapes):
+    inputs, d_out = make(blocks, **shapes)
+    ours = run(lambda *x: mhla(*x, blocks, impl="triton_pairwise", **(options or {})), inputs, d_out)
+    assert_within_budget("triton_pairwise", ours, inputs, d_out, blocks, **(options or {}))
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "num_blocks"),
+    [(50, 9), (64, 16), (97, 7), (128, 32), (193, 15), (196, 16), (197, 16), (225, 7), (256, 32)],
+)
+def test_tokens(launched, tokens, num_blocks, per_head):
+    prefix = tokens % 2
+    check(TokenBlocks.from_grid((1, tokens - prefix), (1, num_blocks), prefix), per_head=per_head)
+    assert launched == KERNELS
+
+
+OPTIONS = [*itertools.product(NORMALIZERS, ["relu", "elu1"]), (None, "identity")]  # else denominators are close to zero
+
+
+@pytest.mark.parametrize(("normalizer", "feature_map"), OPTIONS)
+@pytest.mark.parametrize("tokens", [64, 196])
+def test_normalizers_and_feature_maps(launched, tokens, normalizer, feature_map):
+    check(TokenBlocks.from_grid((tokens,), (5,)), {"normalizer": normalizer, "feature_map": feature_map})
+    assert launched == KERNELS
+
+
+@pytest.mark.parametrize(("normalizer", "feature_map"), OPTIONS)
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 80), (72, 72), (80, 64), (80, 80)])
+def test_other_head_dims_forward(launched, dim, value_dim, normalizer, feature_map):
+    """The backward kernel takes 64 dims."""
+    blocks = TokenBlocks.from_grid((208,), (13,))
+    inputs, _ = make(blocks, dim, value_dim)
+    options = {"normalizer": normalizer, "feature_map": feature_map}
+    with torch.no_grad():
+        ours = mhla(*inputs, blocks, impl="triton_pairwise", **options)
+        exact = mhla(*(x.double() for x in inputs), blocks, impl="torch", **options)
+    assert relative_error(ours.double(), exact) < 4e-3
+    assert launched == KERNELS[:1]
