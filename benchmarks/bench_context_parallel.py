@@ -1,12 +1,13 @@
 """Time, error and traffic of tokens that are spread over GPUs, against one GPU with all of them.
 
     torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py                # 31,500 and 262,144 tokens
-    torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py --grids 21x30x50/2x5x10 --repeats 50
+    torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py --grids 21x30x50/4x5x10 --repeats 50
     torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py --device cpu --tiny    # tries the script itself
 
 Timed are MHLA itself (``mhla``), the attention layer around it with a convolution of tokens (``layer``) and a video DiT
 (``model``), forward, and forward with backward, on batches of one clip in bf16. The sizes of heads and widths are those
-of Wan 1.3B. First one process does all of it while the others wait, then each does its part; both are launched from
+of Wan 1.3B. Clips are parted along the first axis of which each process gets as many tokens and whole blocks, or else
+along time. First one process does all of it while the others wait, then each does its part; both are launched from
 Python without graphs, and the figures are medians of the slowest process. DistributedDataParallel sums the gradients of
 the model over the processes.
 
@@ -38,10 +39,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.ops import TokenBlocks, TokenRanks, mhla
+from headmix_vision.ops.token_ranks import even_axis
 
 HEADER = ("what", "tokens", "blocks", "pass", "one, ms", "spread, ms", "ratio", "sent, MB")
 DEFAULTS: dict[str, Any] = {
-    "grids": ["21x30x50/4x5x10", "21x30x50/3x5x10", "64x64x64/4x8x8"],
+    "grids": ["21x30x50/3x5x10", "64x64x64/4x8x8"],
     "heads": 12,
     "head_dim": 128,
     "depth": 4,
@@ -250,19 +252,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None:
-    ranks, facts, rows = TokenRanks.of(dist.group.WORLD), environment(arguments.device), []
-    show = print if ranks.rank == 0 else lambda *args, **kwargs: None
-    show(f"{ranks.size} x {facts['device']}, torch {facts['torch']}, bf16")
+    facts, rows, size = environment(arguments.device), [], dist.get_world_size()
+    show = print if dist.get_rank() == 0 else lambda *args, **kwargs: None
+    show(f"{size} x {facts['device']}, torch {facts['torch']}, bf16")
     for blocks in grids:
+        ranks = TokenRanks.of(dist.group.WORLD, even_axis(blocks.grid.shape, blocks.block_grid, size))
         errors = check_errors(blocks, arguments.head_dim, ranks, arguments.device)
         release_memory()
-        sizes = {"tokens": blocks.num_tokens, "blocks": blocks.num_blocks, "depth": arguments.depth}
+        sizes = {"tokens": blocks.num_tokens, "blocks": blocks.num_blocks, "axis": ranks.axis, "depth": arguments.depth}
         found = [measure(case, ranks, arguments) | sizes | errors for case in cases(blocks, ranks, arguments)]
         show(f"\n{format_table(HEADER, [format_row(row) for row in found])}")
         show("relative error of mhla: {error_one:.2e} on one, {error_spread:.2e} on all".format(**errors), flush=True)
         rows += [row | facts for row in found]
     out = arguments.out or (None if arguments.tiny else Path("docs"))
-    if out is not None and ranks.rank == 0:
+    if out is not None and dist.get_rank() == 0:
         path = out / f"context_parallel_{device_slug(facts['device'])}.csv"
         write_csv(path, rows)
         show(f"\nwritten to {path}")

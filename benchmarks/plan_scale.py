@@ -15,7 +15,7 @@ and B (g-1)/g within its own; a sum over all is both. Weights and gradients trav
 `fsdp2` and `hybrid` gather blocks twice (forward, backward) and the other weights once, and sum and scatter gradients,
 which hybrid then sums over the hosts. In each layer spread tokens gather the summaries of blocks, forward, forward
 again for checkpointing, and backward: D x D numbers a head and block, in bf16, or float32 if GPUs share a block. With
---cpe each layer also sends a row of tokens in float32 to either neighbour; Wan has no such convolution.
+--cpe each layer also sends the tokens of an edge in float32 to either neighbour; Wan has no such convolution.
 
 Held: 16P bytes of weights, moments and average, divided among the GPUs that share a copy, and what the measured peak
 has beyond those: gradients are made as activations are freed. DDP adds buckets of 4P bytes; sharding adds whole
@@ -42,12 +42,13 @@ from training_runs import REPOSITORY
 
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
 from headmix_vision.ops import TokenBlocks, TokenRanks
+from headmix_vision.ops.token_ranks import even_axis
 
 DOCS = REPOSITORY / "docs"
 HOST = 8
 GPUS = (8, 64, 512)
 RATES = (450.0, 50.0)  # GB/s that a GPU sends within its host and to others, nominal: NVLink, and 400 Gb/s of network
-WAN_TOKENS, WAN_BLOCKS = (21, 45, 80), ((3, 5, 10), (8, 5, 4))
+WAN_TOKENS, WAN_BLOCKS = (21, 45, 80), ((3, 5, 10), (3, 5, 8))
 HEADER = ("model, samples a GPU", "GPUs", "way", "GB sent", "to other hosts", "GiB held", "ms a step", "samples/s")
 
 Measured = dict[tuple[str, int], tuple[float, float]]
@@ -118,12 +119,13 @@ def wan(cpe: bool) -> Model:
 
 def spread_over_host(blocks: TokenBlocks, heads: int, dim: int, layers: int, cpe: bool) -> Spread:
     """Count what a checkpointed step sends between the GPUs of a host that share the tokens of a clip."""
-    parts = [blocks.of_rank(TokenRanks("", rank, HOST)) for rank in range(HOST)]
+    axis = even_axis(blocks.grid.shape, blocks.block_grid, HOST)
+    parts = [blocks.of_rank(TokenRanks("", rank, HOST, axis)) for rank in range(HOST)]
     summaries = heads * dim**2 * max(part.num_blocks for part in parts)
     gathered = HOST * summaries * (4 if parts[0].are_shared else 2)
     sent = collective(gathered, 1, HOST)
-    row = blocks.num_tokens // blocks.grid.shape[0]
-    sent[0] += cpe * 2 * row * heads * dim * 4
+    edge = blocks.num_tokens // blocks.grid.shape[axis]
+    sent[0] += cpe * 2 * edge * heads * dim * 4
     return Spread(max(part.num_tokens for part in parts) / blocks.num_tokens, 3 * layers * sent, gathered)
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from headmix_vision.layers.positions import rotary_tables
 from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla
 from headmix_vision.ops.kernels import INTERPRETED
+from headmix_vision.ops.token_ranks import even_axis
 
 LIMIT_S = 400
 DOUBLE = torch.float64
@@ -37,7 +39,8 @@ def gradients(call, leaves, d_out):
     return out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))
 
 
-def op(ranks, shape, block_grid, prefix=0, per_head=False, dtype=DOUBLE, **options):
+def op(ranks, shape, block_grid, prefix=0, per_head=False, dtype=DOUBLE, axis=0, **options):
+    ranks = replace(ranks, axis=axis)
     blocks = TokenBlocks.from_grid(shape, block_grid, prefix)
     B, H, D, Dv, M = 2, 3, 8, 5, blocks.num_blocks
     q, k, v, d_out = (random(B, blocks.num_tokens, H, d, seed=i) for i, d in enumerate((D, D, Dv, Dv)))
@@ -60,7 +63,8 @@ def op(ranks, shape, block_grid, prefix=0, per_head=False, dtype=DOUBLE, **optio
     return errors([*whole, ours[4] * ranks.size], exact)
 
 
-def layer(ranks, shape=(6, 5), rotary=False, **options):
+def layer(ranks, shape=(6, 5), rotary=False, axis=0, **options):
+    ranks = replace(ranks, axis=axis)
     torch.manual_seed(0)
     whole = HeadMixAttention(24, 3, grid=shape, dtype=DOUBLE, **options)
     grid = whole.grid
@@ -84,7 +88,7 @@ def sharded(whole):
     return fully_shard(whole, mesh=mesh)
 
 
-def model(ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=False, **options):
+def model(ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=False, axis=0, **options):
     torch.manual_seed(0)
     sizes = {"embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 3, "class_dropout": 0.0, "in_channels": 2}
     whole = kind(**sizes, **options, dtype=DOUBLE)
@@ -109,7 +113,7 @@ def model(ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=Fa
         return [x.full_tensor() if isinstance(x, DTensor) else x.clone() for x in grads]
 
     exact = step(whole) + learned()
-    whole.spread_tokens(dist.group.WORLD)
+    whole.spread_tokens(dist.group.WORLD, axis)
     if wrap is not None:
         return errors(step(wrap(whole), ranks.size) + learned(), exact)
     ours = step(whole)
@@ -157,9 +161,18 @@ CASES = {
     "op, shared blocks": (op, {"shape": (7, 5), "block_grid": (3, 2), "prefix": 2, "per_head": True}),
     "op, one block": (op, {"shape": (9,), "block_grid": (1,), "normalizer": None, "feature_map": "elu1"}),
     "op, video": (op, {"shape": (5, 3, 2), "block_grid": (5, 2, 1), "prefix": 1}),
+    "op, second axis": (op, {"shape": (3, 8), "block_grid": (2, 4), "prefix": 2, "per_head": True, "axis": 1}),
+    "op, shared blocks of the last axis": (op, {"shape": (3, 2, 7), "block_grid": (2, 1, 3), "prefix": 1, "axis": 2}),
     "kernels": (op, {"shape": (4, 4), "block_grid": (4, 2), "normalizer": None, **KERNELS}),
-    "kernels, shared blocks": (op, {"shape": (5, 4), "block_grid": (3, 2), "prefix": 2, "per_head": True, **KERNELS}),
+    "kernels, shared blocks": (
+        op,
+        {"shape": (4, 5), "block_grid": (2, 3), "prefix": 2, "per_head": True, "axis": 1, **KERNELS},
+    ),
     "layer": (layer, {"block_grid": (3, 2), "cpe": True, "num_prefix_tokens": 2, "output_gate": True}),
+    "layer, second axis": (
+        layer,
+        {"shape": (3, 8), "block_grid": (3, 2), "cpe": True, "num_prefix_tokens": 2, "rotary": True, "axis": 1},
+    ),
     "layer, rotary": (layer, {"block_grid": (3, 2), "rotary": True}),
     "layer, causal": (layer, {"block_grid": (3, 2), "rotary": True, "core_args": {"causal": "rows"}}),
     "layer, linear": (layer, {"core": "linear", "rotary": True, "qk_norm": True, "num_prefix_tokens": 1}),
@@ -170,6 +183,11 @@ CASES = {
         model,
         {"kind": HeadMixVideoDiT, "input_size": (5, 4, 6), "block_grid": (2, 2, 1), "cpe": "factorised",
          "positions": "rope", "frame_times": True, "output_gate": True, "checkpointing": True},
+    ),
+    "video, an axis that divides": (
+        model,
+        {"kind": HeadMixVideoDiT, "input_size": (3, 4, 8), "block_grid": (2, 2, 4), "cpe": True, "frame_times": True,
+         "axis": None, "patch_size": 1},
     ),
     "compiled": (compiled, {}),
 }  # fmt: skip
@@ -240,7 +258,7 @@ def test_fewer_rows_than_ranks_are_refused():
 
 def test_a_kernel_that_reaches_beyond_the_next_rank_is_refused():
     convolution = ConvPositionEncoding(8, kernel_size=5)
-    with pytest.raises(InputError, match="one has 1 rows, the kernel reaches 2"):
+    with pytest.raises(InputError, match="one has 1 tokens along axis 0, the kernel reaches 2"):
         convolution.of_rank(torch.zeros(1, 8, 8), TokenGrid((3, 4)), TWO)
 
 
@@ -277,6 +295,24 @@ def test_the_op_refuses_what_needs_all_tokens(option, reason):
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(InputError, match=reason):
         mhla(q, q, q, torch.ones(4, 4), blocks, **option)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_grid", "size", "axis"),
+    [
+        ((21, 30, 50), (3, 5, 10), 2, 2),
+        ((21, 30, 50), (3, 5, 10), 3, 0),
+        ((32, 32), (4, 4), 3, 0),
+        ((5, 6), (1, 2), 2, 1),
+    ],
+)
+def test_the_axis_that_gives_each_rank_as_many_tokens_and_whole_blocks(shape, block_grid, size, axis):
+    assert even_axis(shape, block_grid, size) == axis
+
+
+def test_an_axis_that_a_model_has_not_is_refused():
+    with pytest.raises(InputError, match="axis must be"):
+        HeadMixDiT(8, embed_dim=8, depth=1, num_heads=2).spread_tokens(None, axis=2)
 
 
 def test_only_a_group_is_taken():

@@ -14,6 +14,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.layers.bare_modules import is_bare
 from headmix_vision.ops import TokenGrid, TokenRanks, grid_conv
 from headmix_vision.ops.grid_conv.torch_impl import convolve_grid
+from headmix_vision.ops.token_ranks import flatten_tokens, unflatten_tokens
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -71,25 +72,25 @@ class GridConvolution(nn.Module):
     def of_rank(self, x: Tensor, grid: TokenGrid, ranks: TokenRanks) -> Tensor:
         """Convolve the tokens [B, n, C] of a rank, where several share a grid: [B, n, C].
 
-        Neighbouring ranks send the rows that the kernel reaches.
+        Neighbouring ranks send the tokens that the kernel reaches.
 
         Raises:
-            InputError: if a rank has fewer rows than the kernel reaches.
+            InputError: if a rank has fewer places along the axis that is parted than the kernel reaches.
         """
-        reach, held = self.reach, ranks.local(grid)
-        rows = [end - first for first, end in (ranks.rows(grid, rank) for rank in range(ranks.size))]
-        if min(rows) < reach:
-            raise InputError(f"{grid} over {ranks.size} ranks: one has {min(rows)} rows, the kernel reaches {reach}.")
-        row = grid.repeats * held.num_grid_tokens // held.shape[0]
-        before, after = reach * (ranks.rank > 0), reach * (ranks.rank + 1 < ranks.size)
-        wide = replace(held, shape=(before + held.shape[0] + after, *held.shape[1:]))
-        out = self(ranks.exchange_edges(x, reach * row), wide)
-        return out[:, before * row : out.shape[1] - after * row]
-
-    @property
-    def reach(self) -> int:
-        """How many rows of the first axis the kernel reaches on either side."""
-        return cast(nn.Conv2d, self.proj).kernel_size[0] // 2
+        held, axis = ranks.local(grid), 1 + ranks.axis
+        spans = [ranks.span(grid, rank) for rank in range(ranks.size)]
+        fewest = min(end - first for first, end in spans)
+        reach = cast(nn.Conv2d, self.proj).kernel_size[ranks.axis] // 2
+        if fewest < reach:
+            raise InputError(
+                f"{grid} over {ranks.size} ranks: one has {fewest} tokens along axis {ranks.axis}, the kernel reaches"
+                f" {reach}."
+            )
+        prefix, places = unflatten_tokens(x, held, 1)
+        wide = ranks.exchange_edges(places, reach, axis)
+        wide_grid = replace(held, shape=tuple(wide.shape[1:-2]))
+        prefix, out = unflatten_tokens(self(flatten_tokens(prefix, wide, 1), wide_grid), wide_grid, 1)
+        return flatten_tokens(prefix, out.narrow(axis, reach * (ranks.rank > 0), places.shape[axis]), 1)
 
     def flops(self, grid: TokenGrid) -> int:
         """Return the operations for the tokens of one image, multiply and add as two."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from headmix_vision.layers.patch_convolution import PatchConv2d, PatchConv3d
 from headmix_vision.layers.positions import Rotation, check_rotary, rotary_tables
 from headmix_vision.models.depth import attention_of_layer
 from headmix_vision.ops import TokenGrid, TokenRanks
+from headmix_vision.ops.token_ranks import even_axis
 
 POSITIONS = ("sincos", "rope")
 
@@ -257,9 +259,9 @@ class GridDiT(ModelMixin, ConfigMixin):
         c = self._condition(x, t, y)
         ranks, tokens = self.ranks, TokenGrid(grid)
         if ranks is not None:
-            first, end = ranks.rows(tokens, ranks.rank)
-            x = x[:, :, first * self.patch[0] : end * self.patch[0]]
-            c = c if c.ndim == 2 else c[:, first:end]
+            (first, end), patch = ranks.span(tokens, ranks.rank), self.patch[ranks.axis]
+            x = x.narrow(2 + ranks.axis, first * patch, (end - first) * patch)
+            c = c[:, first:end] if c.ndim == 3 and ranks.axis == 0 else c  # of each frame
         x = self.x_embedder(x)
         added, rotation = self._positions(grid, time_step, x)
         if ranks is not None:
@@ -274,12 +276,12 @@ class GridDiT(ModelMixin, ConfigMixin):
         x = self.final_layer(x, c)
         return self._unpatch(x if ranks is None else ranks.gather(x, tokens), grid)
 
-    def spread_tokens(self, group: ProcessGroup | DeviceMesh | None) -> None:
+    def spread_tokens(self, group: ProcessGroup | DeviceMesh | None, axis: int | None = None) -> None:
         """Spread the tokens of each sample over the ranks of a group: context parallelism.
 
         As in diffusers, every rank is called with the same whole input and returns the whole output; in between it has
-        the tokens of some rows of an image, or frames of a clip. In an attention layer the ranks exchange summaries of
-        blocks, whose size does not depend on the number of tokens, and with ``cpe`` the rows at the edges of each rank.
+        the tokens of a part of the image or clip. In an attention layer the ranks exchange summaries of blocks, whose
+        size does not depend on the number of tokens, and with ``cpe`` the tokens at the edges of each part.
 
         In training every rank computes the same loss, from the same noise and labels; labels are dropped alike where
         the random numbers of the ranks are alike. Gradients are then those of the tokens of a rank: their sum is that
@@ -288,13 +290,22 @@ class GridDiT(ModelMixin, ConfigMixin):
 
         Args:
             group: a process group, a device mesh of one dimension, or None to end it.
+            axis: of (H, W) or (T, H, W), from 0, along which images or clips are parted. None takes the first of
+                which each rank has as many tokens, and as many whole blocks, at the model's own size; the first if
+                there is none.
 
         Raises:
             InputError: for layers with a head mix, or of another core than MHLA and linear attention; and, when called,
-                if there are fewer rows of tokens than ranks.
+                if there are fewer tokens along the axis than ranks.
         """
-        ranks = None if group is None else TokenRanks.of(group)
+        if axis is not None:
+            check_counts(0, len(self.patch) - 1, axis=axis)
         layers = [cast(HeadMixAttention, block.attn) for block in self.blocks]
+        ranks = None if group is None else TokenRanks.of(group, axis or 0)
+        if ranks is not None and axis is None:
+            counts = self.config["block_grid"]
+            counts = (counts,) * len(self.patch) if isinstance(counts, int) else counts
+            ranks = replace(ranks, axis=even_axis(self.base_grid, counts, ranks.size))
         for layer in layers if ranks else ():
             layer.check_ranks()  # all, before any is changed
         for layer in layers:

@@ -156,7 +156,7 @@ class TokenBlocks:
         """Return the blocks of the tokens that a rank holds where several share the grid.
 
         Raises:
-            InputError: if the grid has fewer rows than there are ranks.
+            InputError: if the grid cannot be parted among them.
         """
         return BlocksOfRank(self.grid, self.block_grid, ranks)
 
@@ -176,6 +176,11 @@ class BlocksOfRank(TokenBlocks):
     ranks: TokenRanks
 
     @property
+    def whole(self) -> TokenBlocks:
+        """The blocks of all ranks."""
+        return TokenBlocks(self.grid, self.block_grid)
+
+    @property
     def held(self) -> TokenGrid:
         """The tokens of this rank."""
         return self.ranks.local(self.grid)
@@ -186,8 +191,7 @@ class BlocksOfRank(TokenBlocks):
 
     @property
     def num_blocks(self) -> int:
-        first, end = self.spans[self.ranks.rank]
-        return end - first
+        return self.num_prefix_blocks + math.prod(self.held_block_grid(self.ranks.rank))
 
     @property
     def num_prefix_blocks(self) -> int:
@@ -199,24 +203,34 @@ class BlocksOfRank(TokenBlocks):
         return self.grid.repeats * max(largest, self.held.num_prefix_tokens)
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
-        """The first block of each rank among those of all, and the block after its last."""
-        prefix, each = int(self.grid.num_prefix_tokens > 0), math.prod(self.block_grid[1:])
-        rows = [self._rows(rank) for rank in range(self.ranks.size)]
-        ends = [(prefix + part.first_block * each, prefix + (part.first_block + part.count) * each) for part in rows]
-        return [(0, ends[0][1]), *ends[1:]]
-
-    @property
     def are_shared(self) -> bool:
         """Whether two ranks, this one or others, have tokens of one block."""
-        return any(end > first for (_, end), (first, _) in itertools.pairwise(self.spans))
+        parts = [self._part(rank) for rank in range(self.ranks.size)]
+        return any(a.first_block + a.count > b.first_block for a, b in itertools.pairwise(parts))
+
+    def held_block_grid(self, rank: int) -> tuple[int, ...]:
+        """Return the blocks along each axis of which a rank has tokens."""
+        axis = self.ranks.axis
+        return (*self.block_grid[:axis], self._part(rank).count, *self.block_grid[axis + 1 :])
+
+    def narrow(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """Take those of the blocks [..., *block_grid, ...] of which a rank has tokens: a view."""
+        part = self._part(rank)
+        return x.narrow(dim + self.ranks.axis, part.first_block, part.count)
+
+    def numbers(self, like: Tensor) -> Tensor:
+        """Return the numbers that this rank's blocks have among those of all: int64 [m], as :meth:`tables`."""
+        return _cached_numbers(self, like.device) if is_plain(like) else _build_numbers(self, like.device)
 
     @property
     def _axes(self) -> list[_Axis]:
-        return [self._rows(self.ranks.rank), *map(_Axis, self.grid.shape[1:], self.block_grid[1:])]
+        axes = self.whole._axes
+        axes[self.ranks.axis] = self._part(self.ranks.rank)
+        return axes
 
-    def _rows(self, rank: int) -> _PartOfAxis:
-        return _PartOfAxis.cut(_Axis(self.grid.shape[0], self.block_grid[0]), *self.ranks.rows(self.grid, rank))
+    def _part(self, rank: int) -> _PartOfAxis:
+        axis, span = self.ranks.axis, self.ranks.span(self.grid, rank)
+        return _PartOfAxis.cut(_Axis(self.grid.shape[axis], self.block_grid[axis]), *span)
 
 
 @dataclass(frozen=True)
@@ -310,3 +324,14 @@ def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
 @cached_tables
 def _cached_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
     return BlockTables(*(table.to(device) for table in _build_tables(blocks, torch.device("cpu"))))
+
+
+def _build_numbers(blocks: BlocksOfRank, device: torch.device) -> Tensor:
+    numbers = torch.arange(blocks.whole.num_prefix_blocks, blocks.whole.num_blocks, device=device)
+    held = blocks.narrow(numbers.view(blocks.block_grid), 0, blocks.ranks.rank).flatten()
+    return torch.cat([held.new_zeros(blocks.num_prefix_blocks), held])
+
+
+@cached_tables
+def _cached_numbers(blocks: BlocksOfRank, device: torch.device) -> Tensor:
+    return _build_numbers(blocks, torch.device("cpu")).to(device)

@@ -5,7 +5,7 @@ B batch, N tokens of all ranks, n those of one, C channels. Collectives are thos
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.arguments import check_size
 from headmix_vision.ops.token_grid import TokenGrid
 
 
@@ -22,27 +23,31 @@ from headmix_vision.ops.token_grid import TokenGrid
 class TokenRanks:
     """The ranks of a process group that share the tokens of each sample, as one of them sees it.
 
-    A rank holds consecutive rows of the first axis of a grid (rows of an image, frames of a clip), whose numbers differ
-    by at most one; the first rank holds the prefix tokens too. Ranks part the axis where as many blocks would: if the
-    number of blocks along it is a multiple of the number of ranks, no block has tokens on two of them.
+    A rank holds consecutive places along one axis of a grid (with the first axis, rows of an image or frames of a
+    clip), whose numbers differ by at most one; the first rank holds the prefix tokens too. Ranks part the axis where as
+    many blocks would: if the number of blocks along it is a multiple of the number of ranks, no block has tokens on two
+    of them.
 
     Args:
         group: name of the process group.
         rank: this rank within the group.
         size: ranks of the group.
+        axis: the axis of the grid that is parted, from 0.
     """
 
     group: str
     rank: int
     size: int
+    axis: int = 0
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | DeviceMesh) -> TokenRanks:
+    def of(cls, group: dist.ProcessGroup | DeviceMesh, axis: int = 0) -> TokenRanks:
         """Describe a process group, or a device mesh of one dimension.
 
         Raises:
             InputError: for anything else, and for a group that this process is no member of.
         """
+        check_size("axis", axis, 0)
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise InputError(
@@ -51,42 +56,43 @@ class TokenRanks:
             group = group.get_group()
         if not isinstance(group, dist.ProcessGroup):
             raise InputError(f"the group must be a process group or a device mesh, got {group!r}.")
-        return cls(group.group_name, group.rank(), group.size())
+        return cls(group.group_name, group.rank(), group.size(), axis)
 
-    def rows(self, grid: TokenGrid, rank: int) -> tuple[int, int]:
-        """Return the first row of a rank along the first axis of a grid, and the row after its last.
+    def span(self, grid: TokenGrid, rank: int) -> tuple[int, int]:
+        """Return the first place of a rank along the axis of a grid that is parted, and the place after its last.
 
         Raises:
-            InputError: if there are fewer rows than ranks.
+            InputError: if the grid has no such axis, or fewer places along it than ranks.
         """
-        rows = grid.shape[0]
-        if rows < self.size:
+        places = grid.shape[self.axis] if self.axis < len(grid.shape) else 0
+        if places < self.size:
             raise InputError(
-                f"{grid} cannot be spread over {self.size} ranks: each takes at least a row of its first axis."
+                f"{grid} cannot be spread over {self.size} ranks along axis {self.axis}, which has {places} tokens."
             )
-        return -(-rank * rows // self.size), -(-(rank + 1) * rows // self.size)
+        return -(-rank * places // self.size), -(-(rank + 1) * places // self.size)
 
     def local(self, grid: TokenGrid) -> TokenGrid:
         """Return this rank's part of a grid."""
         return self._part(grid, self.rank)
 
     def _part(self, grid: TokenGrid, rank: int) -> TokenGrid:
-        first, end = self.rows(grid, rank)
-        return replace(
-            grid, shape=(end - first, *grid.shape[1:]), num_prefix_tokens=0 if rank else grid.num_prefix_tokens
-        )
+        first, end = self.span(grid, rank)
+        shape = (*grid.shape[: self.axis], end - first, *grid.shape[self.axis + 1 :])
+        return replace(grid, shape=shape, num_prefix_tokens=0 if rank else grid.num_prefix_tokens)
 
     def split(self, x: Tensor, grid: TokenGrid, dim: int = 1) -> Tensor:
-        """Take this rank's tokens of the N tokens of a grid, which a dim of ``x`` counts: a view."""
-        first, end = self._spans(grid)[self.rank]
-        return x.narrow(dim, first, end - first)
+        """Take this rank's tokens of the N tokens of a grid, which a dim of ``x`` counts."""
+        prefix, places = unflatten_tokens(x, grid, dim)
+        first, end = self.span(grid, self.rank)
+        held = places.narrow(dim + self.axis, first, end - first)
+        return flatten_tokens(prefix.narrow(dim, 0, 0) if self.rank else prefix, held, dim)
 
     def gather(self, x: Tensor, grid: TokenGrid) -> Tensor:
         """Join the tokens [B, n, ...] of all ranks to those of a grid on every rank, [B, N, ...].
 
         Every rank is taken to compute the same loss of the result: each keeps its own tokens' part of the gradient.
         """
-        return _Gather.apply(x, self, tuple(self._spans(grid)))
+        return _Gather.apply(x, self, grid)
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Add up the gradients of parameters over the ranks, in place: each rank has those of its own tokens."""
@@ -95,11 +101,6 @@ class TokenRanks:
             alike = [grad for grad in grads if grad.dtype == dtype]
             for grad in torch.ops._c10d_functional.all_reduce_coalesced_(alike, "sum", self.group):
                 _wait(grad)
-
-    def _spans(self, grid: TokenGrid) -> list[tuple[int, int]]:
-        """Return the first token of each rank in the sequence of all, and the one after its last."""
-        counts = [self._part(grid, rank).num_tokens for rank in range(self.size)]
-        return [(sum(counts[:rank]), sum(counts[: rank + 1])) for rank in range(self.size)]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum a tensor over the ranks."""
@@ -114,12 +115,31 @@ class TokenRanks:
         parts = _wait(everything).unbind()
         return [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
 
-    def exchange_edges(self, x: Tensor, width: int) -> Tensor:
-        """Extend the tokens [B, n, C] of a rank by the nearest ``width`` tokens of the ranks before and after it.
+    def exchange_edges(self, x: Tensor, width: int, dim: int) -> Tensor:
+        """Extend a tensor along a dim by the nearest ``width`` places of the ranks before and after this one.
 
         The first rank has none before it, the last none after it; each must have as many.
         """
-        return _ExchangeEdges.apply(x, self, width)
+        return _ExchangeEdges.apply(x, self, width, dim)
+
+
+def even_axis(shape: Sequence[int], block_grid: Sequence[int], ranks: int) -> int:
+    """Return the first axis of which each rank has as many tokens, and as many whole blocks; the first if none."""
+    even = (size % ranks == count % ranks == 0 for size, count in zip(shape, block_grid, strict=True))
+    return next((axis for axis, fits in enumerate(even) if fits), 0)
+
+
+def unflatten_tokens(x: Tensor, grid: TokenGrid, dim: int) -> tuple[Tensor, Tensor]:
+    """Part the N tokens that a dim of ``x`` counts into prefix tokens and [..., *shape, repeats, ...]: views."""
+    prefix = grid.repeats * grid.num_prefix_tokens
+    places = x.narrow(dim, prefix, grid.repeats * grid.num_grid_tokens)
+    return x.narrow(dim, 0, prefix), places.unflatten(dim, (*grid.shape, grid.repeats))
+
+
+def flatten_tokens(prefix: Tensor, places: Tensor, dim: int) -> Tensor:
+    """Join what :func:`unflatten_tokens` parted."""
+    tokens = places.flatten(dim, dim + places.ndim - prefix.ndim)
+    return torch.cat([prefix, tokens], dim) if prefix.shape[dim] else tokens
 
 
 def _wait(x: Tensor) -> Tensor:
@@ -131,35 +151,36 @@ class _Gather(torch.autograd.Function):
     """Joins the tokens of all ranks; its gradient is the part of this rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TokenRanks, spans: tuple[tuple[int, int], ...]) -> Tensor:
-        ctx.span = spans[ranks.rank]
-        return torch.cat(ranks.all_gather(x, [end - first for first, end in spans], 1), 1)
+    def forward(ctx: Any, x: Tensor, ranks: TokenRanks, grid: TokenGrid) -> Tensor:
+        ctx.ranks, ctx.grid = ranks, grid
+        grids = [ranks._part(grid, rank) for rank in range(ranks.size)]
+        gathered = ranks.all_gather(x, [part.num_tokens for part in grids], 1)
+        prefixes, places = zip(*(unflatten_tokens(*part, 1) for part in zip(gathered, grids, strict=True)), strict=True)
+        return flatten_tokens(prefixes[0], torch.cat(places, 1 + ranks.axis), 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        first, end = ctx.span
-        return grads[0][:, first:end], None, None
+        return ctx.ranks.split(grads[0], ctx.grid), None, None
 
 
 class _ExchangeEdges(torch.autograd.Function):
     """Brings neighbours' edges; their gradients go back to the neighbours."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TokenRanks, width: int) -> Tensor:
-        ctx.ranks, ctx.width = ranks, width
-        before, after = _swap(x[:, :width], x[:, x.shape[1] - width :], ranks)
-        return torch.cat([before, x, after], 1)
+    def forward(ctx: Any, x: Tensor, ranks: TokenRanks, width: int, dim: int) -> Tensor:
+        ctx.ranks, ctx.width, ctx.dim = ranks, width, dim
+        before, after = _swap(x.narrow(dim, 0, width), x.narrow(dim, x.shape[dim] - width, width), ranks, dim)
+        return torch.cat([before, x, after], dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ranks, width, grad = ctx.ranks, ctx.width, grads[0]
-        has_before, has_after = _neighbours(ranks)
-        end = grad.shape[1] - width * has_after
-        d_x = grad[:, width * has_before : end].clone()
-        before, after = _swap(grad[:, :width], grad[:, grad.shape[1] - width :], ranks)
-        d_x[:, : before.shape[1]] += before
-        d_x[:, d_x.shape[1] - after.shape[1] :] += after
-        return d_x, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ranks, width, dim, grad = ctx.ranks, ctx.width, ctx.dim, grads[0]
+        first, last = (width * has for has in _neighbours(ranks))
+        d_x = grad.narrow(dim, first, grad.shape[dim] - first - last).clone()
+        before, after = _swap(grad.narrow(dim, 0, width), grad.narrow(dim, grad.shape[dim] - width, width), ranks, dim)
+        d_x.narrow(dim, 0, first).add_(before)
+        d_x.narrow(dim, d_x.shape[dim] - last, last).add_(after)
+        return d_x, None, None, None
 
 
 def _neighbours(ranks: TokenRanks) -> tuple[bool, bool]:
@@ -167,14 +188,16 @@ def _neighbours(ranks: TokenRanks) -> tuple[bool, bool]:
     return ranks.rank > 0, ranks.rank + 1 < ranks.size
 
 
-def _swap(first: Tensor, last: Tensor, ranks: TokenRanks) -> tuple[Tensor, Tensor]:
-    """Send [B, w, C] each to the rank before and the one after, and return what they send, if there are any."""
+def _swap(first: Tensor, last: Tensor, ranks: TokenRanks, dim: int) -> tuple[Tensor, Tensor]:
+    """Send as many places each to the rank before and the one after; return what they send, if there are any."""
+    width, sizes = first.shape[dim], [0] * ranks.size
     has_before, has_after = _neighbours(ranks)
-    w, sizes = first.shape[1], [0] * ranks.size
     if has_before:
-        sizes[ranks.rank - 1] = w
+        sizes[ranks.rank - 1] = width
     if has_after:
-        sizes[ranks.rank + 1] = w
-    sent = torch.cat([first[:, : w * has_before], last[:, : w * has_after]], 1).transpose(0, 1).contiguous()
-    received = _wait(torch.ops._c10d_functional.all_to_all_single(sent, sizes, sizes, ranks.group)).transpose(0, 1)
-    return received[:, : w * has_before], received[:, w * has_before :]
+        sizes[ranks.rank + 1] = width
+    sent = torch.cat([first.narrow(dim, 0, width * has_before), last.narrow(dim, 0, width * has_after)], dim)
+    sent = sent.movedim(dim, 0).contiguous()
+    received = _wait(torch.ops._c10d_functional.all_to_all_single(sent, sizes, sizes, ranks.group)).movedim(0, dim)
+    before, after = received.split([width * has_before, width * has_after], dim)
+    return before, after

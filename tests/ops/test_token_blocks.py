@@ -174,18 +174,22 @@ def test_sizes_of_numpy_are_sizes():
 )
 def test_ranks_have_the_tokens_of_a_grid_between_them(shape, block_grid, prefix, size):
     whole = TokenBlocks.from_grid(shape, block_grid, prefix)
-    rows, blocks_of_tokens = [], []
-    for rank in range(size):
-        blocks = whole.of_rank(TokenRanks("", rank, size))
+    axis = len(shape) - 1
+    places, blocks_of_tokens = [], []
+    everyone = [TokenRanks("", rank, size, axis) for rank in range(size)]
+    for ranks in everyone:
+        rank, blocks = ranks.rank, whole.of_rank(ranks)
         tables = blocks.tables(torch.empty(0))
         assert blocks.held.num_prefix_tokens == (0 if rank else prefix)
         assert tables.tokens.shape == (blocks.num_blocks, blocks.max_block_size)
         assert (tables.tokens >= 0).any(0).all() and (tables.tokens >= 0).any(1).all()
         assert tables.tokens.flatten()[tables.slot_of_token].tolist() == list(range(blocks.num_tokens))
-        blocks_of_tokens.append(tables.block_of_token + blocks.spans[rank][0])
-        rows.append(blocks.held.shape[0])
-    assert sum(rows) == shape[0] and max(rows) - min(rows) <= 1
-    assert torch.equal(torch.cat(blocks_of_tokens), whole.tables(torch.empty(0)).block_of_token)
+        blocks_of_tokens.append(blocks.numbers(torch.empty(0))[tables.block_of_token])
+        places.append(blocks.held.shape[axis])
+    assert sum(places) == shape[axis] and max(places) - min(places) <= 1
+    block_of_token = whole.tables(torch.empty(0)).block_of_token
+    for ranks, own in zip(everyone, blocks_of_tokens, strict=True):
+        assert torch.equal(own, ranks.split(block_of_token, whole.grid, dim=0))
 
 
 def test_ranks_share_no_block_where_their_number_divides_that_of_the_blocks():

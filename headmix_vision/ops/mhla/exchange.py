@@ -5,6 +5,7 @@ B batch, H heads, M blocks of all ranks, m those with tokens of this rank, F num
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -44,22 +45,20 @@ class _MixOverRanks(torch.autograd.Function):
         ctx.blocks, ctx.dtype = blocks, dtype
         gathered = _gather(summaries, blocks, dtype)
         ctx.save_for_backward(mixing, *gathered)
-        first, end = blocks.spans[blocks.ranks.rank]
-        return _mix(mixing[..., first:end, :], gathered, summaries, dtype)
+        return _mix(mixing.index_select(-2, blocks.numbers(mixing)), gathered, summaries, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixing, *summaries = ctx.saved_tensors
-        ranks = ctx.blocks.ranks
-        first, end = ctx.blocks.spans[ranks.rank]
-        d_summaries = _mix(mixing[..., first:end].mT, _gather(grads, ctx.blocks, ctx.dtype), grads, ctx.dtype)
+        ranks, numbers = ctx.blocks.ranks, ctx.blocks.numbers(mixing)
+        weights = mixing.index_select(-1, numbers).mT
+        d_summaries = _mix(weights, _gather(grads, ctx.blocks, ctx.dtype), grads, ctx.dtype)
         if not ctx.needs_input_grad[0]:
             return None, None, None, *d_summaries
         d_mixing = torch.zeros_like(mixing, dtype=accumulation_dtype(ctx.dtype))
         over = (0,) if mixing.ndim == 3 else (0, 1)
-        for grad, summary in zip(grads, summaries, strict=True):
-            products = grad.flatten(3).to(summary.dtype) @ summary.mT  # [B, H, m, M]
-            d_mixing[..., first:end, :] += products.sum(over, dtype=d_mixing.dtype)
+        products = [x.flatten(3).to(y.dtype) @ y.mT for x, y in zip(grads, summaries, strict=True)]  # [B, H, m, M]
+        d_mixing[..., numbers, :] = sum(x.sum(over, dtype=d_mixing.dtype) for x in products)
         d_mixing = ranks.all_reduce(d_mixing) / ranks.size
         return d_mixing.to(mixing.dtype), None, None, *d_summaries
 
@@ -72,14 +71,19 @@ def _mix(weights: Tensor, summaries: list[Tensor], like: tuple[Tensor, ...], dty
 
 def _gather(summaries: tuple[Tensor, ...], blocks: BlocksOfRank, dtype: torch.dtype) -> list[Tensor]:
     """Join summaries [B, H, m, ...] of all ranks to [B, H, M, F], parts of a block summed, and round the first."""
+    prefix, grids = blocks.whole.num_prefix_blocks, [blocks.held_block_grid(rank) for rank in range(blocks.ranks.size)]
+    counts = [math.prod(grid) for grid in grids]
+    counts[0] += prefix
     gathered = []
     for x in summaries:
-        parts = blocks.ranks.all_gather(x.flatten(3), [end - first for first, end in blocks.spans], 2)
+        parts = blocks.ranks.all_gather(x.flatten(3), counts, 2)
+        first, parts[0] = parts[0].split([prefix, counts[0] - prefix], 2)
+        parts = [part.unflatten(2, grid) for part, grid in zip(parts, grids, strict=True)]
         if blocks.are_shared:
-            whole = parts[0].new_zeros(*parts[0].shape[:2], blocks.spans[-1][1], parts[0].shape[3])
-            for (first, end), part in zip(blocks.spans, parts, strict=True):
-                whole[:, :, first:end] += part
+            whole = x.new_zeros(*x.shape[:2], *blocks.block_grid, parts[0].shape[-1])
+            for rank, part in enumerate(parts):
+                blocks.narrow(whole, 2, rank).add_(part)
         else:
-            whole = torch.cat(parts, 2)
-        gathered.append(whole)
+            whole = torch.cat(parts, 2 + blocks.ranks.axis)
+        gathered.append(torch.cat([first, whole.flatten(2, -2)], 2) if prefix else whole.flatten(2, -2))
     return [gathered[0].to(dtype), *gathered[1:]]

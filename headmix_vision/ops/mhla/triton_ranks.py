@@ -25,7 +25,7 @@ def mhla_triton_of_rank(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, setting
     """Compute :func:`headmix_vision.ops.mhla` for the tokens of a rank, by its settings with ``BlocksOfRank``."""
     blocks = settings.blocks
     assert isinstance(blocks, BlocksOfRank)
-    packed = [blocks.ranks.rank, blocks.ranks.size, *settings.pack()]
+    packed = [blocks.ranks.rank, blocks.ranks.size, blocks.ranks.axis, *settings.pack()]
     matrix, vector = _call_summarize(k, v, packed)
     summaries = (matrix, vector) if settings.normalizer == "paper" else (matrix,)
     mixed = mix_over_ranks(mixing, blocks, numerics(q.dtype).storage, *summaries)
@@ -33,9 +33,11 @@ def mhla_triton_of_rank(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, setting
 
 
 def _unpack(packed: Sequence[int]) -> Settings:
-    rank, size, *settings = packed
+    rank, size, axis, *settings = packed
     whole = unpack(settings)
-    return whole._replace(blocks=whole.blocks.of_rank(TokenRanks("", rank, size)))  # work on tokens needs no group
+    return whole._replace(
+        blocks=whole.blocks.of_rank(TokenRanks("", rank, size, axis))
+    )  # work on tokens needs no group
 
 
 @lru_cache(maxsize=256)

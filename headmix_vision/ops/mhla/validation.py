@@ -61,7 +61,7 @@ def validate_mhla(
         raise InputError(f"q has {q.shape[1]} tokens, but blocks divide {blocks.grid}: {blocks.num_tokens} tokens.")
     m = blocks.num_blocks
     if isinstance(blocks, BlocksOfRank):
-        m = blocks.spans[-1][1]
+        m = blocks.whole.num_blocks
         if settings.causal:
             raise InputError("causal attention needs all tokens on one rank.")
         if settings.normalizer == "source_block":
