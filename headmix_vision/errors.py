@@ -1,11 +1,14 @@
 """Errors that a user can mend, and how command lines end on them."""
 
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+_PATIENCE_S = 10
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo, gloo, NCCL
 
 
@@ -28,7 +31,8 @@ def explain(error: Exception) -> str:
 def one_line_errors() -> Iterator[None]:
     """End the process with status 2 and one line, with the rank unless it is 0, for input or a system that refuses.
 
-    An interrupt ends it with one line too, and with the status that shells give it.
+    An interrupt ends it with one line too, and with the status that shells give it. What is refused on all processes
+    of torchrun is said by the first alone.
     """
     try:
         yield
@@ -51,6 +55,9 @@ def one_line_errors() -> Iterator[None]:
 def _end(message: str) -> NoReturn:
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")  # Lightning's own launcher sets the latter alone
     who = "error" if rank == "0" else f"error (rank {rank})"
+    if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_PATIENCE_S)  # if the first process says it, torchrun ends this one
     # in one piece, as several processes write to one terminal: print, unbuffered, writes the end of the line by itself
     sys.stderr.write(f"{who}: {' '.join(message.split())}\n")
     sys.exit(2)

@@ -1,6 +1,7 @@
 """The package as a whole: what importing it does, and running other people's scripts with its models."""
 
 import ast
+import os
 import runpy
 import subprocess
 import sys
@@ -98,6 +99,24 @@ def test_errors_of_users_end_with_one_line(message, line, rank, who, monkeypatch
     with pytest.raises(SystemExit, match="2"), one_line_errors():
         raise InputError(message)
     assert capsys.readouterr().err == f"{who}: {line}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("refused", "said"), [("0 1", "error: no"), ("1", "error (rank 1): no")])
+def test_processes_of_torchrun_say_once_what_they_refuse(refused, said, tmp_path):
+    script = tmp_path / "refuse.py"
+    script.write_text(
+        "import os, time\nfrom headmix_vision import errors\n"
+        "errors._PATIENCE_S = 100 if '0' in os.environ['REFUSED'] else 1\n"
+        "with errors.one_line_errors():\n"
+        "    if os.environ['RANK'] in os.environ['REFUSED']:\n"
+        "        raise errors.InputError('no')\n"
+        "    time.sleep(100)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    environment = os.environ | {"REFUSED": refused}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [said]
 
 
 def test_a_process_whose_peer_is_gone_ends_with_one_line(capsys):
