@@ -160,8 +160,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", type=int, help="latents, by default 32, or pixels, by default 224")
     parser.add_argument("--batch", type=int, help="of a GPU, with --losses of all together; by default 64")
     parser.add_argument("--compile", choices=("none", "default"), help="by default 'default'")
-    parser.add_argument("--steps", type=int, help="of each run, by default 120")
-    parser.add_argument("--warmup_steps", type=int, help="the first ones, which are not timed, by default 40")
+    parser.add_argument("--steps", type=int, help="of each run, by default 70")
+    parser.add_argument("--warmup_steps", type=int, help="the first ones, which are not timed, by default 30")
     parser.add_argument("--losses", action="store_true", help="compare losses, of classifiers")
     parser.add_argument("--loss_steps", type=int, help="by default 200")
     parser.add_argument("--runs", type=Path, help="folder that keeps what each run found, for the next call")
@@ -188,17 +188,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = environment(arguments.device)
     models = [m for m in arguments.models if not (arguments.losses and m.startswith("dit_"))]
     header, rows_of = (LOSS_HEADER, loss_rows) if arguments.losses else (HEADER, speed_rows)
+    out = arguments.out or (None if arguments.tiny else Path("docs"))
+    name = f"scale_{'losses_' if arguments.losses else ''}{device_slug(facts['device'])}.csv"
     rows = []
     for model in models:
         for row in rows_of(model, arguments, list(argv if argv is not None else sys.argv[1:])):
             print(*format_row(row), sep="  ", flush=True)
             rows.append(row | facts)
+            if out is not None:  # after each run: the next may take longer than there is time
+                write_csv(out / name, rows)
     print(f"\n{format_table(header, [format_row(row) for row in rows])}\n")
-    out = arguments.out or (None if arguments.tiny else Path("docs"))
     if out is not None:
-        path = out / f"scale_{'losses_' if arguments.losses else ''}{device_slug(facts['device'])}.csv"
-        write_csv(path, rows)
-        print(f"written to {path}")
+        print(f"written to {out / name}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
 """Fit the cost model that picks the regime of the Triton MHLA, `headmix_vision/ops/mhla/regimes.py`.
 
     python benchmarks/fit_mhla_regimes.py
+    python benchmarks/fit_mhla_regimes.py --device cpu --tiny    # tries the script itself, on the plain form
 
-Times both regimes, forward with backward in bf16, over tokens, blocks and head dims; fits the constants by
-non-negative least squares on relative errors; prints them with what the model's choices lose against the better regime.
+Times both regimes, forward with backward in bf16, over tokens, blocks and head dims, and prints each time as it comes;
+fits the constants by non-negative least squares on relative errors; prints them with what the model's choices lose
+against the better regime.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
+from columns import run_checks
 from measuring import format_table, open_device, release_memory, time_calls
 from mhla_cases import Shape, raster_inputs, run_mhla
 from scipy.optimize import nnls
@@ -23,6 +28,7 @@ BLOCK_GRIDS = ((1, 1), (2, 2), (4, 4), (8, 8))
 HEAD_DIMS = (32, 64, 72, 128)
 TOKEN_HEADS = 1 << 18  # tokens times batch times heads: a millisecond or less for a call
 HEADS = 8
+IMPLS = {"cuda": ("triton_pairwise", "triton_summary"), "cpu": ("torch", "torch")}
 
 
 def shapes() -> list[Shape]:
@@ -44,6 +50,14 @@ def time_ns(shape: Shape, impl: str, device: torch.device) -> float:
     return time_calls(calls, device, budget_s=0.02).ms * 1e6 / (shape.batch * shape.heads)
 
 
+def compile_kernels(shape: Shape, device_name: str) -> list[str]:
+    """Leave what one batch item needs in Triton's cache on disk."""
+    inputs = raster_inputs(replace(shape, batch=1), torch.Generator(device_name).manual_seed(0))
+    for impl in IMPLS["cuda"]:
+        _both(shape, impl, inputs, torch.ones_like(inputs[2], memory_format=torch.contiguous_format))
+    return []
+
+
 def _both(shape: Shape, impl: str, inputs: Sequence[torch.Tensor], grad: torch.Tensor) -> object:
     return torch.autograd.grad(run_mhla(impl, shape, *inputs), inputs, grad)
 
@@ -54,11 +68,28 @@ def fit(terms: list[tuple[float, ...]], times: list[float]) -> list[float]:
     return nnls(scaled.numpy(), torch.ones(len(times)).numpy())[0].tolist()
 
 
-def main() -> None:
-    device = open_device("cuda")
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--tiny", action="store_true", help="small versions of a few shapes")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile kernels first, by default 8")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    given = parse_arguments(argv)
+    device = open_device(given.device)
+    chosen = [shape.tiny() for shape in shapes()[::5]] if given.tiny else shapes()
+    if device.type == "cuda":
+        run_checks(partial(compile_kernels, device_name=str(device)), chosen, given.jobs)
     measured = []
-    for shape in shapes():
-        measured.append((shape, time_ns(shape, "triton_pairwise", device), time_ns(shape, "triton_summary", device)))
+    for shape in chosen:
+        pairwise_ns, summary_ns = (time_ns(shape, impl, device) for impl in IMPLS[device.type])
+        print(
+            f"{shape.tokens} / {shape.blocks.num_blocks} / {shape.head_dim}: {pairwise_ns:.0f} {summary_ns:.0f}",
+            flush=True,
+        )
+        measured.append((shape, pairwise_ns, summary_ns))
         release_memory()
     arguments = [(shape.blocks, shape.head_dim, shape.head_dim) for shape, *_ in measured]
     pairwise = fit([regimes.pairwise_terms(*a) for a in arguments], [times[1] for times in measured])
