@@ -255,6 +255,8 @@ def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None
     facts, rows, size = environment(arguments.device), [], dist.get_world_size()
     show = print if dist.get_rank() == 0 else lambda *args, **kwargs: None
     show(f"{size} x {facts['device']}, torch {facts['torch']}, bf16")
+    out = arguments.out or (None if arguments.tiny else Path("docs"))
+    path = out / f"context_parallel_{device_slug(facts['device'])}.csv" if out else None
     for blocks in grids:
         ranks = TokenRanks.of(dist.group.WORLD, even_axis(blocks.grid.shape, blocks.block_grid, size))
         errors = check_errors(blocks, arguments.head_dim, ranks, arguments.device)
@@ -264,11 +266,9 @@ def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None
         show(f"\n{format_table(HEADER, [format_row(row) for row in found])}")
         show("relative error of mhla: {error_one:.2e} on one, {error_spread:.2e} on all".format(**errors), flush=True)
         rows += [row | facts for row in found]
-    out = arguments.out or (None if arguments.tiny else Path("docs"))
-    if out is not None and dist.get_rank() == 0:
-        path = out / f"context_parallel_{device_slug(facts['device'])}.csv"
-        write_csv(path, rows)
-        show(f"\nwritten to {path}")
+        if path is not None and ranks.rank == 0:
+            write_csv(path, rows)
+            show(f"written to {path}")
 
 
 if __name__ == "__main__":

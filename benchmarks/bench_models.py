@@ -267,16 +267,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     gc.freeze()
 
+    out = arguments.out or (None if arguments.tiny else Path("docs"))
+    path = out / f"{name_of_results(names)}_{device_slug(facts['device'])}.csv" if out else None
     rows: list[Row] = []
     for size, batch in zip(arguments.sizes, batches, strict=True):
         for mode in arguments.modes:
             found = compare_at_largest_batch(names, size, batch, mode, arguments)
             print(f"\n{format_table(HEADER, [format_row(row) for row in found])}", flush=True)
             rows += [row | facts for row in found]
-    out = arguments.out or (None if arguments.tiny else Path("docs"))
-    if out is not None:
-        path = out / f"{name_of_results(names)}_{device_slug(facts['device'])}.csv"
-        write_csv(path, rows)
+            if path is not None:
+                write_csv(path, rows)
+    if path is not None:
         print(f"\nwritten to {path}")
 
 

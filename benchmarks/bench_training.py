@@ -255,15 +255,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_arguments(arguments)
     arguments.device = open_device(arguments.device)
     facts = environment(arguments.device) | {"timm": timm.__version__}
+    out = arguments.out or (None if arguments.tiny else Path("docs"))
+    path = out / f"training_{device_slug(facts['device'])}.csv" if out else None
     rows = []
     for spelling in arguments.models:
         found = measure(spelling, arguments)
         print(f"\n{format_table(HEADER, [format_row(row) for row in found])}\n", flush=True)
         rows += [row | facts for row in found]
-    out = arguments.out or (None if arguments.tiny else Path("docs"))
-    if out is not None:
-        path = out / f"training_{device_slug(facts['device'])}.csv"
-        write_csv(path, rows)
+        if path is not None:
+            write_csv(path, rows)
+    if path is not None:
         print(f"written to {path}")
 
 
