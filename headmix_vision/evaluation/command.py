@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+import headmix_vision
 from headmix_vision.checks import check_counts
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import default_device, open_device
@@ -169,8 +170,9 @@ def _check_finite(scores: dict[str, float], what: str) -> None:
 
 
 def _versions(*more: str) -> dict[str, str]:
-    names = ("headmix_vision", "torch", "torch-fidelity", "timm", "numpy", "pillow", *more)
-    return {name: version(name) for name in names if name not in more or find_spec(name)}
+    names = ("torch", "torch-fidelity", "timm", "numpy", "pillow", *more)
+    packages = {name: version(name) for name in names if name not in more or find_spec(name)}
+    return {"headmix_vision": headmix_vision.__version__, **packages}  # a copy of a clone is no installed package
 
 
 def _describe(side: Side) -> str:

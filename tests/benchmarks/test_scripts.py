@@ -52,3 +52,12 @@ def test_wrong_arguments_end_with_one_line(load, script, arguments, message):
         load(script).main(arguments)
     line = str(stop.value)
     assert line.startswith("error: ") and message in line and "\n" not in line
+
+
+def test_regimes_are_fitted_to_what_is_timed(load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    fit = load("fit_mhla_regimes")
+    few = fit.shapes()[::8]
+    monkeypatch.setattr(fit, "shapes", lambda: few)
+    fit.main(["--device", "cpu", "--tiny"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines[: lines.index(next(x for x in lines if x.startswith("PAIRWISE_NS")))]) == len(few[::5])
