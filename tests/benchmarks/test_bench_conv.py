@@ -33,4 +33,4 @@ def test_bench_conv_writes_a_table(bench, tmp_path: Path, capsys):
         rows = list(csv.DictReader(file))
     names = ("deit_s_224", "hih_video")
     assert [(row["shape"], row["column"]) for row in rows] == [(s, c) for s in names for c in ("ours", "pytorch")]
-    assert all(float(row["forward_backward_ms"]) > float(row["forward_ms"]) * 0.5 > 0 for row in rows)
+    assert all(float(row[name]) > 0 for row in rows for name in ("forward_ms", "forward_backward_ms"))
