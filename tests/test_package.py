@@ -28,7 +28,7 @@ def test_importing_loads_neither_generators_nor_training_nor_plotting():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-def test_a_script_runs_with_the_models_registered(tmp_path: Path, monkeypatch):
+def test_a_script_runs_with_the_models_registered(tmp_path: Path, monkeypatch, capsys):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "headmix_vision", script, "deit_mhla_digits", "--flag"]
@@ -40,6 +40,10 @@ def test_a_script_runs_with_the_models_registered(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["headmix_vision"])
     with pytest.raises(SystemExit, match="SCRIPT"):
         runpy.run_module("headmix_vision", run_name="__main__")
+    monkeypatch.setattr("sys.argv", ["headmix_vision", "absent.py"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("headmix_vision", run_name="__main__")
+    assert capsys.readouterr().err == "error: script absent.py does not exist\n"
 
 
 FLOORS = [
