@@ -123,9 +123,9 @@ class RunDirectory:
                 f"{self.path} already holds a run, and {self.checkpoint} is none of its checkpoints:"
                 " choose another --run_dir"
             )
+        resume = "continue it with --ckpt_path last, " if (self.path / LAST).is_file() else "it has no last.ckpt, "
         raise InputError(
-            f"{self.path} already holds a run: continue it with --ckpt_path last,"
-            " choose another --run_dir, or delete it with --overwrite true"
+            f"{self.path} already holds a run: {resume}choose another --run_dir, or delete it with --overwrite true"
         )
 
     def _continues(self) -> bool:

@@ -191,7 +191,7 @@ def test_a_move_that_was_cut_short_is_undone(finished: Path) -> None:
     for name in ("config.yaml", "checkpoints/last.ckpt"):
         (finished / name).rename(finished / ".replacing" / name)
     with (
-        pytest.raises(InputError, match="already holds a run"),
+        pytest.raises(InputError, match="already holds a run: continue it with --ckpt_path last, choose"),
         RunDirectory(finished, None, overwrite=False).claimed(),
     ):
         pass
@@ -209,7 +209,7 @@ def test_what_a_replacement_killed_after_its_first_checkpoint_left_goes(finished
 def test_a_run_without_its_checkpoints_is_still_a_run(finished: Path) -> None:
     shutil.rmtree(finished / "checkpoints")
     with (
-        pytest.raises(InputError, match="already holds a run"),
+        pytest.raises(InputError, match=r"already holds a run: it has no last\.ckpt, choose"),
         RunDirectory(finished, None, overwrite=False).claimed(),
     ):
         pass
