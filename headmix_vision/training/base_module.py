@@ -64,7 +64,7 @@ class BaseModule(LightningModule):
 
     Attributes:
         step_loss: Mean loss of the last training batch, on the device.
-        epoch_loss: Mean loss of the last finished epoch.
+        epoch_loss: Mean loss of the epoch; None before its last batch.
     """
 
     net: nn.Module
@@ -192,6 +192,10 @@ class BaseModule(LightningModule):
             rate = max(group["lr"] for group in optimizer.param_groups)
             assert self.step_loss is not None
             self.log_now({"train/loss_step": float(self.step_loss), "lr": rate}, self.trainer.global_step)
+
+    def on_train_epoch_start(self) -> None:
+        """Forgets the loss of the epoch before."""
+        self.epoch_loss = None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the mean loss of a finished epoch, including the part before an interruption."""

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from headmix_vision.data.classification import ClassificationData
-from headmix_vision.runs.directory import BEST, CHECKPOINTS, CURVES, PREDICTIONS
+from headmix_vision.runs.directory import BEST, CHECKPOINTS, CURVES, LAST, PREDICTIONS
 from headmix_vision.training.base_cli import RunCLI, run_command_line
 from headmix_vision.training.callbacks.best_checkpoint import BestCheckpoint
 from headmix_vision.training.callbacks.class_report import ClassReport, class_rows, format_rows, write_report
@@ -35,12 +35,15 @@ class ClassificationCLI(RunCLI):
         return [PredictionsCSV(run_dir / PREDICTIONS) if self.config.subcommand == "predict" else self.report]
 
     def after_fit(self) -> None:
-        """Prints the best accuracy, and where the files are."""
+        """Prints the best accuracy, if there was a validation, and where the files are."""
         rows = [row for row in self.metrics.rows if "val/top1" in row]
-        if not self.trainer.is_global_zero or not rows:
+        run_dir = Path(self.options.run_dir)
+        if not self.trainer.is_global_zero or self.options.trainer.fast_dev_run:
+            return
+        if not rows:
+            print(f"run {run_dir} · checkpoint {run_dir / LAST}")
             return
         best = max(rows, key=lambda row: row["val/top1"])
-        run_dir = Path(self.options.run_dir)
         checkpoint, curves = run_dir / BEST, run_dir / CURVES
         print(
             f"best top-1 {100 * best['val/top1']:.2f} % (epoch {best['epoch'] + 1:.0f}) · run {run_dir}"

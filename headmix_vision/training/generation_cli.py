@@ -51,16 +51,15 @@ class GenerationCLI(RunCLI):
         return [samples, score, curves], []
 
     def after_fit(self) -> None:
-        """Prints the training loss, and where the files are."""
+        """Prints the training loss, if an epoch was finished, and where the files are."""
         rows = [row for row in self.metrics.rows if "train/loss" in row]
-        if not self.trainer.is_global_zero or not rows:
-            return
         run_dir = Path(self.options.run_dir)
+        if not self.trainer.is_global_zero or self.options.trainer.fast_dev_run:
+            return
+        loss = f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · " if rows else ""
         samples = "videos" if len(self.model.net.input_size) == 3 else "images"
-        print(
-            f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · run {run_dir}"
-            f" · samples {run_dir / SAMPLES} · next: headmix-sample {samples} --model {run_dir}"
-        )
+        where = f"run {run_dir} · samples {run_dir / SAMPLES}"
+        print(f"{loss}{where} · next: headmix-sample {samples} --model {run_dir}")
 
 
 def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:

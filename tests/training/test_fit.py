@@ -94,6 +94,18 @@ def test_lines_in_a_log_that_is_no_terminal(tmp_path: Path, capfd: pytest.Captur
     assert "validating: 2/2 batches, " in captured.err
 
 
+def test_an_epoch_that_is_cut_short_has_no_loss_and_the_run_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    short = {"trainer__limit_val_batches": 0, "trainer__limit_train_batches": 2, "trainer__accumulate_grad_batches": 1}
+    config = write_config(tmp_path / "tiny.yaml", **short, trainer__max_steps=3, trainer__enable_progress_bar=None)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
+    *_, first, second, last = capfd.readouterr().out.splitlines()
+    assert "loss" in first and re.fullmatch(r"epoch 2/2: took \d+ s", second)
+    assert last == f"run {tmp_path}/run · checkpoint {tmp_path}/run/checkpoints/last.ckpt"
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
+
+
 def test_run_directory_is_named_after_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path / "tiny.yaml", trainer__max_epochs=1, trainer__limit_train_batches=1)

@@ -16,7 +16,7 @@ class ImagesPerSecond(Callback):
     column that differs between repetitions of a run. An epoch that was interrupted counts from where it went on.
 
     Attributes:
-        epoch_rate: Images per second in the latest epoch; None before the end of the first one.
+        epoch_rate: Images per second in the epoch; None before its last batch.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,7 @@ class ImagesPerSecond(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the counts of images."""
+        self.epoch_rate = None
         self._epoch_s, self._epoch_images = 0.0, 0
         self._restart(trainer)
 
