@@ -1,10 +1,12 @@
-"""Files are complete or absent, whatever happens while they are written."""
+"""Files and folders are complete or absent, whatever happens while they are written."""
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.errors import InputError
+from headmix_vision.files.atomic import atomic_folder, atomic_path
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
@@ -32,4 +34,36 @@ def test_a_finished_write_replaces_the_old_file(tmp_path: Path) -> None:
 def test_nothing_is_left_of_a_write_that_never_began(tmp_path: Path) -> None:
     with pytest.raises(KeyError), atomic_path(tmp_path / "absent"):
         raise KeyError
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_has_one_writer_and_nothing_is_left_of_a_killed_one(tmp_path: Path) -> None:
+    folder, killed = tmp_path / "data", tmp_path / ".data.tmp" / "new"
+    killed.mkdir(parents=True)
+    (killed / "half").touch()
+    with atomic_folder(folder) as new:
+        new.mkdir()
+        (new / "whole").touch()
+        with pytest.raises(InputError, match="data is in use by process"), atomic_folder(folder):
+            pass
+        assert not folder.exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["data", "whole"]
+
+
+def test_a_folder_that_holds_something_is_replaced_only_on_request(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    for name, overwrite in (("first", False), ("second", False), ("third", True)):
+        try:
+            with atomic_folder(folder, overwrite=overwrite) as new:
+                new.mkdir()
+                (new / name).touch()
+        except OSError as error:
+            assert (name, error.errno) == ("second", errno.ENOTEMPTY)
+        assert [path.name for path in tmp_path.rglob("*")] == ["data", "third" if overwrite else "first"]
+
+
+def test_a_full_disk_names_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught, atomic_folder(tmp_path / "data"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(tmp_path / "data")
     assert not list(tmp_path.iterdir())

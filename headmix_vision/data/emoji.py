@@ -18,7 +18,6 @@ import io
 import json
 import re
 import tarfile
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from headmix_vision.console.progress import progress
 from headmix_vision.data.datasets.base import readable
 from headmix_vision.data.datasets.tables import TABLE
 from headmix_vision.errors import InputError, one_line_errors
-from headmix_vision.files.atomic import check_place
+from headmix_vision.files.atomic import atomic_folder, check_place
 
 SIZE = 64
 SPLITS = ("train", "test", "validation", "train", "train")
@@ -349,9 +348,7 @@ def build(sources: Sequence[Path], out: Path, file_format: str = "png") -> dict[
         }
         for picture in pictures
     ]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-        complete = Path(temporary) / out.name
+    with atomic_folder(out) as complete:
         for row, picture in zip(rows, pictures, strict=True):
             path = complete / row["path"]
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -362,7 +359,6 @@ def build(sources: Sequence[Path], out: Path, file_format: str = "png") -> dict[
             writer.writerows(rows)
         _write_notices(complete, packages)
         digest = hashlib.sha256((complete / TABLE).read_bytes()).hexdigest()
-        complete.rename(out)
     return {
         "pictures": Counter(row["split"] for row in rows),
         "classes": {name: len({row[name] for row in rows} - {""}) for name in ("group", "subgroup", "style")},

@@ -1,11 +1,14 @@
-"""Files that are either complete or absent."""
+"""Files and folders that are either complete or absent."""
 
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from headmix_vision.files.locks import hold_lock
 
 _TEMPORARY_NAME = re.compile(r"\..+\.\d+\.tmp")
 
@@ -34,6 +37,37 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give the place of a folder beside `path` that becomes it when the block ends without an exception.
+
+    One process at a time writes it. What a killed one has left is deleted by the next.
+
+    Args:
+        path: The folder to write; its parents are created when absent.
+        overwrite: Replace a folder that exists.
+
+    Raises:
+        InputError: If another process is writing it.
+        OSError: If it cannot be written, or holds something and is not to be replaced.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with hold_lock(path.with_name(f".{path.name}.lock"), f"folder {path}"):
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            yield temporary / "new"
+            if overwrite and path.exists():
+                path.rename(temporary / "replaced")
+            (temporary / "new").rename(path)
+        except OSError as error:
+            if error.errno is not None:  # a full disk shows when writing, where the system names no file
+                error.filename = error.filename or os.fspath(path)
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def is_temporary(name: str) -> bool:

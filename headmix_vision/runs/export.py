@@ -5,7 +5,6 @@ A classifier becomes a weights file for timm (`--out model.safetensors`), a gene
 """
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from timm.models import get_pretrained_cfg_value, is_model
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.errors import InputError, one_line_errors
-from headmix_vision.files.atomic import check_place
+from headmix_vision.files.atomic import atomic_folder, check_place
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import INDEX, find_checkpoint
@@ -121,17 +120,12 @@ def export_pipeline(
     check_place(out)
     pipeline, _ = load_pipeline(checkpoint_path, raw=raw)
     if not dry_run:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-            complete = Path(temporary) / out.name
+        with atomic_folder(out, overwrite=overwrite) as complete:
             try:
                 pipeline.save_pretrained(complete)
             except SafetensorError as error:  # what the system refused, in the words of the library
                 raise OSError(str(error)) from None
             _open_to_umask(complete)
-            if out.exists():
-                out.rename(Path(temporary) / "replaced")
-            complete.rename(out)
     kind = type(pipeline).__name__
     return f"from headmix_vision.diffusion import {kind}; pipe = {kind}.from_pretrained({str(out)!r})"
 
