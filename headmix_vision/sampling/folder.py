@@ -117,8 +117,8 @@ class SampleFolder:
         needed, free = count * disk.f_frsize + npz_bytes, disk.f_bavail * disk.f_frsize
         if needed > free:
             raise InputError(
-                f"{count} files of samples need at least {needed / 1e9:.1f} GB,"
-                f" the disk of {self.path} has {free / 1e9:.1f} GB left"
+                f"{count} files of samples need at least {needed / 1e9:.3f} GB,"
+                f" the disk of {self.path} has {free / 1e9:.3f} GB left"
             )
         if disk.f_files and count > disk.f_favail:  # some file systems do not count them
             raise InputError(f"the disk of {self.path} has room for {disk.f_favail} files, not for {count} of samples")

@@ -214,7 +214,7 @@ def test_the_disk_must_have_room(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path / "a" / "b")
     folder.check_space(10, 1000)
     for count, npz_bytes in ((10**12, 0), (1, 10**18)):
-        with pytest.raises(ValueError, match=r"samples need at least .* GB"):
+        with pytest.raises(ValueError, match=r"samples need at least \d+\.\d{3} GB, .* has \d+\.\d{3} GB left"):
             folder.check_space(count, npz_bytes)
 
 
