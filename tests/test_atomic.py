@@ -62,6 +62,13 @@ def test_a_folder_that_holds_something_is_replaced_only_on_request(tmp_path: Pat
         assert [path.name for path in tmp_path.rglob("*")] == ["data", "third" if overwrite else "first"]
 
 
+def test_a_folder_that_a_killed_process_had_moved_away_comes_back(tmp_path: Path) -> None:
+    (tmp_path / ".data.tmp" / "replaced").mkdir(parents=True)
+    with pytest.raises(KeyError), atomic_folder(tmp_path / "data", overwrite=True):
+        raise KeyError
+    assert [path.name for path in tmp_path.rglob("*")] == ["data"]
+
+
 def test_a_full_disk_names_the_folder(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught, atomic_folder(tmp_path / "data"):
         raise OSError(errno.ENOSPC, "No space left on device")

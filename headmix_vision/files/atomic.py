@@ -56,6 +56,8 @@ def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp")
     with hold_lock(path.with_name(f".{path.name}.lock"), f"folder {path}"):
         try:
+            if (temporary / "replaced").exists() and not path.exists():  # killed in between
+                (temporary / "replaced").rename(path)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             yield temporary / "new"
