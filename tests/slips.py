@@ -423,7 +423,7 @@ SLIPS = [
     Slip("parts of the inception score", "evaluation/scores.py", "SPLITS = 10", "SPLITS = 1", SCORES),
     Slip("parts of the inception score", "evaluation/scores.py", '"logits"), splits,', '"logits"), 1,', SCORES),
     Slip("antialiasing of features", "evaluation/extractors.py", ", antialias=True", "", SCORES),
-    Slip("an interrupted write", "files/atomic.py", "yield temporary", "yield target", ATOMIC),
+    Slip("an interrupted write", "files/atomic.py", "yield temporary\n", "yield target\n", ATOMIC),
     Slip("an interrupted write", "files/atomic.py", "temporary.unlink(missing_ok=True)", "pass", ATOMIC),
 ]
 
