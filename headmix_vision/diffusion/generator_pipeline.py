@@ -21,7 +21,7 @@ from headmix_vision.checks import check_counts, is_whole
 from headmix_vision.console.devices import device_memory
 from headmix_vision.diffusion.denoising import Generators, Guidance, Network, NonFiniteSamplesError, denoise
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
-from headmix_vision.diffusion.schedulers import create_scheduler
+from headmix_vision.diffusion.schedulers import check_scheduler, create_scheduler
 from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import downsampling
 from headmix_vision.models.grid_dit import GridDiT
@@ -193,6 +193,7 @@ class GeneratorPipeline(DiffusionPipeline):
         network: Network | None = None,
     ) -> Tensor:
         """Turns noise [B, C, *grid] into data by a network, the transformer when None."""
+        check_scheduler(self.scheduler, self.objective)
 
         def transformer(x: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
             return self.transformer(x.to(self.transformer.dtype), t, y).float()

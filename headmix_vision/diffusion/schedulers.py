@@ -102,6 +102,19 @@ def check_scheduler_config(scheduler: SchedulerMixin) -> None:
             raise InputError(f"{name} of the scheduler must be finite, got {value}")
 
 
+def check_scheduler(scheduler: SchedulerMixin, objective: ObjectiveConfig) -> None:
+    """Raises `InputError` if a scheduler, of any class, takes the output of the network for something else."""
+    wanted = create_scheduler(None, objective)
+    told = scheduler.config.get("prediction_type", "epsilon")
+    if is_flow(scheduler) != is_flow(wanted) or (not is_flow(wanted) and told != wanted.config.prediction_type):
+        takes = "a flow" if is_flow(scheduler) else f"prediction_type={told!r}"
+        gives = "a flow" if is_flow(wanted) else f"{wanted.config.prediction_type!r}"
+        raise InputError(
+            f"{type(scheduler).__name__} takes {takes}, but the model predicts {gives}: pipeline.set_scheduler(name)"
+            " makes one that fits"
+        )
+
+
 def takes_variance(scheduler: SchedulerMixin) -> bool:
     """Tells whether the scheduler takes the channels of the learned variance as well."""
     return getattr(scheduler.config, "variance_type", None) in ("learned", "learned_range")

@@ -277,6 +277,31 @@ def test_wrong_input_is_refused(digits):
             digits(**options)
 
 
+@pytest.mark.parametrize(
+    ("kind", "scheduler", "message"),
+    [
+        (
+            "flow",
+            diffusers.DDIMScheduler(),
+            "DDIMScheduler takes prediction_type='epsilon', but the model predicts a flow",
+        ),
+        ("ddpm", diffusers.FlowMatchEulerDiscreteScheduler(), "takes a flow, but the model predicts 'epsilon'"),
+        (
+            "ddpm",
+            diffusers.DDIMScheduler(prediction_type="v_prediction"),
+            "'v_prediction', but the model predicts 'epsilon'",
+        ),
+    ],
+    ids=["no flow", "flow", "v"],
+)
+def test_a_scheduler_that_takes_the_output_for_something_else_is_refused(kind, scheduler, message):
+    objective = ObjectiveConfig(kind=kind)
+    model = timm.create_model("dit_linear_digits", depth=1).eval()
+    pipeline = HeadMixDiTPipeline(model, scheduler, objective=asdict(objective))
+    with pytest.raises(ValueError, match=message):
+        pipeline([1], num_inference_steps=2)
+
+
 def test_guidance_needs_a_null_class():
     for options, kind in (({"num_classes": 0}, "unconditional"), ({"class_dropout": 0.0}, "without label dropout")):
         model = timm.create_model("dit_linear_digits", depth=1, **options).eval()
