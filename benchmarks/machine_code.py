@@ -35,6 +35,8 @@ def disassemble(cubin: bytes) -> str:
 
 def _written_and_read(operation: str, operands: str) -> tuple[set[int], set[int]]:
     """Return the numbers of the uniform registers that an instruction writes and reads, at least the first of each."""
+    if operation.startswith("ULOP3"):
+        operands = re.sub(r"^UP\w+, ", "", operands)  # the predicate that it may write, too
     first, _, rest = operands.partition(",")
     written: set[int] = set()
     if found := re.fullmatch(r"UR(\d+)", first):

@@ -39,8 +39,9 @@ LISTING = """
         /*0030*/                   UIADD3.X UR7, UR5, 0x40000040, URZ, UP0, !UPT ;
         /*0040*/                   UIADD3 UR6, UP0, UR4, 0x20, URZ ;
         /*0050*/                   HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR4].tnspB, R24, gsb0 ;
-        /*0060*/              @!P1 BRA `(.L_x_0) ;
-        /*0070*/                   EXIT ;
+        /*0060*/                   ULOP3.LUT UP1, UR8, UR4, 0x3, URZ, 0xc0, !UPT ;
+        /*0070*/              @!P1 BRA `(.L_x_0) ;
+        /*0080*/                   EXIT ;
 """
 
 
@@ -50,6 +51,7 @@ def test_registers_that_a_path_leaves_unwritten(load):
     assert found.endswith("at 0030")
     assert not unwritten_registers(LISTING.replace("@P0 BRA", "@P0 EXIT"))
     assert len(unwritten_registers(LISTING.replace("UIADD3 UR6", "UIADD3 UR9"))) == 2  # the product reads UR6
+    assert len(unwritten_registers(LISTING.replace("UR8, UR4", "UR8, UR9"))) == 2
 
 
 @pytest.mark.slow
