@@ -7,6 +7,7 @@ are waited for, and only what was fenced; and a tensor is not read or written be
 
 from __future__ import annotations
 
+import math
 import types
 
 import torch
@@ -71,39 +72,68 @@ class Pointer:
         return values
 
 
+def places_of(shape, layout):
+    """Where the elements of a tile of shared memory lie: [*shape]."""
+    *leading, columns = shape
+    rows = torch.arange(math.prod(leading)).view(*leading, 1)
+    column = torch.arange(columns)
+    if isinstance(layout, gl.NVMMASharedLayout):
+        width = layout.swizzle_byte_width // 2
+        assert columns % width == 0 and not layout.transposed
+        height = leading[-1]
+        row, inner = rows % height, column % width
+        group = (inner // 8) ^ (row * width // 64 % (width // 8))
+        return rows // height * (height * columns) + (column // width * height + row) * width + group * 8 + inner % 8
+    if len(shape) == 1:
+        return column
+    assert list(layout.order) in ([1, 0], [2, 1, 0])
+    group = (column // layout.vec) ^ (rows // layout.per_phase % layout.max_phase)
+    return rows * columns + group * layout.vec + column % layout.vec
+
+
 class Memory:
     """A view of shared memory, and which of it products may read: what was written before a fence."""
 
-    def __init__(self, numbers, fenced):
-        self.numbers, self.fenced, self.layout = numbers, fenced, None
+    def __init__(self, numbers, fenced, places, layout):
+        self.numbers, self.fenced, self.places, self.layout = numbers, fenced, places, layout
+
+    @classmethod
+    def allocate(cls, dtype, shape, layout):
+        size = math.prod(shape)
+        numbers, fenced = torch.full((size,), NAN, dtype=dtype), torch.zeros(size, dtype=torch.bool)
+        return cls(numbers, fenced, places_of(shape, layout), layout)
 
     @property
     def shape(self):
-        return self.numbers.shape
+        return self.places.shape
 
-    def _view(self, view):
-        return Memory(view(self.numbers), view(self.fenced))
+    def _view(self, places):
+        return Memory(self.numbers, self.fenced, places, self.layout)
 
     def index(self, i):
-        return self._view(lambda x: x[int(i)])
+        assert 0 <= i < len(self.places)
+        return self._view(self.places[int(i)])
 
     def slice(self, start, length, dim=0):
-        return self._view(lambda x: x.narrow(dim, start, length))
+        return self._view(self.places.narrow(dim, start, length))
 
     def permute(self, order):
-        return self._view(lambda x: x.permute(order))
+        return self._view(self.places.permute(order))
 
     def _reinterpret(self, dtype, shape, layout):
-        assert dtype == self.numbers.dtype
-        return self._view(lambda x: x.view(-1)[: torch.Size(shape).numel()].view(tuple(shape)))
+        assert dtype == self.numbers.dtype and math.prod(shape) <= self.places.numel()
+        return Memory(self.numbers, self.fenced, self.places.min() + places_of(list(map(int, shape)), layout), layout)
 
     def load(self, layout):
-        return self.numbers.clone().as_subclass(Tile)
+        return self.numbers[self.places].as_subclass(Tile)
 
     def store(self, x):
         assert x.shape == self.shape and x.dtype == self.numbers.dtype
-        self.numbers.copy_(x)
-        self.fenced.fill_(False)
+        self.numbers[self.places] = x.as_subclass(torch.Tensor)
+        self.fenced[self.places] = False
+
+    def is_fenced(self):
+        return self.fenced[self.places].all()
 
 
 class Product:
@@ -115,10 +145,10 @@ class Product:
         self.operands, self.total, self.value = (a, b), total, None
         self.shape = torch.Size((a.shape[0], b.shape[1]))
         for x in (a, b):
-            assert not isinstance(x, Memory) or x.fenced.all(), "read before a fence"
+            assert not isinstance(x, Memory) or x.is_fenced(), "read before a fence"
 
     def end(self):
-        a, b = (x.numbers if isinstance(x, Memory) else x for x in self.operands)
+        a, b = (x.load(None) if isinstance(x, Memory) else x for x in self.operands)
         total = self.total.value if isinstance(self.total, Product) else self.total
         product = a.float() @ b.float()
         self.value = (product if total is None else total + product).as_subclass(Tile)
@@ -203,7 +233,7 @@ class Machine:
         return args[0].clamp(min=0) + args[1]
 
     def allocate_shared_memory(self, dtype, shape, layout):
-        memory = Memory(torch.full(tuple(shape), NAN, dtype=dtype), torch.zeros(tuple(shape), dtype=torch.bool))
+        memory = Memory.allocate(dtype, list(map(int, shape)), layout)
         self.allocated.append(memory)
         return memory
 
@@ -217,7 +247,7 @@ class Machine:
     def async_copy_global_to_shared(self, memory, pointer, mask=None):
         assert pointer.offset.shape == memory.shape
         self.copies.append((memory, pointer.load(mask, 0)))
-        memory.store(torch.full_like(memory.numbers, NAN))
+        memory.store(torch.full(memory.shape, NAN, dtype=memory.numbers.dtype))
 
     def commit_group(self):
         self.groups.append(self.copies)
