@@ -1,6 +1,7 @@
 """Drawing samples of a generator while it is trained."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -149,4 +150,5 @@ class ImageSampler:
             net,
             create_scheduler(scheduler, objective, clip=self._vae is None),
             vae=self._vae.to(module.device) if self._vae is not None else None,
+            objective=asdict(objective),
         )
