@@ -16,6 +16,8 @@ and `moving-digits` (with the judge's ceiling, that of real clips). Real trainin
   The class tells in which direction a clip starts, which is wrong for a window in its middle: windows after the first
   are drawn without it (`--extend-guidance 0`), from the frames before them alone. Beside them stand the times of
   forward passes of the network on 32 clips (--times), and its training steps, timed alone before anything else runs.
+- `softmax-extends` and so on are the first five, trained for such windows: half of the training clips begin with known
+  frames, and half of these lose their class. Windows keep three quarters of their frames (`--overlap`), not half.
 - `mhla-distilled` and `hybrid-distilled` start from the softmax model of the same seed and have a fifth of its steps,
   the first half of them on the layers' errors (`headmix-distill`); `-short` is the same model from new weights in as
   many steps.

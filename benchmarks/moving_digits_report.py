@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from moving_digits_runs import BASE, FORWARD, LEARNED_PERCENT, MODELS, REAL, STEP, WHOLE, WINDOWS, Case, Runs
+from moving_digits_runs import BASE, EXTENDS, FORWARD, LEARNED_PERCENT, MODELS, REAL, STEP, WHOLE, WINDOWS, Case, Runs
 from PIL import Image
 
 from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
@@ -69,6 +69,8 @@ class Report:
                 parts.append(f"{title}:\n\n{self.quality(title)}")
         if self.given.long or self.given.times:
             parts.append(f"Length:\n\n{self.lengths()}")
+        if self.given.long:
+            parts.append(f"Windows:\n\n{self.windows()}")
         return "\n\n".join(parts)
 
     def _found(self, row: str, frames: int | None = None, way: str = WHOLE) -> list[Row]:
@@ -86,15 +88,10 @@ class Report:
         header = ["attention", "parameters", "steps", "step, ms", "FVD", "digit, %", "motion, %"]
         lines = []
         for row in rows:
-            found = self._found(row)
-            steps = " to ".join(sorted({each["steps"] for each in found}, key=int))
-            flat = "" if all(each["flat"] != "no" for each in found) else " (not flat)"
-            scores = [_cell(found, column) for column in ("fvd", *QUALITY)]
-            motion = statistics.mean(float(each["motion_percent"]) for each in found)
-            learned = "" if motion >= LEARNED_PERCENT else " (has not learned)"
-            size = f"{float(found[0]['parameters']) / 1e6:.2f} M"
-            lines.append([row + learned, size, steps + flat, self._ms(row, self.given.frames, STEP), *scores])
-        ceilings = [_cell(self._found(rows[0])[:1], column) for column in CEILINGS]
+            name, steps, *scores = self._whole(row)
+            size = f"{float(self._found(row)[0]['parameters']) / 1e6:.2f} M"
+            lines.append([name, size, steps, self._ms(row, self.given.frames, STEP), *scores])
+        ceilings = self._ceilings(rows, self.given.frames, WHOLE)
         case = Case(REAL, 0, self.given.frames, WHOLE)
         real = self.table.row(case, self.runs.recipe(case))
         none = "–"
@@ -104,25 +101,44 @@ class Report:
         return markdown_table(header, lines)
 
     def lengths(self) -> str:
-        """Clips longer than those of training, and the times of forward passes."""
+        """Clips longer than those of training, drawn at once, and the times of forward passes."""
         short, long, times = self.given.frames, self.given.long, self.given.times
         header = ["attention", f"digit, % of {short} frames", "motion, %"]
-        header += [f"{name}, {long} frames, {way}" for way in (WHOLE, WINDOWS) for name in ("digit", "motion") if long]
+        header += [f"{name}, {long} frames" for name in ("digit", "motion") if long]
         header += [f"{frames} frames, us a frame" for frames in times]
         lines = []
         for row in BASE:
             cells = [_cell(self._found(row), column) for column in QUALITY]
-            for way in (WHOLE, WINDOWS) if long else ():
-                cells += [self._lost(row, column, way) for column in QUALITY]
+            cells += [self._lost(row, column, WHOLE) for column in QUALITY if long]
             cells += [_us(self._ms(row, frames, FORWARD)) for frames in times]
             if set(cells) != {"–"}:
                 lines.append([row, *cells])
-        ceilings = [
-            _cell([found for row in BASE for found in self._found(row, frames, way)][:1], column)
-            for frames, way in ((short, WHOLE), *((long, way) for way in (WHOLE, WINDOWS) if long))
-            for column in CEILINGS
-        ]
+        ceilings = [cell for frames in (short, long) if frames for cell in self._ceilings(BASE, frames, WHOLE)]
         return markdown_table(header, [*lines, ["real clips", *ceilings, *("–" for _ in times)]])
+
+    def windows(self) -> str:
+        """Longer clips drawn window by window, of models trained as all are and of those trained for it."""
+        short, long = self.given.frames, self.given.long
+        header = ["attention", "steps", "FVD", f"digit, % of {short} frames", "motion, %"]
+        header += [f"{name}, {long} frames" for name in ("digit", "motion")]
+        rows = [row for pair in EXTENDS.items() for row in pair if self._found(row)]
+        lines = [[*self._whole(row), *(self._lost(row, column, WINDOWS) for column in QUALITY)] for row in rows]
+        ceilings = [*self._ceilings(rows, short, WHOLE), *self._ceilings(rows, long, WINDOWS)]
+        return markdown_table(header, [*lines, ["real clips", "–", "–", *ceilings]])
+
+    def _whole(self, row: str) -> list[str]:
+        """A row's name, its steps, and the scores of clips of training's length."""
+        found = self._found(row)
+        steps = " to ".join(sorted({each["steps"] for each in found}, key=int))
+        flat = "" if all(each["flat"] != "no" for each in found) else " (not flat)"
+        motion = statistics.mean(float(each["motion_percent"]) for each in found)
+        learned = "" if motion >= LEARNED_PERCENT else " (has not learned)"
+        return [row + learned, steps + flat, *(_cell(found, column) for column in ("fvd", *QUALITY))]
+
+    def _ceilings(self, rows: Sequence[str], frames: int, way: str) -> list[str]:
+        """The judge's scores of real clips, which are the same beside all rows."""
+        found = [each for row in rows for each in self._found(row, frames, way)][:1]
+        return [_cell(found, column) for column in CEILINGS]
 
     def _lost(self, row: str, column: str, way: str) -> str:
         """A share of longer clips, and what it is above that of clips of training's length, seed by seed."""

@@ -20,6 +20,8 @@ CONFIG = "benchmarks/moving_digits.yaml"
 JUDGE = "headmix_vision/models/weights/deit_mhla_digits.safetensors"
 LEARNED_PERCENT = 50.0  # of clips that move as their class says: a model below it has not learned
 SHORT = 0.2  # of the steps
+GOES_ON = ("--model.objective.clean_prefix", 0.5, "--model.objective.prefix_class_dropout", 0.5)
+KEPT = 0.75  # of a window, where models trained with GOES_ON go on
 WHOLE, WINDOWS, FORWARD, STEP = "whole", "windows", "forward", "step"
 TIMED_CLIPS = 32  # of a forward pass: with 8, those of 64 frames leave an H200 idle
 REAL, TEACHER = "real clips", "softmax"
@@ -29,12 +31,13 @@ class Model(NamedTuple):
     """What is trained for a row.
 
     `options` are arguments of the network beyond its core's. `budget` is `full`, all steps; `short`, a fifth of them;
-    or `distilled`, as many, after the softmax model.
+    or `distilled`, as many, after the softmax model. `training` are options of training beyond the recipe.
     """
 
     core: str
     options: dict[str, Any] = {}  # noqa: RUF012  (of a named tuple, which nobody changes)
     budget: str = "full"
+    training: tuple[object, ...] = ()
 
 
 HYBRID = {"softmax_every": 3}
@@ -53,6 +56,8 @@ MODELS = {
     "hybrid-short": Model("mhla", HYBRID, "short"),
 }
 BASE = tuple(MODELS)[:5]
+EXTENDS = {row: f"{row}-extends" for row in BASE}
+MODELS |= {name: MODELS[row]._replace(training=GOES_ON) for row, name in EXTENDS.items()}
 
 
 class Case(NamedTuple):
@@ -77,7 +82,8 @@ class Runs(GeneratorRuns):
         every = [(row, seed) for seed in given.seeds for row in given.rows]
         every.sort(key=lambda run: MODELS[run[0]].budget != "full")  # the others wait for the softmax model
         cases = [Case(REAL, 0, given.frames, WHOLE), *(Case(*run, given.frames, WHOLE) for run in every)]
-        longer = [Case(row, seed, given.long, way) for row, seed in every if row in BASE for way in (WHOLE, WINDOWS)]
+        ways = dict.fromkeys(BASE, (WHOLE, WINDOWS)) | dict.fromkeys(EXTENDS.values(), (WINDOWS,))
+        longer = [Case(row, seed, given.long, way) for row, seed in every for way in ways.get(row, ())]
         return cases + (longer if given.long else [])
 
     def timed(self) -> list[Case]:
@@ -85,7 +91,7 @@ class Runs(GeneratorRuns):
         given = self.arguments
         if not given.times:
             return []
-        rows = [row for row in given.rows if MODELS[row].budget == "full"]
+        rows = [row for row in given.rows if MODELS[row].budget == "full" and not MODELS[row].training]
         steps = [Case(row, 0, given.frames, STEP) for row in rows]
         return steps + [Case(row, 0, frames, FORWARD) for row in rows if row in BASE for frames in given.times]
 
@@ -116,7 +122,7 @@ class Runs(GeneratorRuns):
         for name, value in self.network(row).items():
             options += [f"--model.model_args.{name}", value if isinstance(value, str) else json.dumps(value)]
         options += ["--seed_everything", seed, "--data.batch_size", given.batch]
-        options += ["--trainer.limit_train_batches", given.interval]
+        options += ["--trainer.limit_train_batches", given.interval, *MODELS[row].training]
         return [*options, *shlex.split(given.options)]
 
     def recipe(self, case: Case) -> str:
@@ -168,7 +174,11 @@ class Runs(GeneratorRuns):
         settings = {"num": self._count(case), "frames": case.frames, "seed": case.seed}
         settings |= {"steps": given.sampling_steps, "guidance": given.guidance, "batch-size": given.batch}
         options: list[object] = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        return [*options, "--extend", "--extend-guidance", 0] if case.way == WINDOWS else options
+        if case.way == WINDOWS:
+            options += ["--extend", "--extend-guidance", 0]
+            if case.row in EXTENDS.values():
+                options += ["--overlap", int(KEPT * given.frames) // given.patch[0] * given.patch[0]]
+        return options
 
     def _count(self, case: Case) -> int:
         return self.arguments.samples if case.frames == self.arguments.frames else self.arguments.long_samples

@@ -83,32 +83,77 @@ def test_rows_that_are_missing_are_said_and_rows_of_chance_are_marked(load, tmp_
     assert [case.row for case in asked[-4:]] == ["softmax", "mhla"] * 2, "rows of another recipe do not count"
 
 
+def test_clips_that_go_on_have_known_frames_in_training_and_longer_windows_alone(load, tmp_path: Path, monkeypatch):
+    comparison, runs_module, seen = load("compare_moving_digits"), load("moving_digits_runs"), []
+    runs = comparison.Runs(
+        comparison.parse_arguments(["--out", "x.csv", "--seeds", "1", "--rows", *runs_module.MODELS]), 0
+    )
+    assert [*runs_module.EXTENDS] == list(runs_module.BASE)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr(RunCLI, "_run_subcommand", lambda cli, name: seen.append(cli.config["fit"].as_dict()))
+    for base, row in runs_module.EXTENDS.items():
+        for name in (base, row):
+            given = ["-c", runs_module.CONFIG, "--run_dir", tmp_path / "run", *runs.options(name, 1)]
+            train_generator(["fit", *map(str, given), "--trainer.max_steps", "7"])
+        plain, extends = (config["model"].pop("objective") for config in seen[-2:])
+        assert extends == plain | {"clean_prefix": 0.5, "prefix_class_dropout": 0.5} and seen[-1] == seen[-2]
+        whole, windows = [case for case in runs.drawn() if case.row == row]
+        assert (whole.frames, whole.way, windows.frames, windows.way) == (16, "whole", 64, "windows")
+        assert runs.sampling(windows)[-2:] == ["--overlap", 12] and "--overlap" not in runs.sampling(whole)
+        assert runs.recipe(whole) != runs.recipe(whole._replace(row=base))
+    assert not {case.row for case in runs.timed()} & {*runs_module.EXTENDS.values()}, (
+        "their networks are those of the base"
+    )
+
+
+def test_windows_are_tabulated_beside_those_of_models_trained_for_them(load, tmp_path: Path, monkeypatch, capsys):
+    comparison = load("compare_moving_digits")
+
+    def score(runs, case):
+        digit, motion = (80.0 + case.seed, 99.0) if case.frames == 64 else (90.0, 92.0)
+        values = {"steps": 500, "flat": "no", "parameters": 7e6, "fvd": 4.0, "recipe": runs.recipe(case)}
+        values |= {"digit_ceiling_percent": 96.0, "motion_ceiling_percent": 100.0}
+        return {**values, "digit_percent": digit, "motion_percent": motion}
+
+    monkeypatch.setattr(comparison.Runs, "score", score)
+    arguments = ["--out", str(tmp_path / "x.csv"), "--times", "--rows"]
+    comparison.main([*arguments, "linear-extends", "--seeds", "1", "3"])
+    extends = "| linear-extends | 500 (not flat) | 4.00 ± 0.00 | 90.00 ± 0.00 | 92.00 ± 0.00 | 82.00 ± 1.41 (-8.00) |"
+    assert extends in (printed := capsys.readouterr().out) and "| linear |" not in printed
+    comparison.main([*arguments, "mhla", "linear", "--seeds", "0", "1", "3"])
+    windows = capsys.readouterr().out.partition("Windows:")[2].splitlines()
+    assert [line.split(" | ")[0] for line in windows[4:]] == ["| linear", "| linear-extends", "| mhla", "| real clips"]
+    assert extends in windows[5] and windows[5].endswith("| 99.00 ± 0.00 (+7.00) |")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_models_are_trained_distilled_drawn_and_scored(load, tmp_path: Path, capsys):
     comparison, out, runs = load("compare_moving_digits"), tmp_path / "x.csv", tmp_path / "runs"
     arguments = ["--out", str(out), "--runs", str(runs), "--pictures", str(tmp_path), *SMALL]
-    arguments += ["--steps", "60", "--rows", "softmax", "mhla-distilled", "--times", "16"]
+    arguments += ["--steps", "60", "--rows", "softmax", "linear-extends", "mhla-distilled", "--times", "16"]
     with pytest.raises(SystemExit, match="75"):
         comparison.main([*arguments, "--minutes", "0.05"])
     capsys.readouterr()
     comparison.main(arguments)
     printed = capsys.readouterr().out
     rows = {(row["row"], row["frames"], row["way"]): row for row in csv.DictReader(out.read_text().splitlines())}
-    assert len(rows) == 7
+    assert len(rows) == 9
     whole, distilled = rows["softmax", "8", "whole"], rows["mhla-distilled", "8", "whole"]
     assert (int(whole["steps"]), int(distilled["steps"])) == (60, 12)
     assert float(rows["real clips", "8", "whole"]["fvd"]) < float(whole["fvd"])
     assert float(rows["softmax", "16", "windows"]["motion_ceiling_percent"]) > 90
     assert float(rows["softmax", "16", "forward"]["ms"]) > 0
-    assert "| mhla-distilled (has not learned) |" in printed
+    assert "| mhla-distilled (has not learned) |" in printed and "| linear-extends (has not learned) |" in printed
     pictures = [tmp_path / name for name in ("moving_digits.png", "moving_digits_curves.svg")]
     assert all(picture.stat().st_size > 2000 for picture in pictures)
     (teacher,) = (path for path in runs.glob("softmax-*") if (path / "finished").exists())
     weights = (teacher / "checkpoints" / "last.ckpt").stat().st_size
     assert weights < 6 * int(whole["parameters"]) + 50_000, "without the optimizer's state"
-    settings = json.loads(next(teacher.glob("drawn_16_windows-*/metadata.json")).read_text())["settings"]
-    assert settings["clips"]["window"] == 8
+    for row, overlap in {"softmax": 4, "linear-extends": 6}.items():
+        drawn = next(runs.glob(f"{row}-seed_1-*/drawn_16_windows-*/metadata.json"))
+        clips = json.loads(drawn.read_text())["settings"]["clips"]
+        assert (clips["window"], clips["overlap"]) == (8, overlap)
 
     written = out.read_text()
     comparison.main(arguments)
