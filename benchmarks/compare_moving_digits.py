@@ -20,7 +20,8 @@ and `moving-digits` (with the judge's ceiling, that of real clips). Real trainin
   frames, and half of these lose their class. Windows keep three quarters of their frames (`--overlap`), not half.
 - `mhla-distilled` and `hybrid-distilled` start from the softmax model of the same seed and have a fifth of its steps,
   the first half of them on the layers' errors (`headmix-distill`); `-short` is the same model from new weights in as
-  many steps.
+  many steps. Both have the recipe of all but for what --distilled and --short say: `--distilled='--ema.decay 0.99
+  --model.optimizer.lr 2e-3 --model.distill_steps 300'`.
 - `mhla-cpe`, `mhla-cpe-factorised` and `mhla-rope` are MHLA with position encodings by convolution of 3 x 3 x 3 tokens,
   of 3 x 3 and of 3 in time, and with rotary positions.
 
@@ -87,6 +88,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--long-samples", type=int, default=200, help="longer clips drawn from a model in either way (%(default)s)")
     add("--sampling-steps", type=int, default=25, help="steps of the sampler (%(default)s)")
     add("--guidance", type=float, default=3.0, help="scale of classifier-free guidance (%(default)s)")
+    add("--distilled", default="", help="further options of training the rows `-distilled`, in quotes")
+    add("--short", default="", help="further options of training the rows `-short`, in quotes")
     add(
         "--times",
         type=int,

@@ -123,7 +123,8 @@ class Runs(GeneratorRuns):
             options += [f"--model.model_args.{name}", value if isinstance(value, str) else json.dumps(value)]
         options += ["--seed_everything", seed, "--data.batch_size", given.batch]
         options += ["--trainer.limit_train_batches", given.interval, *MODELS[row].training]
-        return [*options, *shlex.split(given.options)]
+        budget = {"short": given.short, "distilled": given.distilled}.get(MODELS[row].budget, "")
+        return [*options, *shlex.split(given.options), *shlex.split(budget)]
 
     def recipe(self, case: Case) -> str:
         """Hash of everything that a row of the table depends on."""
@@ -163,7 +164,8 @@ class Runs(GeneratorRuns):
             if not distilled:
                 return given
             teacher = os.path.relpath(self.train(TEACHER, seed), REPOSITORY)  # the same on another machine
-            return [*given, "--model.teacher", teacher, "--model.distill_steps", steps // 2]
+            own = ["--model.distill_steps", steps // 2]  # before those of --distilled, which may say another number
+            return [*own, *given, "--model.teacher", teacher]
 
         script = "-m headmix_vision.distill" if distilled else "train_gen.py"
         return self.train_once(self.directory(row, seed), script, CONFIG, options)

@@ -126,6 +126,30 @@ def test_windows_are_tabulated_beside_those_of_models_trained_for_them(load, tmp
     assert extends in windows[5] and windows[5].endswith("| 99.00 ± 0.00 (+7.00) |")
 
 
+def test_options_of_distilled_rows_are_theirs_alone(load, monkeypatch):
+    comparison, seen = load("compare_moving_digits"), {}
+
+    def train_once(runs, run, script, config, options):
+        seen[run] = options()
+        return run
+
+    monkeypatch.setattr(comparison.Runs, "train_once", train_once)
+
+    def trained(row: str, *options: str) -> tuple[Path, list[object]]:
+        run = comparison.Runs(comparison.parse_arguments(["--out", "x.csv", *options]), 0).train(row, 3)
+        return run, seen[run]
+
+    given = "--distilled=--ema.decay 0.99 --model.distill_steps 300"
+    (run, options), (plain_run, plain) = trained("mhla-distilled", given), trained("mhla-distilled")
+    assert run != plain_run and options[-2:] == plain[-2:], "the teacher is the same"
+    assert [option for option in options if option not in plain] == ["--ema.decay", "0.99", "300"]
+    steps = [options[place + 1] for place, name in enumerate(options) if name == "--model.distill_steps"]
+    assert steps == [500, "300"], "the last one counts"
+    for row in ("mhla", "mhla-short", "softmax"):
+        assert trained(row, given) == trained(row)
+    assert trained("mhla-short", "--short=--ema.decay 0.99") != trained("mhla-short")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_models_are_trained_distilled_drawn_and_scored(load, tmp_path: Path, capsys):
