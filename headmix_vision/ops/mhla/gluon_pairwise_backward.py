@@ -14,81 +14,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
-    mma_v2,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from headmix_vision.ops.mhla import triton_tiles as shared
+from headmix_vision.ops.mhla.gluon_tiles import (
+    add_product,
+    choose,
+    feature,
+    feature_gradient,
+    later,
+    load_rows,
+    opaque_zero,
+    point_to_rows,
+    product_layout,
+    rows_of_head,
+    shared_layout,
+    spread_mixing,
+    start_product,
+    store_mixing_gradient,
+    tile_layout,
+    weigh,
+    zeros,
+)
 
 BQ = gl.constexpr(32)  # queries of a tile
 GROUP = gl.constexpr(2)  # tiles whose query gradients are one product, as 64 rows are the fewest that it takes
-
-feature = gluon.jit(shared.feature.fn)
-feature_gradient = gluon.jit(shared.feature_gradient.fn)
-
-
-@gluon.constexpr_function
-def product_layout(rows, columns, warps):
-    """Return the layout of a product whose rows all warps share, or whose columns too, if there are too few rows."""
-    by_row = min(warps, rows // 16)
-    return gl.NVMMADistributedLayout([3, 0], [by_row, warps // by_row], [16, columns // (warps // by_row), 16])
-
-
-@gluon.constexpr_function
-def small_product_layout(blocks, warps):
-    """Return the layout of a product of blocks and blocks by the instructions of older GPUs, which take 16 rows."""
-    return gl.NVMMADistributedLayout([2, 0], [blocks // 16, warps // (blocks // 16)], [16, 8])
-
-
-@gluon.constexpr_function
-def tile_layout(rows, columns, warps):
-    """Return a layout that spreads a tile over all threads, up to 16 bytes of a row in each."""
-    vector = min(8, max(1, rows * columns // (32 * warps)))
-    threads = columns // vector
-    return gl.BlockedLayout([1, vector], [32 // threads, threads], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def shared_layout(columns):
-    """Return the layout of rows of bf16 that products read from shared memory."""
-    return gl.NVMMASharedLayout(min(128, 2 * columns), 16, 2)
-
-
-@gluon.jit
-def _rows_of_head(x, head):
-    """Point to the rows of a head, an item of the batch and its head; a tensor is its address and strides over 8."""
-    return x[0] + (head[0].to(gl.int64) * x[1] + head[1].to(gl.int64) * x[3]) * 8
-
-
-@gluon.jit
-def _later(head, step, H):
-    """Return the head that follows after ``step`` others, both as an item of the batch and its head."""
-    over = head[1] + step[1] >= H
-    return head[0] + step[0] + over.to(gl.int32), head[1] + step[1] - gl.where(over, H, 0)
-
-
-@gluon.jit
-def _choose(condition, a, b):
-    return gl.where(condition, a[0], b[0]), gl.where(condition, a[1], b[1])
-
-
-@gluon.jit
-def _opaque_zero():
-    """Return a zero that the compiler takes for another number each time.
-
-    What depends on it is computed where it is used. Otherwise addresses and matrix descriptors are computed before the
-    loop, one register each, and spilled: there is no first-level cache left for local memory.
-    """
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _pointers(base, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr, stride, rows):
-    """Point to rows, and tell which of them exist: the first ``rows``."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) + _opaque_zero()
-    column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    return (base + row * stride)[:, None] + column[None, :], (row < rows)[:, None]
 
 
 @gluon.jit
@@ -96,21 +47,14 @@ def _copy_rows(target, base, rows, stride):
     """Start to copy rows to shared memory, zero beyond ``rows`` of them."""
     D: gl.constexpr = target.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    pointers, mask = _pointers(base, target.shape[0], D, LAYOUT, stride, rows)
+    pointers, mask = point_to_rows(base, target.shape[0], D, LAYOUT, stride, rows)
     async_copy.async_copy_global_to_shared(target, pointers, mask)
-
-
-@gluon.jit
-def _load_rows(base, rows, stride, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load rows, zero beyond ``rows`` of them."""
-    pointers, mask = _pointers(base, ROWS, D, LAYOUT, stride, rows)
-    return gl.load(pointers, mask=mask, other=0.0)
 
 
 @gluon.jit
 def _store_rows(base, x, rows, stride):
     LAYOUT: gl.constexpr = x.type.layout
-    pointers, mask = _pointers(base, x.shape[0], x.shape[1], LAYOUT, stride, rows)
+    pointers, mask = point_to_rows(base, x.shape[0], x.shape[1], LAYOUT, stride, rows)
     gl.store(pointers, x.to(gl.bfloat16), mask=mask)
 
 
@@ -140,46 +84,17 @@ def _prepare(q_raw, g_raw, q_tile, g_tile, shift, output, inverse, p_scale, rows
 
 
 @gluon.jit
-def _start_product(a, b):
-    ROWS: gl.constexpr = a.shape[0]
-    COLUMNS: gl.constexpr = b.shape[1]
-    zero = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(ROWS, COLUMNS, gl.num_warps()))
-    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _scores(k_part, v_part, e_part, q_tile, g_tile, m_tile):
     """Compute the products of keys and queries, values and output gradients, and the weights: [keys, queries]."""
-    s = _start_product(k_part, q_tile.permute((1, 0)))
-    dp = _start_product(v_part, g_tile.permute((1, 0)))
-    return s, dp, _start_product(e_part, m_tile)
-
-
-@gluon.jit
-def _weigh(s, dp, w, shift, d_scores, NORMALIZER: gl.constexpr):
-    """Weigh scores and their gradients; also multiply them, and write the latter to shared memory, transposed.
-
-    All three come as left operands of products.
-    """
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, s.type.layout, 2)
-    if NORMALIZER == "paper":
-        dp += shift.load(gl.SliceLayout(0, dp.type.layout))[None, :]
-    ds = (dp * w).to(gl.bfloat16)
-    d_scores.permute((1, 0)).store(ds)
-    p, x = (s * w).to(gl.bfloat16), (s * dp).to(gl.bfloat16)
-    return gl.convert_layout(p, LEFT), gl.convert_layout(ds, LEFT), gl.convert_layout(x, LEFT)
-
-
-@gluon.jit
-def _add_product(left, tile, total):
-    operand = gl.convert_layout(left, gl.DotOperandLayout(0, total.type.layout, 2))
-    return warpgroup_mma(operand, tile, total, is_async=True)
+    s = start_product(k_part, q_tile.permute((1, 0)))
+    dp = start_product(v_part, g_tile.permute((1, 0)))
+    return s, dp, start_product(e_part, m_tile)
 
 
 @gluon.jit
 def _accumulate(left, g_tile, q_tile, e_tile, dv, dk, dm):
     """Start to add a tile of queries to the gradients of values, keys and mixing."""
-    return _add_product(left[0], g_tile, dv), _add_product(left[1], q_tile, dk), _add_product(left[2], e_tile, dm)
+    return add_product(left[0], g_tile, dv), add_product(left[1], q_tile, dk), add_product(left[2], e_tile, dm)
 
 
 @gluon.jit
@@ -194,12 +109,12 @@ def _load_next(t, head, next_head, B, out, inverse, N, H, D: gl.constexpr, TILES
                NORMALIZER: gl.constexpr):  # fmt: skip
     """Load what prepares the tile of queries after tile ``t``: outputs, inverse denominators; tell where it lies."""
     LAYOUT: gl.constexpr = tile_layout(BQ, D, gl.num_warps())
-    h, first = _choose(t + 1 < TILES, head, next_head), gl.where(t + 1 < TILES, t + 1, 0) * BQ
+    h, first = choose(t + 1 < TILES, head, next_head), gl.where(t + 1 < TILES, t + 1, 0) * BQ
     rows = gl.where(h[0] < B, N, 0) - first
     token = (h[0].to(gl.int64) * H + h[1]) * N + first
     if NORMALIZER != "none":
         row = gl.arange(0, BQ, gl.SliceLayout(1, LAYOUT))
-        output = _load_rows(_rows_of_head(out, h) + first * out[2] * 8, rows, out[2] * 8, BQ, D, LAYOUT)
+        output = load_rows(rows_of_head(out, h) + first * out[2] * 8, rows, out[2] * 8, BQ, D, LAYOUT)
         b_inverse = gl.load(inverse + token + row, mask=row < rows, other=0.0)
     else:
         output, b_inverse = 0.0, 0.0  # not read
@@ -211,8 +126,8 @@ def _copy_tile(t, q_raw, g_raw, head, B, q, d_out, N):
     """Start to copy a tile of queries and output gradients, zero for a head that does not exist."""
     first = t * BQ
     rows = gl.where(head[0] < B, N, 0) - first
-    _copy_rows(q_raw, _rows_of_head(q, head) + first * q[2] * 8, rows, q[2] * 8)
-    _copy_rows(g_raw, _rows_of_head(d_out, head) + first * d_out[2] * 8, rows, d_out[2] * 8)
+    _copy_rows(q_raw, rows_of_head(q, head) + first * q[2] * 8, rows, q[2] * 8)
+    _copy_rows(g_raw, rows_of_head(d_out, head) + first * d_out[2] * 8, rows, d_out[2] * 8)
 
 
 @gluon.jit
@@ -221,7 +136,7 @@ def _copy_keys(parts, head, B, x, N):
     n = gl.where(head[0] < B, N, 0)
     for part in gl.static_range(len(parts)):
         first = part * parts[0].shape[0]
-        _copy_rows(parts[part], _rows_of_head(x, head) + first * x[2] * 8, n - first, x[2] * 8)
+        _copy_rows(parts[part], rows_of_head(x, head) + first * x[2] * 8, n - first, x[2] * 8)
 
 
 @gluon.jit
@@ -234,7 +149,7 @@ def _copy_ahead(t, head, next_head, B, q_raw, g_raw, q, d_out, N, TILES: gl.cons
         _copy_tile(1, q_raw[1], g_raw[1], next_head, B, q, d_out, N)
     elif TILES % 2 == 0:
         ahead = t + 2 < TILES
-        _copy_tile(gl.where(ahead, t + 2, SLOT), q_raw[SLOT], g_raw[SLOT], _choose(ahead, head, next_head), B, q,
+        _copy_tile(gl.where(ahead, t + 2, SLOT), q_raw[SLOT], g_raw[SLOT], choose(ahead, head, next_head), B, q,
                    d_out, N)  # fmt: skip
     elif t + 2 < TILES:
         _copy_tile(t + 2, q_raw[SLOT], g_raw[SLOT], head, B, q, d_out, N)
@@ -253,7 +168,7 @@ def _tile(
     k_parts, v_parts, q_raw, g_raw, q_tiles, g_tiles, shifts, d_scores, e_tiles, e_parts, m_tiles = memory
     PARTS: gl.constexpr = e_parts.shape[0]
     NEXT: gl.constexpr = 0 if ALONE else 1 - SLOT
-    z = _opaque_zero()
+    z = opaque_zero()
     q_tile, g_tile = q_tiles[SLOT].index(z), g_tiles[SLOT].index(z)
     m_tile, e_tile = m_tiles.index(t + z), e_tiles.index(t + z)
     s, dp, w = _scores(k_parts[0].index(z), v_parts[0].index(z), e_parts.index(z), q_tile, g_tile, m_tile)
@@ -263,14 +178,14 @@ def _tile(
     _copy_ahead(t, head, next_head, B, q_raw, g_raw, q, d_out, N, TILES, SLOT, ALONE)
 
     s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
-    left = _weigh(s, dp, w, shifts[SLOT], d_scores[0].index(0).slice(SLOT * BQ, BQ, 0), NORMALIZER)
+    left = weigh(s, dp, w, shifts[SLOT], d_scores[0].index(0).slice(SLOT * BQ, BQ, 0), NORMALIZER)
     first = _accumulate(left, g_tile, q_tile, e_tile, dv[0], dk[0], dm[0])
     if PARTS == 2:
         first = _finish(first, left)  # gives registers back
-        z = _opaque_zero()
+        z = opaque_zero()
         s, dp, w = _scores(k_parts[1].index(z), v_parts[1].index(z), e_parts.index(1 + z), q_tile, g_tile, m_tile)
         s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
-        left = _weigh(s, dp, w, shifts[SLOT], d_scores[1].index(0).slice(SLOT * BQ, BQ, 0), NORMALIZER)
+        left = weigh(s, dp, w, shifts[SLOT], d_scores[1].index(0).slice(SLOT * BQ, BQ, 0), NORMALIZER)
         last = _accumulate(left, g_tile, q_tile, e_tile, dv[1], dk[1], dm[1])
     else:
         last = first
@@ -294,12 +209,12 @@ def _tile(
 @gluon.jit
 def _query_gradients(d_scores, k_parts, d_q, p_q, q_n, rows, stride, FEATURE_MAP: gl.constexpr):
     """Compute and store the gradients of a group of tiles of queries."""
-    z = _opaque_zero()
-    dq = _start_product(d_scores[0].index(z), k_parts[0].index(z))
+    z = opaque_zero()
+    dq = start_product(d_scores[0].index(z), k_parts[0].index(z))
     if len(k_parts) == 2:
         dq = warpgroup_mma(d_scores[1].index(z), k_parts[1].index(z), dq, is_async=True)
     D: gl.constexpr = k_parts[0].shape[2]
-    x = _load_rows(p_q, rows, q_n, GROUP * BQ, D, product_layout(GROUP * BQ, D, gl.num_warps()))
+    x = load_rows(p_q, rows, q_n, GROUP * BQ, D, product_layout(GROUP * BQ, D, gl.num_warps()))
     dq = warpgroup_mma_wait(0, [dq])
     _store_rows(d_q, feature_gradient(x, dq, FEATURE_MAP), rows, stride)
 
@@ -310,53 +225,6 @@ def _store_through(memory, gradient, base, rows, stride):
     tile = memory.index(0)
     tile.store(gradient.to(gl.bfloat16))
     _store_rows(base, tile.load(tile_layout(tile.shape[0], tile.shape[1], gl.num_warps())), rows, stride)
-
-
-@gluon.jit
-def _spread_mixing(m_tiles, mixing, blocks, mixing_i, mixing_j, N, M):
-    """Write the weights of each key block, by query: [MB, BQ] of each tile, zero for queries that do not exist."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
-    block = gl.arange(0, m_tiles.shape[1], gl.SliceLayout(1, LAYOUT))
-    for t in range(m_tiles.shape[0]):
-        query = t * BQ + gl.arange(0, BQ, gl.SliceLayout(0, LAYOUT))
-        q_block = gl.load(blocks + query, mask=query < N, other=-1)
-        pointers = mixing + block[:, None] * mixing_j + q_block[None, :] * mixing_i
-        weights = gl.load(pointers, mask=(q_block >= 0)[None, :] & (block < M)[:, None], other=0.0)
-        m_tiles.index(t).store(weights.to(gl.bfloat16))
-
-
-@gluon.jit
-def _store_mixing_gradient(base, dm, d_scores, e_parts):
-    """Sum over the keys of each block, each float32 as three bf16 numbers, and store [query blocks, key blocks]."""
-    ROWS: gl.constexpr = dm[0].shape[0]
-    MB: gl.constexpr = dm[0].shape[1]
-    LAYOUT: gl.constexpr = small_product_layout(MB, gl.num_warps())
-    total = gl.zeros([MB, MB], gl.float32, LAYOUT)
-    for part in gl.static_range(len(dm)):
-        transposed = d_scores[part]._reinterpret(gl.bfloat16, [MB, ROWS], shared_layout(ROWS))
-        e_part = e_parts.index(part).load(gl.DotOperandLayout(1, LAYOUT, 2))
-        rest = dm[part]
-        for _ in gl.static_range(3):
-            rounded = rest.to(gl.bfloat16)
-            rest -= rounded.to(gl.float32)
-            gl.thread_barrier()
-            transposed.permute((1, 0)).store(rounded)
-            gl.thread_barrier()
-            total = mma_v2(transposed.load(gl.DotOperandLayout(0, LAYOUT, 2)), e_part, total)
-    row = gl.arange(0, MB, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, MB, gl.SliceLayout(0, LAYOUT))
-    gl.store(base + row[:, None] * MB + column[None, :], total)
-
-
-@gluon.jit
-def _zeros(PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Make sums that start at zero here, and not where the compiler would set them, among products under way."""
-    sums = ()
-    for _ in gl.static_range(PARTS):
-        zero = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(ROWS, COLUMNS, gl.num_warps()))
-        zero = gl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [zero], dtype=gl.float32, is_pure=False, pack=1)
-        sums = sums + (zero,)
-    return sums
 
 
 @gluon.jit
@@ -412,7 +280,7 @@ def gluon_backward_kernel(
 
     first, count = gl.program_id(0), gl.num_programs(0)
     head, step = (first // H, first % H), (count // H, count % H)
-    next_head = _later(head, step, H)
+    next_head = later(head, step, H)
     _copy_keys(k_raw, head, B, k, N)
     _copy_keys(v_raw, head, B, v, N)
     _copy_tile(0, q_raw[0], g_raw[0], head, B, q, d_out, N)
@@ -425,7 +293,7 @@ def gluon_backward_kernel(
         block = gl.load(blocks + key, mask=key < N, other=-1)
         e_parts.index(part).store((block[:, None] == gl.arange(0, MB, gl.SliceLayout(0, LAYOUT))[None, :]).to(dtype))
     if not PER_HEAD:
-        _spread_mixing(m_tiles, mixing, blocks, mixing_i, mixing_j, N, M)
+        spread_mixing(m_tiles, mixing, blocks, mixing_i, mixing_j, N, M)
     output, b_inverse, rows, token = _load_next(-1, head, head, B, out, inverse, N, H, D, TILES, NORMALIZER)
     async_copy.wait_group(1)
     _prepare(
@@ -433,20 +301,20 @@ def gluon_backward_kernel(
         NORMALIZER, FEATURE_MAP,
     )  # fmt: skip
 
-    dm = _zeros(PARTS, ROWS, MB)
+    dm = zeros(PARTS, ROWS, MB)
     for place in range(first, B * H, count):
         for part in gl.static_range(PARTS):
             _map_rows(k_raw[part], k_parts[part], eps, FEATURE_MAP)
             _map_rows(v_raw[part], v_parts[part], eps, "identity")
         if PER_HEAD:
-            _spread_mixing(m_tiles, mixing + head[1].to(gl.int64) * mixing_h, blocks, mixing_i, mixing_j, N, M)
-            dm = _zeros(PARTS, ROWS, MB)
+            spread_mixing(m_tiles, mixing + head[1].to(gl.int64) * mixing_h, blocks, mixing_i, mixing_j, N, M)
+            dm = zeros(PARTS, ROWS, MB)
         fence_async_shared()
         gl.thread_barrier()
         _copy_keys(k_raw, next_head, B, k, N)  # with the first tile that is copied
         _copy_keys(v_raw, next_head, B, v, N)
-        dv, dk = _zeros(PARTS, ROWS, D), _zeros(PARTS, ROWS, D)
-        p_q = _rows_of_head(q, head)
+        dv, dk = zeros(PARTS, ROWS, D), zeros(PARTS, ROWS, D)
+        p_q = rows_of_head(q, head)
         offset = (head[0].to(gl.int64) * N * H * PACK + head[1]) * D
         for group in range(TILES // GROUP):
             for t in gl.static_range(GROUP):
@@ -471,15 +339,15 @@ def gluon_backward_kernel(
             )  # fmt: skip
         for part in gl.static_range(PARTS):
             row = part * ROWS
-            p_k = _rows_of_head(k, head) + row * k_n * 8
-            x = _load_rows(p_k, N - row, k_n * 8, ROWS, D, product_layout(ROWS, D, WARPS))
+            p_k = rows_of_head(k, head) + row * k_n * 8
+            x = load_rows(p_k, N - row, k_n * 8, ROWS, D, product_layout(ROWS, D, WARPS))
             gradient = feature_gradient(x, dk[part], FEATURE_MAP)
             _store_through(k_parts[part], gradient, d_k + offset + row * stride, N - row, stride)
             _store_through(v_parts[part], dv[part], d_v + offset + row * stride, N - row, stride)
         if PER_HEAD:
-            _store_mixing_gradient(d_mixing + place.to(gl.int64) * (MB * MB), dm, d_scores, e_parts)
+            store_mixing_gradient(d_mixing + place.to(gl.int64) * (MB * MB), dm, d_scores, e_parts, 0)
         if TILES == 2:
             async_copy.wait_group(0)
-        head, next_head = next_head, _later(next_head, step, H)
+        head, next_head = next_head, later(next_head, step, H)
     if not PER_HEAD:
-        _store_mixing_gradient(d_mixing + first * (MB * MB), dm, d_scores, e_parts)
+        store_mixing_gradient(d_mixing + first * (MB * MB), dm, d_scores, e_parts, 0)

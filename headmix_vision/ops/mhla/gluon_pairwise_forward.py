@@ -19,11 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from headmix_vision.ops.mhla import triton_tiles
+from headmix_vision.ops.mhla.gluon_tiles import features
 
 KEYS = gl.constexpr(32)  # of a product
-
-_feature_map = gluon.jit(triton_tiles.feature.fn)
 
 
 @gluon.constexpr_function
@@ -52,19 +50,6 @@ def _shared_layout(rows, columns):
 
 
 @gluon.jit
-def _features(x, eps, FEATURE_MAP: gl.constexpr):
-    """Map bf16 rows to features; relu in pairs."""
-    if FEATURE_MAP == "relu":
-        shift = gl.full(x.shape, eps, gl.bfloat16, x.type.layout)
-        return gl.inline_asm_elementwise(
-            "{.reg .b32 zero; mov.b32 zero, 0; max.bf16x2 $0, $1, zero; add.rn.bf16x2 $0, $0, $2;}",
-            "=r,r,r", [x, shift], dtype=gl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return _feature_map(x, eps, FEATURE_MAP).to(gl.bfloat16)
-
-
-@gluon.jit
 def _copy_part(rows, base, STRIDE: gl.constexpr, N: gl.constexpr, D: gl.constexpr, START: gl.constexpr):
     layout: gl.constexpr = _rows_layout(rows.shape[1], gl.num_warps())
     row = gl.arange(0, rows.shape[0], gl.SliceLayout(1, layout))
@@ -85,7 +70,7 @@ def _copy(parts, stage, base, STRIDE: gl.constexpr, N: gl.constexpr, D: gl.const
 @gluon.jit
 def _map_part(rows, mapped, eps, D: gl.constexpr, START: gl.constexpr, FEATURE_MAP: gl.constexpr):
     layout: gl.constexpr = _rows_layout(rows.shape[1], gl.num_warps())
-    x = _features(rows.load(layout), eps, FEATURE_MAP)
+    x = features(rows.load(layout), eps, FEATURE_MAP)
     if START + rows.shape[1] > D:
         column = START + gl.arange(0, rows.shape[1], gl.SliceLayout(0, layout))
         x = gl.where((column < D)[None, :], x, 0.0)
@@ -121,11 +106,11 @@ def _tile(part, stage, i, WIDTH: gl.constexpr):
 def _load_queries(parts, eps, FEATURE_MAP: gl.constexpr):
     """Load the features of all queries as the left operand of products."""
     layout: gl.constexpr = gl.DotOperandLayout(0, _product_layout(64, gl.num_warps()), 2)
-    first = _features(parts[0].index(0).load(layout), eps, FEATURE_MAP)
+    first = features(parts[0].index(0).load(layout), eps, FEATURE_MAP)
     if len(parts) == 1:
         return (first,)
     else:
-        return (first, _features(parts[1].index(0).load(layout), eps, FEATURE_MAP))
+        return (first, features(parts[1].index(0).load(layout), eps, FEATURE_MAP))
 
 
 @gluon.jit
