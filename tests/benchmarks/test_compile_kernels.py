@@ -25,6 +25,12 @@ def test_hopper_has_kernels_for_short_sequences():
     assert "2 kernels" in compile_for("--gpu", "9.0", "--match", "gluon_", "--jobs", "2")
 
 
+def test_hopper_has_a_kernel_for_gradients_of_wide_heads():
+    """With 16 blocks two programs share the shared memory of a multiprocessor; with 17 there is room for one."""
+    report = compile_for("--all", "--gpu", "9.0", "--match", "gluon_wide_backward_kernel", "--jobs", "1")
+    assert "2 kernels" in report and "0 do not run" in report
+
+
 def test_causal_keys_and_values_of_different_dims_read_no_unwritten_register():
     """With tiles of 64 rows ptxas 12.8 makes such code of this kernel; its results did not repeat on an H200."""
     match = "causal_backward_key_kernel mhla causal summary, values of 40"

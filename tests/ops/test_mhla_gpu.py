@@ -94,11 +94,17 @@ MANY = {"batch": 80, "heads": 4}  # more heads than a GPU has multiprocessors: o
     ("tokens", "dim", "value_dim"),
     [
         (50, 64, 64),
+        (50, 72, 72),
         (64, 64, 64),
+        (64, 80, 80),
         (97, 64, 64),
+        (97, 80, 80),
         (128, 64, 64),
+        (128, 72, 72),
         (193, 64, 64),
         (196, 64, 64),
+        (196, 80, 80),
+        (197, 72, 72),
         (208, 72, 72),
         (225, 64, 80),
         (240, 80, 64),
@@ -114,9 +120,11 @@ def test_many_short_sequences(tokens, dim, value_dim):
 
 
 @pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("dim", [64, 72])
 @pytest.mark.parametrize(("tokens", "num_blocks"), [(100, 17), (128, 32), (197, 16), (256, 1), (256, 32)])
-def test_many_short_sequences_with_few_or_many_blocks(tokens, num_blocks, per_head):
-    check("triton_pairwise", TokenBlocks.from_grid((tokens,), (num_blocks,)), per_head=per_head, **MANY)
+def test_many_short_sequences_with_few_or_many_blocks(tokens, num_blocks, dim, per_head):
+    blocks = TokenBlocks.from_grid((tokens,), (num_blocks,))
+    check("triton_pairwise", blocks, dim=dim, value_dim=dim, per_head=per_head, **MANY)
 
 
 @pytest.mark.parametrize(
@@ -147,17 +155,18 @@ def test_many_short_sequences_read_no_uninitialised_memory_and_repeat(tokens, no
         assert ((a - reference).float().norm() / reference.float().norm()).item() < 0.02
 
 
-def test_gradients_in_one_tensor():
+@pytest.mark.parametrize("dim", [64, 72])
+def test_gradients_in_one_tensor(dim):
     """A compiled projection gets the gradients of q, k and v as one tensor."""
     blocks = TokenBlocks.from_grid((14, 14), (4, 4))
 
     def block(x, weight, mixing):
-        q, k, v = (x @ weight).unflatten(-1, (3, 4, 64)).unbind(-3)
+        q, k, v = (x @ weight).unflatten(-1, (3, 4, dim)).unbind(-3)
         return mhla(q, k, v, mixing, blocks).flatten(2)
 
-    inputs = [torch.randn(64, 196, 64, device="cuda", dtype=BF16), torch.randn(64, 768, device="cuda", dtype=BF16) / 8]
+    randn = partial(torch.randn, device="cuda", dtype=BF16)
+    inputs, d_out = [randn(64, 196, 64), randn(64, 12 * dim) / 8], randn(64, 196, 4 * dim)
     inputs.append(torch.rand(16, 16, device="cuda"))
-    d_out = torch.randn(64, 196, 256, device="cuda", dtype=BF16)
     ours, expected = (run(f, inputs, d_out) for f in (torch.compile(block, fullgraph=True), block))
     for a, b in zip(ours, expected, strict=True):
         assert ((a - b).float().norm() / b.float().norm()).item() < 0.01
@@ -172,8 +181,9 @@ def test_wide_float32_heads_in_parts_of_several_tiles(impl, dim):
 @pytest.mark.parametrize("impl", REGIMES, indirect=True)
 @pytest.mark.parametrize("normalizer", ["paper", None])
 @pytest.mark.parametrize("feature_map", ["relu", "elu1"])
-def test_normalizers_and_feature_maps(impl, normalizer, feature_map):
-    check(impl, VIT, options={"normalizer": normalizer, "feature_map": feature_map})
+@pytest.mark.parametrize("dim", [64, 72])
+def test_normalizers_and_feature_maps(impl, normalizer, feature_map, dim):
+    check(impl, VIT, dim=dim, value_dim=dim, options={"normalizer": normalizer, "feature_map": feature_map})
 
 
 @pytest.mark.parametrize("impl", REGIMES, indirect=True)

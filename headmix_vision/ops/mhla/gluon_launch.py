@@ -17,6 +17,7 @@ from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mhla.triton_launch import (
     Gradients,
+    ceil,
     gradient,
     kernel_constants,
     mixing_strides,
@@ -29,6 +30,7 @@ from headmix_vision.ops.mhla.triton_tables import block_of_token
 class Kernels(NamedTuple):
     forward: Any
     backward: Any
+    wide_backward: Any
 
 
 @lru_cache
@@ -37,9 +39,10 @@ def _kernels() -> Kernels | None:
     try:
         from headmix_vision.ops.mhla.gluon_pairwise_backward import gluon_backward_kernel
         from headmix_vision.ops.mhla.gluon_pairwise_forward import gluon_forward_kernel
+        from headmix_vision.ops.mhla.gluon_wide_backward import gluon_wide_backward_kernel
     except ImportError:
         return None
-    return Kernels(gluon_forward_kernel, gluon_backward_kernel)
+    return Kernels(gluon_forward_kernel, gluon_backward_kernel, gluon_wide_backward_kernel)
 
 
 def _takes(settings: Settings, *rows: Layout) -> bool:
@@ -88,18 +91,36 @@ def takes_backward(q: Layout, k: Layout, v: Layout, out: Layout, d_out: Layout, 
     rows = (q, k, v, out, d_out)
     return (
         q.shape[1] in tuning.HOPPER_BACKWARD_TOKENS
-        and q.shape[-1] == v.shape[-1] == tuning.HOPPER_BACKWARD_DIM
+        and q.shape[-1] == v.shape[-1]
         and all(x.strides[1] * tuning.RESIDENT_TOKENS < 2**31 for x in rows)
         and _takes(settings, *rows)
+        and _backward_tiles(q, settings) is not None
     )
 
 
+def _backward_tiles(q: Layout, settings: Settings) -> tuning.Tiles | None:
+    """Choose the tiles of the backward kernel that takes heads of such dims, if there is one."""
+    _, N, _, D = q.shape
+    M, keys = settings.blocks.num_blocks, tuning.power_of_two(N, 64)
+    if D in tuning.HOPPER_WIDE_DIMS:
+        return tuning.hopper_wide(N, M, q.gpu.shared_memory)
+    if D == tuning.HOPPER_BACKWARD_DIM:
+        return tuning.Tiles(KEYS=keys, num_warps=min(8, keys // 16), programs=2 if keys <= 64 else 1)
+    return None
+
+
 class BackwardPlan(NamedTuple):
-    """The launch for all gradients, the block of each token, and the shape of the parts of the mixing's gradient."""
+    """The launch for all gradients, the block of each token, and shapes of float32 tensors.
+
+    Attributes:
+        parts: of the gradient of the mixing.
+        scratch: for partial sums, if the kernel has any.
+    """
 
     launch: Launch
     blocks: Tensor
     parts: tuple[int, ...]
+    scratch: tuple[int, ...] | None = None
 
 
 @planned
@@ -111,20 +132,23 @@ def plan_backward(
         return None
     B, N, H, D = q.shape
     M, rows = settings.blocks.num_blocks, (q, k, v, out, d_out)
-    keys, num_blocks = tuning.power_of_two(N, 64), tuning.power_of_two(M, 16)
-    programs, per_head = min(B * H, q.gpu.processors * (2 if keys <= 64 else 1)), len(mixing.shape) == 3
+    num_blocks, per_head, wide = tuning.power_of_two(M, 16), len(mixing.shape) == 3, D in tuning.HOPPER_WIDE_DIMS
+    tiles = dict(_backward_tiles(q, settings) or {})
+    programs = min(B * H, q.gpu.processors * tiles.pop("programs"))
     strides = [stride // 8 for x in rows for stride in (x.strides[0], x.strides[2])]
     numbers = (*strides, *mixing_strides(mixing.strides), B, settings.eps)
     constants = dict(
         **{f"{name}_n": x.strides[1] // 8 for name, x in zip("qkvog", rows, strict=True)}, N=N, H=H, M=M, D=D,
-        KEYS=keys, MB=num_blocks, PACK=pack, PER_HEAD=per_head, NORMALIZER=normalizer_name(settings),
-        FEATURE_MAP=settings.feature_map, num_warps=min(8, keys // 16),
+        MB=num_blocks, PACK=pack, PER_HEAD=per_head, NORMALIZER=normalizer_name(settings),
+        FEATURE_MAP=settings.feature_map, **tiles,
     )  # fmt: skip
     kernels = _kernels()
     assert kernels is not None
-    launch = Launch(kernels.backward, (programs,), numbers, constants)
-    parts = (B if per_head else programs, *mixing.shape[:-2], num_blocks, num_blocks)
-    return BackwardPlan(launch, block_of_token(settings.blocks, q.device), parts)
+    launch = Launch(kernels.wide_backward if wide else kernels.backward, (programs,), numbers, constants)
+    passes = ceil(N, tiles["KEYS"])
+    parts = ((B if per_head else programs) * passes, *mixing.shape[:-2], num_blocks, num_blocks)
+    scratch = (programs, passes * tiles["KEYS"], tuning.HOPPER_WIDE_COLUMNS + num_blocks) if wide else None
+    return BackwardPlan(launch, block_of_token(settings.blocks, q.device), parts, scratch)
 
 
 def run_backward(
@@ -134,6 +158,7 @@ def run_backward(
     """Compute the gradients of all inputs; that of a denominator only for a given one."""
     d_q, d_k, d_v = gradient(q, packed, 0), gradient(k, packed, 1), gradient(v, packed, 2)
     d_mixing, d_scale = q.new_empty(plan.parts, dtype=torch.float32), torch.empty_like(inverse)
-    plan.launch(q, k, v, mixing, out, inverse, d_out, d_q, d_k, d_v, d_mixing, d_scale, plan.blocks)
+    scratch = () if plan.scratch is None else (q.new_empty(plan.scratch, dtype=torch.float32),)
+    plan.launch(q, k, v, mixing, out, inverse, d_out, d_q, d_k, d_v, d_mixing, d_scale, plan.blocks, *scratch)
     M = settings.blocks.num_blocks
     return Gradients(d_q, d_k, d_v, sum_leading(d_mixing, 1)[..., :M, :M].contiguous(), d_scale)

@@ -97,6 +97,18 @@ HOPPER_TOKENS = range(193, RESIDENT_TOKENS + 1)
 HOPPER_DIMS = range(64, 81, 8)
 HOPPER_BACKWARD_TOKENS = (*range(49, 65), *range(97, 129), *range(193, 257))  # of 64, 128 and 256 that are computed
 HOPPER_BACKWARD_DIM = 64
+# For heads of these dims, by the tokens that are computed: keys of a pass, queries of a tile, whether keys are copied
+# ahead, and programs of a multiprocessor. The first that fit into shared memory. Not measured yet.
+HOPPER_WIDE_DIMS = (72, 80)
+HOPPER_WIDE_COLUMNS = 80  # 64 and a tail of 16
+HOPPER_WIDE = {
+    64: (Tiles(KEYS=64, BQ=32, AHEAD=False, num_warps=4, programs=2),),
+    128: (Tiles(KEYS=128, BQ=32, AHEAD=False, num_warps=4, programs=2),),
+    256: (
+        Tiles(KEYS=128, BQ=32, AHEAD=False, num_warps=4, programs=2),
+        Tiles(KEYS=128, BQ=64, AHEAD=True, num_warps=8, programs=1),
+    ),
+}
 HOPPER_BLOCKS = 32
 HOPPER_KB = 227  # of shared memory, as every Hopper GPU has
 MIXING_TILE = 64  # blocks that one tile holds, beside the smaller tile of 16
@@ -118,6 +130,19 @@ def hopper_bytes(dim: int, value_dim: int, num_blocks: int) -> int:
     """Count the bytes of shared memory that a program of the Gluon forward kernel holds."""
     keys, values, blocks = 2 * sum(head_parts(dim)), 2 * sum(head_parts(value_dim)), 2 * power_of_two(num_blocks, 16)
     return RESIDENT_TOKENS * (3 * keys + 2 * values + 2 * blocks + 32)
+
+
+def hopper_wide(num_tokens: int, num_blocks: int, shared_memory: int) -> Tiles | None:
+    """Choose the tiles of the Gluon backward kernel for wide heads, if programs of a multiprocessor fit into it."""
+    tokens, padded_blocks = power_of_two(num_tokens, 64), power_of_two(num_blocks, 16)
+    for tiles in HOPPER_WIDE[tokens]:
+        keys, queries = tiles["KEYS"], tiles["BQ"]
+        rows = 2 * keys * (1 + tiles["AHEAD"]) + 7 * queries
+        scores = max(2 * queries, 16 * tiles["num_warps"]) * keys
+        needed = 2 * (HOPPER_WIDE_COLUMNS * rows + scores + 2 * tokens * padded_blocks) + 8 * queries
+        if tiles["programs"] * (needed + 1024) <= shared_memory + 1024:
+            return tiles
+    return None
 
 
 def is_wide(dim: int, dtype: torch.dtype) -> bool:
