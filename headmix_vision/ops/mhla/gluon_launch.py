@@ -105,7 +105,7 @@ def _backward_tiles(q: Layout, settings: Settings) -> tuning.Tiles | None:
     if D in tuning.HOPPER_WIDE_DIMS:
         return tuning.hopper_wide(N, M, q.gpu.shared_memory)
     if D == tuning.HOPPER_BACKWARD_DIM:
-        return tuning.Tiles(KEYS=keys, num_warps=min(8, keys // 16), programs=2 if keys <= 64 else 1)
+        return tuning.Tiles(KEYS=keys, **tuning.HOPPER_BACKWARD[keys])
     return None
 
 

@@ -246,15 +246,25 @@ def _allocate_arrays(COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.conste
 
 
 @gluon.jit
+def _first_of(arrays):
+    tiles = ()
+    for part in gl.static_range(len(arrays)):
+        tiles = tiles + (arrays[part].index(0),)
+    return tiles
+
+
+@gluon.jit
 def gluon_backward_kernel(
     q, k, v, mixing, out, inverse, d_out, d_q, d_k, d_v, d_mixing, d_scale, blocks,
     q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, g_b, g_h, mixing_h, mixing_i, mixing_j, B, eps,
     q_n: gl.constexpr, k_n: gl.constexpr, v_n: gl.constexpr, o_n: gl.constexpr, g_n: gl.constexpr,
     N: gl.constexpr, H: gl.constexpr, M: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, MB: gl.constexpr,
     PACK: gl.constexpr, PER_HEAD: gl.constexpr, NORMALIZER: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    VALUES_AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Run a program for each multiprocessor, of more than BQ tokens; strides of rows come divided by 8.
+    """Run as many programs as a GPU holds at a time, of more than BQ tokens; strides of rows come divided by 8.
 
+    With VALUES_AHEAD the next head's values are copied while this one's are used, to memory that others leave free.
     ``d_mixing`` [programs or heads, MB, MB] are parts of the gradient of the mixing.
     """
     WARPS: gl.constexpr = gl.num_warps()
@@ -263,7 +273,11 @@ def gluon_backward_kernel(
     TILES: gl.constexpr = (N + BQ - 1) // BQ
     dtype: gl.constexpr = gl.bfloat16
     k_raw, k_parts = _allocate(PARTS, ROWS, D), _allocate_arrays(PARTS, ROWS, D)
-    v_raw, v_parts = _allocate(PARTS, ROWS, D), _allocate_arrays(PARTS, ROWS, D)
+    v_parts = _allocate_arrays(PARTS, ROWS, D)
+    if VALUES_AHEAD:
+        v_raw = _allocate(PARTS, ROWS, D)
+    else:
+        v_raw = _first_of(v_parts)
     q_raw, g_raw = _allocate(2, BQ, D), _allocate(2, BQ, D)
     q_tiles, g_tiles = _allocate_arrays(2, BQ, D), _allocate_arrays(2, BQ, D)
     shifts = ()
@@ -303,16 +317,20 @@ def gluon_backward_kernel(
 
     dm = zeros(PARTS, ROWS, MB)
     for place in range(first, B * H, count):
+        if not VALUES_AHEAD:
+            async_copy.wait_group(0)
         for part in gl.static_range(PARTS):
             _map_rows(k_raw[part], k_parts[part], eps, FEATURE_MAP)
-            _map_rows(v_raw[part], v_parts[part], eps, "identity")
+            if VALUES_AHEAD:
+                _map_rows(v_raw[part], v_parts[part], eps, "identity")
         if PER_HEAD:
             spread_mixing(m_tiles, mixing + head[1].to(gl.int64) * mixing_h, blocks, mixing_i, mixing_j, N, M)
             dm = zeros(PARTS, ROWS, MB)
         fence_async_shared()
         gl.thread_barrier()
         _copy_keys(k_raw, next_head, B, k, N)  # with the first tile that is copied
-        _copy_keys(v_raw, next_head, B, v, N)
+        if VALUES_AHEAD:
+            _copy_keys(v_raw, next_head, B, v, N)
         dv, dk = zeros(PARTS, ROWS, D), zeros(PARTS, ROWS, D)
         p_q = rows_of_head(q, head)
         offset = (head[0].to(gl.int64) * N * H * PACK + head[1]) * D
@@ -346,7 +364,11 @@ def gluon_backward_kernel(
             _store_through(v_parts[part], dv[part], d_v + offset + row * stride, N - row, stride)
         if PER_HEAD:
             store_mixing_gradient(d_mixing + place.to(gl.int64) * (MB * MB), dm, d_scores, e_parts, 0)
-        if TILES == 2:
+        if not VALUES_AHEAD:
+            gl.thread_barrier()  # all warps have read the gradients that took the place of values
+            _copy_keys(v_raw, next_head, B, v, N)
+            async_copy.commit_group()
+        elif TILES == 2:
             async_copy.wait_group(0)
         head, next_head = next_head, later(next_head, step, H)
     if not PER_HEAD:

@@ -97,6 +97,11 @@ HOPPER_TOKENS = range(193, RESIDENT_TOKENS + 1)
 HOPPER_DIMS = range(64, 81, 8)
 HOPPER_BACKWARD_TOKENS = (*range(49, 65), *range(97, 129), *range(193, 257))  # of 64, 128 and 256 that are computed
 HOPPER_BACKWARD_DIM = 64
+HOPPER_BACKWARD = {  # by the rows that are computed; with how many programs of a multiprocessor
+    64: Tiles(VALUES_AHEAD=False, num_warps=4, maxnreg=168, programs=3),
+    128: Tiles(VALUES_AHEAD=False, num_warps=4, programs=2),
+    256: Tiles(VALUES_AHEAD=True, num_warps=8, programs=1),
+}
 # For heads of these dims, by the tokens that are computed: keys of a pass, queries of a tile, whether keys are copied
 # ahead, and programs of a multiprocessor. The first that fit into shared memory. Not measured yet.
 HOPPER_WIDE_DIMS = (72, 80)
