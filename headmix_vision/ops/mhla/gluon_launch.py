@@ -105,7 +105,7 @@ def _backward_tiles(q: Layout, settings: Settings) -> tuning.Tiles | None:
     if D in tuning.HOPPER_WIDE_DIMS:
         return tuning.hopper_wide(N, M, q.gpu.shared_memory)
     if D == tuning.HOPPER_BACKWARD_DIM:
-        return tuning.Tiles(KEYS=keys, **tuning.HOPPER_BACKWARD[keys])
+        return tuning.Tiles(KEYS=keys, PREFIX=tuning.lone_prefix(settings.blocks), **tuning.HOPPER_BACKWARD[keys])
     return None
 
 
@@ -148,7 +148,8 @@ def plan_backward(
     passes = ceil(N, tiles["KEYS"])
     parts = ((B if per_head else programs) * passes, *mixing.shape[:-2], num_blocks, num_blocks)
     scratch = (programs, passes * tiles["KEYS"], tuning.HOPPER_WIDE_COLUMNS + num_blocks) if wide else None
-    return BackwardPlan(launch, block_of_token(settings.blocks, q.device), parts, scratch)
+    blocks = block_of_token(settings.blocks, q.device)
+    return BackwardPlan(launch, (blocks - 1) % M if tiles.get("PREFIX") else blocks, parts, scratch)
 
 
 def run_backward(

@@ -28,11 +28,13 @@ from headmix_vision.ops.mhla.gluon_tiles import (
     opaque_zero,
     point_to_rows,
     product_layout,
+    rotate,
     rows_of_head,
     shared_layout,
     spread_mixing,
     start_product,
     store_mixing_gradient,
+    sum_by_block,
     tile_layout,
     weigh,
     zeros,
@@ -84,11 +86,26 @@ def _prepare(q_raw, g_raw, q_tile, g_tile, shift, output, inverse, p_scale, rows
 
 
 @gluon.jit
-def _scores(k_part, v_part, e_part, q_tile, g_tile, m_tile):
+def _scores(k_part, v_part, e_parts, part, q_tile, g_tile, m_tile):
     """Compute the products of keys and queries, values and output gradients, and the weights: [keys, queries]."""
     s = start_product(k_part, q_tile.permute((1, 0)))
     dp = start_product(v_part, g_tile.permute((1, 0)))
-    return s, dp, start_product(e_part, m_tile)
+    COLUMNS: gl.constexpr = e_parts[0].shape[2]
+    w = start_product(e_parts[0].index(part), m_tile.slice(0, COLUMNS, 0))
+    if len(e_parts) == 2:
+        w = warpgroup_mma(e_parts[1].index(part), m_tile.slice(COLUMNS, COLUMNS, 0), w, is_async=True)
+    return s, dp, w
+
+
+@gluon.jit
+def _add_prefix(sums, s, dp, shift, t, PREFIX: gl.constexpr, NORMALIZER: gl.constexpr):
+    """Add the gradients of the weights of all pairs with a prefix token as the query; these are in the first tile."""
+    if t == 0:
+        if NORMALIZER == "paper":
+            dp += shift.load(gl.SliceLayout(0, dp.type.layout))[None, :]
+        query = gl.arange(0, BQ, gl.SliceLayout(0, s.type.layout))
+        sums += gl.sum(gl.where((query < PREFIX)[None, :], s * dp, 0.0), 1)
+    return sums
 
 
 @gluon.jit
@@ -158,33 +175,39 @@ def _copy_ahead(t, head, next_head, B, q_raw, g_raw, q, d_out, N, TILES: gl.cons
 
 @gluon.jit
 def _tile(
-    t, head, next_head, B, memory, dv, dk, dm, q, out, d_out, inverse, d_scale, N, H, eps, TILES: gl.constexpr,
-    SLOT: gl.constexpr, ALONE: gl.constexpr, NORMALIZER: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    t, head, next_head, B, memory, dv, dk, dm, dm_prefix, q, out, d_out, inverse, d_scale, N, H, eps,
+    TILES: gl.constexpr, SLOT: gl.constexpr, ALONE: gl.constexpr, PREFIX: gl.constexpr, NORMALIZER: gl.constexpr,
+    FEATURE_MAP: gl.constexpr,
 ):  # fmt: skip
     """Add a tile of queries to the gradients of keys, values and mixing, and prepare the next tile.
 
     Tiles take turns with two places of queries; ALONE is the last of an odd number, followed by one in the same place.
     """
     k_parts, v_parts, q_raw, g_raw, q_tiles, g_tiles, shifts, d_scores, e_tiles, e_parts, m_tiles = memory
-    PARTS: gl.constexpr = e_parts.shape[0]
+    PARTS: gl.constexpr = len(k_parts)
     NEXT: gl.constexpr = 0 if ALONE else 1 - SLOT
     z = opaque_zero()
     q_tile, g_tile = q_tiles[SLOT].index(z), g_tiles[SLOT].index(z)
     m_tile, e_tile = m_tiles.index(t + z), e_tiles.index(t + z)
-    s, dp, w = _scores(k_parts[0].index(z), v_parts[0].index(z), e_parts.index(z), q_tile, g_tile, m_tile)
+    s, dp, w = _scores(k_parts[0].index(z), v_parts[0].index(z), e_parts, z, q_tile, g_tile, m_tile)
     output, b_inverse, rows, token = _load_next(
         t, head, next_head, B, out, inverse, N, H, q_tile.shape[1], TILES, NORMALIZER
     )
     _copy_ahead(t, head, next_head, B, q_raw, g_raw, q, d_out, N, TILES, SLOT, ALONE)
 
     s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
+    sums = dm_prefix
+    if PREFIX != 0:
+        sums = (_add_prefix(dm_prefix[0], s, dp, shifts[SLOT], t, PREFIX, NORMALIZER),)
     left = weigh(s, dp, w, shifts[SLOT], d_scores[0].index(0).slice(SLOT * BQ, BQ, 0), NORMALIZER)
     first = _accumulate(left, g_tile, q_tile, e_tile, dv[0], dk[0], dm[0])
     if PARTS == 2:
         first = _finish(first, left)  # gives registers back
         z = opaque_zero()
-        s, dp, w = _scores(k_parts[1].index(z), v_parts[1].index(z), e_parts.index(1 + z), q_tile, g_tile, m_tile)
+        s, dp, w = _scores(k_parts[1].index(z), v_parts[1].index(z), e_parts, 1 + z, q_tile, g_tile, m_tile)
         s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
+        if PREFIX != 0:
+            sums = sums + (_add_prefix(dm_prefix[1], s, dp, shifts[SLOT], t, PREFIX, NORMALIZER),)
         left = weigh(s, dp, w, shifts[SLOT], d_scores[1].index(0).slice(SLOT * BQ, BQ, 0), NORMALIZER)
         last = _accumulate(left, g_tile, q_tile, e_tile, dv[1], dk[1], dm[1])
     else:
@@ -201,9 +224,9 @@ def _tile(
         last = _finish(last, left)
     gl.thread_barrier()
     if PARTS == 2:
-        return (first[0], last[0]), (first[1], last[1]), (first[2], last[2])
+        return (first[0], last[0]), (first[1], last[1]), (first[2], last[2]), sums
     else:
-        return (last[0],), (last[1],), (last[2],)
+        return (last[0],), (last[1],), (last[2],), sums
 
 
 @gluon.jit
@@ -225,6 +248,43 @@ def _store_through(memory, gradient, base, rows, stride):
     tile = memory.index(0)
     tile.store(gradient.to(gl.bfloat16))
     _store_rows(base, tile.load(tile_layout(tile.shape[0], tile.shape[1], gl.num_warps())), rows, stride)
+
+
+@gluon.jit
+def _store_blocks(base, total, first_row, first_column, M, MB: gl.constexpr):
+    """Store gradients of weights between blocks, of which the last is the first one of the mixing."""
+    LAYOUT: gl.constexpr = total.type.layout
+    row = first_row + gl.arange(0, total.shape[0], gl.SliceLayout(1, LAYOUT))
+    column = first_column + gl.arange(0, total.shape[1], gl.SliceLayout(0, LAYOUT))
+    pointers = base + rotate(row, M, 1)[:, None] * MB + rotate(column, M, 1)[None, :]
+    gl.store(pointers, total, mask=(row < M)[:, None] & (column < M)[None, :])
+
+
+@gluon.jit
+def _store_mixing_gradient(base, dm, dm_prefix, d_scores, e_parts, M):
+    """Store the gradients of the weights of all query blocks, those of a prefix after the others."""
+    if len(dm_prefix) == 0:
+        store_mixing_gradient(base, dm, d_scores, e_parts[0], 0)
+    else:
+        LAYOUT: gl.constexpr = dm[0].type.layout
+        COLUMNS: gl.constexpr = dm[0].shape[1]
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+        apart = ()
+        for part in gl.static_range(len(dm)):
+            row_sums = gl.convert_layout(dm_prefix[part], gl.SliceLayout(1, LAYOUT))
+            apart = apart + (gl.where((column == 0)[None, :], row_sums[:, None], 0.0),)
+        for c in gl.static_range(2):
+            _store_blocks(base, sum_by_block(dm, d_scores, e_parts[c], 0), 0, c * COLUMNS, M, 2 * COLUMNS)
+            _store_blocks(base, sum_by_block(apart, d_scores, e_parts[c], 0), COLUMNS, c * COLUMNS, M, 2 * COLUMNS)
+
+
+@gluon.jit
+def _row_sums(COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """Make sums over the queries of each key that start at zero."""
+    sums = ()
+    for _ in gl.static_range(COUNT):
+        sums = sums + (gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, product_layout(ROWS, BQ, gl.num_warps()))),)
+    return sums
 
 
 @gluon.jit
@@ -260,11 +320,14 @@ def gluon_backward_kernel(
     q_n: gl.constexpr, k_n: gl.constexpr, v_n: gl.constexpr, o_n: gl.constexpr, g_n: gl.constexpr,
     N: gl.constexpr, H: gl.constexpr, M: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, MB: gl.constexpr,
     PACK: gl.constexpr, PER_HEAD: gl.constexpr, NORMALIZER: gl.constexpr, FEATURE_MAP: gl.constexpr,
-    VALUES_AHEAD: gl.constexpr,
+    VALUES_AHEAD: gl.constexpr, PREFIX: gl.constexpr,
 ):  # fmt: skip
     """Run as many programs as a GPU holds at a time, of more than BQ tokens; strides of rows come divided by 8.
 
     With VALUES_AHEAD the next head's values are copied while this one's are used, to memory that others leave free.
+    Where PREFIX is not zero, that many tokens in front are a block of their own beside 16 others, and ``blocks`` names
+    it last: only its keys are among those of the products for the gradient of the mixing, its queries are summed apart.
+
     ``d_mixing`` [programs or heads, MB, MB] are parts of the gradient of the mixing.
     """
     WARPS: gl.constexpr = gl.num_warps()
@@ -284,8 +347,12 @@ def gluon_backward_kernel(
     for _ in gl.static_range(2):
         shifts = shifts + (gl.allocate_shared_memory(gl.float32, [BQ], gl.SwizzledSharedLayout(1, 1, 1, [0])),)
     d_scores = _allocate_arrays(PARTS, GROUP * BQ, ROWS)
-    e_parts = gl.allocate_shared_memory(dtype, [PARTS, ROWS, MB], shared_layout(MB))
-    e_tiles = e_parts._reinterpret(dtype, [KEYS // BQ, BQ, MB], shared_layout(MB))
+    SHIFT: gl.constexpr = 1 if PREFIX != 0 else 0
+    COLUMNS: gl.constexpr = MB // (1 + SHIFT)
+    e_parts = ()
+    for _ in gl.static_range(MB // COLUMNS):
+        e_parts = e_parts + (gl.allocate_shared_memory(dtype, [PARTS, ROWS, COLUMNS], shared_layout(COLUMNS)),)
+    e_tiles = e_parts[0]._reinterpret(dtype, [KEYS // BQ, BQ, COLUMNS], shared_layout(COLUMNS))
     m_tiles = gl.allocate_shared_memory(dtype, [TILES, MB, BQ], shared_layout(BQ))
     memory = (k_parts, v_parts, q_raw, g_raw, q_tiles, g_tiles, shifts, d_scores, e_tiles, e_parts, m_tiles)
     q, k, v = (q, q_b, q_n, q_h), (k, k_b, k_n, k_h), (v, v_b, v_n, v_h)
@@ -301,13 +368,15 @@ def gluon_backward_kernel(
     async_copy.commit_group()
     _copy_tile(1, q_raw[1], g_raw[1], head, B, q, d_out, N)
     async_copy.commit_group()
-    LAYOUT: gl.constexpr = tile_layout(ROWS, MB, WARPS)
+    LAYOUT: gl.constexpr = tile_layout(ROWS, COLUMNS, WARPS)
     for part in gl.static_range(PARTS):
         key = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         block = gl.load(blocks + key, mask=key < N, other=-1)
-        e_parts.index(part).store((block[:, None] == gl.arange(0, MB, gl.SliceLayout(0, LAYOUT))[None, :]).to(dtype))
+        for columns in gl.static_range(len(e_parts)):
+            column = columns * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+            e_parts[columns].index(part).store((block[:, None] == column[None, :]).to(dtype))
     if not PER_HEAD:
-        spread_mixing(m_tiles, mixing, blocks, mixing_i, mixing_j, N, M)
+        spread_mixing(m_tiles, mixing, blocks, mixing_i, mixing_j, N, M, SHIFT)
     output, b_inverse, rows, token = _load_next(-1, head, head, B, out, inverse, N, H, D, TILES, NORMALIZER)
     async_copy.wait_group(1)
     _prepare(
@@ -315,7 +384,7 @@ def gluon_backward_kernel(
         NORMALIZER, FEATURE_MAP,
     )  # fmt: skip
 
-    dm = zeros(PARTS, ROWS, MB)
+    dm, dm_prefix = zeros(PARTS, ROWS, COLUMNS), _row_sums(PARTS * SHIFT, ROWS)
     for place in range(first, B * H, count):
         if not VALUES_AHEAD:
             async_copy.wait_group(0)
@@ -324,8 +393,8 @@ def gluon_backward_kernel(
             if VALUES_AHEAD:
                 _map_rows(v_raw[part], v_parts[part], eps, "identity")
         if PER_HEAD:
-            spread_mixing(m_tiles, mixing + head[1].to(gl.int64) * mixing_h, blocks, mixing_i, mixing_j, N, M)
-            dm = zeros(PARTS, ROWS, MB)
+            spread_mixing(m_tiles, mixing + head[1].to(gl.int64) * mixing_h, blocks, mixing_i, mixing_j, N, M, SHIFT)
+            dm, dm_prefix = zeros(PARTS, ROWS, COLUMNS), _row_sums(PARTS * SHIFT, ROWS)
         fence_async_shared()
         gl.thread_barrier()
         _copy_keys(k_raw, next_head, B, k, N)  # with the first tile that is copied
@@ -336,9 +405,9 @@ def gluon_backward_kernel(
         offset = (head[0].to(gl.int64) * N * H * PACK + head[1]) * D
         for group in range(TILES // GROUP):
             for t in gl.static_range(GROUP):
-                dv, dk, dm = _tile(
-                    GROUP * group + t, head, next_head, B, memory, dv, dk, dm, q, out, d_out, inverse, d_scale, N, H,
-                    eps, TILES, t, False, NORMALIZER, FEATURE_MAP,
+                dv, dk, dm, dm_prefix = _tile(
+                    GROUP * group + t, head, next_head, B, memory, dv, dk, dm, dm_prefix, q, out, d_out, inverse,
+                    d_scale, N, H, eps, TILES, t, False, PREFIX if t == 0 else 0, NORMALIZER, FEATURE_MAP,
                 )  # fmt: skip
             row = group * GROUP * BQ
             _query_gradients(
@@ -346,9 +415,9 @@ def gluon_backward_kernel(
                 FEATURE_MAP,
             )  # fmt: skip
         if TILES % GROUP != 0:
-            dv, dk, dm = _tile(
-                TILES - 1, head, next_head, B, memory, dv, dk, dm, q, out, d_out, inverse, d_scale, N, H, eps, TILES,
-                0, True, NORMALIZER, FEATURE_MAP,
+            dv, dk, dm, dm_prefix = _tile(
+                TILES - 1, head, next_head, B, memory, dv, dk, dm, dm_prefix, q, out, d_out, inverse, d_scale, N, H,
+                eps, TILES, 0, True, 0, NORMALIZER, FEATURE_MAP,
             )  # fmt: skip
             LAST: gl.constexpr = (TILES - 1) * BQ
             _query_gradients(
@@ -363,7 +432,8 @@ def gluon_backward_kernel(
             _store_through(k_parts[part], gradient, d_k + offset + row * stride, N - row, stride)
             _store_through(v_parts[part], dv[part], d_v + offset + row * stride, N - row, stride)
         if PER_HEAD:
-            store_mixing_gradient(d_mixing + place.to(gl.int64) * (MB * MB), dm, d_scores, e_parts, 0)
+            p_dm = d_mixing + place.to(gl.int64) * (MB * MB)
+            _store_mixing_gradient(p_dm, dm, dm_prefix, d_scores, e_parts, M)
         if not VALUES_AHEAD:
             gl.thread_barrier()  # all warps have read the gradients that took the place of values
             _copy_keys(v_raw, next_head, B, v, N)
@@ -372,4 +442,4 @@ def gluon_backward_kernel(
             async_copy.wait_group(0)
         head, next_head = next_head, later(next_head, step, H)
     if not PER_HEAD:
-        store_mixing_gradient(d_mixing + first * (MB * MB), dm, d_scores, e_parts, 0)
+        _store_mixing_gradient(d_mixing + first * (MB * MB), dm, dm_prefix, d_scores, e_parts, M)

@@ -128,21 +128,28 @@ def add_product(left, tile, total):
 
 
 @gluon.jit
-def spread_mixing(m_tiles, mixing, blocks, mixing_i, mixing_j, N, M):
+def rotate(block, M, SHIFT: gl.constexpr):
+    """Number blocks as the mixing does, whose first SHIFT ones follow the others here."""
+    return (block + SHIFT) % M if SHIFT != 0 else block
+
+
+@gluon.jit
+def spread_mixing(m_tiles, mixing, blocks, mixing_i, mixing_j, N, M, SHIFT: gl.constexpr = 0):
     """Write the weights of each key block, by query: [MB, queries] of each tile, zero for queries that do not exist."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
     block = gl.arange(0, m_tiles.shape[1], gl.SliceLayout(1, LAYOUT))
     for t in range(m_tiles.shape[0]):
         query = t * m_tiles.shape[2] + gl.arange(0, m_tiles.shape[2], gl.SliceLayout(0, LAYOUT))
         q_block = gl.load(blocks + query, mask=query < N, other=-1)
-        pointers = mixing + block[:, None] * mixing_j + q_block[None, :] * mixing_i
+        rows, columns = rotate(q_block, M, SHIFT), rotate(block, M, SHIFT)
+        pointers = mixing + columns[:, None] * mixing_j + rows[None, :] * mixing_i
         weights = gl.load(pointers, mask=(q_block >= 0)[None, :] & (block < M)[:, None], other=0.0)
         m_tiles.index(t).store(weights.to(gl.bfloat16))
 
 
 @gluon.jit
-def store_mixing_gradient(base, dm, d_scores, e_parts, first_part):
-    """Sum over the keys of each block, each float32 as three bf16 numbers, and store [query blocks, key blocks]."""
+def sum_by_block(dm, d_scores, e_parts, first_part):
+    """Sum over the keys of each block, each float32 as three bf16 numbers: [query blocks, key blocks]."""
     ROWS: gl.constexpr = dm[0].shape[0]
     MB: gl.constexpr = dm[0].shape[1]
     LAYOUT: gl.constexpr = small_product_layout(MB, gl.num_warps())
@@ -158,8 +165,16 @@ def store_mixing_gradient(base, dm, d_scores, e_parts, first_part):
             transposed.permute((1, 0)).store(rounded)
             gl.thread_barrier()
             total = mma_v2(transposed.load(gl.DotOperandLayout(0, LAYOUT, 2)), e_part, total)
-    row = gl.arange(0, MB, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, MB, gl.SliceLayout(0, LAYOUT))
+    return total
+
+
+@gluon.jit
+def store_mixing_gradient(base, dm, d_scores, e_parts, first_part):
+    """Store the gradient of the mixing, [query blocks, key blocks]."""
+    total = sum_by_block(dm, d_scores, e_parts, first_part)
+    MB: gl.constexpr = total.shape[0]
+    row = gl.arange(0, MB, gl.SliceLayout(1, total.type.layout))
+    column = gl.arange(0, MB, gl.SliceLayout(0, total.type.layout))
     gl.store(base + row[:, None] * MB + column[None, :], total)
 
 

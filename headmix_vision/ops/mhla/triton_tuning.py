@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from headmix_vision.ops.token_blocks import TokenBlocks
+
 Tiles = dict[str, Any]
 Row = Tiles | tuple[Tiles, ...]
 
@@ -148,6 +150,12 @@ def hopper_wide(num_tokens: int, num_blocks: int, shared_memory: int) -> Tiles |
         if tiles["programs"] * (needed + 1024) <= shared_memory + 1024:
             return tiles
     return None
+
+
+def lone_prefix(blocks: TokenBlocks) -> int:
+    """Count the prefix tokens that the Gluon backward kernel sums apart, as one block more than a product takes."""
+    count = blocks.grid.num_prefix_tokens
+    return count if blocks.num_blocks == 17 and count <= 32 and blocks.grid.repeats == 1 else 0
 
 
 def is_wide(dim: int, dtype: torch.dtype) -> bool:
