@@ -100,7 +100,7 @@ HOPPER_DIMS = range(64, 81, 8)
 HOPPER_BACKWARD_TOKENS = (*range(49, 65), *range(97, 129), *range(193, 257))  # of 64, 128 and 256 that are computed
 HOPPER_BACKWARD_DIM = 64
 HOPPER_BACKWARD = {  # by the rows that are computed; with how many programs of a multiprocessor
-    64: Tiles(VALUES_AHEAD=False, num_warps=4, maxnreg=168, programs=3),
+    64: Tiles(VALUES_AHEAD=True, num_warps=4, programs=2),
     128: Tiles(VALUES_AHEAD=False, num_warps=4, programs=2),
     256: Tiles(VALUES_AHEAD=True, num_warps=8, programs=1),
 }
@@ -153,9 +153,13 @@ def hopper_wide(num_tokens: int, num_blocks: int, shared_memory: int) -> Tiles |
 
 
 def lone_prefix(blocks: TokenBlocks) -> int:
-    """Count the prefix tokens that the Gluon backward kernel sums apart, as one block more than a product takes."""
+    """Count the prefix tokens that the Gluon backward kernel sums apart, as one block more than a product takes.
+
+    It does so where that was faster: not of 192 tokens or fewer.
+    """
     count = blocks.grid.num_prefix_tokens
-    return count if blocks.num_blocks == 17 and count <= 32 and blocks.grid.repeats == 1 else 0
+    alone = blocks.num_blocks == 17 and count <= 32 and blocks.grid.repeats == 1
+    return count if alone and blocks.num_tokens > 192 else 0
 
 
 def is_wide(dim: int, dtype: torch.dtype) -> bool:
