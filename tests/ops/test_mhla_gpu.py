@@ -101,6 +101,10 @@ MANY = {"batch": 80, "heads": 4}  # more heads than a GPU has multiprocessors: o
         (97, 80, 80),
         (128, 64, 64),
         (128, 72, 72),
+        (144, 64, 64),
+        (144, 72, 72),
+        (169, 80, 80),
+        (170, 64, 64),
         (193, 64, 64),
         (196, 64, 64),
         (196, 80, 80),
@@ -121,7 +125,9 @@ def test_many_short_sequences(tokens, dim, value_dim):
 
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("dim", [64, 72])
-@pytest.mark.parametrize(("tokens", "num_blocks"), [(100, 17), (128, 32), (197, 16), (256, 1), (256, 32)])
+@pytest.mark.parametrize(
+    ("tokens", "num_blocks"), [(50, 20), (100, 17), (128, 32), (144, 17), (197, 16), (256, 1), (256, 32)]
+)
 def test_many_short_sequences_with_few_or_many_blocks(tokens, num_blocks, dim, per_head):
     blocks = TokenBlocks.from_grid((tokens,), (num_blocks,))
     check("triton_pairwise", blocks, dim=dim, value_dim=dim, per_head=per_head, **MANY)
@@ -129,7 +135,14 @@ def test_many_short_sequences_with_few_or_many_blocks(tokens, num_blocks, dim, p
 
 @pytest.mark.parametrize(
     ("tokens", "normalizer", "feature_map"),
-    [(64, "paper", "elu1"), (100, None, "relu"), (196, None, "elu1"), (196, None, "identity"), (256, "paper", "elu1")],
+    [
+        (64, "paper", "elu1"),
+        (100, None, "relu"),
+        (170, None, "relu"),
+        (196, None, "elu1"),
+        (196, None, "identity"),
+        (256, "paper", "elu1"),
+    ],
 )
 def test_options_of_many_short_sequences(tokens, normalizer, feature_map):
     options = {"normalizer": normalizer, "feature_map": feature_map}
@@ -138,7 +151,7 @@ def test_options_of_many_short_sequences(tokens, normalizer, feature_map):
 
 @pytest.mark.parametrize(
     ("tokens", "normalizer"),
-    [(64, "paper"), (100, "source_block"), (196, "paper"), (197, "source_block"), (256, None)],
+    [(64, "paper"), (100, "source_block"), (170, "paper"), (196, "paper"), (197, "source_block"), (256, None)],
 )
 def test_many_short_sequences_read_no_uninitialised_memory_and_repeat(tokens, normalizer):
     """Under deterministic algorithms torch fills fresh memory with NaN."""

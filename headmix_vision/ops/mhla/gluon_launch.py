@@ -54,19 +54,25 @@ def _takes(settings: Settings, *rows: Layout) -> bool:
         and rows[0].gpu.shared_memory >= tuning.HOPPER_KB << 10
         and all(x.dtype == torch.bfloat16 and x.strides[-1] == 1 for x in rows)
         and settings.blocks.num_blocks <= tuning.HOPPER_BLOCKS
+        and settings.blocks.num_tokens in tuning.HOPPER_TOKENS
         and alignment(*rows) == 8
         and _kernels() is not None
     )
 
 
 def takes_forward(q: Layout, k: Layout, v: Layout, settings: Settings) -> bool:
-    dims = (q.shape[-1], v.shape[-1])
     return (
-        q.shape[1] in tuning.HOPPER_TOKENS
-        and all(dim in tuning.HOPPER_DIMS for dim in dims)
-        and tuning.hopper_bytes(*dims, settings.blocks.num_blocks) <= q.gpu.shared_memory
+        all(x.shape[-1] in tuning.HOPPER_DIMS for x in (q, v))
         and _takes(settings, q, k, v)
+        and _forward_programs(q, v, settings) > 0
     )
+
+
+def _forward_programs(q: Layout, v: Layout, settings: Settings) -> int:
+    """Count the programs of a multiprocessor: 16 warps, or as many as there is shared memory for."""
+    N, warps = q.shape[1], tuning.power_of_two(q.shape[1], 64) // 16
+    needed = tuning.hopper_bytes(N, q.shape[-1], v.shape[-1], settings.blocks.num_blocks)
+    return min(16 // warps, tuning.programs_that_fit(needed, q.gpu.shared_memory))
 
 
 def forward_launch(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Settings) -> Launch:
@@ -84,14 +90,14 @@ def forward_launch(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Se
         del constants[name]
     kernels = _kernels()
     assert kernels is not None
-    return Launch(kernels.forward, (min(B * H, q.gpu.processors * 16 // warps),), numbers, constants)
+    programs = min(B * H, q.gpu.processors * _forward_programs(q, v, settings))
+    return Launch(kernels.forward, (programs,), numbers, constants)
 
 
 def takes_backward(q: Layout, k: Layout, v: Layout, out: Layout, d_out: Layout, settings: Settings) -> bool:
     rows = (q, k, v, out, d_out)
     return (
-        q.shape[1] in tuning.HOPPER_BACKWARD_TOKENS
-        and q.shape[-1] == v.shape[-1]
+        q.shape[-1] == v.shape[-1]
         and all(x.strides[1] * tuning.RESIDENT_TOKENS < 2**31 for x in rows)
         and _takes(settings, *rows)
         and _backward_tiles(q, settings) is not None

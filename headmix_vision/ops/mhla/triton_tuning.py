@@ -94,10 +94,10 @@ RESIDENT_FORWARD = Tiles(BQ=64, BK=128, num_warps=4, maxnreg=168)
 RESIDENT_BACKWARD_KEY = Tiles(BQ=128, BK=64, num_warps=4)
 RESIDENT_BACKWARD_KB = 105
 RESIDENT_TOKENS = 256
-# For the Gluon kernels of Hopper, around the sizes that they were measured at; dims are multiples of 8.
-HOPPER_TOKENS = range(193, RESIDENT_TOKENS + 1)
+# For the Gluon kernels of Hopper, around the sizes that they were measured at; dims are multiples of 8. They compute
+# 64, 128 or 256 rows. The three tiles of 65 to 96 queries in the backward kernel of 64 dims do not compile.
+HOPPER_TOKENS = (*range(49, 65), *range(97, RESIDENT_TOKENS + 1))
 HOPPER_DIMS = range(64, 81, 8)
-HOPPER_BACKWARD_TOKENS = (*range(49, 65), *range(97, 129), *range(193, 257))  # of 64, 128 and 256 that are computed
 HOPPER_BACKWARD_DIM = 64
 HOPPER_BACKWARD = {  # by the rows that are computed; with how many programs of a multiprocessor
     64: Tiles(VALUES_AHEAD=True, num_warps=4, programs=2),
@@ -133,10 +133,15 @@ def power_of_two(number: int, least: int) -> int:
     return max(least, 1 << (number - 1).bit_length())
 
 
-def hopper_bytes(dim: int, value_dim: int, num_blocks: int) -> int:
+def hopper_bytes(num_tokens: int, dim: int, value_dim: int, num_blocks: int) -> int:
     """Count the bytes of shared memory that a program of the Gluon forward kernel holds."""
     keys, values, blocks = 2 * sum(head_parts(dim)), 2 * sum(head_parts(value_dim)), 2 * power_of_two(num_blocks, 16)
-    return RESIDENT_TOKENS * (3 * keys + 2 * values + 2 * blocks + 32)
+    return power_of_two(num_tokens, 64) * (3 * keys + 2 * values + 2 * blocks + 32)
+
+
+def programs_that_fit(needed: int, shared_memory: int) -> int:
+    """Count the programs that share a multiprocessor's memory: it has 1 KB more, and keeps 1 KB for each of them."""
+    return (shared_memory + 1024) // (needed + 1024)
 
 
 def hopper_wide(num_tokens: int, num_blocks: int, shared_memory: int) -> Tiles | None:
@@ -147,7 +152,7 @@ def hopper_wide(num_tokens: int, num_blocks: int, shared_memory: int) -> Tiles |
         rows = 2 * keys * (1 + tiles["AHEAD"]) + 7 * queries
         scores = max(2 * queries, 16 * tiles["num_warps"]) * keys
         needed = 2 * (HOPPER_WIDE_COLUMNS * rows + scores + 2 * tokens * padded_blocks) + 8 * queries
-        if tiles["programs"] * (needed + 1024) <= shared_memory + 1024:
+        if tiles["programs"] <= programs_that_fit(needed, shared_memory):
             return tiles
     return None
 
