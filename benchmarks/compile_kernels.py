@@ -131,10 +131,13 @@ def mhla_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
     if not everything:
         return
     yield case("pairwise, 256 tokens", grid=(16, 16), block_grid=(4, 4), regime="pairwise")
-    if dim not in (64, 128):
+    if dim not in (64, 72, 128):
         return
+    yield case("pairwise, 144 tokens", grid=(12, 12), block_grid=(4, 4), regime="pairwise")
     yield case("pairwise, 128 tokens", grid=(8, 16), block_grid=(2, 4), regime="pairwise")
     yield case("pairwise, 64 tokens", grid=(8, 8), block_grid=(2, 2), regime="pairwise")
+    if dim == 72:
+        return
     yield case("pairwise, blocks of 1", grid=(8, 15), block_grid=(8, 15), regime="pairwise")
     yield case("summary, 100 blocks", grid=(30, 30), block_grid=(10, 10), regime="summary")
     yield case("summary, 576 blocks", grid=(24, 24), block_grid=(24, 24), regime="summary")

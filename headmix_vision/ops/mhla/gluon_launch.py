@@ -109,7 +109,7 @@ def _backward_tiles(q: Layout, settings: Settings) -> tuning.Tiles | None:
     _, N, _, D = q.shape
     M, keys = settings.blocks.num_blocks, tuning.power_of_two(N, 64)
     if D in tuning.HOPPER_WIDE_DIMS:
-        return tuning.hopper_wide(N, M, q.gpu.shared_memory)
+        return tuning.hopper_wide(N, D, M, q.gpu.shared_memory)
     if D == tuning.HOPPER_BACKWARD_DIM:
         return tuning.Tiles(KEYS=keys, PREFIX=tuning.lone_prefix(settings.blocks), **tuning.HOPPER_BACKWARD[keys])
     return None
