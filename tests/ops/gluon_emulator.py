@@ -229,8 +229,8 @@ class Machine:
             return tile(0)
         if asm == "mov.f32 $0, $1;":
             return args[0]
-        assert "max.bf16x2 $0, $1, zero; add.rn.bf16x2 $0, $0, $2;" in asm, asm
-        return args[0].clamp(min=0) + args[1]
+        assert "add.rn.bf16x2 sum, $1, $2; max.bf16x2 $0, sum, $3;" in asm, asm
+        return torch.maximum(args[0] + args[1], args[2])
 
     def allocate_shared_memory(self, dtype, shape, layout):
         memory = Memory.allocate(dtype, list(map(int, shape)), layout)

@@ -121,6 +121,17 @@ def test_normalizers_and_feature_maps_of_wide_heads(launched, tokens, dim, norma
 
 
 @pytest.mark.parametrize("dim", [64, 72])
+def test_relu_has_slope_one_at_zero(launched, dim):
+    """Its gradient is read off features, which have to tell zero from negative numbers."""
+    blocks = TokenBlocks.from_grid((64,), (4,))
+    (q, k, v, mixing), d_out = make(blocks, dim, dim)
+    inputs = (q.round(), k.round(), v, mixing)
+    ours = run(lambda *x: mhla(*x, blocks, impl="triton_pairwise"), inputs, d_out)
+    assert_within_budget("triton_pairwise", ours, inputs, d_out, blocks)
+    assert launched == (KERNELS if dim == 64 else WIDE)
+
+
+@pytest.mark.parametrize("dim", [64, 72])
 def test_gradients_in_one_tensor(dim):
     settings = Settings(TokenBlocks.from_grid((14, 14), (4, 4)), regime="pairwise")
     (q, k, v, mixing), d_out = make(settings.blocks, dim, dim)

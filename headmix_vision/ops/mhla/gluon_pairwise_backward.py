@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from headmix_vision.ops.mhla.gluon_tiles import (
     add_product,
     choose,
-    feature,
     feature_gradient,
+    features,
     later,
     load_rows,
     opaque_zero,
@@ -63,7 +63,7 @@ def _store_rows(base, x, rows, stride):
 @gluon.jit
 def _map_rows(raw, mapped, eps, FEATURE_MAP: gl.constexpr):
     x = raw.load(tile_layout(raw.shape[0], raw.shape[1], gl.num_warps()))
-    mapped.index(0).store(feature(x, eps, FEATURE_MAP).to(gl.bfloat16))
+    mapped.store(features(x, eps, FEATURE_MAP))
 
 
 @gluon.jit
@@ -83,6 +83,15 @@ def _prepare(q_raw, g_raw, q_tile, g_tile, shift, output, inverse, p_scale, rows
             gl.store(p_scale + row, d_denominator, mask=row < rows)
         g = (g.to(gl.float32) * inverse[:, None]).to(gl.bfloat16)
     g_tile.index(0).store(g)
+
+
+@gluon.jit
+def _queries(q_tiles, z, SLOT: gl.constexpr):
+    """View the features of a tile of queries; the first of a group is mapped while the one before is in use."""
+    if SLOT == 0:
+        return q_tiles[0].index(z)
+    else:
+        return q_tiles[1].index(z).slice(SLOT * BQ, BQ, 0)
 
 
 @gluon.jit
@@ -187,7 +196,7 @@ def _tile(
     PARTS: gl.constexpr = len(k_parts)
     NEXT: gl.constexpr = 0 if ALONE else 1 - SLOT
     z = opaque_zero()
-    q_tile, g_tile = q_tiles[SLOT].index(z), g_tiles[SLOT].index(z)
+    q_tile, g_tile = _queries(q_tiles, z, SLOT), g_tiles[SLOT].index(z)
     m_tile, e_tile = m_tiles.index(t + z), e_tiles.index(t + z)
     s, dp, w = _scores(k_parts[0].index(z), v_parts[0].index(z), e_parts, z, q_tile, g_tile, m_tile)
     output, b_inverse, rows, token = _load_next(
@@ -214,9 +223,11 @@ def _tile(
         last = first
     if ALONE:
         last = _finish(last, left)
+    if SLOT == 0 and FEATURE_MAP != "identity":
+        q_tiles[1].index(0).slice(0, BQ, 0).store(q_tile.load(tile_layout(BQ, q_tile.shape[1], gl.num_warps())))
     async_copy.wait_group(1)
     _prepare(
-        q_raw[NEXT], g_raw[NEXT], q_tiles[NEXT], g_tiles[NEXT], shifts[NEXT], output, b_inverse,
+        q_raw[NEXT], g_raw[NEXT], _queries(q_tiles, 0, NEXT), g_tiles[NEXT], shifts[NEXT], output, b_inverse,
         d_scale + token, rows, eps, NORMALIZER, FEATURE_MAP,
     )  # fmt: skip
     fence_async_shared()
@@ -230,16 +241,14 @@ def _tile(
 
 
 @gluon.jit
-def _query_gradients(d_scores, k_parts, d_q, p_q, q_n, rows, stride, FEATURE_MAP: gl.constexpr):
+def _query_gradients(d_scores, k_parts, q_group, d_q, rows, stride, eps, FEATURE_MAP: gl.constexpr):
     """Compute and store the gradients of a group of tiles of queries."""
     z = opaque_zero()
     dq = start_product(d_scores[0].index(z), k_parts[0].index(z))
     if len(k_parts) == 2:
         dq = warpgroup_mma(d_scores[1].index(z), k_parts[1].index(z), dq, is_async=True)
-    D: gl.constexpr = k_parts[0].shape[2]
-    x = load_rows(p_q, rows, q_n, GROUP * BQ, D, product_layout(GROUP * BQ, D, gl.num_warps()))
     dq = warpgroup_mma_wait(0, [dq])
-    _store_rows(d_q, feature_gradient(x, dq, FEATURE_MAP), rows, stride)
+    _store_rows(d_q, feature_gradient(q_group.index(z), dq, eps, FEATURE_MAP), rows, stride)
 
 
 @gluon.jit
@@ -342,7 +351,8 @@ def gluon_backward_kernel(
     else:
         v_raw = _first_of(v_parts)
     q_raw, g_raw = _allocate(2, BQ, D), _allocate(2, BQ, D)
-    q_tiles, g_tiles = _allocate_arrays(2, BQ, D), _allocate_arrays(2, BQ, D)
+    q_tiles = _allocate_arrays(1, BQ, D) + _allocate_arrays(1, GROUP * BQ, D)
+    g_tiles = _allocate_arrays(2, BQ, D)
     shifts = ()
     for _ in gl.static_range(2):
         shifts = shifts + (gl.allocate_shared_memory(gl.float32, [BQ], gl.SwizzledSharedLayout(1, 1, 1, [0])),)
@@ -380,8 +390,8 @@ def gluon_backward_kernel(
     output, b_inverse, rows, token = _load_next(-1, head, head, B, out, inverse, N, H, D, TILES, NORMALIZER)
     async_copy.wait_group(1)
     _prepare(
-        q_raw[0], g_raw[0], q_tiles[0], g_tiles[0], shifts[0], output, b_inverse, d_scale + token, rows, eps,
-        NORMALIZER, FEATURE_MAP,
+        q_raw[0], g_raw[0], _queries(q_tiles, 0, 0), g_tiles[0], shifts[0], output, b_inverse, d_scale + token, rows,
+        eps, NORMALIZER, FEATURE_MAP,
     )  # fmt: skip
 
     dm, dm_prefix = zeros(PARTS, ROWS, COLUMNS), _row_sums(PARTS * SHIFT, ROWS)
@@ -389,9 +399,9 @@ def gluon_backward_kernel(
         if not VALUES_AHEAD:
             async_copy.wait_group(0)
         for part in gl.static_range(PARTS):
-            _map_rows(k_raw[part], k_parts[part], eps, FEATURE_MAP)
+            _map_rows(k_raw[part], k_parts[part].index(0), eps, FEATURE_MAP)
             if VALUES_AHEAD:
-                _map_rows(v_raw[part], v_parts[part], eps, "identity")
+                _map_rows(v_raw[part], v_parts[part].index(0), eps, "identity")
         if PER_HEAD:
             spread_mixing(m_tiles, mixing + head[1].to(gl.int64) * mixing_h, blocks, mixing_i, mixing_j, N, M, SHIFT)
             dm, dm_prefix = zeros(PARTS, ROWS, COLUMNS), _row_sums(PARTS * SHIFT, ROWS)
@@ -401,7 +411,6 @@ def gluon_backward_kernel(
         if VALUES_AHEAD:
             _copy_keys(v_raw, next_head, B, v, N)
         dv, dk = zeros(PARTS, ROWS, D), zeros(PARTS, ROWS, D)
-        p_q = rows_of_head(q, head)
         offset = (head[0].to(gl.int64) * N * H * PACK + head[1]) * D
         for group in range(TILES // GROUP):
             for t in gl.static_range(GROUP):
@@ -411,8 +420,7 @@ def gluon_backward_kernel(
                 )  # fmt: skip
             row = group * GROUP * BQ
             _query_gradients(
-                d_scores, k_parts, d_q + offset + row * stride, p_q + row * q_n * 8, q_n * 8, N - row, stride,
-                FEATURE_MAP,
+                d_scores, k_parts, q_tiles[1], d_q + offset + row * stride, N - row, stride, eps, FEATURE_MAP
             )  # fmt: skip
         if TILES % GROUP != 0:
             dv, dk, dm, dm_prefix = _tile(
@@ -421,14 +429,11 @@ def gluon_backward_kernel(
             )  # fmt: skip
             LAST: gl.constexpr = (TILES - 1) * BQ
             _query_gradients(
-                d_scores, k_parts, d_q + offset + LAST * stride, p_q + LAST * q_n * 8, q_n * 8, N - LAST, stride,
-                FEATURE_MAP,
+                d_scores, k_parts, q_tiles[1], d_q + offset + LAST * stride, N - LAST, stride, eps, FEATURE_MAP
             )  # fmt: skip
         for part in gl.static_range(PARTS):
             row = part * ROWS
-            p_k = rows_of_head(k, head) + row * k_n * 8
-            x = load_rows(p_k, N - row, k_n * 8, ROWS, D, product_layout(ROWS, D, WARPS))
-            gradient = feature_gradient(x, dk[part], FEATURE_MAP)
+            gradient = feature_gradient(k_parts[part].index(0), dk[part], eps, FEATURE_MAP)
             _store_through(k_parts[part], gradient, d_k + offset + row * stride, N - row, stride)
             _store_through(v_parts[part], dv[part], d_v + offset + row * stride, N - row, stride)
         if PER_HEAD:

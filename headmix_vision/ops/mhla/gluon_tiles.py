@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2, warpgroup_m
 from headmix_vision.ops.mhla import triton_tiles
 
 feature = gluon.jit(triton_tiles.feature.fn)
-feature_gradient = gluon.jit(triton_tiles.feature_gradient.fn)
 
 
 @gluon.constexpr_function
@@ -43,16 +42,38 @@ def shared_layout(columns):
 
 
 @gluon.jit
+def _relu_of_negative(shift):
+    """Return the bf16 number before ``shift``, the feature of zero, which has slope one, as torch.clamp has there."""
+    return (shift.to(gl.float32) * (1 - 2**-8)).to(gl.bfloat16)
+
+
+@gluon.jit
 def features(x, eps, FEATURE_MAP: gl.constexpr):
     """Map bf16 rows to features; relu in pairs."""
     if FEATURE_MAP == "relu":
         shift = gl.full(x.shape, eps, gl.bfloat16, x.type.layout)
         return gl.inline_asm_elementwise(
-            "{.reg .b32 zero; mov.b32 zero, 0; max.bf16x2 $0, $1, zero; add.rn.bf16x2 $0, $0, $2;}",
-            "=r,r,r", [x, shift], dtype=gl.bfloat16, is_pure=True, pack=2,
+            "{.reg .b32 sum; add.rn.bf16x2 sum, $1, $2; max.bf16x2 $0, sum, $3;}",
+            "=r,r,r,r", [x, shift, _relu_of_negative(shift)], dtype=gl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         return feature(x, eps, FEATURE_MAP).to(gl.bfloat16)
+
+
+@gluon.jit
+def feature_gradient(tile, gradient, eps, FEATURE_MAP: gl.constexpr):
+    """Compute the gradient of rows from that of their features, and from the features, a tile of shared memory.
+
+    To relu negative numbers count as zero if ``eps`` rounds them away: those above -4e-9, if it is 1e-6.
+    """
+    LAYOUT: gl.constexpr = gradient.type.layout
+    if FEATURE_MAP == "relu":
+        shift = gl.full(tile.shape, eps, gl.bfloat16, LAYOUT)
+        return gl.where(tile.load(LAYOUT) > _relu_of_negative(shift), gradient, 0.0)
+    elif FEATURE_MAP == "elu1":
+        return gradient * gl.minimum(tile.load(LAYOUT).to(gl.float32) - eps, 1.0)
+    else:
+        return gradient
 
 
 @gluon.jit

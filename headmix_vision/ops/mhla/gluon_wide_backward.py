@@ -88,13 +88,6 @@ def _copy_rows(target, base, rows, stride, D: gl.constexpr, AT_END: gl.constexpr
 
 
 @gluon.jit
-def _load_columns(base, rows, stride, ROWS: gl.constexpr, COLUMNS: gl.constexpr, START: gl.constexpr, D: gl.constexpr,
-                  LAYOUT: gl.constexpr):  # fmt: skip
-    pointers, mask = _columns(base, ROWS, COLUMNS, START, D, LAYOUT, stride, rows)
-    return gl.load(pointers, mask=mask, other=0.0)
-
-
-@gluon.jit
 def _store_columns(base, x, rows, stride, START: gl.constexpr, D: gl.constexpr):
     LAYOUT: gl.constexpr = x.type.layout
     pointers, mask = _columns(base, x.shape[0], x.shape[1], START, D, LAYOUT, stride, rows)
@@ -115,13 +108,13 @@ def _map_columns(raw, mapped, eps, D: gl.constexpr, FEATURE_MAP: gl.constexpr):
 def _map_rows(raw, mapped, eps, D: gl.constexpr, FEATURE_MAP: gl.constexpr):
     """Write the features of queries or keys; columns of a tail that are not theirs stay zero."""
     for c in gl.static_range(len(raw)):
-        _map_columns(raw[c], mapped[c].index(0), eps, D, FEATURE_MAP)
+        _map_columns(raw[c], mapped[c], eps, D, FEATURE_MAP)
 
 
 @gluon.jit
-def _move(raw, tile):
-    for c in gl.static_range(len(raw)):
-        tile[c].index(0).store(raw[c].load(tile_layout(raw[c].shape[0], raw[c].shape[1], gl.num_warps())))
+def _move(source, target):
+    for c in gl.static_range(len(source)):
+        target[c].store(source[c].load(tile_layout(source[c].shape[0], source[c].shape[1], gl.num_warps())))
 
 
 @gluon.jit
@@ -171,6 +164,23 @@ def _at(tile, z):
     for c in gl.static_range(len(tile)):
         views = views + (tile[c].index(z),)
     return views
+
+
+@gluon.jit
+def _rows_at(tile, z, START: gl.constexpr, ROWS: gl.constexpr):
+    views = ()
+    for c in gl.static_range(len(tile)):
+        views = views + (tile[c].index(z).slice(START, ROWS, 0),)
+    return views
+
+
+@gluon.jit
+def _queries(q_tiles, z, PLACE: gl.constexpr, BQ: gl.constexpr):
+    """View the features of a tile of queries; the first of a group is mapped while the one before is in use."""
+    if PLACE == 0:
+        return _at(q_tiles[0], z)
+    else:
+        return _rows_at(q_tiles[1], z, PLACE * BQ, BQ)
 
 
 @gluon.jit
@@ -246,15 +256,16 @@ def _tile(
 ):  # fmt: skip
     """Add a tile of queries, at a place in its group, to the sums of each part of the keys, and prepare the next tile.
 
-    Tiles take turns with two places of queries.
+    Tiles take turns with two places of output gradients.
     """
     k_parts, v_parts, raw, q_tiles, g_tiles, shifts, d_scores, e_parts, e_tiles, m_tiles = memory
     BQ: gl.constexpr = raw[0][0].shape[0]
     SLOT: gl.constexpr = PLACE % 2
+    NEXT: gl.constexpr = (PLACE + 1) % (q_tiles[1][0].shape[1] // BQ)
     added = ()
     for part in gl.static_range(len(k_parts)):
         z = opaque_zero()
-        q_tile, g_tile = _at(q_tiles[SLOT], z), _at(g_tiles[SLOT], z)
+        q_tile, g_tile = _queries(q_tiles, z, PLACE, BQ), _at(g_tiles[SLOT], z)
         s, dp = _start_scores(_at(k_parts[part], z), q_tile), _start_scores(_at(v_parts[part], z), g_tile)
         w = start_product(e_parts.index(first_part + part + z), m_tiles.index(t + z))
         if part == 0:
@@ -266,23 +277,17 @@ def _tile(
         current = _accumulate(left, q_tile, g_tile, e_tiles.index(t + z), sums[part])
         if part + 1 < len(k_parts):
             added = added + (_finish(current, left),)  # gives registers back
+    if PLACE == 0 and FEATURE_MAP != "identity":
+        _move(q_tile, _rows_at(q_tiles[1], 0, 0, BQ))
     async_copy.wait_group(0)
     _prepare(
-        raw, q_tiles[1 - SLOT], g_tiles[1 - SLOT], shifts[1 - SLOT], b_inverse, d_scale + token, rows, eps, D,
-        NORMALIZER, FEATURE_MAP,
+        raw, _queries(q_tiles, 0, NEXT, BQ), g_tiles[1 - SLOT], shifts[1 - SLOT], b_inverse, d_scale + token, rows, eps,
+        D, NORMALIZER, FEATURE_MAP,
     )  # fmt: skip
     fence_async_shared()
     added = added + (_finish(current, left),)
     gl.thread_barrier()
     return added
-
-
-@gluon.jit
-def _rows_as_sums(base, rows, stride, sums, START: gl.constexpr, D: gl.constexpr):
-    """Load rows as products have them."""
-    ROWS: gl.constexpr = sums.shape[0]
-    COLUMNS: gl.constexpr = sums.shape[1]
-    return _load_columns(base, rows, stride, ROWS, COLUMNS, START, D, product_layout(ROWS, COLUMNS, gl.num_warps()))
 
 
 @gluon.jit
@@ -300,16 +305,14 @@ def _store_partial_sums(base, sums, stride):
 
 
 @gluon.jit
-def _query_gradients(d_scores, k_parts, partial, stride, turn, d_q, p_q, q_n, rows, d_n, D: gl.constexpr,
+def _query_gradients(d_scores, k_parts, q_group, partial, stride, turn, d_q, rows, d_n, eps, D: gl.constexpr,
                      PASSES: gl.constexpr, FEATURE_MAP: gl.constexpr):  # fmt: skip
     """Add the keys of a pass to the gradients of a group of tiles of queries, and store them after the last pass."""
     ROWS: gl.constexpr = d_scores[0].shape[1]
     z = opaque_zero()
-    sums, x = (), ()
+    sums = ()
     for c in gl.static_range(len(k_parts[0])):
         total = _partial_sums(partial + c * WIDTH, turn > 0, stride, ROWS, k_parts[0][c].shape[2])
-        present = gl.where(turn + 1 == PASSES, rows, 0)
-        x = x + (_rows_as_sums(p_q, present, q_n, total, start_of(c, D, True), D),)
         for part in gl.static_range(len(k_parts)):
             total = warpgroup_mma(d_scores[part].index(z), k_parts[part][c].index(z), total, is_async=True)
         sums = sums + (total,)
@@ -317,9 +320,9 @@ def _query_gradients(d_scores, k_parts, partial, stride, turn, d_q, p_q, q_n, ro
         sums = (warpgroup_mma_wait(0, sums),)
     else:
         sums = warpgroup_mma_wait(0, sums)
-    for c in gl.static_range(len(x)):
+    for c in gl.static_range(len(q_group)):
         if turn + 1 == PASSES:
-            gradient = feature_gradient(x[c], sums[c], FEATURE_MAP)
+            gradient = feature_gradient(q_group[c].index(z), sums[c], eps, FEATURE_MAP)
             _store_columns(d_q, gradient, rows, d_n, start_of(c, D, True), D)
         else:
             _store_partial_sums(partial + c * WIDTH, sums[c], stride)
@@ -334,14 +337,21 @@ def _store_through(memory, x, base, rows, stride, D: gl.constexpr):
 
 
 @gluon.jit
-def _store_key_gradients(memory, sums, d_k, d_v, p_k, k_n, rows, stride, D: gl.constexpr, FEATURE_MAP: gl.constexpr):
-    x = _rows_as_sums(p_k, rows, k_n, sums[2], 0, D)
-    _store_through(memory, feature_gradient(x, sums[2], FEATURE_MAP), d_k, rows, stride, D)
-    _store_through(memory, sums[1], d_v, rows, stride, D)
+def _key_gradients(k_part, sums, eps, FEATURE_MAP: gl.constexpr):
+    """Compute the gradients of keys from those of their features."""
+    gradients = (feature_gradient(k_part[0].index(0), sums[2], eps, FEATURE_MAP).to(gl.bfloat16),)
     if len(sums) > 3:
-        dk = sums[len(sums) - 1]
-        x = _rows_as_sums(p_k, rows, k_n, dk, start_of(1, D, True), D)
-        _store_columns(d_k, feature_gradient(x, dk, FEATURE_MAP), rows, stride, start_of(1, D, True), D)
+        tail = feature_gradient(k_part[1].index(0), sums[len(sums) - 1], eps, FEATURE_MAP)
+        gradients = gradients + (tail.to(gl.bfloat16),)
+    return gradients
+
+
+@gluon.jit
+def _store_key_gradients(memory, dk, sums, d_k, d_v, rows, stride, D: gl.constexpr):
+    _store_through(memory, dk[0], d_k, rows, stride, D)
+    _store_through(memory, sums[1], d_v, rows, stride, D)
+    if len(dk) > 1:
+        _store_columns(d_k, dk[1], rows, stride, start_of(1, D, True), D)
         _store_columns(d_v, sums[3], rows, stride, start_of(1, D, False), D)
 
 
@@ -424,7 +434,7 @@ def gluon_wide_backward_kernel(
     else:
         k_raw, v_raw = _raw(k_parts), _raw(v_parts)
     raw = _raw(_allocate_tiles(2 if NORMALIZER == "none" else 3, BQ, D))
-    q_tiles, g_tiles = _allocate_tiles(2, BQ, D), _allocate_tiles(2, BQ, D)
+    q_tiles, g_tiles = (_allocate(BQ, D), _allocate(GROUP * BQ, D)), _allocate_tiles(2, BQ, D)
     shifts, d_scores = (), ()
     for _ in gl.static_range(2):
         shifts = shifts + (gl.allocate_shared_memory(gl.float32, [BQ], gl.SwizzledSharedLayout(1, 1, 1, [0])),)
@@ -454,22 +464,22 @@ def gluon_wide_backward_kernel(
         spread_mixing(m_tiles, mixing, blocks, mixing_i, mixing_j, N, M)
     async_copy.wait_group(0)
     _prepare(
-        raw, q_tiles[0], g_tiles[0], shifts[0], b_inverse, d_scale + token, rows, eps, D, NORMALIZER, FEATURE_MAP
+        raw, _queries(q_tiles, 0, 0, BQ), g_tiles[0], shifts[0], b_inverse, d_scale + token, rows, eps, D, NORMALIZER,
+        FEATURE_MAP,
     )  # fmt: skip
 
     for place in range(first, B * H, count):
         if PER_HEAD:
             spread_mixing(m_tiles, mixing + head[1].to(gl.int64) * mixing_h, blocks, mixing_i, mixing_j, N, M)
-        p_q, p_k = rows_of_head(q, head), rows_of_head(k, head)
         offset = (head[0].to(gl.int64) * N * H * PACK + head[1]) * D
         for turn in range(opaque_zero() + PASSES):  # Triton 3.6 fails to compile a loop of one turn here
             next_pass = choose(turn + 1 < PASSES, head, next_head)
             next_keys = gl.where(turn + 1 < PASSES, turn + 1, 0) * KEYS
             async_copy.wait_group(0)
             for part in gl.static_range(PARTS):
-                _map_rows(k_raw[part], k_parts[part], eps, D, FEATURE_MAP)
+                _map_rows(k_raw[part], _at(k_parts[part], 0), eps, D, FEATURE_MAP)
                 if AHEAD:
-                    _move(v_raw[part], v_parts[part])
+                    _move(v_raw[part], _at(v_parts[part], 0))
             fence_async_shared()
             gl.thread_barrier()
             if AHEAD:
@@ -484,17 +494,20 @@ def gluon_wide_backward_kernel(
                     )  # fmt: skip
                 row = group * GROUP * BQ
                 _query_gradients(
-                    d_scores, k_parts, p_partial + row * WIDE, WIDE, turn, d_q + offset + row * stride,
-                    p_q + row * q_n * 8, q_n * 8, N - row, stride, D, PASSES, FEATURE_MAP,
+                    d_scores, k_parts, q_tiles[1], p_partial + row * WIDE, WIDE, turn, d_q + offset + row * stride,
+                    N - row, stride, eps, D, PASSES, FEATURE_MAP,
                 )  # fmt: skip
+            dk = ()
+            for part in gl.static_range(PARTS):
+                dk = dk + (_key_gradients(k_parts[part], sums[part], eps, FEATURE_MAP),)
             gl.thread_barrier()  # all warps are done with keys, values and gradients of scores
             if not AHEAD:
                 _copy_keys(k_raw, v_raw, next_pass, next_keys, B, k, v, N, D)
             for part in gl.static_range(PARTS):
                 row = turn * KEYS + part * ROWS
                 _store_key_gradients(
-                    d_scores[part], sums[part], d_k + offset + row * stride, d_v + offset + row * stride,
-                    p_k + row * k_n * 8, k_n * 8, N - row, stride, D, FEATURE_MAP,
+                    d_scores[part], dk[part], sums[part], d_k + offset + row * stride, d_v + offset + row * stride,
+                    N - row, stride, D,
                 )  # fmt: skip
                 _store_partial_sums(p_dm + part * (ROWS * MB), sums[part][0], MB)
             if PER_HEAD:

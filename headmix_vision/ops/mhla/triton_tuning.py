@@ -154,9 +154,9 @@ def hopper_wide(num_tokens: int, dim: int, num_blocks: int, shared_memory: int) 
         if num_tokens < tokens_from or dim > dims_to or num_blocks > blocks_to:
             continue
         keys, queries = tiles["KEYS"], tiles["BQ"]
-        rows = 2 * keys * (1 + tiles["AHEAD"]) + 7 * queries
-        scores = max(2 * queries, 16 * tiles["num_warps"]) * keys
-        needed = 2 * (HOPPER_WIDE_COLUMNS * rows + scores + 2 * tokens * padded_blocks) + 8 * queries
+        group = max(2 * queries, 16 * tiles["num_warps"])
+        rows = 2 * keys * (1 + tiles["AHEAD"]) + 6 * queries + group
+        needed = 2 * (HOPPER_WIDE_COLUMNS * rows + group * keys + 2 * tokens * padded_blocks) + 8 * queries
         if tiles["programs"] <= programs_that_fit(needed, shared_memory):
             return tiles
     return None
