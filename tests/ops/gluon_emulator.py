@@ -225,8 +225,10 @@ class Machine:
         pointer.numbers[chosen] = torch.broadcast_to(value, present.shape)[present].to(pointer.numbers.dtype)
 
     def inline_asm_elementwise(self, asm, constraints, args, dtype, is_pure, pack):
-        if asm == "mov.u32 $0, 0;":
+        if "mov.u32 $0, %ctaid.y; setp.ne.u32 p, $0, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;" in asm:
             return tile(0)
+        if "mul.wide.s32 $0, $1, $2; mad.wide.s32 $0, $3, $4, $0;" in asm:
+            return tile(int(args[0]) * int(args[1]) + int(args[2]) * int(args[3]), torch.int64)
         if asm == "mov.f32 $0, $1;":
             return args[0]
         assert "add.rn.bf16x2 sum, $1, $2; max.bf16x2 $0, sum, $3;" in asm, asm

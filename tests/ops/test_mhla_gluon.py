@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headmix_vision.ops import TokenBlocks, kernels, mhla
+from headmix_vision.ops.launching import layout
 from headmix_vision.ops.mhla import gluon_launch, triton_tuning
 from headmix_vision.ops.mhla.settings import NORMALIZERS, Settings
 from headmix_vision.ops.mhla.triton_launch_pairwise import pairwise_backward, pairwise_forward
@@ -118,6 +119,15 @@ def test_normalizers_and_feature_maps_of_wide_heads(launched, tokens, dim, norma
     options = {"normalizer": normalizer, "feature_map": feature_map}
     check(TokenBlocks.from_grid((tokens,), (13,)), options, dim=dim, value_dim=dim)
     assert launched == WIDE
+
+
+def test_strides_are_32_bit():
+    settings = Settings(TokenBlocks.from_grid((14, 14), (4, 4)), regime="pairwise")
+    (q, k, v, _), d_out = make(settings.blocks)
+    q, k, v, d_out = map(layout, (q, k, v, d_out))
+    assert gluon_launch.takes_backward(q, k, v, d_out, d_out, settings)
+    far = q._replace(strides=(2**34, *q.strides[1:]))
+    assert not gluon_launch.takes_backward(far, k, v, d_out, d_out, settings)
 
 
 @pytest.mark.parametrize("dim", [64, 72])

@@ -79,7 +79,11 @@ def feature_gradient(tile, gradient, eps, FEATURE_MAP: gl.constexpr):
 @gluon.jit
 def rows_of_head(x, head):
     """Point to the rows of a head, an item of the batch and its head; a tensor is its address and strides over 8."""
-    return x[0] + (head[0].to(gl.int64) * x[1] + head[1].to(gl.int64) * x[3]) * 8
+    offset = gl.inline_asm_elementwise(  # the compiler would keep the signs of strides in registers
+        "{mul.wide.s32 $0, $1, $2; mad.wide.s32 $0, $3, $4, $0;}", "=&l,r,r,r,r", [head[0], x[1], head[1], x[3]],
+        dtype=gl.int64, is_pure=True, pack=1,
+    )  # fmt: skip
+    return x[0] + offset * 8
 
 
 @gluon.jit
@@ -96,12 +100,16 @@ def choose(condition, a, b):
 
 @gluon.jit
 def opaque_zero():
-    """Return a zero that the compiler takes for another number each time.
+    """Return a zero that compilers, ptxas included, take for another number each time.
 
-    What depends on it is computed where it is used. Otherwise addresses and matrix descriptors are computed before the
-    loop, one register each, and spilled: there is no first-level cache left for local memory.
+    What depends on it is computed where it is used, by a vote in registers that a warp shares. Otherwise addresses and
+    matrix descriptors are computed before the loop, or for several tiles, one register each, and spilled: there is no
+    first-level cache left for local memory. No program has another second index than zero.
     """
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "{.reg .pred p; mov.u32 $0, %ctaid.y; setp.ne.u32 p, $0, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
