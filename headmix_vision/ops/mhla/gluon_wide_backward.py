@@ -217,14 +217,19 @@ def _finish(sums, left):
 
 @gluon.jit
 def _copy_next(t, head, next_head, B, raw, q, d_out, out, inverse, N, H, D: gl.constexpr, TILES: gl.constexpr,
-               NORMALIZER: gl.constexpr):  # fmt: skip
+               MORE: gl.constexpr, NORMALIZER: gl.constexpr):  # fmt: skip
     """Start to copy the tile of queries, output gradients and outputs after tile ``t``.
 
-    It is zero for a head that does not exist. Return its inverse denominators, and where it lies.
+    With MORE it is of the same head; it is zero for a head that does not exist. Return its inverse denominators, and
+    where it lies.
     """
     BQ: gl.constexpr = raw[0][0].shape[0]
-    h, first = choose(t + 1 < TILES, head, next_head), gl.where(t + 1 < TILES, t + 1, 0) * BQ
-    rows = gl.where(h[0] < B, N, 0) - first
+    if MORE:
+        h, first = head, (t + 1) * BQ
+        rows = N - first
+    else:
+        h, first = choose(t + 1 < TILES, head, next_head), gl.where(t + 1 < TILES, t + 1, 0) * BQ
+        rows = gl.where(h[0] < B, N, 0) - first
     _copy_rows(raw[0], rows_of_head(q, h) + first * q[2] * 8, rows, q[2] * 8, D, True)
     _copy_rows(raw[1], rows_of_head(d_out, h) + first * d_out[2] * 8, rows, d_out[2] * 8, D, False)
     token = (h[0].to(gl.int64) * H + h[1]) * N + first
@@ -270,7 +275,7 @@ def _tile(
         w = start_product(e_parts.index(first_part + part + z), m_tiles.index(t + z))
         if part == 0:
             b_inverse, token, rows = _copy_next(
-                t, head, next_head, B, raw, q, d_out, out, inverse, N, H, D, TILES, NORMALIZER
+                t, head, next_head, B, raw, q, d_out, out, inverse, N, H, D, TILES, NEXT > 0, NORMALIZER
             )
         s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
         left = weigh(s, dp, w, shifts[SLOT], d_scores[part].index(0).slice(PLACE * BQ, BQ, 0), NORMALIZER)
@@ -311,8 +316,11 @@ def _query_gradients(d_scores, k_parts, q_group, partial, stride, turn, d_q, row
     ROWS: gl.constexpr = d_scores[0].shape[1]
     z = opaque_zero()
     sums = ()
-    for c in gl.static_range(len(k_parts[0])):
-        total = _partial_sums(partial + c * WIDTH, turn > 0, stride, ROWS, k_parts[0][c].shape[2])
+    for c in gl.static_range(len(q_group)):
+        if PASSES == 1:
+            total = zeros(1, ROWS, q_group[c].shape[2])[0]
+        else:
+            total = _partial_sums(partial + c * WIDTH, turn > 0, stride, ROWS, q_group[c].shape[2])
         for part in gl.static_range(len(k_parts)):
             total = warpgroup_mma(d_scores[part].index(z), k_parts[part][c].index(z), total, is_async=True)
         sums = sums + (total,)
@@ -454,7 +462,9 @@ def gluon_wide_backward_kernel(
     head, step = (first // H, first % H), (count // H, count % H)
     next_head = later(head, step, H)
     _copy_keys(k_raw, v_raw, head, 0, B, k, v, N, D)
-    b_inverse, token, rows = _copy_next(-1, head, head, B, raw, q, d_out, out, inverse, N, H, D, TILES, NORMALIZER)
+    b_inverse, token, rows = _copy_next(
+        -1, head, head, B, raw, q, d_out, out, inverse, N, H, D, TILES, True, NORMALIZER
+    )
     LAYOUT: gl.constexpr = tile_layout(ROWS, MB, WARPS)
     for part in gl.static_range(PASSES * PARTS):
         key = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
