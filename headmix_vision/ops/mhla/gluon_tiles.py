@@ -167,13 +167,17 @@ def spread_mixing(m_tiles, mixing, blocks, mixing_i, mixing_j, N, M, SHIFT: gl.c
     """Write the weights of each key block, by query: [MB, queries] of each tile, zero for queries that do not exist."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
     block = gl.arange(0, m_tiles.shape[1], gl.SliceLayout(1, LAYOUT))
-    for t in range(m_tiles.shape[0]):
+    TILES: gl.constexpr = m_tiles.shape[0]
+    weights = ()
+    for t in gl.static_range(TILES):
         query = t * m_tiles.shape[2] + gl.arange(0, m_tiles.shape[2], gl.SliceLayout(0, LAYOUT))
         q_block = gl.load(blocks + query, mask=query < N, other=-1)
         rows, columns = rotate(q_block, M, SHIFT), rotate(block, M, SHIFT)
         pointers = mixing + columns[:, None] * mixing_j + rows[None, :] * mixing_i
-        weights = gl.load(pointers, mask=(q_block >= 0)[None, :] & (block < M)[:, None], other=0.0)
-        m_tiles.index(t).store(weights.to(gl.bfloat16))
+        tile = gl.load(pointers, mask=(q_block >= 0)[None, :] & (block < M)[:, None], other=0.0)
+        weights = weights + (tile.to(gl.bfloat16),)
+    for t in gl.static_range(TILES):  # a barrier stands before each store, and loads would wait for one another there
+        m_tiles.index(t).store(weights[t])
 
 
 @gluon.jit
