@@ -107,11 +107,11 @@ def takes_backward(q: Layout, k: Layout, v: Layout, out: Layout, d_out: Layout, 
 def _backward_tiles(q: Layout, settings: Settings) -> tuning.Tiles | None:
     """Choose the tiles of the backward kernel that takes heads of such dims, if there is one."""
     _, N, _, D = q.shape
-    M, keys = settings.blocks.num_blocks, tuning.power_of_two(N, 64)
+    M, shared_memory = settings.blocks.num_blocks, q.gpu.shared_memory
     if D in tuning.HOPPER_WIDE_DIMS:
-        return tuning.hopper_wide(N, D, M, q.gpu.shared_memory)
-    if D == tuning.HOPPER_BACKWARD_DIM:
-        return tuning.Tiles(KEYS=keys, PREFIX=tuning.lone_prefix(settings.blocks), **tuning.HOPPER_BACKWARD[keys])
+        return tuning.hopper_wide(N, M, shared_memory)
+    if D == tuning.HOPPER_BACKWARD_DIM and (tiles := tuning.hopper_backward(N, M, shared_memory)):
+        return {"KEYS": tuning.power_of_two(N, 64), "PREFIX": tuning.lone_prefix(settings.blocks), **tiles}
     return None
 
 

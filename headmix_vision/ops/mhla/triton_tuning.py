@@ -99,21 +99,22 @@ RESIDENT_TOKENS = 256
 HOPPER_TOKENS = (*range(49, 65), *range(97, RESIDENT_TOKENS + 1))
 HOPPER_DIMS = range(64, 81, 8)
 HOPPER_BACKWARD_DIM = 64
+HOPPER_QUERIES = 32  # of a tile
 HOPPER_BACKWARD = {  # by the rows that are computed; with how many programs of a multiprocessor
     64: Tiles(VALUES_AHEAD=True, num_warps=4, programs=2),
     128: Tiles(VALUES_AHEAD=False, num_warps=4, programs=2),
     256: Tiles(VALUES_AHEAD=True, num_warps=8, programs=1),
 }
 # For heads of these dims, by the rows that are computed: keys of a pass, queries of a tile, whether keys are copied
-# ahead, and programs of a multiprocessor. The first that fit into shared memory, and FOR this number of tokens or more
-# and up to these dims and blocks: one pass of 256 keys was faster at 256 tokens, slower at 196 and in 17 blocks.
+# ahead, and programs of a multiprocessor. The first that fit into shared memory, up to so many BLOCKS: with more, all
+# keys in one pass were slower.
 HOPPER_WIDE_DIMS = (72, 80)
 HOPPER_WIDE_COLUMNS = 80  # 64 and a tail of 16
 HOPPER_WIDE = {
     64: (Tiles(KEYS=64, BQ=32, AHEAD=False, num_warps=4, programs=2),),
     128: (Tiles(KEYS=128, BQ=64, AHEAD=True, num_warps=8, programs=1),),
     256: (
-        Tiles(KEYS=256, BQ=32, AHEAD=False, num_warps=8, programs=1, FOR=(225, 72, 16)),
+        Tiles(KEYS=256, BQ=32, AHEAD=False, num_warps=8, programs=1, BLOCKS=16),
         Tiles(KEYS=128, BQ=64, AHEAD=True, num_warps=8, programs=1),
     ),
 }
@@ -145,13 +146,23 @@ def programs_that_fit(needed: int, shared_memory: int) -> int:
     return (shared_memory + 1024) // (needed + 1024)
 
 
-def hopper_wide(num_tokens: int, dim: int, num_blocks: int, shared_memory: int) -> Tiles | None:
+def hopper_backward(num_tokens: int, num_blocks: int, shared_memory: int) -> Tiles | None:
+    """Choose the tiles of the Gluon backward kernel for 64 dims, if programs of a multiprocessor fit into it."""
+    keys, padded_blocks = power_of_two(num_tokens, 64), power_of_two(num_blocks, 16)
+    tiles = HOPPER_BACKWARD[keys]
+    rows = (3 + tiles["VALUES_AHEAD"]) * keys + 9 * HOPPER_QUERIES
+    queries = -(-num_tokens // HOPPER_QUERIES) * HOPPER_QUERIES
+    products = 2 * HOPPER_QUERIES * keys + (keys + queries) * padded_blocks
+    needed = 2 * (HOPPER_BACKWARD_DIM * rows + products) + 8 * HOPPER_QUERIES
+    return tiles if tiles["programs"] <= programs_that_fit(needed, shared_memory) else None
+
+
+def hopper_wide(num_tokens: int, num_blocks: int, shared_memory: int) -> Tiles | None:
     """Choose the tiles of the Gluon backward kernel for wide heads, if programs of a multiprocessor fit into it."""
     tokens, padded_blocks = power_of_two(num_tokens, 64), power_of_two(num_blocks, 16)
     for row in HOPPER_WIDE[tokens]:
         tiles = dict(row)
-        tokens_from, dims_to, blocks_to = tiles.pop("FOR", (0, HOPPER_WIDE_COLUMNS, HOPPER_BLOCKS))
-        if num_tokens < tokens_from or dim > dims_to or num_blocks > blocks_to:
+        if num_blocks > tiles.pop("BLOCKS", HOPPER_BLOCKS):
             continue
         keys, queries = tiles["KEYS"], tiles["BQ"]
         group = max(2 * queries, 16 * tiles["num_warps"])
