@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="a GPU runs them
 KERNELS = ["gluon_forward_kernel", "gluon_backward_kernel"]
 WIDE = ["gluon_forward_kernel", "gluon_wide_backward_kernel"]
 BF16 = torch.bfloat16
+PROGRAMS_THAT_FIT = triton_tuning.programs_that_fit
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,20 @@ def test_tokens(launched, tokens, num_blocks, per_head):
     """From 193 tokens on a prefix beside 16 blocks is summed apart."""
     prefix = tokens % 4
     check(TokenBlocks.from_grid((1, tokens - prefix), (1, num_blocks), prefix), per_head=per_head)
+    assert launched == KERNELS
+
+
+@pytest.mark.parametrize("tokens", [122, 256])
+def test_more_blocks_take_other_tiles(launched, monkeypatch, tokens):
+    """They leave no room for a second program, or for values that are copied ahead."""
+    rows = triton_tuning.power_of_two(tokens, 64)
+    first, second = triton_tuning.HOPPER_BACKWARD[rows]
+    with monkeypatch.context() as whole_gpu:
+        whole_gpu.setattr(triton_tuning, "programs_that_fit", PROGRAMS_THAT_FIT)
+        chosen = [triton_tuning.hopper_backward(tokens, blocks, triton_tuning.HOPPER_KB << 10) for blocks in (16, 17)]
+    assert chosen == [first, second]
+    monkeypatch.setitem(triton_tuning.HOPPER_BACKWARD, rows, (second,))
+    check(TokenBlocks.from_grid((tokens,), (17,)))
     assert launched == KERNELS
 
 

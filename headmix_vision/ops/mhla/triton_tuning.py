@@ -100,10 +100,16 @@ HOPPER_TOKENS = (*range(49, 65), *range(97, RESIDENT_TOKENS + 1))
 HOPPER_DIMS = range(64, 81, 8)
 HOPPER_BACKWARD_DIM = 64
 HOPPER_QUERIES = 32  # of a tile
-HOPPER_BACKWARD = {  # by the rows that are computed; with how many programs of a multiprocessor
-    64: Tiles(VALUES_AHEAD=True, num_warps=4, programs=2),
-    128: Tiles(VALUES_AHEAD=False, num_warps=4, programs=2),
-    256: Tiles(VALUES_AHEAD=True, num_warps=8, programs=1),
+HOPPER_BACKWARD = {  # by the rows that are computed, the first that fit: with how many programs of a multiprocessor
+    64: (Tiles(VALUES_AHEAD=True, num_warps=4, programs=2),),
+    128: (
+        Tiles(VALUES_AHEAD=False, num_warps=4, programs=2),
+        Tiles(VALUES_AHEAD=True, num_warps=8, programs=1),  # more than 16 blocks
+    ),
+    256: (
+        Tiles(VALUES_AHEAD=True, num_warps=8, programs=1),
+        Tiles(VALUES_AHEAD=False, num_warps=8, programs=1),  # more than 16 blocks of more than 224 tokens
+    ),
 }
 # For heads of these dims, by the rows that are computed: keys of a pass, queries of a tile, whether keys are copied
 # ahead, and programs of a multiprocessor. The first that fit into shared memory, up to so many BLOCKS: with more, all
@@ -149,12 +155,14 @@ def programs_that_fit(needed: int, shared_memory: int) -> int:
 def hopper_backward(num_tokens: int, num_blocks: int, shared_memory: int) -> Tiles | None:
     """Choose the tiles of the Gluon backward kernel for 64 dims, if programs of a multiprocessor fit into it."""
     keys, padded_blocks = power_of_two(num_tokens, 64), power_of_two(num_blocks, 16)
-    tiles = HOPPER_BACKWARD[keys]
-    rows = (3 + tiles["VALUES_AHEAD"]) * keys + 9 * HOPPER_QUERIES
     queries = -(-num_tokens // HOPPER_QUERIES) * HOPPER_QUERIES
     products = 2 * HOPPER_QUERIES * keys + (keys + queries) * padded_blocks
-    needed = 2 * (HOPPER_BACKWARD_DIM * rows + products) + 8 * HOPPER_QUERIES
-    return tiles if tiles["programs"] <= programs_that_fit(needed, shared_memory) else None
+    for tiles in HOPPER_BACKWARD[keys]:
+        rows = (3 + tiles["VALUES_AHEAD"]) * keys + 9 * HOPPER_QUERIES
+        needed = 2 * (HOPPER_BACKWARD_DIM * rows + products) + 8 * HOPPER_QUERIES
+        if tiles["programs"] <= programs_that_fit(needed, shared_memory):
+            return tiles
+    return None
 
 
 def hopper_wide(num_tokens: int, num_blocks: int, shared_memory: int) -> Tiles | None:
