@@ -2,6 +2,7 @@
 
     python benchmarks/bench_scale.py                        # deit_mhla_base and dit_mhla_xl_2 on 1 and 2 GPUs
     python benchmarks/bench_scale.py --runs runs/scale      # keeps what each run found: a second call goes on
+    python benchmarks/bench_scale.py --ways one ddp         # some of the ways that are below
     python benchmarks/bench_scale.py --losses               # 200 steps of each at one global batch, against one GPU
     python benchmarks/bench_scale.py --device cpu --tiny    # tries the script itself where there is no GPU
 
@@ -116,16 +117,16 @@ def measure(model: str, what: str, gpus: int, arguments: argparse.Namespace, arg
     return {"model": model, "size": arguments.size or "", "batch": arguments.batch, "what": what, "gpus": gpus, **found}
 
 
-def cases_on(gpus: int, *alone: str) -> list[tuple[str, int]]:
-    """Ways of one GPU, and of several if there are."""
-    several = ("ddp", "fsdp2", "hybrid") if gpus > 1 else ()
-    return [*((what, 1) for what in alone), *((what, gpus) for what in several)]
+def cases_of(arguments: argparse.Namespace) -> list[tuple[str, int]]:
+    """The ways that are asked for, as far as there are GPUs for them, and how many GPUs each takes."""
+    cases = [(what, 1 if what == "one" else arguments.gpus) for what in STRATEGIES if what in arguments.ways]
+    return [case for case in cases if case == ("one", 1) or arguments.gpus > 1]
 
 
 def speed_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Row]:
     """Images per second on one GPU and on all, and the memory of the first one."""
     alone = 0.0
-    for what, gpus in cases_on(arguments.gpus, "one", "fsdp2"):
+    for what, gpus in cases_of(arguments):
         row = measure(model, what, gpus, arguments, argv)
         row["imgs_per_s"] = arguments.batch * gpus / row["step_s"]
         alone = alone or row["imgs_per_s"]
@@ -136,7 +137,7 @@ def speed_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -
 def loss_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Row]:
     """Losses at one global batch, compared with those of one GPU step by step."""
     expected: list[float] = []
-    for what, gpus in cases_on(arguments.gpus, "one"):
+    for what, gpus in cases_of(arguments):
         row = measure(model, what, gpus, arguments, argv)
         losses = row.pop("losses")
         expected = expected or losses
@@ -157,6 +158,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", help="names and options as for bench_models.py")
     parser.add_argument("--gpus", type=int, default=2, help="processes of the larger runs")
+    parser.add_argument("--ways", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="by default all")
     parser.add_argument("--size", type=int, help="latents, by default 32, or pixels, by default 224")
     parser.add_argument("--batch", type=int, help="of a GPU, with --losses of all together; by default 64")
     parser.add_argument("--compile", choices=("none", "default"), help="by default 'default'")
