@@ -42,7 +42,9 @@ def test_no_recipe_is_forgotten():
 def test_recipe_trains_one_batch(recipes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(GenerationCLI, "after_fit", lambda cli: seen.append(cli))
-    assert run("fit", *files(*recipes), "--run_dir", tmp_path / "run", *ONE_BATCH) == 0
+    muon = recipes[-1].stem == "emoji"  # whose products in bfloat16 take minutes on many CPUs at the true size
+    small = ("--model.model_args.depth", 1, "--model.model_args.embed_dim", 96) if muon else ()
+    assert run("fit", *files(*recipes), "--run_dir", tmp_path / "run", *ONE_BATCH, *small) == 0
     assert seen[0].trainer.global_step == 1
 
 
