@@ -93,7 +93,15 @@ def test_transformations_of_torch_func(grid, extents):
     assert relative_error(gradient, expected) < 1e-12
 
 
-@pytest.mark.parametrize(("grid", "extents"), [((3, 4), (3, 3)), ((2, 3, 2), (3, 1, 3))], ids=str)
+@pytest.mark.parametrize(
+    ("grid", "extents"),
+    [
+        ((3, 4), (3, 3)),
+        ((1, 3, 2), (3, 1, 3)),
+        pytest.param((2, 3, 2), (3, 1, 3), marks=pytest.mark.slow),  # a graph of each tap in time
+    ],
+    ids=str,
+)
 def test_compiles_as_one_graph_with_any_batch(grid, extents):
     call = grid_conv_call(grid, "torch", silu=True)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=None)
