@@ -52,11 +52,19 @@ def test_a_mix_may_give_the_core_more_heads(core):
         assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
 
 
+def every_option(core):
+    options = dict.fromkeys(("cpe", "qk_norm", "output_norm", "output_gate", "scale_norm"), True)
+    return options | {
+        "grid": (2, 4),
+        "block_grid": (2, 2),
+        "core_args": {"window": (1, 3)} if core == "softmax" else {},
+    }
+
+
 @pytest.mark.parametrize("head_mix", ["iha", "mea"])
 @pytest.mark.parametrize("core", CORES)
 def test_every_core_with_every_option(core, head_mix):
-    options = dict.fromkeys(("cpe", "qk_norm", "output_norm", "output_gate", "scale_norm"), True)
-    options |= {"grid": (2, 4), "block_grid": (2, 2), "core_args": {"window": (1, 3)} if core == "softmax" else {}}
+    options = every_option(core)
     layer, x = make_layer(core, head_mix, MIXES[head_mix], **options), tokens(PREFIX + 8)
     out = layer(x)
     out.square().sum().backward()
@@ -65,11 +73,23 @@ def test_every_core_with_every_option(core, head_mix):
     torch.testing.assert_close(copy.deepcopy(layer)(x), out)
     traced = torch.fx.symbolic_trace(layer, concrete_args={"grid": None, "rotation": None})
     torch.testing.assert_close(traced(x), out)
-    torch.compiler.reset()  # one method is compiled for many layers here: more often than dynamo allows
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), out)
     again = make_layer(core, head_mix, MIXES[head_mix], **options)
     again.load_state_dict(layer.state_dict())
     torch.testing.assert_close(again(x), out)
+
+
+@pytest.mark.parametrize(
+    ("core", "head_mix"),
+    [  # each core with one of the mixes, the rest among the long matrices
+        pytest.param(core, mix, marks=() if (mix == "iha") == (core in ("softmax", "mhla")) else pytest.mark.slow)
+        for core in CORES
+        for mix in ("iha", "mea")
+    ],
+)
+def test_every_core_compiles_with_every_option(core, head_mix):
+    layer, x = make_layer(core, head_mix, MIXES[head_mix], **every_option(core)), tokens(PREFIX + 8)
+    torch.compiler.reset()  # one method is compiled for many layers here: more often than dynamo allows
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
 @pytest.mark.parametrize("head_mix", MIXES)

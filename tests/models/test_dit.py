@@ -252,7 +252,7 @@ def test_embedded_patches_are_contiguous():
     assert create().x_embedder(batch()[0]).is_contiguous()
 
 
-@pytest.mark.parametrize("core", ["mhla", "hih", "linear_iha", "softmax_mea"])
+@pytest.mark.parametrize("core", ["mhla", pytest.param("hih", marks=pytest.mark.slow), "linear_iha", "softmax_mea"])
 def test_compiles_as_one_graph(core):
     model = create(f"dit_{core}_s_2", depth=1, cpe=True, output_gate=True).eval()
     x, t, y = batch()
