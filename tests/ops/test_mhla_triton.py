@@ -77,10 +77,17 @@ def test_causal(impl, blocks, normalizer, feature_map, per_head):
     assert not ours[-1][..., later].any()
 
 
+HEAD_DIMS = [(3, 1), (24, 40), (72, 72), (80, 16), (16, 72), (64, 5)]
+
+
 @pytest.mark.parametrize("impl", REGIMES)
-@pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(
-    ("dim", "value_dim"), [(3, 1), (24, 40), (72, 72), (80, 16), (16, 72), (64, 5)], ids=lambda d: str(d)
+    ("dim", "value_dim", "per_head"),
+    [  # dims with weights for each head and without in turn, the rest among the long matrices
+        pytest.param(*dims, per_head, marks=() if per_head == (i % 2 == 1) else pytest.mark.slow)
+        for per_head in (False, True)
+        for i, dims in enumerate(HEAD_DIMS)
+    ],
 )
 def test_head_dims(impl, dim, value_dim, per_head):
     blocks = TokenBlocks.from_grid((3, 5), (2, 2), num_prefix_tokens=1)
@@ -161,7 +168,7 @@ def small_gpu(monkeypatch):
 @pytest.mark.parametrize("impl", REGIMES)
 @pytest.mark.parametrize("dim", [72, 128])
 def test_tiles_of_wide_heads_on_small_gpus(small_gpu, impl, dim):
-    inputs, d_out = make(LONG, dim=dim, value_dim=dim)
+    inputs, d_out = make(LONG, heads=1, dim=dim, value_dim=dim)
     assert_agrees(impl, inputs, d_out, LONG)
 
 
@@ -183,8 +190,15 @@ def test_mixing_gradients_in_several_launches(monkeypatch):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("impl", REGIMES)
-@pytest.mark.parametrize("blocks", [pytest.param(EVEN, marks=pytest.mark.slow), UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("impl", "blocks"),
+    [
+        pytest.param(REGIMES[0], UNEVEN, id="pairwise, uneven"),
+        pytest.param(REGIMES[1], UNEVEN, id="summary, uneven", marks=pytest.mark.slow),
+        pytest.param(REGIMES[0], EVEN, id="pairwise, even", marks=pytest.mark.slow),
+        pytest.param(REGIMES[1], EVEN, id="summary, even", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_of_a_packed_projection_are_written_in_place(impl, blocks):
     """Compiled, the gradients of its parts are not concatenated."""
     (q, k, v, mixing), d_out = make(blocks, batch=2)
