@@ -135,7 +135,7 @@ def test_gradients_reach_through_the_state():
 
 
 def test_gradcheck():
-    blocks = TokenBlocks.from_grid((3, 3), (2, 2), 1)
+    blocks = TokenBlocks.from_grid((2, 3), (2, 2), 1)
     inputs = [x.requires_grad_() for x in make_inputs(blocks, batch=1, heads=2, dim=3, value_dim=2)]
     for normalizer in NORMALIZERS:
 
