@@ -35,7 +35,7 @@ def assert_agrees(grid, inputs, d_out, tolerance=1e-6, **options):
         (TokenGrid((9, 17), 1), (3, 3)),
         (TokenGrid((3, 6), 0, 3), (5, 3)),
         (TokenGrid((5, 9), 2, 2), (3, 1)),
-        (TokenGrid((5, 4, 3)), (3, 3, 3)),
+        (TokenGrid((3, 5, 6)), (3, 3, 3)),
         pytest.param(TokenGrid((9, 5, 6)), (3, 3, 3), marks=pytest.mark.slow),
         (TokenGrid((2, 3, 4), 1, 2), (1, 5, 3)),
         (TokenGrid((3, 2, 9)), (5, 1, 1)),
@@ -57,13 +57,14 @@ def test_weights_of_extent_five_in_three_axes():
     assert_agrees(grid, *make(grid, (5, 5, 5), batch=1))
 
 
-def test_images_of_several_parts_and_sums_in_several_steps(monkeypatch):
-    grid = TokenGrid((7, 6))
+@pytest.mark.parametrize(("shape", "batch"), [((7, 6), 3), ((5, 3, 2), 2)], ids=str)
+def test_images_of_several_parts_and_sums_in_several_steps(monkeypatch, shape, batch):
+    grid = TokenGrid(shape)
     monkeypatch.setattr(triton_launch, "MOST_STEPS", 3)
     monkeypatch.setattr(triton_launch, "PART_ITEMS", 2)
     monkeypatch.setattr(triton_launch, "TOKENS", 4)
     monkeypatch.setattr(triton_launch, "SUM_ROWS", 4)
-    assert_agrees(grid, *make(grid, (3, 3), batch=3))
+    assert_agrees(grid, *make(grid, (3,) * len(shape), batch=batch))
 
 
 def test_strided_tensors():
