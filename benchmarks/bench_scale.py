@@ -161,7 +161,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="by default all")
     parser.add_argument("--size", type=int, help="latents, by default 32, or pixels, by default 224")
     parser.add_argument("--batch", type=int, help="of a GPU, with --losses of all together; by default 64")
-    parser.add_argument("--compile", choices=("none", "default"), help="by default 'default'")
+    parser.add_argument("--compile", choices=bench_training.COMPILE, help="by default 'default'")
     parser.add_argument("--steps", type=int, help="of each run, by default 70")
     parser.add_argument("--warmup_steps", type=int, help="the first ones, which are not timed, by default 30")
     parser.add_argument("--losses", action="store_true", help="compare losses, of classifiers")

@@ -47,6 +47,7 @@ LATENTS = [
     "--checkpoint_every_n_steps", "null",
 ]  # fmt: skip
 IMAGES = ["--model.schedule.warmup_epochs", "0", "--trainer.limit_val_batches", "0"]
+COMPILE = {"none": "false", "default": "true", "blocks": "blocks"}
 WHAT = {"no averaging": ["--ema.decay", "null"], "averaging": []}
 DEFAULTS: dict[str, Any] = {
     "models": ["dit_mhla_s_2", "deit_mhla_small:drop_path_rate=0.1"],
@@ -144,7 +145,7 @@ def train(
         "--trainer.devices", 1, "--trainer.max_epochs", "null", "--trainer.max_steps", arguments.steps,
         "--trainer.accumulate_grad_batches", 1, "--trainer.enable_progress_bar", "false",
         "--model.name", name, "--model.model_args", json.dumps(options),
-        f"--model.{kind.size}", size_of(name, arguments), "--model.compile", str(arguments.compile != "none").lower(),
+        f"--model.{kind.size}", size_of(name, arguments), "--model.compile", COMPILE[arguments.compile],
         "--data.dataset", "fake", "--data.root", "null", "--data.batch_size", arguments.batch, "--data.num_workers", 0,
         *WHAT[what], *further,
     ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Defines the LightningModule under classifier and generator: optimizer, schedule, random numbers, logged loss."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,6 +22,8 @@ from headmix_vision.training.sharding import ShardedStrategy
 _STEP = 0  # stream of random numbers
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)  # fused on GPUs; fused SGD fails on parameters without a first gradient
 
+Compile = bool | Literal["blocks"]
+
 
 def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int, steps_per_epoch: float) -> Scheduler:
     """Makes the schedule of a run of so many optimizer steps; `steps_per_epoch` is infinite where it is unknown."""
@@ -37,6 +39,21 @@ def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int
         updates_per_epoch=1,
     )
     return schedule
+
+
+def compile_blocks(network: nn.Module) -> None:
+    """Compiles each block of a network by itself: those that are alike share one program, which is made once.
+
+    Raises:
+        InputError: If the network has no `blocks`.
+    """
+    blocks = getattr(network, "blocks", None)
+    if not blocks:
+        raise InputError("model.compile: this model has no blocks, which `blocks` and shards need; set it to false")
+    # Each rate of stochastic depth makes a program of its own, in training and without one more.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
+    for block in blocks:
+        block.compile()
 
 
 def place_steps(optimizer: Optimizer) -> None:
@@ -59,7 +76,7 @@ class BaseModule(LightningModule):
         optimizer: Optimizer.
         schedule: Learning rate schedule.
         seed: Seed of whatever is random in a step.
-        compile: Compile the network with `torch.compile`, each block by itself where the network is sharded.
+        compile: Compile the network with `torch.compile`; with `blocks`, and where it is sharded, each block by itself.
         grad_checkpointing: Compute the blocks a second time in the backward pass, instead of keeping what is in them.
 
     Attributes:
@@ -79,7 +96,7 @@ class BaseModule(LightningModule):
         schedule: ScheduleConfig,
         seed: int,
         *,
-        compile: bool = False,
+        compile: Compile = False,
         grad_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -92,7 +109,7 @@ class BaseModule(LightningModule):
         """Compiles the network, and shards it for training, if asked to.
 
         Raises:
-            InputError: If gradient checkpointing is asked of a network that has none.
+            InputError: If gradient checkpointing is asked of a network that has none, or blocks of one without them.
         """
         if isinstance(self.net, FSDPModule):
             return
@@ -101,12 +118,14 @@ class BaseModule(LightningModule):
             if set_checkpointing is None:
                 raise InputError("model.grad_checkpointing: this model cannot checkpoint gradients; set it to false")
             set_checkpointing()
-        strategy, parts = self.trainer.strategy, [self.net]
+        strategy, by_blocks = self.trainer.strategy, self.compile_net == "blocks"
         if isinstance(strategy, ShardedStrategy) and self.trainer.state.fn == "fit":
             strategy.shard(self.net)
-            parts = list(getattr(self.net, "blocks", ()))  # between them weights are gathered
-        for part in parts if self.compile_net else ():
-            part.compile()
+            by_blocks = True  # between them weights are gathered
+        if self.compile_net and by_blocks:
+            compile_blocks(self.net)
+        elif self.compile_net:
+            self.net.compile()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Makes the optimizer; the schedule follows in `on_train_start`.

@@ -10,7 +10,7 @@ from headmix_vision.data.seeding import seeded
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_finite, check_state
 from headmix_vision.runs.networks import create_network
-from headmix_vision.training.base_module import BaseModule
+from headmix_vision.training.base_module import BaseModule, Compile
 from headmix_vision.training.callbacks.non_finite import require_finite
 from headmix_vision.training.classification_metrics import ClassificationMetrics
 from headmix_vision.training.options import (
@@ -46,7 +46,7 @@ class ImageClassifier(BaseModule):
         mixup: Mixup and CutMix.
         optimizer: Optimizer.
         schedule: Learning rate schedule.
-        compile: Compile the network with `torch.compile`.
+        compile: Compile the network with `torch.compile`; with `blocks` each block by itself, which takes less time.
         grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
         seed: Seed of dropout, drop path and mixup; the command line sets it to `seed_everything`.
 
@@ -67,7 +67,7 @@ class ImageClassifier(BaseModule):
         mixup: MixupConfig = DEFAULT_MIXUP,
         optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
         schedule: ScheduleConfig = DEFAULT_SCHEDULE,
-        compile: bool = False,
+        compile: Compile = False,
         grad_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:

@@ -17,7 +17,7 @@ from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig, 
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_finite, check_state
 from headmix_vision.runs.networks import create_generator
-from headmix_vision.training.base_module import BaseModule
+from headmix_vision.training.base_module import BaseModule, Compile
 from headmix_vision.training.callbacks.non_finite import require_finite
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 
@@ -48,7 +48,7 @@ class ImageGenerator(BaseModule):
         objective: What is learned.
         optimizer: Optimizer.
         schedule: Learning rate schedule.
-        compile: Compile the network with `torch.compile`.
+        compile: Compile the network with `torch.compile`; with `blocks` each block by itself, which takes less time.
         grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
         seed: Seed of noise, times and dropped labels; the command line sets it to `seed_everything`.
 
@@ -70,7 +70,7 @@ class ImageGenerator(BaseModule):
         objective: ObjectiveConfig = DEFAULT_OBJECTIVE,
         optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
         schedule: ScheduleConfig = DEFAULT_SCHEDULE,
-        compile: bool = False,
+        compile: Compile = False,
         grad_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:

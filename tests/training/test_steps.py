@@ -1,14 +1,19 @@
 """Single steps of the two modules, without a command line: losses, random numbers, optimizer, predictions."""
 
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import lightning
 import pytest
 import torch
+from timm.layers import DropPath
+from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from headmix_vision.errors import InputError
 from headmix_vision.training.base_module import BaseModule, place_steps
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.classification_metrics import ClassificationMetrics
@@ -225,3 +230,31 @@ def test_counts_of_steps_lie_where_the_resumed_optimizer_reads_them(fused: bool 
     optimizer.state[weight] = {"step": torch.zeros(())}
     place_steps(optimizer)
     assert optimizer.state[weight]["step"].device.type == device
+
+
+class Block(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.scale, self.drop_path = nn.Parameter(torch.ones(())), DropPath(rate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop_path(self.scale * x)
+
+
+def test_blocks_are_compiled_by_themselves_whatever_their_stochastic_depth(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    torch.compiler.reset()
+    counters.clear()
+    module = classifier(compile="blocks")
+    module.net = net = nn.Sequential()
+    net.blocks = nn.Sequential(*(Block(rate / 20) for rate in range(10)))
+    attach(module)
+    module.configure_model()
+    net.blocks(torch.ones(3, 2)).sum().backward()
+    net.eval().blocks(torch.ones(3, 2))
+    assert counters["stats"]["unique_graphs"] == 11 and not counters["unimplemented"]
+
+    del net.blocks
+    with pytest.raises(InputError, match="this model has no blocks"):
+        module.configure_model()
