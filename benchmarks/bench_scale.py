@@ -117,16 +117,17 @@ def measure(model: str, what: str, gpus: int, arguments: argparse.Namespace, arg
     return {"model": model, "size": arguments.size or "", "batch": arguments.batch, "what": what, "gpus": gpus, **found}
 
 
-def cases_of(arguments: argparse.Namespace) -> list[tuple[str, int]]:
-    """The ways that are asked for, as far as there are GPUs for them, and how many GPUs each takes."""
-    cases = [(what, 1 if what == "one" else arguments.gpus) for what in STRATEGIES if what in arguments.ways]
-    return [case for case in cases if case == ("one", 1) or arguments.gpus > 1]
+def cases_on(arguments: argparse.Namespace, *alone: str) -> list[tuple[str, int]]:
+    """Ways of one GPU, and of several if there are, of those that are asked for."""
+    several = ("ddp", "fsdp2", "hybrid") if arguments.gpus > 1 else ()
+    cases = [*((what, 1) for what in alone), *((what, arguments.gpus) for what in several)]
+    return [case for case in cases if case[0] in arguments.ways]
 
 
 def speed_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Row]:
     """Images per second on one GPU and on all, and the memory of the first one."""
     alone = 0.0
-    for what, gpus in cases_of(arguments):
+    for what, gpus in cases_on(arguments, "one", "fsdp2"):
         row = measure(model, what, gpus, arguments, argv)
         row["imgs_per_s"] = arguments.batch * gpus / row["step_s"]
         alone = alone or row["imgs_per_s"]
@@ -137,7 +138,7 @@ def speed_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -
 def loss_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Row]:
     """Losses at one global batch, compared with those of one GPU step by step."""
     expected: list[float] = []
-    for what, gpus in cases_of(arguments):
+    for what, gpus in cases_on(arguments, "one"):
         row = measure(model, what, gpus, arguments, argv)
         losses = row.pop("losses")
         expected = expected or losses
