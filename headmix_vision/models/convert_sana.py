@@ -39,13 +39,8 @@ class SanaMHLAProcessor(nn.Module):
         like: a weight of the layer, whose device and type the mixing matrix takes; float32 at least.
 
     Shape:
-        ``hidden_states`` [B, N, C] -> [B, N, C].
-
-    Attributes:
-        grid: tokens (H, W) of the call, which the transformer block tells.
+        ``hidden_states`` [B, N, C] -> [B, N, C]; ``attn.call_grid`` is its tokens (H, W), from the transformer block.
     """
-
-    grid: tuple[int, ...]
 
     def __init__(
         self, block_grid: tuple[int, ...], token_grid: tuple[int, ...], mixing_init: str, like: Tensor
@@ -67,7 +62,7 @@ class SanaMHLAProcessor(nn.Module):
         dtype = torch.promote_types(v.dtype, torch.float32)
         q, k, v = (x.to(dtype).unflatten(-1, (attn.heads, -1)) for x in (q, k, v))
         v = F.pad(v, (0, 1), value=1.0)  # one more value of 1 sums the denominator
-        blocks = TokenBlocks.from_grid(self.grid, self.mixing.blocks.block_grid)
+        blocks = TokenBlocks.from_grid(attn.call_grid, self.mixing.blocks.block_grid)
         sums = mhla(q, k, v, self.mixing(), blocks, normalizer=None, feature_map="relu", eps=0.0)
         out = (sums[..., :-1] / (sums[..., -1:] + _EPS)).flatten(2).to(hidden_states.dtype)
         out = attn.to_out[1](attn.to_out[0](out))
@@ -76,7 +71,7 @@ class SanaMHLAProcessor(nn.Module):
 
 def _tell_grid(block: nn.Module, arguments: tuple[Any, ...]) -> None:
     """Give a layer the token grid of the call, the last arguments of its transformer block."""
-    cast(Any, block).attn1.processor.grid = tuple(arguments[-2:])
+    cast(Any, block).attn1.call_grid = tuple(arguments[-2:])
 
 
 class SanaMHLATransformer2DModel(ConvertedModel, SanaTransformer2DModel):
@@ -117,12 +112,13 @@ class SanaMHLATransformer2DModel(ConvertedModel, SanaTransformer2DModel):
         """Put the processors that the configuration asks for into the self-attention layers."""
         config = cast(Any, self.config)
         token_grid = _token_grid(config)
-        for index in check_layers(config.mhla_layers, len(self.transformer_blocks)):
-            block = self.transformer_blocks[index]
-            like = block.attn1.to_out[0].weight
-            processor = SanaMHLAProcessor(tuple(config.block_grid), token_grid, config.mixing_init, like)
-            block.attn1.set_processor(processor)
+        layers = check_layers(config.mhla_layers, len(self.transformer_blocks))
+        for index, block in enumerate(self.transformer_blocks):
             block.register_forward_pre_hook(_tell_grid)
+            if index in layers:
+                like = block.attn1.to_out[0].weight
+                processor = SanaMHLAProcessor(tuple(config.block_grid), token_grid, config.mixing_init, like)
+                block.attn1.set_processor(processor)
 
 
 def _token_grid(config: Any) -> tuple[int, int]:

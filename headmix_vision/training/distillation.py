@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headmix_vision.checks import check_counts
 from headmix_vision.errors import InputError
+from headmix_vision.models.converted import ConvertedModel
 from headmix_vision.runs.directory import find_checkpoint
 from headmix_vision.runs.opening import open_network
 from headmix_vision.training.generator import ImageGenerator
@@ -24,11 +25,18 @@ def attention_pairs(teacher: nn.Module, student: nn.Module) -> Pairs:
     """Pair the attention layers of teacher and student that have the same name and compute differently.
 
     Layers of ours differ by core or head mix, those of diffusers by their processor. The teacher of a converted Wan is
-    ``wan_to_mhla(original, layers=[])``: it computes what the original does, and tells each layer the grid.
+    ``wan_to_mhla(original, layers=[])``, of Sana ``sana_to_mhla(original, layers=[])``: it computes what the original
+    does, and tells each layer the grid.
 
     Raises:
-        InputError: if an attention layer of one has no counterpart, or all layers are alike.
+        InputError: if an attention layer of one has no counterpart, or all layers are alike; if the student is
+            converted and the teacher is not.
     """
+    if isinstance(student, ConvertedModel) and not isinstance(teacher, type(student)):
+        raise InputError(
+            f"the teacher of a {type(student).__name__} must be one, too, converted with layers=[], got"
+            f" {type(teacher).__name__}."
+        )
     theirs, ours = ({n: m for n, m in model.named_modules() if _kind(m)} for model in (teacher, student))
     if odd := theirs.keys() ^ ours.keys():
         raise InputError(f"teacher and student must have the same layers, but one of them has no {min(odd)}.")
@@ -69,6 +77,8 @@ def attention_errors(pairs: Pairs) -> Iterator[list[Tensor]]:
 
     def compare(student: nn.Module, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
         wanted = output.detach().float().flatten(1)
+        if "call_grid" in vars(layer):  # layers of Sana are told the grid by the block around them
+            student.call_grid = layer.call_grid
         with torch.enable_grad():
             error = (student(*args, **kwargs).float().flatten(1) - wanted).square().mean(1)
             errors.append(error / wanted.square().mean(1).clamp(min=torch.finfo(torch.float32).tiny))

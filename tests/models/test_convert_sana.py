@@ -55,7 +55,7 @@ def test_layers_equal_a_dense_form(sana):
     x = torch.randn(2, 35, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     x[:, :3] -= 100 * model.transformer_blocks[0].attn1.to_q.weight.pinverse().sum(1)  # queries without a feature
     attn = model.transformer_blocks[0].attn1
-    attn.processor.grid = (5, 7)
+    attn.call_grid = (5, 7)
 
     def dense(mixing):
         q, k, v = (project(x).unflatten(-1, (2, 8)) for project in (attn.to_q, attn.to_k, attn.to_v))

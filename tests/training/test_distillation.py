@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import SanaTransformer2DModel, WanTransformer3DModel
 
 from headmix_vision.errors import InputError
-from headmix_vision.models.convert import wan_to_mhla
+from headmix_vision.models.convert import sana_to_mhla, wan_to_mhla
 from headmix_vision.runs.opening import open_network
 from headmix_vision.training import distillation_cli
 from headmix_vision.training.distillation import attention_errors, attention_pairs
@@ -69,12 +69,33 @@ def test_a_hybrid_wan_is_distilled_in_its_new_layers() -> None:
     assert learned == {name for name, _ in student.named_parameters() if name.startswith("blocks.1.attn1.")}
 
 
+def test_layers_of_sana_are_given_the_grid_of_the_teacher() -> None:
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "sample_size": 8}
+    cross = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16}
+    sana = SanaTransformer2DModel(in_channels=4, out_channels=4, caption_channels=8, **sizes, **cross)
+    teacher, student, other = (sana_to_mhla(sana, (2, 4), layers, "locality") for layers in ([], [0], [0]))
+    text, times = torch.randn(2, 5, 8), torch.tensor([5, 900])
+    x = torch.randn(2, 4, 16, 10)
+    with torch.no_grad():
+        student(x.reshape(2, 4, 5, 32), text, times)  # as many tokens on another grid
+        expected = []
+        for pair in ((teacher, student), (teacher, other)):
+            with attention_errors(attention_pairs(*pair)) as errors:
+                teacher(x, text, times)
+            expected.append(errors[0])
+    assert torch.equal(*expected)
+    assert expected[0].min() > 0
+
+
 def test_layers_that_cannot_be_paired_are_refused() -> None:
     teacher = generator("dit_softmax_digits")
     with pytest.raises(InputError, match="same kind of attention in all layers"):
         attention_pairs(teacher, generator("dit_softmax_digits"))
     with pytest.raises(InputError, match=r"one of them has no blocks\.2\.attn"):
         attention_pairs(teacher, timm.create_model("dit_mhla_digits", **{**SIZES, "depth": 3}))
+    wan = WanTransformer3DModel(num_attention_heads=1, attention_head_dim=12, num_layers=1, ffn_dim=8)
+    with pytest.raises(InputError, match=r"converted with layers=\[\], got WanTransformer3DModel"):
+        attention_pairs(wan, wan_to_mhla(wan))
 
 
 def test_the_command_trains_a_student_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
