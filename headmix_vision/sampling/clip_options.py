@@ -116,6 +116,8 @@ def _read_start(
     if not options.extend:
         return None
     path = Path(options.extend)
+    if not path.is_file():
+        raise InputError(f"--extend {options.extend!r} is no file")
     if path.suffix.lower() == ".png":  # a sample of ours, which states no frame rate
         clip, rate = read_png(path), frame_rate
         if clip.ndim != 4:
