@@ -216,10 +216,11 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
             )
         path = Path(run)
     if path.is_dir() or path.suffix == ".ckpt":
-        checkpoint = read_checkpoint(find_checkpoint(path, "best"))
+        checkpoint = read_checkpoint(find_checkpoint(path))  # of a generator, which keeps no best, the last
         name = checkpoint[DESCRIPTION_KEY]["name"]
         if is_generator(checkpoint):
             raise InputError(f"{path} is of the generator {name}, features come from a classifier")
+        find_checkpoint(path, "best")  # what has never been validated is refused
         return ClassifierExtractor(load_network(checkpoint), name, device)
     if not path.is_file():
         raise InputError(

@@ -71,8 +71,11 @@ def test_checkpoints_become_networks(tmp_path: Path) -> None:
     checkpoint["state_dict"].pop("net.final_layer.linear.bias")
     with pytest.raises(ValueError, match="lacks 1 weights, first final_layer"):
         load_network(checkpoint)
-    with pytest.raises(ValueError, match="is of the generator dit_linear_digits, features come from a classifier"):
-        open_extractor(str(tmp_path / "one.ckpt"))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "one.ckpt").rename(tmp_path / "checkpoints" / "last.ckpt")
+    for path in (tmp_path, tmp_path / "checkpoints" / "last.ckpt"):
+        with pytest.raises(ValueError, match="is of the generator dit_linear_digits, features come from a classifier"):
+            open_extractor(str(path))
 
 
 def test_a_generator_is_sampled_as_it_was_trained(tmp_path: Path) -> None:
