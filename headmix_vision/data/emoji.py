@@ -16,6 +16,7 @@ import csv
 import hashlib
 import io
 import json
+import os
 import re
 import tarfile
 from collections import Counter, defaultdict
@@ -325,12 +326,17 @@ def build(sources: Sequence[Path], out: Path, file_format: str = "png") -> dict[
         `pictures` of each split, the number of `classes` by column, and `sha256` of the table.
 
     Raises:
-        InputError: A package that is missing or wrong, or a folder that exists.
+        InputError: A package that is missing or wrong, or a folder that exists or that another process writes.
         OSError: The folder cannot be written.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise InputError(f"--out {out} already exists; choose another one or remove it")
     check_place(out)
+    with atomic_folder(out) as complete:  # before anything is drawn: a second process ends at once
+        return _fill(complete, sources, file_format)
+
+
+def _fill(folder: Path, sources: Sequence[Path], file_format: str) -> dict[str, Any]:
     packages = read_packages(sources)
     pictures = draw_all(packages)
     splits, sizes = split_things(pictures), Counter(picture.emoji.subgroup for picture in pictures)
@@ -348,17 +354,16 @@ def build(sources: Sequence[Path], out: Path, file_format: str = "png") -> dict[
         }
         for picture in pictures
     ]
-    with atomic_folder(out) as complete:
-        for row, picture in zip(rows, pictures, strict=True):
-            path = complete / row["path"]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            picture.image.save(path, format=file_format, **FORMATS[file_format])
-        with (complete / TABLE).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        _write_notices(complete, packages)
-        digest = hashlib.sha256((complete / TABLE).read_bytes()).hexdigest()
+    for row, picture in zip(rows, pictures, strict=True):
+        path = folder / row["path"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.image.save(path, format=file_format, **FORMATS[file_format])
+    with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    _write_notices(folder, packages)
+    digest = hashlib.sha256((folder / TABLE).read_bytes()).hexdigest()
     return {
         "pictures": Counter(row["split"] for row in rows),
         "classes": {name: len({row[name] for row in rows} - {""}) for name in ("group", "subgroup", "style")},

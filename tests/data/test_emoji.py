@@ -12,7 +12,7 @@ from PIL import Image
 
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import Source, SplitRequest
-from headmix_vision.data.emoji import STYLES, build, draw, main
+from headmix_vision.data.emoji import STYLES, Picture, build, draw, main
 from headmix_vision.errors import InputError
 
 TONES = ("1F3FB", "1F3FF")
@@ -175,8 +175,24 @@ def test_what_is_wrong_with_sources(sources: list[Path], tmp_path: Path) -> None
             build(given, out)
     assert not out.parent.exists()
     out.mkdir(parents=True)
-    with pytest.raises(InputError, match="already exists"):
-        build(sources, out)
+    (out.parent / "link").symlink_to("nowhere")
+    for taken in (out, out.parent / "link"):
+        with pytest.raises(InputError, match="already exists"):
+            build(sources, taken)
+
+
+def test_a_second_process_is_told_before_it_draws(
+    sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw_all(packages: object) -> list[Picture]:
+        with pytest.raises(InputError, match="emoji is in use by process"):
+            build(sources, tmp_path / "emoji")
+        raise InputError("the first was drawing")
+
+    monkeypatch.setattr("headmix_vision.data.emoji.draw_all", draw_all)
+    with pytest.raises(InputError, match="the first was drawing"):
+        build(sources, tmp_path / "emoji")
+    assert not list(tmp_path.iterdir())
 
 
 def table(folder: Path, name: str, split: str = "train") -> Source:
