@@ -80,8 +80,11 @@ def is_run(run: Path) -> bool:
 
 
 def has_results(run: Path) -> bool:
-    """Tells whether a run has a checkpoint, or has had one: it has finished an epoch."""
-    return any((run / name).is_file() for name in (BEST, LAST)) or "train/loss" in metric_names(run)
+    """Tells whether a run has a checkpoint, or has had one: it has been validated, or has begun another epoch."""
+    if any((run / name).is_file() for name in (BEST, LAST)):
+        return True
+    # not by the loss of an epoch, which is there before the checkpoint
+    return any(name.startswith("val/") for name in metric_names(run)) or len(_epochs(run)) > 1
 
 
 def metric_names(run: Path) -> list[str]:
@@ -91,6 +94,14 @@ def metric_names(run: Path) -> list[str]:
             return next(csv.reader(file), [])
     except (FileNotFoundError, UnicodeDecodeError, csv.Error):
         return []
+
+
+def _epochs(run: Path) -> set[str]:
+    try:
+        with (run / METRICS).open(newline="", errors="replace") as file:
+            return {row["epoch"] for row in csv.DictReader(file) if row.get("epoch")}
+    except (FileNotFoundError, csv.Error):
+        return set()
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:

@@ -16,9 +16,12 @@ from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, async_save
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.futures import Future as TorchFuture
 
 from headmix_vision.checks import check_counts
 from headmix_vision.errors import InputError
@@ -43,6 +46,13 @@ class _Writer(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch covers what the system said with words about its container
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 class ShardedStrategy(ModelParallelStrategy):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headmix_vision.runs.directory import metric_names
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.metrics_csv import MetricsCSV
 
@@ -54,9 +55,16 @@ def test_metrics(tmp_path: Path) -> None:
 
 
 def test_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = write_config(tmp_path / "tiny.yaml")
+    fit = ("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", tmp_path / "run", "--ckpt_path", "auto")
     with limit(30_000):
-        assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 2
+        assert run(*fit) == 2
     captured = capfd.readouterr().err
     assert f"error: File too large: {tmp_path / 'run' / 'checkpoints' / 'last.ckpt'}" in captured
     assert "Traceback" not in captured
+    assert "train/loss" in metric_names(tmp_path / "run")
+    assert run(*fit) == 0  # its first epoch had no checkpoint: from the start
+    assert run(*fit) == 0  # goes on
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        checkpoint.unlink()
+    assert run(*fit) == 2
+    assert "it has no last.ckpt" in capfd.readouterr().err

@@ -1,5 +1,6 @@
 """Sharded training: two processes and four against one, checkpoints in shards, and what is refused."""
 
+import errno
 import os
 import shutil
 import signal
@@ -7,15 +8,19 @@ import subprocess
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException, save
 
 from headmix_vision.commands import export
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint
 from headmix_vision.runs.shards import SHARDED
+from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
+from headmix_vision.training.sharding import _Writer
 
 from .helpers import assert_equal, read_csv, run, write_config
 from .test_full_disk import limit
@@ -182,6 +187,27 @@ def test_a_killed_run_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert read(last)["global_step"] > 0
+
+
+def test_the_first_checkpoint_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else metrics could say that a run has had a checkpoint which is not there."""
+    waited: list[Any] = []
+    monkeypatch.setattr("headmix_vision.training.callbacks.last_checkpoint.finish_saving", waited.append)
+    trainer: Any = SimpleNamespace(fast_dev_run=False, save_checkpoint=lambda *args, **kwargs: None)
+    callback = LastCheckpoint(tmp_path / "last.ckpt")
+    callback.on_train_epoch_end(trainer, torch.nn.Module())
+    assert waited == [trainer]
+    callback.path.touch()
+    callback.on_train_epoch_end(trainer, torch.nn.Module())
+    assert waited == [trainer]
+
+
+@pytest.mark.parametrize("size_bytes", [1000, 50_000], ids=["system", "container"])
+def test_a_full_disk_is_said_by_the_system(size_bytes: int, tmp_path: Path) -> None:
+    with limit(size_bytes), pytest.raises(CheckpointException) as caught:
+        save({"weights": torch.zeros(50_000)}, storage_writer=_Writer(tmp_path / "shards"), no_dist=True)
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, OSError) and error.errno == errno.EFBIG
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from headmix_vision.errors import InputError
+from headmix_vision.training.sharding import finish_saving
 
 
 class LastCheckpoint(Callback):
@@ -31,6 +32,8 @@ class LastCheckpoint(Callback):
         """Writes the checkpoint (not in a `fast_dev_run`); all ranks call it between two optimizer steps."""
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             trainer.save_checkpoint(self.path, weights_only=False)
+            if not self.path.is_file():  # of a run with metrics behind its first checkpoint it is taken to exist
+                finish_saving(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remembers where this run starts."""
