@@ -1,5 +1,6 @@
 """Locks: held by one process at a time, released by death."""
 
+import errno
 import os
 import shutil
 import signal
@@ -25,6 +26,16 @@ def test_second_holder_is_refused_and_nothing_stays_behind(tmp_path: Path) -> No
     with hold_lock(path, "run"):
         (path.parent / "metrics.csv").touch()
     assert [entry.name for entry in path.parent.iterdir()] == ["metrics.csv"]
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as context, pytest.raises(OSError) as caught:
+        context.setattr(os, "write", refuse)
+        hold_lock(tmp_path / "run" / ".lock", "run").__enter__()
+    assert caught.value.filename == str(tmp_path / "run" / ".lock") and not list(tmp_path.iterdir())
 
 
 def test_death_releases_the_lock_although_a_forked_process_lives_on(tmp_path: Path) -> None:

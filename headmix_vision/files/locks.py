@@ -38,8 +38,7 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
     descriptor = _locked(path, what)
     _held.add(descriptor)
     try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        _name_holder(descriptor, path)
         yield
     finally:
         # Before the file is unlocked: whoever opened it meanwhile finds that it is gone, and opens a new one.
@@ -60,6 +59,15 @@ def lock_holder(path: Path) -> str | None:
         except BlockingIOError:
             return _read_holder(file.fileno())
     return None
+
+
+def _name_holder(descriptor: int, path: Path) -> None:
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    except OSError as error:
+        error.filename = os.fspath(path)  # a full disk is said without a name
+        raise
 
 
 def _read_holder(descriptor: int) -> str:

@@ -124,7 +124,7 @@ def export_pipeline(
             try:
                 pipeline.save_pretrained(complete)
             except SafetensorError as error:  # what the system refused, in the words of the library
-                raise OSError(str(error)) from None
+                raise OSError(f"{error}: {out}") from None
             _open_to_umask(complete)
     kind = type(pipeline).__name__
     return f"from headmix_vision.diffusion import {kind}; pipe = {kind}.from_pretrained({str(out)!r})"
