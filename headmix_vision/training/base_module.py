@@ -49,7 +49,7 @@ def compile_blocks(network: nn.Module) -> None:
     """
     blocks = getattr(network, "blocks", None)
     if not blocks:
-        raise InputError("model.compile: this model has no blocks, which `blocks` and shards need; set it to false")
+        raise InputError("model.compile: this model has no blocks; set it to true, or to false where it is sharded")
     # Each rate of stochastic depth makes a program of its own, in training and without one more.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
     for block in blocks:
