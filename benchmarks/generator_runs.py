@@ -231,5 +231,5 @@ def check_options(arguments: argparse.Namespace, models: Sequence[str], unique: 
         if len(set(getattr(arguments, name))) < len(getattr(arguments, name)):
             raise SystemExit(f"error: --{name} names one twice")
     for name, value in vars(arguments).items():
-        if isinstance(value, int) and value < least.get(name, 1):
+        if type(value) is int and value < least.get(name, 1):
             raise SystemExit(f"error: --{name.replace('_', '-')} must be at least {least.get(name, 1)}, got {value}")

@@ -20,6 +20,7 @@ CONFIG = "benchmarks/moving_digits.yaml"
 JUDGE = "headmix_vision/models/weights/deit_mhla_digits.safetensors"
 LEARNED_PERCENT = 50.0  # of clips that move as their class says: a model below it has not learned
 SHORT = 0.2  # of the steps
+LAYERWISE = 0.15  # of these, in distillation
 GOES_ON = ("--model.objective.clean_prefix", 0.5, "--model.objective.prefix_class_dropout", 0.5)
 KEPT = 0.75  # of a window, where models trained with GOES_ON go on
 WHOLE, WINDOWS, FORWARD, STEP = "whole", "windows", "forward", "step"
@@ -138,7 +139,7 @@ class Runs(GeneratorRuns):
         """Everything that the weights of a run depend on."""
         given, budget = self.arguments, MODELS[row].budget
         own = [self.config, *self.options(row, seed), given.steps]
-        return own if budget == "full" else [*own, budget, SHORT, *self.options(TEACHER, seed)]
+        return own if budget == "full" else [*own, budget, SHORT, LAYERWISE, *self.options(TEACHER, seed)]
 
     def directory(self, row: str, seed: int) -> Path:
         """Run directory."""
@@ -162,9 +163,9 @@ class Runs(GeneratorRuns):
         def options() -> list[object]:
             given = [*self.options(row, seed), "--trainer.max_steps", steps]
             if not distilled:
-                return given
+                return [*given, "--model.compile", "blocks"] if self.arguments.compile else given
             teacher = os.path.relpath(self.train(TEACHER, seed), REPOSITORY)  # the same on another machine
-            own = ["--model.distill_steps", steps // 2]  # before those of --distilled, which may say another number
+            own = ["--model.distill_steps", int(LAYERWISE * steps)]  # --distilled may say another number
             return [*own, *given, "--model.teacher", teacher]
 
         script = "-m headmix_vision.distill" if distilled else "train_gen.py"

@@ -143,11 +143,15 @@ def test_options_of_distilled_rows_are_theirs_alone(load, monkeypatch):
     (run, options), (plain_run, plain) = trained("mhla-distilled", given), trained("mhla-distilled")
     assert run != plain_run and options[-2:] == plain[-2:], "the teacher is the same"
     assert [option for option in options if option not in plain] == ["--ema.decay", "0.99", "300"]
+    assert [option for option in plain if option not in options] == ["--model.schedule.warmup_epochs", "0.1"]
     steps = [options[place + 1] for place, name in enumerate(options) if name == "--model.distill_steps"]
-    assert steps == [500, "300"], "the last one counts"
+    assert steps == [150, "300"], "the last one counts"
     for row in ("mhla", "mhla-short", "softmax"):
         assert trained(row, given) == trained(row)
     assert trained("mhla-short", "--short=--ema.decay 0.99") != trained("mhla-short")
+    for row in ("mhla", "mhla-short", "mhla-distilled"):
+        (run, options), (plain_run, plain) = trained(row, "--compile"), trained(row)
+        assert run == plain_run and (options != plain) == (row != "mhla-distilled"), "the same run, only faster"
 
 
 @pytest.mark.slow
