@@ -90,6 +90,7 @@ FURTHER_CLAIMS = {
     "counting": "how many heads count pairs",
     "expressivity": "rank of Head-in-Head's transition",
     "moving_digits": "attention in models of clips",
+    "moving_digits_distilled": "clip models distilled from softmax",
     "stable_rates": "learning rates of explicit heads",
 }
 STABLE_VARIANTS = {
@@ -271,9 +272,9 @@ def wan() -> str:
     return markdown_table(header, lines)
 
 
-def moving_digits(part: Callable[[Report], str]) -> str:
-    """A table of `compare_moving_digits.py`, of all seeds: not every row has each of them."""
-    arguments = parse_arguments(["--out", str(DOCS / "moving_digits.csv"), "--seeds", "0", "1", "2", "3"])
+def moving_digits(part: Callable[[Report], str], name: str = "moving_digits", seeds: str = "0123") -> str:
+    """A table of `compare_moving_digits.py`, of these seeds: not every row has each of them."""
+    arguments = parse_arguments(["--out", str(DOCS / f"{name}.csv"), "--seeds", *seeds])
     return part(Report(open_table(arguments.out), Runs(arguments, math.inf)))
 
 
@@ -407,7 +408,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "expressivity": expressivity,
     "wan": wan,
     "moving_digits": partial(moving_digits, lambda report: report.quality("Attention")),
-    "moving_digits_distilled": partial(moving_digits, lambda report: report.quality("Distilled")),
+    "moving_digits_distilled": partial(
+        moving_digits, lambda report: report.quality("Distilled"), "moving_digits_distilled", "01"
+    ),
     "moving_digits_lengths": partial(moving_digits, Report.lengths),
     "moving_digits_windows": partial(moving_digits, Report.windows),
     "mhla": mhla,
