@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from timm.optim import create_optimizer_v2
+from timm.optim import Muon, create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
+from headmix_vision.training.grouped_muon import GroupedMuon
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 from headmix_vision.training.sharding import ShardedStrategy
 
@@ -147,6 +148,8 @@ class BaseModule(LightningModule):
             raise InputError(
                 f"optimizer {config.opt} cannot be made with optimizer.args={config.args}: {error}"
             ) from error
+        if type(optimizer) is Muon:
+            optimizer = GroupedMuon(optimizer.param_groups, **optimizer.defaults)
         if type(optimizer) in _FUSED:
             # Lightning does not clip for optimizers that could undo a gradient scaler themselves; let it do both
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
