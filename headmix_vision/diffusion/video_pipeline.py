@@ -291,7 +291,7 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
             )
         self.check_frames("the frames of the prefix", frames)
         if frames >= size[0]:
-            raise InputError(f"prefix has {frames} frames already, num_frames is {size[0]}")
+            raise InputError(f"num_frames is {size[0]}, the prefix alone has {frames}")
         if not (prefix.isfinite().all() and prefix.min() >= 0 and prefix.max() <= 1):
             raise InputError("prefix must hold finite numbers in [0, 1]")
         return prefix.to(self._execution_device, torch.float32).transpose(1, 2) * 2 - 1

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from headmix_vision.checks import check_counts
+from headmix_vision.data.datasets.base import readable, to_mode
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
@@ -51,7 +52,7 @@ def make_clip_plan(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespac
         raise InputError(f"{option} needs a model trained with objective.kind=flow, this one was with {kind}")
     if start is not None and len(start) >= frames:
         given = f"--extend {options.extend}" if options.extend else f"--first-frame {options.first_frame}"
-        raise InputError(f"{given} has {len(start)} frames already, --frames is {frames}")
+        raise InputError(f"--frames is {frames}, {given} alone has {len(start)}")
     block = pipeline.transformer.block_frames
     if options.extend is None:
         if start is not None:
@@ -134,11 +135,8 @@ def _read_start(
 def _read_image(path: str) -> np.ndarray:
     if not Path(path).is_file():
         raise InputError(f"--first-frame {path!r} is no file")
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB"))[None]
-    except (UnidentifiedImageError, SyntaxError, ValueError, EOFError) as error:
-        raise InputError(f"--first-frame {path} cannot be read as an image: {error}") from None
+    with readable(f"--first-frame {path}"), Image.open(path) as image:
+        return np.asarray(to_mode(image, "RGB"))[None]
 
 
 def _fitting(frames: np.ndarray, name: str, pipeline: HeadMixVideoDiTPipeline, size: tuple[int, int]) -> np.ndarray:

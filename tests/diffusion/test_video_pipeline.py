@@ -252,7 +252,7 @@ def test_a_new_process_loads_pipelines(pipeline: HeadMixVideoDiTPipeline, tmp_pa
         ({"generator": generators(0)}, "1 generators for 2 videos"),
         ({"latents": torch.zeros(2, 1, 3, 8, 8)}, r"latents must be of shape \[2, 1, 4, 8, 8\]"),
         ({"output_type": "gif"}, "output_type must be one of"),
-        ({"prefix": np.zeros((2, 4, 8, 8, 1), np.float32)}, "prefix has 4 frames already, num_frames is 4"),
+        ({"prefix": np.zeros((2, 4, 8, 8, 1), np.float32)}, "num_frames is 4, the prefix alone has 4"),
         ({"prefix": np.zeros((2, 1, 8, 6, 1), np.float32)}, "prefix is of 2 clips of 1 channels and 8x6 pixels, the"),
         ({"prefix": np.zeros((3, 1, 8, 8, 1), np.float32)}, "prefix is of 3 clips"),
         ({"prefix": np.zeros((2, 1, 8, 8, 3), np.float32)}, "clips of 3 channels"),

@@ -256,6 +256,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     for name, size in (("good", (8, 8)), ("wide", (8, 12))):
         Image.fromarray(np.zeros(size, np.uint8)).save(folder / f"{name}.png")
+    Image.fromarray(np.zeros((8, 8), np.uint16)).save(folder / "deep.png")
+    (folder / "cut.png").write_bytes((folder / "good.png").read_bytes()[:44])
     (folder / "text.png").write_text("no picture")
     (folder / "text.mp4").write_text("no video")
     write_video(folder / "fast.mp4", np.zeros((4, 8, 8, 1), np.uint8), 25)
@@ -283,9 +285,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--extend --frames 9 --overlap 0", "--overlap 0: the overlap must be a whole number of at least 1"),
         ("--first-frame nowhere.png", "--first-frame 'nowhere.png' is no file"),
         ("--first-frame ''", "--first-frame '' is no file"),
-        ("--first-frame text.png", "text.png cannot be read as an image"),
+        ("--first-frame text.png", "text.png cannot be read"),
+        ("--first-frame cut.png", "cut.png cannot be read"),
+        ("--first-frame deep.png", "deep.png cannot be read (it is of mode I;16, images have 8 bits)"),
         ("--first-frame wide.png", "wide.png is 8x12 pixels, the videos are 8x8"),
-        ("--first-frame good.png --frames 1", "good.png has 1 frames already, --frames is 1"),
+        ("--first-frame good.png --frames 1", "--frames is 1, --first-frame"),
         ("--first-frame good.png --extend long.mp4 --frames 20", "give one of them"),
         ("--extend nowhere.mp4 --frames 9", "--extend 'nowhere.mp4' is no file"),
         ("--extend . --frames 9", "--extend '.' is no file"),
@@ -293,7 +297,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--extend good.png --frames 9", "good.png is an image: give it as --first-frame"),
         ("--extend fast.mp4 --frames 9", "fast.mp4 has 25 frames a second, the videos 8: give --fps 25"),
         ("--extend large.mp4 --frames 9", "large.mp4 is 16x16 pixels, the videos are 8x8"),
-        ("--extend long.mp4 --frames 9", "long.mp4 has 9 frames already, --frames is 9"),
+        ("--extend long.mp4 --frames 9", "long.mp4 alone has 9"),
     ],
 )
 def test_wrong_options(
