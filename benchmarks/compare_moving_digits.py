@@ -19,7 +19,7 @@ and `moving-digits` (with the judge's ceiling, that of real clips). Real trainin
 - `softmax-extends` and so on are the first five, trained for such windows: half of the training clips begin with known
   frames, and half of these lose their class. Windows keep three quarters of their frames (`--overlap`), not half.
 - `mhla-distilled` and `hybrid-distilled` start from the softmax model of the same seed and have a fifth of its steps,
-  the first half of them on the layers' errors (`headmix-distill`); `-short` is the same model from new weights in as
+  the first 15 % of them on the layers' errors (`headmix-distill`); `-short` is the same model from new weights in as
   many steps. Both have the recipe of all but for what --distilled and --short say: `--distilled='--ema.decay 0.99
   --model.optimizer.lr 2e-3 --model.distill_steps 300'`.
 - `mhla-cpe`, `mhla-cpe-factorised` and `mhla-rope` are MHLA with position encodings by convolution of 3 x 3 x 3 tokens,

@@ -409,7 +409,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "wan": wan,
     "moving_digits": partial(moving_digits, lambda report: report.quality("Attention")),
     "moving_digits_distilled": partial(
-        moving_digits, lambda report: report.quality("Distilled"), "moving_digits_distilled", "01"
+        moving_digits,
+        lambda report: report.quality("Distilled"),
+        "moving_digits_distilled",
+        "01",  # with teachers
     ),
     "moving_digits_lengths": partial(moving_digits, Report.lengths),
     "moving_digits_windows": partial(moving_digits, Report.windows),
