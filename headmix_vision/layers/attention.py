@@ -16,7 +16,7 @@ from headmix_vision.checks import check_choice, check_counts, check_flags, check
 from headmix_vision.errors import InputError
 from headmix_vision.layers.bare_modules import is_bare
 from headmix_vision.layers.cores import CORES
-from headmix_vision.layers.grid_convolution import POSITION_ENCODINGS
+from headmix_vision.layers.grid_convolution import POSITION_ENCODINGS, in_autocast_type
 from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.layers.positions import Rotation
 from headmix_vision.layers.spec import LayerSpec
@@ -205,6 +205,7 @@ class HeadMixAttention(nn.Module):
         ranks = self.ranks
         _check_tokens(x, tokens if ranks is None else ranks.local(tokens))
         if self.cpe is not None:
+            x = _as_projections_read(x)
             x = self.cpe(x, tokens) if ranks is None else self.cpe.of_rank(x, tokens, ranks)
         q, k, v = self._project(x)
         if self.head_mix is not None:
@@ -271,6 +272,11 @@ def _check_tokens(x: Tensor, grid: TokenGrid) -> None:
             f"{x.shape[1]} tokens given, but the layer expects {grid.num_tokens}: "
             f"{grid.num_prefix_tokens} prefix tokens and a {shape} grid."
         )
+
+
+@torch.fx.wrap
+def _as_projections_read(x: Tensor) -> Tensor:
+    return in_autocast_type(x)
 
 
 @torch.fx.wrap

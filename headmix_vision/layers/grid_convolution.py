@@ -119,9 +119,15 @@ def _convolve(
 def _grid_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool, impl: str
 ) -> Tensor:
-    if not residual and x.is_cuda and x.dtype is torch.float32 and torch.is_autocast_enabled("cuda"):
-        x = x.to(torch.get_autocast_dtype("cuda"))  # as convolutions do; what a residual adds keeps its digits
+    x = x if residual else in_autocast_type(x)  # what a residual adds keeps its digits
     return grid_conv(x, weight, bias, grid=grid, residual=residual, silu=silu, impl=impl)
+
+
+def in_autocast_type(x: Tensor) -> Tensor:
+    """Round float32 on a GPU as convolutions and matrix products do under autocast."""
+    if x.is_cuda and x.dtype is torch.float32 and torch.is_autocast_enabled("cuda"):
+        return x.to(torch.get_autocast_dtype("cuda"))
+    return x
 
 
 class ConvPositionEncoding(GridConvolution):

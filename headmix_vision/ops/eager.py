@@ -40,10 +40,12 @@ def _is_eager() -> bool:
 
 
 def _is_plain(argument: Any) -> bool:
-    """Tell whether an argument is or holds no tensor of a subclass."""
+    """Tell whether an argument is or holds no tensor of a subclass; a list holds tensors alone, or none."""
     if isinstance(argument, Tensor):
         return has_plain_type(argument)
-    return not isinstance(argument, list) or all(map(_is_plain, argument))
+    if isinstance(argument, list) and argument and isinstance(argument[0], Tensor):
+        return all(map(has_plain_type, argument))
+    return True
 
 
 def as_function(run: Run, setup_context: Run, backward: Run) -> Run:

@@ -78,10 +78,10 @@ def find_gpu(device: torch.device) -> Gpu | None:
     return Gpu(about.name, (about.major, about.minor), shared_memory, about.multi_processor_count)
 
 
-def gpu_of(x: Tensor) -> Gpu:
-    """Return the GPU of a tensor that the kernels can run on."""
-    gpu = find_gpu(x.device)
-    assert gpu is not None, x.device
+def gpu_behind(device: torch.device) -> Gpu:
+    """Return the GPU behind the device of a tensor that the kernels can run on."""
+    gpu = find_gpu(device)
+    assert gpu is not None, device
     return gpu
 
 

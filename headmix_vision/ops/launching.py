@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import Gpu, gpu_of
+from headmix_vision.ops.kernels import Gpu, gpu_behind
 
 R = TypeVar("R")
 _MOST_PLANS = 512
@@ -26,7 +26,6 @@ class Layout(NamedTuple):
 
     Attributes:
         aligned: whether the address is a multiple of 16 bytes.
-        gpu: the GPU that holds the tensor.
     """
 
     shape: torch.Size
@@ -34,11 +33,15 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     aligned: bool
-    gpu: Gpu
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU that holds the tensor."""
+        return gpu_behind(self.device)
 
 
 def layout(x: Tensor) -> Layout:
-    return Layout(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0, gpu_of(x))
+    return Layout(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
 
 
 def planned(plan: Callable[..., R]) -> Callable[..., R]:

@@ -80,25 +80,27 @@ def assert_within_budget(impl, ours, inputs, d_out, blocks, normalizer="paper", 
     """Errors against float64 at most those of the eager form in the type of the inputs: twice, gradients three times.
 
     Both the mean and the largest error of the output and of each gradient count. The first tokens of causal attention
-    see few, so that nothing averages the rounding of single TF32 products, which the eager form has not.
+    see few, so that nothing averages the rounding of single TF32 products, which the eager form has not: three of them,
+    of halves that are cut off, leave out up to 2^-20 of a product of float32 numbers, and 2^-22 on average.
     """
     options = {"normalizer": normalizer, "feature_map": feature_map, "causal": causal}
     exact = run(lambda *x: mhla(*x, blocks, impl="torch", **options), [x.double() for x in inputs], d_out)
     eager = run(lambda *x: EAGER[impl](*x, blocks, **options), inputs, d_out)
-    rounding = {torch.float32: 2.0**-22, torch.float16: 2.0**-11}.get(inputs[0].dtype, 0.0) if causal else 0.0
+    shares = {torch.float32: (2.0**-22, 2.0**-20), torch.float16: (2.0**-11, 2.0**-11)}
+    rounding = shares.get(inputs[0].dtype, (0.0, 0.0)) if causal else (0.0, 0.0)
     assert_errors_within(("out", "dq", "dk", "dv", "dmixing"), ours, eager, exact, rounding)
 
 
-def assert_errors_within(names, ours, eager, exact, rounding=0.0):
+def assert_errors_within(names, ours, eager, exact, rounding=(0.0, 0.0)):
     """Mean and largest error of each result at most twice those of the eager form, of gradients three times.
 
-    ``rounding``: what is added, as a share of the mean and of the largest result.
+    ``rounding``: what is added, as shares of the mean and of the largest result.
     """
     for name, x, e, reference in zip(names, ours, eager, exact, strict=True):
         factor = 3 if name.startswith("d") else 2
         error, budget = (x.double() - reference).abs(), (e.double() - reference).abs()
-        for kind, measure in (("mean", torch.mean), ("max", torch.max)):
-            allowed = factor * measure(budget) + rounding * measure(reference.abs())
+        for kind, measure, share in (("mean", torch.mean, rounding[0]), ("max", torch.max, rounding[1])):
+            allowed = factor * measure(budget) + share * measure(reference.abs())
             message = f"{kind} error of {name}: {measure(error):.2e}, of the eager form {measure(budget):.2e}"
             assert measure(error) <= allowed, message
 
