@@ -371,16 +371,18 @@ def context_parallel() -> str:
     return markdown_table(["tokens, blocks", "", "MHLA", "layer", "model", "sent in a layer"], lines)
 
 
-def models(name: str, titles: Sequence[str], mix: str = "") -> str:
-    """Pairs of whole models: the baseline, another, their ratio, and that of their peak memory."""
+def models(name: str, titles: Sequence[str], columns: Sequence[str]) -> str:
+    """Whole models: the baseline, then others with their ratios to it in speed and in peak memory."""
     rows, lines = read(name), []
-    precise = 1 if float(rows[0]["imgs_per_s"]) < 1000 else 0
-    for title, one, other in zip(titles, rows[::2], rows[1::2], strict=True):
-        speeds = [f"{float(row['imgs_per_s']):,.{precise}f}" for row in (one, other)]
-        ratios = [f"{float(other[x]):.2f}" for x in ("ratio_to_baseline", "peak_ratio_to_baseline")]
-        lines.append([title, *speeds, *ratios])
-    header = ["", *(f"images/s, {mix}{core}" for core in ("softmax", "MHLA")), "ratio", "peak memory"]
-    return markdown_table(header, lines)
+    starts = [i for i, row in enumerate(rows) if float(row["ratio_to_baseline"]) == 1]
+    for title, start, end in zip(titles, starts, [*starts[1:], len(rows)], strict=True):
+        cells = []
+        for row in rows[start:end]:
+            ratios = [f"{float(row[x]):.2f}" for x in ("ratio_to_baseline", "peak_ratio_to_baseline")]
+            speed = f"{float(row['imgs_per_s']):,.{int(float(row['imgs_per_s']) < 1000)}f}"
+            cells.append(f"{speed} ({', '.join(ratios)})" if cells else speed)
+        lines.append([title, *cells, *[""] * (len(columns) - len(cells))])
+    return markdown_table(["images/s", *columns], lines)
 
 
 def explicit_heads() -> str:
@@ -422,9 +424,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "context_parallel": context_parallel,
     "head_mix_parts": head_mix_parts,
     "head_mix_attention": head_mix_attention,
-    "models_iha": partial(models, "models_deit_iha_h200", ["512 px, batch 64, training"], "IHA over "),
-    "models_deit": partial(models, "models_deit_h200", DEIT_TITLES),
-    "models_dit": partial(models, "models_dit_h200", ["512 px, batch 32", "1,024 px, batch 8"]),
+    "models_iha": partial(
+        models, "models_deit_iha_h200", ["512 px, batch 64, training"], ["IHA over softmax", "IHA over MHLA"]
+    ),
+    "models_deit": partial(
+        models, "models_deit_h200", DEIT_TITLES, ["softmax", "MHLA", "MHLA with CPE", "Head-in-Head, r = 4"]
+    ),
+    "models_dit": partial(models, "models_dit_h200", ["512 px, batch 32", "1,024 px, batch 8"], ["softmax", "MHLA"]),
     "models_mea": explicit_heads,
     "scale_plan": lambda: markdown_table(plan_scale.HEADER, plan_scale.plan()),
 }

@@ -6,6 +6,7 @@ again what SiLU needs. Sums have a fixed order: repeated calls are bit-equal.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,18 +35,19 @@ def _forward(
     """Compute the convolved tokens."""
     out = x.new_empty(x.shape)
     if x.numel():
-        first, planes = prefix * repeats, _planes(weight, shape, repeats)
-        x = launch.in_rows(x)
+        first, planes = prefix * repeats, _planes(tuple(shape), repeats, weight.shape[2:])
+        x, tokens = launch.in_rows(x), out
         if prefix:
             out[:, :first] = F.silu(x[:, :first]) if silu else x[:, :first]
+            x, tokens = x[:, first:], out[:, first:]
         with torch.cuda.device_of(x):
-            taps = launch.taps_first(weight)
-            launch.conv(x[:, first:], taps, bias, None, out[:, first:], planes, residual, silu)
+            launch.conv(x, launch.taps_first(weight), bias, None, tokens, planes, residual, silu)
     return out
 
 
-def _planes(weight: Tensor, shape: list[int], repeats: int) -> launch.Planes:
-    return launch.Planes.of(TokenGrid(tuple(shape), 0, repeats), tuple(weight.shape[2:]))
+@lru_cache
+def _planes(shape: tuple[int, ...], repeats: int, extents: torch.Size) -> launch.Planes:
+    return launch.Planes.of(TokenGrid(shape, 0, repeats), tuple(extents))
 
 
 _forward_op = torch.library.custom_op("headmix_vision::grid_conv", _forward, mutates_args=())
@@ -64,12 +66,12 @@ def _gradients(
     d_x, d_weight, d_bias = _like_gradients(x, weight, bias)
     if x.numel() == 0:
         return d_x, d_weight.zero_(), d_bias.zero_()
-    first, planes = prefix * repeats, _planes(weight, shape, repeats)
-    x, d_out, taps = launch.in_rows(x), launch.in_rows(d_out), launch.taps_first(weight)
+    first, planes = prefix * repeats, _planes(tuple(shape), repeats, weight.shape[2:])
+    x, d_out, taps, d_tokens = launch.in_rows(x), launch.in_rows(d_out), launch.taps_first(weight), d_x
     if prefix:
         d_prefix, of = d_out[:, :first], x[:, :first]
         d_x[:, :first] = torch.ops.aten.silu_backward(d_prefix, of) if silu else d_prefix
-    x, d_out, d_tokens = x[:, first:], d_out[:, first:], d_x[:, first:]
+        x, d_out, d_tokens = x[:, first:], d_out[:, first:], d_x[:, first:]
     with torch.cuda.device_of(x):
         if silu:
             d_sum = d_out.new_empty(d_out.shape)
