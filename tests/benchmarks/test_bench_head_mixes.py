@@ -68,4 +68,4 @@ def test_bench_head_mixes_writes_a_table(load, tmp_path: Path, capsys):
         *(("op", form) for form in ("mhla", "math")),
         *(("layer", form) for form in ("mhla", "softmax")),
     ]
-    assert all(float(row["forward_backward_ms"]) > float(row["forward_ms"]) * 0.5 > 0 for row in rows)
+    assert all(float(row[time]) > 0 for row in rows for time in ("forward_ms", "forward_backward_ms"))
