@@ -294,9 +294,11 @@ def test_heads_that_do_not_fit_a_small_gpu_are_read_tile_by_tile(monkeypatch, gr
 
 
 @pytest.mark.parametrize("impl", REGIMES, indirect=True)
-def test_tables_first_asked_for_inside_a_cuda_graph(impl):
+@pytest.mark.parametrize(
+    "blocks", [TokenBlocks.from_grid((11, 13), (3, 2), 1), TokenBlocks.from_grid((13, 16), (4, 4), 1)], ids=str
+)
+def test_tables_first_asked_for_inside_a_cuda_graph(impl, blocks):
     """With ``reduce-overhead`` the first call runs in the memory pool of a graph, which others use again."""
-    blocks = TokenBlocks.from_grid((11, 13), (3, 2), 1)
 
     @partial(torch.compile, mode="reduce-overhead")
     def block(x, weight, mixing):
@@ -304,10 +306,10 @@ def test_tables_first_asked_for_inside_a_cuda_graph(impl):
         return mhla(q, k, v, mixing, blocks, impl=impl).flatten(2)
 
     weight = (torch.randn(96, 3 * 3 * 64, device="cuda", dtype=BF16) / 10).requires_grad_()
-    mixing = torch.rand(7, 7, device="cuda", requires_grad=True)
+    mixing = torch.rand(blocks.num_blocks, blocks.num_blocks, device="cuda", requires_grad=True)
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
-        x = torch.randn(2, 144, 96, device="cuda", dtype=BF16)
+        x = torch.randn(2, blocks.num_tokens, 96, device="cuda", dtype=BF16)
         out = block(x, weight, mixing)
         ours = [y.clone() for y in (out, *torch.autograd.grad(out.sum(), (weight, mixing)))]
         expected = mhla(*(x @ weight).unflatten(-1, (3, 3, 64)).unbind(-3), mixing, blocks, impl="torch").flatten(2)

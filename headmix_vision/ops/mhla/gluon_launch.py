@@ -154,8 +154,8 @@ def plan_backward(
     passes = ceil(N, tiles["KEYS"])
     parts = ((B if per_head else programs) * passes, *mixing.shape[:-2], num_blocks, num_blocks)
     scratch = (programs, passes * tiles["KEYS"], tuning.HOPPER_WIDE_COLUMNS + num_blocks) if wide else None
-    blocks = block_of_token(settings.blocks, q.device)
-    return BackwardPlan(launch, (blocks - 1) % M if tiles.get("PREFIX") else blocks, parts, scratch)
+    blocks = block_of_token(settings.blocks, q.device, 1 if tiles.get("PREFIX") else 0)
+    return BackwardPlan(launch, blocks, parts, scratch)
 
 
 def run_backward(

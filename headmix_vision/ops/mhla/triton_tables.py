@@ -62,9 +62,10 @@ def places(blocks: TokenBlocks, longest_run: int, device: torch.device) -> Place
 
 
 @cached_tables
-def block_of_token(blocks: TokenBlocks, device: torch.device) -> Tensor:
-    """List the block of each token in raster order: int32 [N]."""
-    return blocks.tables(_CPU).block_of_token.to(device, torch.int32)
+def block_of_token(blocks: TokenBlocks, device: torch.device, first: int = 0) -> Tensor:
+    """List the block of each token in raster order, those before block ``first`` counted last: int32 [N]."""
+    table = (blocks.tables(_CPU).block_of_token - first) % blocks.num_blocks
+    return table.to(device, torch.int32)
 
 
 @cached_tables
