@@ -47,7 +47,7 @@ LATENTS = [
     "--checkpoint_every_n_steps", "null",
 ]  # fmt: skip
 IMAGES = ["--model.schedule.warmup_epochs", "0", "--trainer.limit_val_batches", "0"]
-COMPILE = {"none": "false", "default": "true", "blocks": "blocks"}
+COMPILE = {"none": "false", "default": "true", "reduce-overhead": "graphs"}
 WHAT = {"no averaging": ["--ema.decay", "null"], "averaging": []}
 DEFAULTS: dict[str, Any] = {
     "models": ["dit_mhla_s_2", "deit_mhla_small:drop_path_rate=0.1"],
@@ -221,9 +221,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", help="names and options as for bench_models.py, `dit_*` or classifiers")
     parser.add_argument("--size", type=int, help="latents, by default 32, or pixels, by default 224")
     parser.add_argument("--batch", type=int, help="by default 256")
-    parser.add_argument(
-        "--compile", choices=("none", "default"), help="of bare step and commands, by default 'default'"
-    )
+    parser.add_argument("--compile", choices=list(COMPILE), help="mode of bare step and commands, by default 'default'")
     parser.add_argument("--steps", type=int, help="of each command, by default 320")
     parser.add_argument("--warmup_steps", type=int, help="the first ones, which are not timed, by default 110")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")

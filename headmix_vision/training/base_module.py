@@ -23,7 +23,7 @@ from headmix_vision.training.sharding import ShardedStrategy
 _STEP = 0  # stream of random numbers
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)  # fused on GPUs; fused SGD fails on parameters without a first gradient
 
-Compile = bool | Literal["blocks"]
+Compile = bool | Literal["blocks", "graphs"]
 
 
 def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int, steps_per_epoch: float) -> Scheduler:
@@ -77,7 +77,8 @@ class BaseModule(LightningModule):
         optimizer: Optimizer.
         schedule: Learning rate schedule.
         seed: Seed of whatever is random in a step.
-        compile: Compile the network with `torch.compile`; with `blocks`, and where it is sharded, each block by itself.
+        compile: Compile the network with `torch.compile`; with `blocks`, and where it is sharded, each block by itself;
+            with `graphs` into CUDA graphs, which one process replays with few launches.
         grad_checkpointing: Compute the blocks a second time in the backward pass, instead of keeping what is in them.
 
     Attributes:
@@ -110,7 +111,8 @@ class BaseModule(LightningModule):
         """Compiles the network, and shards it for training, if asked to.
 
         Raises:
-            InputError: If gradient checkpointing is asked of a network that has none, or blocks of one without them.
+            InputError: If gradient checkpointing is asked of a network that has none, blocks of one without them, or
+                CUDA graphs of several processes.
         """
         if isinstance(self.net, FSDPModule):
             return
@@ -120,13 +122,15 @@ class BaseModule(LightningModule):
                 raise InputError("model.grad_checkpointing: this model cannot checkpoint gradients; set it to false")
             set_checkpointing()
         strategy, by_blocks = self.trainer.strategy, self.compile_net == "blocks"
+        if self.compile_net == "graphs" and self.trainer.world_size > 1:
+            raise InputError("model.compile=graphs is for one process; set it to true or to blocks")
         if isinstance(strategy, ShardedStrategy) and self.trainer.state.fn == "fit":
             strategy.shard(self.net)
             by_blocks = True  # between them weights are gathered
         if self.compile_net and by_blocks:
             compile_blocks(self.net)
         elif self.compile_net:
-            self.net.compile()
+            self.net.compile(mode="reduce-overhead" if self.compile_net == "graphs" else None)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Makes the optimizer; the schedule follows in `on_train_start`.

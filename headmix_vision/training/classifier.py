@@ -46,7 +46,8 @@ class ImageClassifier(BaseModule):
         mixup: Mixup and CutMix.
         optimizer: Optimizer.
         schedule: Learning rate schedule.
-        compile: Compile the network with `torch.compile`; with `blocks` each block by itself, which takes less time.
+        compile: Compile the network with `torch.compile`; with `blocks` each block by itself, which takes less time;
+            with `graphs` into CUDA graphs, for small networks on one GPU, whose steps wait for the host.
         grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
         seed: Seed of dropout, drop path and mixup; the command line sets it to `seed_everything`.
 

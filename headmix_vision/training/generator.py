@@ -48,7 +48,8 @@ class ImageGenerator(BaseModule):
         objective: What is learned.
         optimizer: Optimizer.
         schedule: Learning rate schedule.
-        compile: Compile the network with `torch.compile`; with `blocks` each block by itself, which takes less time.
+        compile: Compile the network with `torch.compile`; with `blocks` each block by itself, which takes less time;
+            with `graphs` into CUDA graphs, for small networks on one GPU, whose steps wait for the host.
         grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
         seed: Seed of noise, times and dropped labels; the command line sets it to `seed_everything`.
 

@@ -258,3 +258,17 @@ def test_blocks_are_compiled_by_themselves_whatever_their_stochastic_depth(monke
     del net.blocks
     with pytest.raises(InputError, match="this model has no blocks"):
         module.configure_model()
+
+
+def test_cuda_graphs_are_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[object] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda _, mode: modes.append(mode))
+    for compile in ("graphs", True):
+        module = classifier(compile=compile)
+        attach(module)
+        module.configure_model()
+    assert modes == ["reduce-overhead", None]
+    module = classifier(compile="graphs")
+    attach(module, world_size=2)
+    with pytest.raises(InputError, match="compile=graphs is for one process"):
+        module.configure_model()
