@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch.distributed.checkpoint import CheckpointException, save
 
 from headmix_vision.commands import export
@@ -67,8 +68,21 @@ def read(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a run of 24 steps in one process (`one`) and of two with shards (`two`), and `kept/` after step 7."""
-    folder = tmp_path_factory.mktemp("sharding")
+    """Folder with a run of 24 steps in one process (`one`) and of two with shards (`two`), and `kept/` after step 7.
+
+    One of the processes that share the tests makes it, each has a copy.
+    """
+    copy = tmp_path_factory.mktemp("sharding") / "copy"
+    made = copy.parents[2 if "PYTEST_XDIST_WORKER" in os.environ else 1] / "sharding_made"
+    with FileLock(f"{made}.lock"):
+        if not made.exists():
+            make_runs(made.with_suffix(".part")).rename(made)
+    return shutil.copytree(made, copy)
+
+
+def make_runs(folder: Path) -> Path:
+    """Train what `folder` names."""
+    folder.mkdir()
     process = start("fit", "-c", write_run(folder, 8), "--run_dir", folder / "two", *TWO_RANKS)
     plain = write_config(folder / "one.yaml", **NO_RANDOMNESS, **LONG, data__batch_size=16, data__eval_batch_size=32)
     assert run("fit", "-c", plain, "--run_dir", folder / "one") == 0
