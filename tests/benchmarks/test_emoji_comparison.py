@@ -36,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def given(root: Path, out: Path, *more: object) -> list[str]:
-    return [*map(str, ["--root", root, "--features", "judge", "--judge", "judge", "--out", out, *more])]
+    return [*map(str, ["--root", root, "--features", f"lite0:{root}", "--judge", root, "--out", out, *more])]
 
 
 def test_models_differ_in_their_attention_alone(load, root: Path, tmp_path: Path, monkeypatch):
@@ -93,6 +93,16 @@ def test_guidance_is_chosen_on_validation_and_the_test_split_comes_then(load, ro
         assert message in capsys.readouterr().err and out.read_text() == written
     with pytest.raises(SystemExit, match="--guidance names one twice"):
         comparison.main([*arguments, "--guidance", "2", "2"])
+    with pytest.raises(SystemExit, match="--features lite0:none: there is no none"):
+        comparison.main([*arguments, "--features", "lite0:none"])
+
+
+def test_paths_of_classifiers_are_those_of_the_working_directory(load, tmp_path: Path, monkeypatch) -> None:
+    find = load("compare_emoji").find
+    (tmp_path / "runs" / "judge").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find("features", "lite0:runs/judge") == f"lite0:{tmp_path}/runs/judge"
+    assert find("judge", "runs/judge") == f"{tmp_path}/runs/judge" and find("features", "inception") == "inception"
 
 
 @pytest.mark.slow
