@@ -2,6 +2,7 @@
 
     python benchmarks/bench_mhla.py                        # every shape; writes docs/mhla_<device>.csv and the plot
     python benchmarks/bench_mhla.py --shapes deit,k4       # a few rows, printed only (--out DIR writes them)
+    python benchmarks/bench_mhla.py --causal --shapes model --out docs      # causal attention: docs/mhla_causal_...
     python benchmarks/bench_mhla.py --device cpu --tiny    # tries the script itself where there is no GPU
 
 bf16, forward without saved state and forward with backward (all gradients, that of the mixing matrix included). Floor:
@@ -35,6 +36,7 @@ from measuring import copy_bandwidth, device_slug, environment, open_device, rel
 from mhla_cases import (
     COLUMNS,
     DEFAULT_COLUMNS,
+    NOT_CAUSAL,
     Shape,
     raster_inputs,
     run_low_precision,
@@ -149,6 +151,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="all", help="names, 'sweep', 'scaling' or 'all', separated by commas")
     parser.add_argument("--columns", help=f"of {', '.join(COLUMNS)}, separated by commas")
+    parser.add_argument("--causal", action="store_true", help="tokens see those before them in the order of blocks")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--tiny", action="store_true", help="small versions of the shapes")
     parser.add_argument("--out", type=Path, help="folder of the CSV and images/; default docs for a whole run on CUDA")
@@ -169,10 +172,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: --limit_ms {arguments.limit_ms:g} and --jobs {arguments.jobs} must be positive.")
     device = open_device(arguments.device)
     names = arguments.columns.split(",") if arguments.columns else DEFAULT_COLUMNS[device.type]
-    columns = [COLUMNS[name] for name in names]
     if arguments.tiny:
         shapes = [shape.tiny() for shape in shapes]
-    whole = arguments.shapes == "all" and not (arguments.columns or arguments.tiny) and device.type == "cuda"
+    if arguments.causal:
+        shapes = [replace(shape, causal=True) for shape in shapes]
+        names = [name for name in names if name not in NOT_CAUSAL]
+    columns = [COLUMNS[name] for name in names]
+    whole = arguments.shapes == "all" and not (arguments.columns or arguments.tiny or arguments.causal)
+    whole = whole and device.type == "cuda"
     out = arguments.out or (Path("docs") if whole else None)
     jobs = arguments.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if device.type == "cuda" else 1)
 
@@ -186,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}: time grows as N^{forward:.3f} forward, N^{both:.3f} with backward (fixed batch and blocks)")
     print(*notes, sep="\n")
     if out is not None:
-        slug = device_slug(facts["device"])
+        slug = f"{'causal_' * arguments.causal}{device_slug(facts['device'])}"
         write_csv(out / f"mhla_{slug}.csv", rows)
         if any(row["group"] == "sweep" for row in rows):
             draw(rows, out / "images" / f"mhla_{slug}.svg")

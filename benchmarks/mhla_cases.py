@@ -26,7 +26,10 @@ PAIRWISE_MAX_TOKENS = 4096  # beyond, the N x N form takes seconds
 
 @dataclass(frozen=True)
 class Shape:
-    """One row: B·H·grid·D and the block grid; ``group`` is "model", "sweep" (B·N fixed) or "scaling" (B fixed)."""
+    """One row: B·H·grid·D and the block grid; ``group`` is "model", "sweep" (B·N fixed) or "scaling" (B fixed).
+
+    ``causal``: MHLA in the order of the blocks, softmax in that of its inputs, which costs as much.
+    """
 
     name: str
     batch: int
@@ -36,6 +39,7 @@ class Shape:
     block_grid: tuple[int, ...]
     prefix: int = 0
     group: str = "model"
+    causal: bool = False
 
     @property
     def blocks(self) -> TokenBlocks:
@@ -134,7 +138,7 @@ def _leaves(*inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def run_mhla(impl: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
-    return mhla(q, k, v, mixing, shape.blocks, eps=EPS, impl=impl)
+    return mhla(q, k, v, mixing, shape.blocks, eps=EPS, causal=shape.causal, impl=impl)
 
 
 def run_released(shape: Shape, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
@@ -164,14 +168,14 @@ def run_sdpa_raster(backend: SDPBackend, shape: Shape, q: Tensor, k: Tensor, v: 
 
 def run_sdpa(backend: SDPBackend, shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
 
 
 def run_flash4(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FlashAttention 4, of the package `flash-attn-4`, on the views of a packed projection."""
     from flash_attn.cute import flash_attn_func
 
-    out = flash_attn_func(q, k, v)
+    out = flash_attn_func(q, k, v, causal=shape.causal)
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -183,8 +187,12 @@ def run_low_precision(shape: Shape, q: Tensor, k: Tensor, v: Tensor, mixing: Ten
     v = F.pad(v, (0, 1), value=1.0)
     q, k, v = (x.transpose(1, 2)[:, :, tables.tokens.clamp(min=0)] for x in (q, k, v))  # [B, H, M, n, D]
     summaries = (k * present).mT @ v
-    mixed = torch.einsum("ij,bhjde->bhide", mixing.to(q.dtype), summaries)
-    out = (q @ mixed).flatten(2, 3)[:, :, tables.slot_of_token].transpose(1, 2)
+    mixing = mixing.to(q.dtype)
+    mixed = torch.einsum("ij,bhjde->bhide", mixing.tril(-1) if shape.causal else mixing, summaries)
+    out = q @ mixed
+    if shape.causal:  # blocks before by their summaries, tokens of the own block one by one
+        out = out + ((q @ k.mT) * mixing.diagonal()[:, None, None]).tril() @ v
+    out = out.flatten(2, 3)[:, :, tables.slot_of_token].transpose(1, 2)
     return out[..., :-1] / out[..., -1:]
 
 
@@ -224,3 +232,4 @@ DEFAULT_COLUMNS = {
     ),
     "cpu": ("torch", "math", "released", "linear"),
 }
+NOT_CAUSAL = ("released", "linear")

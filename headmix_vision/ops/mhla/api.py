@@ -64,8 +64,7 @@ def mhla(
         impl: ``"auto"``: Triton on CUDA where the kernels can run, else torch. ``"triton"``: kernels for bfloat16,
             float16 and float32 and head dims up to 128, differentiable once; a cost model picks one of two algorithms,
             ``"triton_pairwise"`` and ``"triton_summary"`` name it. ``"torch"``: linear in N, any device.
-            ``"reference"``: the N x N form, a specification. The causal kernels have not passed all of their
-            tests on a GPU yet: ``"auto"`` leaves them out, ``"triton"`` takes them.
+            ``"reference"``: the N x N form, a specification.
 
     Returns:
         [B, N, H, Dv] of ``v``'s type, in raster order.
@@ -75,6 +74,4 @@ def mhla(
     """
     settings = Settings(blocks, normalizer, feature_map, eps, causal=causal)
     validate_mhla(q, k, v, mixing, settings, impl)
-    if causal and impl == "auto":
-        impl = "torch"
     return select(impl, IMPLEMENTATIONS, q.is_cuda, lambda: why_not_triton(q, v))(q, k, v, mixing, settings)
