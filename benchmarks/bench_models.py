@@ -10,8 +10,9 @@
 All models of a run see the same random data under bf16 autocast and the same torch.compile mode. A training step is
 forward, loss, backward and a fused AdamW step; inference is a forward pass in inference mode. The models take turns,
 window by window, and each figure is the median of its windows. Peak memory is what a model needs beyond the data: its
-weights, gradients, optimizer states (training) and activations. Where a batch does not fit, all models of that size
-are measured again at half of it.
+weights, gradients, optimizer states (training) and activations; of CUDA graphs (`--compile reduce-overhead`), whose
+memory PyTorch does not count, it is left out. Where a batch does not fit, all models of that size are measured again at
+half of it.
 
 Options of a model follow its name and a colon, separated by commas; a dot stands for a mapping inside an option.
 
@@ -101,7 +102,8 @@ class Contestant:
             torch.cuda.reset_peak_memory_stats(self.device)
         self.steps = 1
         self.steps = max(1, math.ceil(window_s / self.window()))
-        self.peak_gib = (torch.cuda.max_memory_allocated(self.device) - before) / 2**30 if on_gpu else None
+        counted = on_gpu and compile_mode != "reduce-overhead"
+        self.peak_gib = (torch.cuda.max_memory_allocated(self.device) - before) / 2**30 if counted else None
 
     def step(self) -> None:
         """One training step, or one forward pass."""

@@ -80,6 +80,7 @@ CLAIMS = {
     "compress": "fewer heads of keys and values",
 }
 FURTHER_CLAIMS = {
+    "mhla_causal_h200": "causal MHLA",
     "head_mixes_h200": "interleaved heads, as ops and layers",
     "models_deit_iha_h200": "DeiT-S with interleaved heads",
     "models_deit_mea_h200": "DeiT-S with explicit heads",
@@ -278,15 +279,15 @@ def moving_digits(part: Callable[[Report], str], name: str = "moving_digits", se
     return part(Report(open_table(arguments.out), Runs(arguments, math.inf)))
 
 
-def mhla() -> str:
-    """Times of the op at the shapes of models, and over the floor, beside softmax and the released maths."""
+def mhla(name: str, last: str) -> str:
+    """Times of the op at the shapes of models, and over the floor, beside softmax and one more column."""
     lines = []
-    for shape, name in MHLA_SHAPES.items():
-        rows = {row["column"]: row for row in read("mhla_h200", shape=shape)}
+    for shape, title in MHLA_SHAPES.items():
+        rows = {row["column"]: row for row in read(name, shape=shape)}
         ours = [over_floor(rows["auto"], time) for time in ("forward", "forward_backward")]
-        lines.append([name, *ours, *(both(rows[x]) for x in ("flash_packed", "cudnn_packed", "released"))])
-    header = ["shape (B·H·N·D, blocks)", "forward", "forward + backward"]
-    return markdown_table([*header, "FlashAttention f / f+b", "cuDNN f / f+b", "released f / f+b"], lines)
+        lines.append([title, *ours, *(both(rows[x]) for x in ("flash_packed", "cudnn_packed", last))])
+    header = ["shape (B·H·N·D, blocks)", "forward", "forward + backward", "FlashAttention f / f+b", "cuDNN f / f+b"]
+    return markdown_table([*header, f"{last} f / f+b"], lines)
 
 
 def hih() -> str:
@@ -378,7 +379,7 @@ def models(name: str, titles: Sequence[str], columns: Sequence[str]) -> str:
     for title, start, end in zip(titles, starts, [*starts[1:], len(rows)], strict=True):
         cells = []
         for row in rows[start:end]:
-            ratios = [f"{float(row[x]):.2f}" for x in ("ratio_to_baseline", "peak_ratio_to_baseline")]
+            ratios = [f"{float(row[x]):.2f}" for x in ("ratio_to_baseline", "peak_ratio_to_baseline") if row[x]]
             speed = f"{float(row['imgs_per_s']):,.{int(float(row['imgs_per_s']) < 1000)}f}"
             cells.append(f"{speed} ({', '.join(ratios)})" if cells else speed)
         lines.append([title, *cells, *[""] * (len(columns) - len(cells))])
@@ -395,8 +396,10 @@ def explicit_heads() -> str:
     return markdown_table(header, lines)
 
 
-DEIT_TITLES = [f"{size} px, batch {batch}, {mode}" for size, batch in ((224, 256), (512, 64))
-               for mode in ("training", "inference")]  # fmt: skip
+DEIT_TITLES = ["224 px, batch 256, training", "224 px, batch 256, inference", "512 px, batch 64, training"]
+DEIT_GRAPHS = [f"{title}, graphs" for title in (*DEIT_TITLES, "512 px, batch 64, inference")]
+DIT_TITLES = ["512 px, batch 32, training", *(f"{title}, graphs" for title in (
+    "1,024 px, batch 8, training", "512 px, batch 32, inference", "1,024 px, batch 8, inference"))]  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
     "claims": partial(claims, CLAIMS, "docs/"),
     "further_claims": partial(claims, FURTHER_CLAIMS, ""),
@@ -418,7 +421,8 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "moving_digits_lengths": partial(moving_digits, Report.lengths),
     "moving_digits_windows": partial(moving_digits, Report.windows),
-    "mhla": mhla,
+    "mhla": partial(mhla, "mhla_h200", "released"),
+    "mhla_causal": partial(mhla, "mhla_causal_h200", "torch"),
     "hih": hih,
     "conv": conv,
     "context_parallel": context_parallel,
@@ -428,9 +432,12 @@ TABLES: dict[str, Callable[[], str]] = {
         models, "models_deit_iha_h200", ["512 px, batch 64, training"], ["IHA over softmax", "IHA over MHLA"]
     ),
     "models_deit": partial(
-        models, "models_deit_h200", DEIT_TITLES, ["softmax", "MHLA", "MHLA with CPE", "Head-in-Head, r = 4"]
+        models,
+        "models_deit_h200",
+        [*DEIT_TITLES, *DEIT_GRAPHS],
+        ["softmax", "MHLA", "MHLA with CPE", "Head-in-Head, r = 4"],
     ),
-    "models_dit": partial(models, "models_dit_h200", ["512 px, batch 32", "1,024 px, batch 8"], ["softmax", "MHLA"]),
+    "models_dit": partial(models, "models_dit_h200", DIT_TITLES, ["softmax", "MHLA"]),
     "models_mea": explicit_heads,
     "scale_plan": lambda: markdown_table(plan_scale.HEADER, plan_scale.plan()),
 }

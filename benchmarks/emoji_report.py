@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from emoji_runs import DATASET, MODELS, REAL, TEST, VALIDATION, Case, Runs
+from generator_runs import mark
 from PIL import Image
 
 from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
@@ -63,9 +64,8 @@ class Report:
         lines = []
         for row in (*self.given.rows, REAL):
             if rows := self._found(row):
-                flat = "" if all(each["flat"] != "no" for each in rows) else " (not flat)"
                 size = f"{float(rows[0]['parameters']) / 1e6:.2f} M" if rows[0]["parameters"] else "–"
-                about = [size, (rows[0]["steps"] or "–") + flat, rows[0]["guidance"] or "–"]
+                about = [size, (rows[0]["steps"] or "–") + mark(rows), rows[0]["guidance"] or "–"]
                 lines.append([row, *about, *(_cell(rows, column) for column in SCORES)])
         return markdown_table(["attention", "parameters", "steps", "guidance", *SCORES.values()], lines)
 

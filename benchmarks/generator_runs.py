@@ -105,8 +105,17 @@ def is_flat(losses: Mapping[int, float]) -> bool:
 
 
 def flat(run: Path) -> str:
-    """Tell whether a run's validation loss is flat, yes or no."""
-    return yes(is_flat({step + 1: loss for step, loss in read_curve(run, "val/loss").items()}))  # steps from 0
+    """Tell whether a run's validation loss is flat, yes or no, or rising: more than 2 % above the lowest."""
+    losses = {step + 1: loss for step, loss in read_curve(run, "val/loss").items()}  # steps from 0
+    if losses and losses[max(losses)] > 1.02 * min(losses.values()):
+        return "rising"
+    return yes(is_flat(losses))
+
+
+def mark(rows: Sequence[Row]) -> str:
+    """What a table says of runs whose validation loss was not flat in the end, or had been lower."""
+    ends = {row["flat"] for row in rows}
+    return " (not flat)" if "no" in ends else " (rising)" if "rising" in ends else ""
 
 
 def hash_of(*parts: object) -> str:

@@ -27,6 +27,8 @@ Mix = Callable[[Tensors, Tensor], Tensors]
 class Shape:
     """Interleaved heads on images: B images of a grid of tokens."""
 
+    causal = False  # what `mhla_cases` asks its own shapes
+
     name: str
     batch: int
     grid: tuple[int, int]
@@ -169,7 +171,7 @@ def _mhla(impl: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor, mixing: Tens
 
 
 def _low_precision_mhla(shape: Shape, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
-    return run_low_precision(SimpleNamespace(blocks=shape.blocks), q, k, v, mixing)
+    return run_low_precision(SimpleNamespace(blocks=shape.blocks, causal=False), q, k, v, mixing)
 
 
 def _softmax_forms() -> tuple[Form, ...]:

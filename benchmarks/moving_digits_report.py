@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from generator_runs import mark
 from moving_digits_runs import BASE, EXTENDS, FORWARD, LEARNED_PERCENT, MODELS, REAL, STEP, WHOLE, WINDOWS, Case, Runs
 from PIL import Image
 
@@ -130,10 +131,9 @@ class Report:
         """A row's name, its steps, and the scores of clips of training's length."""
         found = self._found(row)
         steps = " to ".join(sorted({each["steps"] for each in found}, key=int))
-        flat = "" if all(each["flat"] != "no" for each in found) else " (not flat)"
         motion = statistics.mean(float(each["motion_percent"]) for each in found)
         learned = "" if motion >= LEARNED_PERCENT else " (has not learned)"
-        return [row + learned, steps + flat, *(_cell(found, column) for column in ("fvd", *QUALITY))]
+        return [row + learned, steps + mark(found), *(_cell(found, column) for column in ("fvd", *QUALITY))]
 
     def _ceilings(self, rows: Sequence[str], frames: int, way: str) -> list[str]:
         """The judge's scores of real clips, which are the same beside all rows."""

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -95,7 +96,8 @@ def test_shapes(cases):
 def test_the_gate_refuses_wrong_results(cases, load, monkeypatch):
     bench = load("bench_mhla")
     shape = cases.Shape("small", 2, 2, (7, 7), 24, (3, 3), prefix=1)
-    assert bench.check_shape(shape, ["torch"], "cpu") == []
+    for causal in (False, True):
+        assert bench.check_shape(replace(shape, causal=causal), ["torch"], "cpu") == []
 
     def wrong_gradient(shape, q, k, v, mixing):
         return cases.run_mhla("torch", shape, q, k * 1.0, v, mixing + 0.02 * (mixing - mixing.detach()))
@@ -110,6 +112,13 @@ def test_the_gate_refuses_wrong_results(cases, load, monkeypatch):
         assert {line.split(" of ")[1] for line in failures} == what
         with pytest.raises(SystemExit, match="nothing timed"):
             bench.gate([shape], [column], torch.device("cpu"), jobs=1)
+
+
+def test_causal_attention_has_its_own_table_without_what_cannot_be_causal(load, tmp_path: Path):
+    arguments = ["--device", "cpu", "--tiny", "--causal", "--shapes", "deit", "--limit_ms", "1e6"]
+    load("bench_mhla").main([*arguments, "--out", str(tmp_path)])
+    with (tmp_path / "mhla_causal_cpu.csv").open() as file:
+        assert [row["column"] for row in csv.DictReader(file)] == ["torch", "math"]
 
 
 def test_scaling_exponents(load):

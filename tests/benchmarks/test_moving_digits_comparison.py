@@ -27,6 +27,13 @@ def test_a_loss_is_flat_when_it_falls_by_less_than_two_percent_in_the_last_tenth
     assert not is_flat({89: 2.0, 91: 1.0, 100: 1.0}), "91 is less than a tenth before"
 
 
+def test_runs_whose_loss_had_been_lower_are_marked(load, monkeypatch):
+    runs = load("generator_runs")
+    for last, end, mark in ((1.0, "yes", ""), (0.9, "no", " (not flat)"), (1.05, "rising", " (rising)")):
+        monkeypatch.setattr(runs, "read_curve", lambda run, name, last=last: {49: 2.0, 79: 1.0, 99: last})
+        assert runs.flat(Path()) == end and runs.mark([{"flat": "yes"}, {"flat": end}]) == mark
+
+
 def test_models_differ_in_their_attention_alone(load, tmp_path: Path, monkeypatch):
     comparison, seen = load("compare_moving_digits"), []
     runs_module = load("moving_digits_runs")
