@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headmix_vision.checks import check_counts
 from headmix_vision.errors import InputError
+from headmix_vision.files.hashes import state_sha256
 from headmix_vision.models.converted import ConvertedModel
 from headmix_vision.runs.directory import find_checkpoint
 from headmix_vision.runs.opening import open_network
@@ -129,11 +130,28 @@ class DistilledGenerator(ImageGenerator):
         network, _ = open_network(source)
         attention_pairs(network, self.net)
         self._teacher = _Kept(network.train())  # it drops labels as it did
+        self._teacher_sha256 = state_sha256(network.state_dict())
 
     def on_train_start(self) -> None:
         """Moves the teacher to the device of the student."""
         super().on_train_start()
         self._teacher.network.to(self.device)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps what tells the teacher's weights."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["teacher_sha256"] = self._teacher_sha256
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As a generator does.
+
+        Raises:
+            InputError: Also if the student was still learning from a teacher with other weights.
+        """
+        super().on_load_checkpoint(checkpoint)
+        learning = checkpoint["global_step"] < self.distill_steps
+        if learning and checkpoint.get("teacher_sha256", self._teacher_sha256) != self._teacher_sha256:
+            raise InputError("model.teacher has other weights than when this run began: it was trained since then")
 
     def _losses(self, x0: Tensor, labels: Tensor, times: Tensor, noise: Tensor) -> Tensor:
         if not self.training or self.trainer.global_step >= self.distill_steps:

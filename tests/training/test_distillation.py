@@ -125,3 +125,9 @@ def test_the_command_trains_a_student_of_a_run(tmp_path: Path, capsys: pytest.Ca
     theirs, ours = (open_network(path)[0].state_dict() for path in (teacher, student))
     assert set(ours) > set(theirs)
     assert not any("teacher" in name for name in torch.load(student / "checkpoints/last.ckpt")["state_dict"])
+
+    assert run("fit", "-c", config, "--run_dir", teacher, "--seed_everything", 1, "--overwrite", "true") == 0
+    more = "--ckpt_path", "last", "--trainer.max_epochs", 2, "--model.teacher", teacher
+    assert distil(*more, "--model.distill_steps", 3) == 2
+    assert "model.teacher has other weights" in capsys.readouterr().err
+    assert distil(*more, "--model.distill_steps", 1) == 0
