@@ -176,10 +176,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         shapes = [shape.tiny() for shape in shapes]
     if arguments.causal:
         shapes = [replace(shape, causal=True) for shape in shapes]
+        if arguments.columns and (found := [name for name in names if name in NOT_CAUSAL]):
+            raise SystemExit(f"error: --columns {found[0]} cannot be causal: leave it out, or --causal.")
         names = [name for name in names if name not in NOT_CAUSAL]
     columns = [COLUMNS[name] for name in names]
-    whole = arguments.shapes == "all" and not (arguments.columns or arguments.tiny or arguments.causal)
-    whole = whole and device.type == "cuda"
+    partly = arguments.columns or arguments.tiny or arguments.causal
+    whole = arguments.shapes == "all" and not partly and device.type == "cuda"
     out = arguments.out or (Path("docs") if whole else None)
     jobs = arguments.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if device.type == "cuda" else 1)
 

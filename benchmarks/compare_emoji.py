@@ -17,8 +17,8 @@ scored against, all in its shares.
 - The row of real pictures is the validation split, scored as if it were drawn.
 - `nearer to training` and `copied` are those of `headmix-evaluate neighbours`: 50 % and 1 % where samples lie as near
   to training pictures as the test split does; more means copies.
-- All train for --epochs, over which the learning rate falls by half a cosine: 60, as 6,116 pictures are learned by
-  heart beyond (docs/lab-notes.md, 24 November 2026). The table says whose loss was not flat at the end, or had been
+- All train for --epochs, over which the learning rate falls by half a cosine: 60, as validation loss rose from then on
+  in longer runs (docs/lab-notes.md, 24 November 2026). The table says whose loss was not flat at the end, or had been
   lower, that of the averaged weights on the validation split, asked for after each --interval epochs, see `flat`.
 - `-cpe` is the same model with position encoding by convolution (--rows all).
 

@@ -10,7 +10,8 @@ and `moving-digits` (with the judge's ceiling, that of real clips). Real trainin
 - `hybrid` is MHLA with softmax attention in every third layer.
 - All train for --steps, over which the learning rate falls by half a cosine. The table says whose loss was not flat at
   the end: that of the averaged weights on validation clips, noise and levels always the same, is asked for after each
-  --interval steps, and is flat if it is less than 2 % below what it was a tenth of the steps before.
+  --interval steps, is flat if it is less than 2 % below what it was a tenth of the steps before, and rising if it has
+  been more than 2 % lower.
 - A model whose samples move as their class says in less than half of all cases has not learned; the table says so.
 - Clips longer than those of training (--long) are drawn at once (`whole`) and window by window (`windows`, `--extend`).
   The class tells in which direction a clip starts, which is wrong for a window in its middle: windows after the first

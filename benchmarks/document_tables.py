@@ -372,16 +372,22 @@ def context_parallel() -> str:
     return markdown_table(["tokens, blocks", "", "MHLA", "layer", "model", "sent in a layer"], lines)
 
 
-def models(name: str, titles: Sequence[str], columns: Sequence[str]) -> str:
-    """Whole models: the baseline, then others with their ratios to it in speed and in peak memory."""
+def models(name: str, columns: Sequence[str], pixels: int = 1) -> str:
+    """Whole models: the baseline, then others with their ratios to it in speed and in peak memory, where counted.
+
+    ``pixels`` are those of one number of the size: latents have eight.
+    """
     rows, lines = read(name), []
     starts = [i for i, row in enumerate(rows) if float(row["ratio_to_baseline"]) == 1]
-    for title, start, end in zip(titles, starts, [*starts[1:], len(rows)], strict=True):
-        cells = []
+    for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+        first, cells = rows[start], []
         for row in rows[start:end]:
             ratios = [f"{float(row[x]):.2f}" for x in ("ratio_to_baseline", "peak_ratio_to_baseline") if row[x]]
             speed = f"{float(row['imgs_per_s']):,.{int(float(row['imgs_per_s']) < 1000)}f}"
             cells.append(f"{speed} ({', '.join(ratios)})" if cells else speed)
+        graphs = ", graphs" if first["compile"] == "reduce-overhead" else ""
+        mode = {"train": "training"}.get(first["mode"], first["mode"])
+        title = f"{pixels * int(first['size']):,} px, batch {first['batch']}, {mode}{graphs}"
         lines.append([title, *cells, *[""] * (len(columns) - len(cells))])
     return markdown_table(["images/s", *columns], lines)
 
@@ -396,10 +402,6 @@ def explicit_heads() -> str:
     return markdown_table(header, lines)
 
 
-DEIT_TITLES = ["224 px, batch 256, training", "224 px, batch 256, inference", "512 px, batch 64, training"]
-DEIT_GRAPHS = [f"{title}, graphs" for title in (*DEIT_TITLES, "512 px, batch 64, inference")]
-DIT_TITLES = ["512 px, batch 32, training", *(f"{title}, graphs" for title in (
-    "1,024 px, batch 8, training", "512 px, batch 32, inference", "1,024 px, batch 8, inference"))]  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
     "claims": partial(claims, CLAIMS, "docs/"),
     "further_claims": partial(claims, FURTHER_CLAIMS, ""),
@@ -428,16 +430,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "context_parallel": context_parallel,
     "head_mix_parts": head_mix_parts,
     "head_mix_attention": head_mix_attention,
-    "models_iha": partial(
-        models, "models_deit_iha_h200", ["512 px, batch 64, training"], ["IHA over softmax", "IHA over MHLA"]
-    ),
-    "models_deit": partial(
-        models,
-        "models_deit_h200",
-        [*DEIT_TITLES, *DEIT_GRAPHS],
-        ["softmax", "MHLA", "MHLA with CPE", "Head-in-Head, r = 4"],
-    ),
-    "models_dit": partial(models, "models_dit_h200", DIT_TITLES, ["softmax", "MHLA"]),
+    "models_iha": partial(models, "models_deit_iha_h200", ["IHA over softmax", "IHA over MHLA"]),
+    "models_deit": partial(models, "models_deit_h200", ["softmax", "MHLA", "MHLA with CPE", "Head-in-Head, r = 4"]),
+    "models_dit": partial(models, "models_dit_h200", ["softmax", "MHLA"], 8),
     "models_mea": explicit_heads,
     "scale_plan": lambda: markdown_table(plan_scale.HEADER, plan_scale.plan()),
 }

@@ -151,7 +151,10 @@ class DistilledGenerator(ImageGenerator):
         super().on_load_checkpoint(checkpoint)
         learning = checkpoint["global_step"] < self.distill_steps
         if learning and checkpoint.get("teacher_sha256", self._teacher_sha256) != self._teacher_sha256:
-            raise InputError("model.teacher has other weights than when this run began: it was trained since then")
+            raise InputError(
+                "model.teacher has other weights than when this run began: name the teacher of then, or begin anew with"
+                " --overwrite true and without --ckpt_path"
+            )
 
     def _losses(self, x0: Tensor, labels: Tensor, times: Tensor, noise: Tensor) -> Tensor:
         if not self.training or self.trainer.global_step >= self.distill_steps:

@@ -26,6 +26,7 @@ def test_measuring(load, tmp_path: Path):
         ("bench_mhla", ["--shapes", "deit,big"], "'big'"),
         ("bench_mhla", ["--columns", "flash,fast"], "'fast'"),
         ("bench_mhla", ["--device", "tpu"], "'tpu'"),
+        ("bench_mhla", ["--device", "cpu", "--causal", "--columns", "torch,linear"], "linear cannot be causal"),
         ("bench_mhla", ["--limit_ms", "0"], "positive"),
         ("bench_hih", ["--shapes", "n256,n257"], "'n257'"),
         ("bench_hih", ["--columns", "r1,r3"], "'r3'"),
