@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image, ImageOps
+from torch import Tensor
 
 from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.datasets.base import PIL_MODES, Transform
+from headmix_vision.data.loading import BatchedEnd
 from headmix_vision.errors import InputError
 
 TENSOR_INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
@@ -152,13 +154,14 @@ def train_transform(data_config: dict[str, Any], augmentation: Augmentation) -> 
 
     Returns:
         A function from a PIL image, or a float32 tensor [C, H, W] in [0, 1], to a normalised float32 tensor of the
-        model's input size. It draws from the global generators (see `seeding.seeded`).
+        model's input size. It draws from the global generators (see `seeding.seeded`). It normalises whole batches
+        where it can, as a `BatchedEnd`.
 
     Raises:
         InputError: timm does not understand the auto_augment policy.
     """
     from timm.data import auto_augment, create_transform
-    from timm.data.transforms import MaybeToTensor
+    from timm.data.transforms import MaybePILToTensor, MaybeToTensor
     from torchvision import transforms
 
     for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
@@ -186,7 +189,16 @@ def train_transform(data_config: dict[str, Any], augmentation: Augmentation) -> 
     if augmentation.is_affine:
         # Between decoding and normalisation, where black, the fill of the uncovered border, is 0.
         steps += [MaybeToTensor(), _random_affine(augmentation)]
-    return transforms.Compose([*steps, *normalise.transforms])
+    to_tensor, scale, *erase = normalise.transforms
+    if erase:  # draws for each image, which must be normalised before
+        return transforms.Compose([*steps, to_tensor, scale, *erase])
+    scale.inplace = True
+    return BatchedEnd(transforms.Compose([*steps, MaybePILToTensor()]), transforms.Compose([_to_unit_range, scale]))
+
+
+def _to_unit_range(pixels: Tensor) -> Tensor:
+    """Scale uint8 pixels as torchvision's ToTensor does; float32 pixels are in [0, 1] already."""
+    return pixels if pixels.is_floating_point() else pixels.float().div_(255)
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:

@@ -336,5 +336,5 @@ class DataModule(lightning.LightningDataModule):
             "persistent_workers": workers > 0,
             "worker_init_fn": obey_parent,
             "pin_memory": trainer.strategy.root_device.type == "cuda",
-            "collate_fn": as_it_is if whole else Collate(self._shape, with_name),
+            "collate_fn": as_it_is if hasattr(samples, "__getitems__") else Collate(self._shape, with_name),
         }

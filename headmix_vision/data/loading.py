@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from headmix_vision.data.batches import SampleKey
 from headmix_vision.data.datasets.base import BatchSource, ClipSource, PreparedSource, RawImage, Source, Transform
-from headmix_vision.data.seeding import derive_seed, seeded
+from headmix_vision.data.seeding import derive_seed, restored_generators, seed_generators
 from headmix_vision.errors import InputError, explain
 
 
@@ -61,6 +61,22 @@ class UnreadableImages:
         warnings.warn(f"skipped unreadable {self.what} {name} ({reason}), {count} of {self.seen} so far", stacklevel=2)
 
 
+class BatchedEnd:
+    """Transforms a sample by steps of which the last ones take a whole batch in less time than its samples one by one.
+
+    Args:
+        single: The first steps, all random ones among them.
+        batch: The last steps, from [B, C, *grid] to float32 of the same shape; they may overwrite what they are given.
+    """
+
+    def __init__(self, single: Transform, batch: Transform) -> None:
+        self.single = single
+        self.batch = batch
+
+    def __call__(self, sample: RawImage) -> Tensor:
+        return self.batch(torch.stack([self.single(sample)]))[0]
+
+
 class TrainSamples(Dataset[tuple[Tensor, int]]):
     """Augmented training images or clips.
 
@@ -70,7 +86,7 @@ class TrainSamples(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, source: Source, transform: Transform, seed: int, unreadable: UnreadableImages) -> None:
         self.source = source
-        self.transform = transform
+        self.transform = transform if isinstance(transform, BatchedEnd) else BatchedEnd(transform, as_it_is)
         self.seed = seed
         self.unreadable = unreadable
 
@@ -78,10 +94,20 @@ class TrainSamples(Dataset[tuple[Tensor, int]]):
         return len(self.source)
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, int]:
-        seed = derive_seed(self.seed, key.epoch, key.sample, key.repeat)
-        image, target = self._read(key.sample, seed)
-        with seeded(seed):
-            return self.transform(image), target
+        images, targets = self.__getitems__([key])
+        return images[0], int(targets[0])
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> tuple[Tensor, Tensor]:
+        """Images float32 [B, C, *grid] and targets int64 [B]; torch's loader asks for a whole batch by this name."""
+        samples: list[tuple[Tensor, int] | None] = []
+        with restored_generators():
+            for key in keys:
+                seed = derive_seed(self.seed, key.epoch, key.sample, key.repeat)
+                image, target = self._read(key.sample, seed)
+                seed_generators(seed)
+                samples.append((self.transform.single(image), target))
+        images, targets = Collate(())(samples)
+        return self.transform.batch(images), targets
 
     def _read(self, first: int, seed: int) -> tuple[RawImage, int]:
         for offset in range(len(self)):
@@ -181,7 +207,7 @@ class WholeBatches(Dataset[tuple[Tensor, Tensor]]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return what it is given: the collate function of `WholeBatches`, the transform of prepared samples."""
+    """Return what it is given: the collate function of whole batches, the transform of prepared samples."""
     return batch
 
 

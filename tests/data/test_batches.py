@@ -1,12 +1,15 @@
 """The order of samples: independent of the number of processes and workers, exact from any position."""
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
 from headmix_vision.data.batches import SampleKey, TrainBatchSampler, eval_batches
+from headmix_vision.data.datasets.digits import Digits
+from headmix_vision.data.loading import TrainSamples, UnreadableImages
 from headmix_vision.data.seeding import derive_seed, seeded
 
 
@@ -40,6 +43,26 @@ def test_seeded_covers_three_generators_and_restores_them() -> None:
     assert draw() == before
     with seeded(6):
         assert all(a != b for a, b in zip(draw(), expected, strict=True))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_batch_leaves_the_random_states_of_training_alone(fails: bool) -> None:
+    def transform(image: torch.Tensor) -> torch.Tensor:
+        drawn = draw()
+        if fails and len(seen) == 1:
+            raise KeyError
+        seen.append(drawn)
+        return image
+
+    seen: list[tuple[float, float, float]] = []
+    samples = TrainSamples(Digits("train"), transform, 0, UnreadableImages(9, 0.0))
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = draw()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with pytest.raises(KeyError) if fails else nullcontext():
+        samples.__getitems__([SampleKey(3, 0, 0), SampleKey(4, 0, 0)])
+    assert draw() == expected
+    assert len(set(seen)) == (1 if fails else 2)
 
 
 def test_epoch_is_a_permutation_from_seed_and_epoch() -> None:

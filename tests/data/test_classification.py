@@ -1,20 +1,24 @@
 """The data module on embedded and fake images."""
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
+from timm.data import create_transform
 from timm.data.auto_augment import AugmentOp
 
 from headmix_vision.data import Augmentation, ClassificationData
 from headmix_vision.data.augmentation import train_transform
 from headmix_vision.data.batches import SampleKey
+from headmix_vision.data.datasets.base import to_picture
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.loading import TrainSamples, WholeBatches
+from headmix_vision.data.seeding import derive_seed, seeded
 
 from .helpers import Recorder, attach, make_trainer
 
@@ -111,6 +115,38 @@ def test_reading_data_leaves_the_random_state_of_training_alone() -> None:
     state = torch.get_rng_state()
     samples[SampleKey(3, 0, 0)]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+GEOMETRY = {"scale": (0.5, 1.0), "hflip": 0.5}
+
+
+@pytest.mark.parametrize("options", [{}, GEOMETRY, {**GEOMETRY, "degrees": 15}, {**GEOMETRY, "reprob": 0.9}])
+@pytest.mark.parametrize(("dataset", "channels"), [("digits", 1), ("fake", 3)])
+def test_batches_hold_the_samples_that_timms_transform_makes_one_by_one(
+    dataset: str, channels: int, options: dict[str, Any]
+) -> None:
+    data = ClassificationData(dataset, batch_size=10, num_workers=0, augmentation=Augmentation(**options), seed=3)
+    attach(data, img_size=8, in_chans=channels)
+    samples = data.train_dataloader().dataset
+    keys = [SampleKey(index, 1, index % 2) for index in (5, 2, 5, 9)]
+    before = [to_picture(samples.source.read(key.sample)[0]).tobytes() for key in keys]
+    images, targets = samples.__getitems__(keys)
+    assert images.dtype == torch.float32 and images.is_contiguous() and targets.dtype == torch.int64
+    for key, image, target in zip(keys, images, targets, strict=True):
+        one, one_target = samples[key]
+        assert torch.equal(image, one) and target == one_target
+    assert [to_picture(samples.source.read(key.sample)[0]).tobytes() for key in keys] == before
+    if "degrees" in options:
+        return
+    config, augmentation = data._data_config, data.augmentation
+    transform = create_transform(
+        config["input_size"], is_training=True, scale=augmentation.scale, ratio=augmentation.ratio,
+        interpolation=config["interpolation"], hflip=augmentation.hflip, color_jitter=None, mean=config["mean"],
+        std=config["std"], re_prob=augmentation.reprob, re_mode=augmentation.remode,
+    )  # fmt: skip
+    for key, image in zip(keys, images, strict=True):
+        with seeded(derive_seed(3, key.epoch, key.sample, key.repeat)):
+            assert torch.equal(transform(samples.source.read(key.sample)[0]), image)
 
 
 @pytest.mark.slow

@@ -36,7 +36,9 @@ class InMemory(BatchSource):
             if picture.shape != pixels[0].shape:
                 sizes = " and ".join("x".join(map(str, one.shape[:0:-1])) for one in (pixels[0], picture))
                 raise InputError(f"in_memory takes pictures of one size, {self.name(index)} is not: {sizes} pixels")
-        self._pixels, self._targets = torch.stack(pixels), torch.tensor(targets, dtype=torch.int64)
+        # [N, C, H, W], laid out as Pillow wants pictures, channels last
+        self._pixels = torch.stack([picture.movedim(0, -1) for picture in pixels]).movedim(-1, 1)
+        self._targets = torch.tensor(targets, dtype=torch.int64)
 
     def _decode(self, index: int) -> tuple[Tensor, int]:
         with readable(self.name(index)):
@@ -48,12 +50,12 @@ class InMemory(BatchSource):
 
     def read(self, index: int) -> tuple[RawImage, int]:  # type: ignore[override]  # transforms take it as from a file
         """Picture as the source reads it, and target."""
-        pixels = self._pixels[index]
-        picture = Image.fromarray((pixels.movedim(0, -1).contiguous() if len(pixels) == 3 else pixels[0]).numpy())
-        return picture, int(self._targets[index])
+        pixels = self._pixels.numpy()[index]
+        return Image.fromarray(pixels.transpose(1, 2, 0) if len(pixels) == 3 else pixels[0]), int(self._targets[index])
 
     def read_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        return self._pixels[indices].float() / 255, self._targets[indices]
+        images = self._pixels[indices].to(torch.float32, memory_format=torch.contiguous_format).div_(255)
+        return images, self._targets[indices]
 
     def name(self, index: int) -> str:
         return self.source.name(index)
