@@ -3,15 +3,24 @@
 import argparse
 import json
 import shlex
-from functools import cached_property
+import threading
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from generator_runs import GeneratorRuns, flat, hash_of, trained_steps
+from torch import Tensor
 from training_runs import run_script
 
+from headmix_vision.console.devices import default_device
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import Source, SplitRequest
+from headmix_vision.evaluation.extractors import open_extractor
+from headmix_vision.evaluation.npz import npz_labels
+from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, open_images
+from headmix_vision.evaluation.scores import Scorer, accuracy, fid, neighbours, precision_recall
+from headmix_vision.evaluation.statistics import Statistics
 from headmix_vision.files.result_table import ResultTable
 from headmix_vision.recipes import find_config
 from headmix_vision.runs.networks import create_generator
@@ -33,11 +42,33 @@ class Case(NamedTuple):
     guidance: str
 
 
+class RememberingScorer(Scorer):
+    """Runs an extractor over a set of pictures once, as long as the set is there."""
+
+    def __init__(self, features: str) -> None:
+        super().__init__(open_extractor(features, default_device()), batch_size=256)
+        self._collected: WeakKeyDictionary[ImageSet, dict[str, Tensor]] = WeakKeyDictionary()
+        self._statistics: WeakKeyDictionary[ImageSet, Statistics] = WeakKeyDictionary()
+
+    def collect(self, images: ImageSet, name: str = "features") -> Tensor:
+        known = self._collected.setdefault(images, {})
+        if name not in known:
+            known[name] = super().collect(images, name)
+        return known[name]
+
+    def statistics(self, images: ImageSet) -> Statistics:
+        if images not in self._statistics:
+            self._statistics[images] = super().statistics(images)
+        return self._statistics[images]
+
+
 class Runs(GeneratorRuns):
     """How the runs of the comparison are started, and where they are."""
 
     def __init__(self, arguments: argparse.Namespace, deadline_s: float) -> None:
         super().__init__(arguments, deadline_s)
+        self._scoring = threading.Lock()
+        self._scorer, self._pictures = cache(RememberingScorer), cache(self._open_pictures)
         self.config = Path(find_config("emoji", "gen")).read_text()
 
     @cached_property
@@ -134,9 +165,7 @@ class Runs(GeneratorRuns):
             TimeOver: There was no time for all of it.
         """
         if case.row == REAL:
-            place = self.arguments.runs.absolute() / f"real-{self.recipe(case)}"
-            scores = self._scores(f"{DATASET}:validation", place, case, judged=f"{DATASET}:{case.split}")
-            return {"recipe": self.recipe(case), **scores}
+            return {"recipe": self.recipe(case), **self._scores(f"{DATASET}:{VALIDATION}", case)}
         run, folder = self.train(case.row, case.seed), self.samples(case)
         if not (folder / "samples.npz").exists():
             labels = self.labels[case.split]
@@ -144,27 +173,29 @@ class Runs(GeneratorRuns):
             drawing += ["--seed", case.seed, "--batch-size", 256, "--npz", *self.sampling()]
             run_script(["sample.py", "images", "--model", run, "--out", folder, *drawing], **self.how)
         facts = {"steps": trained_steps(run), "flat": flat(run), "parameters": self.parameters(case.row)}
-        fake = str(folder / "samples.npz")
-        return {**facts, "recipe": self.recipe(case), **self._scores(fake, folder, case, judged=fake)}
+        return {**facts, "recipe": self.recipe(case), **self._scores(str(folder / "samples.npz"), case)}
 
-    def _scores(self, fake: str, place: Path, case: Case, judged: str) -> dict[str, float]:
+    def _open_pictures(self, source: str, mode: str) -> ImageSet:
+        return open_images(source, mode, self.arguments.size, str(self.arguments.root.absolute()))
+
+    def _scores(self, fake: str, case: Case) -> dict[str, float]:
         """FID from the split; of the test split also precision, recall, what the judge says, and copies."""
-        given = self.arguments
-        split = f"{DATASET}:{case.split}"
+        with self._scoring:
+            scorer = self._scorer(self.arguments.features)
+            mode = scorer.extractor.mode
+            real, samples = self._pictures(f"{DATASET}:{case.split}", mode), self._open_pictures(fake, mode)
+            scores = {"fid": fid(scorer, real, samples)["fid"]}
+            if case.split == VALIDATION:
+                return scores
+            found = precision_recall(scorer, real, samples)
+            scores |= {f"{name}_percent": 100 * found[name] for name in ("precision", "recall")}
+            scores |= self._judged(real if case.row == REAL else samples, Path(fake))
+            found = neighbours(scorer, self._pictures(f"{DATASET}:train", mode), samples, real)
+            return scores | {f"{name}_percent": 100 * found[name] for name in ("nearer", "copied")}
 
-        def ask(metric: str, samples: str, features: str, *sides: str) -> dict[str, float]:
-            out = place.with_name(f"{place.name}-{metric}.json")
-            root = ["--root", given.root.absolute()] if sides or samples.startswith(DATASET) else []
-            self.evaluate(metric, samples, out, "--features", features, *sides, "--image-size", given.size, *root)
-            scores: dict[str, float] = json.loads(out.read_text())["scores"]
-            return scores
-
-        scores = {"fid": ask("fid", fake, given.features, "--real", split)["fid"]}
-        if case.split == VALIDATION:
-            return scores
-        found = ask("prc", fake, given.features, "--real", split)
-        scores |= {f"{name}_percent": 100 * found[name] for name in ("precision", "recall")}
-        found = ask("accuracy", judged, given.judge)
-        scores |= {f"{name}_percent": 100 * found[name] for name in ("top1", "balanced")}
-        found = ask("neighbours", fake, given.features, "--real", f"{DATASET}:train", "--held-out", split)
-        return scores | {f"{name}_percent": 100 * found[name] for name in ("nearer", "copied")}
+    def _judged(self, images: ImageSet, samples: Path) -> dict[str, float]:
+        """What the judge says of pictures: of a data set, or of a file of samples."""
+        pictures = images.pictures
+        labels = pictures.labels() if isinstance(pictures, DatasetImages) else npz_labels(samples)
+        found = accuracy(self._scorer(self.arguments.judge), images, labels)
+        return {f"{name}_percent": 100 * found[name] for name in ("top1", "balanced")}
