@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import emoji_report
 import head_mixes_report
 import hih_report
 import mhla_report
@@ -54,7 +55,6 @@ HIH_COLUMNS = {
     "torch_r1": "torch form, r = 1",
     "torch_r4": "torch form, r = 4",
     "loop_r1": "loop, r = 1",
-    "mhla": "MHLA",
     "flash": "FlashAttention",
     "cudnn": "cuDNN",
 }
@@ -75,6 +75,7 @@ CLAIMS = {
     "hih_h200": "Head-in-Head's speed and memory",
     "models_deit_h200": "DeiT-S, MHLA against softmax",
     "wan_h200": "Wan's shape, MHLA against softmax",
+    "emoji": "attention in models that draw emoji",
     "digits": "cores on digits",
     "head_mixes": "cores with and without head mixes",
     "compress": "fewer heads of keys and values",
@@ -109,13 +110,14 @@ def read(name: str, **wanted: str) -> list[Row]:
 
 
 def claims(of: dict[str, str], links: str) -> str:
-    """What was measured by which command, and with which code."""
+    """What was measured by which script, and with which code; the file of origin has the whole commands."""
     lines = []
     for name, claim in of.items():
         calls = json.loads(origin_path(DOCS / f"{name}.csv").read_text())
-        commands = "<br>".join(dict.fromkeys(f"`{call['command']}`" for call in calls))
+        (script,) = {" ".join(call["command"].split()[:2]) for call in calls}
+        command = f"[`{script}`]({links}{name}.origin.json)"
         commits = ", ".join(dict.fromkeys(call["commit"] for call in calls))
-        lines.append([claim, commands, f"[{name}.csv]({links}{name}.csv)", commits])
+        lines.append([claim, command, f"[{name}.csv]({links}{name}.csv)", commits])
     return markdown_table(["claim", "command", "measured in", "commit"], lines)
 
 
@@ -414,6 +416,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "counting": counting,
     "expressivity": expressivity,
     "wan": wan,
+    "emoji": lambda: emoji_report.quality(read("emoji", split="test")),
     "moving_digits": partial(moving_digits, lambda report: report.quality("Attention")),
     "moving_digits_distilled": partial(
         moving_digits,

@@ -44,6 +44,17 @@ def open_table(path: Path) -> ResultTable:
     return ResultTable(path, COLUMNS, 4, order)
 
 
+def quality(rows: Sequence[Row]) -> str:
+    """The table in Markdown of rows of the test split, mean ± standard deviation over seeds, real pictures last."""
+    lines = []
+    for name in sorted({row["row"] for row in rows}, key=[*MODELS, REAL].index):
+        found = [row for row in rows if row["row"] == name]
+        size = f"{float(found[0]['parameters']) / 1e6:.2f} M" if found[0]["parameters"] else "–"
+        about = [size, (found[0]["steps"] or "–") + mark(found), found[0]["guidance"] or "–"]
+        lines.append([name, *about, *(_cell(found, column) for column in SCORES)])
+    return markdown_table(["attention", "parameters", "steps", "guidance", *SCORES.values()], lines)
+
+
 class Report:
     """What the rows of these runs' recipes say.
 
@@ -55,19 +66,10 @@ class Report:
     def __init__(self, table: ResultTable, runs: Runs) -> None:
         self.table, self.runs, self.given = table, runs, runs.arguments
 
-    def _found(self, row: str) -> list[Row]:
-        cases = (case for case in self.runs.compared(self.table) if case.row == row)
-        return [found for case in cases if (found := self.table.row(case, self.runs.recipe(case)))]
-
     def text(self) -> str:
         """The table in Markdown, mean ± standard deviation over seeds."""
-        lines = []
-        for row in (*self.given.rows, REAL):
-            if rows := self._found(row):
-                size = f"{float(rows[0]['parameters']) / 1e6:.2f} M" if rows[0]["parameters"] else "–"
-                about = [size, (rows[0]["steps"] or "–") + mark(rows), rows[0]["guidance"] or "–"]
-                lines.append([row, *about, *(_cell(rows, column) for column in SCORES)])
-        return markdown_table(["attention", "parameters", "steps", "guidance", *SCORES.values()], lines)
+        cases = self.runs.compared(self.table)
+        return quality([row for case in cases if (row := self.table.row(case, self.runs.recipe(case)))])
 
     def draw(self, folder: Path) -> None:
         """Draw samples of the first seed, their nearest training pictures, and the sweep of guidance, as `emoji*`."""
