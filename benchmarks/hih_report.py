@@ -7,7 +7,16 @@ from pathlib import Path
 
 from columns import Row
 
-from headmix_vision.analysis.lines import BLACK, OKABE_ITO, label_ends, line_figure, save_svg
+from headmix_vision.analysis.lines import (
+    BLACK,
+    HEAD_IN_HEAD,
+    LINEAR,
+    OTHERS,
+    SOFTMAX,
+    label_ends,
+    line_figure,
+    save_svg,
+)
 from headmix_vision.console.tables import markdown_table
 
 TIMES = ("forward_ms", "forward_backward_ms")
@@ -88,7 +97,12 @@ def bars(rows: Sequence[Row]) -> list[str]:
 
 
 # What is drawn, of more columns at the shapes of fixed batch and heads: a plot of more lines says less.
-LINES = {"r1": "r = 1", "r4": "r = 4", "fla": "fla, r = 1", "cudnn": "softmax, cuDNN"}
+LINES = {
+    "r4": ("r = 4", HEAD_IN_HEAD),
+    "r1": ("r = 1", OTHERS[0]),
+    "fla": ("fla, r = 1", LINEAR),
+    "cudnn": ("softmax, cuDNN", SOFTMAX),
+}
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -96,11 +110,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     rows = sorted((row for row in rows if row["group"] == "scaling"), key=lambda row: int(row["tokens"]))
     some = rows[-1]
     figure, ((axes,),) = line_figure()
-    for name, colour in zip(LINES, OKABE_ITO, strict=False):
+    for name, (line, colour) in LINES.items():
         points = [(int(row["tokens"]), float(row["forward_ms"])) for row in rows if row["column"] == name
                   and row["forward_ms"]]  # fmt: skip
         if points:
-            axes.plot(*zip(*points, strict=True), "o-", color=colour, label=LINES[name])
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, label=line)
     floors = {int(row["tokens"]): float(row["forward_floor_ms"]) for row in rows}
     axes.plot(list(floors), list(floors.values()), color=BLACK, linestyle="--", linewidth=1, label="memory's floor")
     axes.set(yscale="log", xlabel="tokens of an image", ylabel="forward, ms")

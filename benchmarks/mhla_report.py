@@ -8,7 +8,7 @@ from pathlib import Path
 from columns import Column, Row
 from measuring import format_table
 
-from headmix_vision.analysis.lines import BLACK, OKABE_ITO, label_ends, line_figure, save_svg
+from headmix_vision.analysis.lines import BLACK, MHLA, OTHERS, SOFTMAX, label_ends, line_figure, save_svg
 
 
 def print_tables(rows: Sequence[Row], columns: Sequence[Column]) -> None:
@@ -43,7 +43,12 @@ def _ratios(row: Row, ours: Row) -> str:
 
 
 # What is drawn: a plot of more lines says less.
-LINES = {"auto": "MHLA", "flash": "FlashAttention 2", "cudnn": "cuDNN", "flash4": "FlashAttention 4"}
+LINES = {
+    "auto": ("MHLA", MHLA),
+    "cudnn": ("cuDNN", SOFTMAX),
+    "flash": ("FlashAttention 2", OTHERS[0]),
+    "flash4": ("FlashAttention 4", OTHERS[1]),
+}
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -51,11 +56,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     rows = sorted((row for row in rows if row["group"] == "sweep"), key=lambda row: int(row["tokens"]))
     some = rows[-1]
     figure, ((axes,),) = line_figure()
-    for name, colour in zip(LINES, OKABE_ITO, strict=False):
+    for name, (label, colour) in LINES.items():
         points = [(int(row["tokens"]), float(time)) for row in rows if row["column"] == name
                   and (time := row["forward_backward_ms"])]  # fmt: skip
         if points:
-            axes.plot(*zip(*points, strict=True), color=colour, linewidth=3 if name == "auto" else 2, label=LINES[name])
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=3 if name == "auto" else 2, label=label)
     floors = {int(row["tokens"]): float(row["forward_backward_floor_ms"]) for row in rows}
     axes.plot(list(floors), list(floors.values()), color=BLACK, linestyle="--", linewidth=1, label="memory's floor")
     axes.set(yscale="log", xlabel="tokens of an image", ylabel="forward and backward, ms")

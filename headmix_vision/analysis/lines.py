@@ -15,6 +15,7 @@ from headmix_vision.files.atomic import atomic_path
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # told apart by colour-blind eyes too
 BLACK = "#000000"
+SOFTMAX, LINEAR, MHLA, HEAD_IN_HEAD, *OTHERS = OKABE_ITO  # where a plot shows attentions, each has the same colour
 _WIDTH_IN, _TEXT_PT, _PITCH_PT = 6.0, 11, 13
 _STYLE: Any = {
     "font.size": _TEXT_PT,
