@@ -81,6 +81,8 @@ CLAIMS = {
     "compress": "fewer heads of keys and values",
 }
 FURTHER_CLAIMS = {
+    "attention_rank": "rank of attention matrices",
+    "attention_entropy": "entropy and reach of attention matrices",
     "mhla_causal_h200": "causal MHLA",
     "head_mixes_h200": "interleaved heads, as ops and layers",
     "models_deit_iha_h200": "DeiT-S with interleaved heads",
@@ -161,6 +163,23 @@ def accuracies(task: str, core: str, mix: str, full_mlp: bool) -> list[float]:
     rows = [row for row in rows if (row["mlp_ratio"] == "4.0") is full_mlp]
     rates = {rate: [row for row in rows if row["rate"] == rate] for rate in {row["rate"] for row in rows}}
     return numbers(max(rates.values(), key=len), "test_top1_percent")  # only the chosen one has all seeds
+
+
+def attention_numbers() -> str:
+    """Numbers of attention matrices of the digits models, means over layers and heads."""
+    labels = {
+        "rank": "rank",
+        "stable_rank": "stable rank",
+        "entropy": "entropy of a row, nats",
+        "distance": "mean distance, tokens",
+    }
+    ranks, entropies = read("attention_rank"), read("attention_entropy")
+    rows = [rank | entropy for rank, entropy in zip(ranks, entropies, strict=True)]
+    lines = []
+    for core in dict.fromkeys(row["core"] for row in rows):
+        of_core = [row for row in rows if row["core"] == core]
+        lines.append([core, *(f"{statistics.mean(numbers(of_core, column)):.2f}" for column in labels)])
+    return markdown_table(["core", *labels.values()], lines)
 
 
 def attentions() -> str:
@@ -409,6 +428,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "further_claims": partial(claims, FURTHER_CLAIMS, ""),
     "attentions": attentions,
     "digits": digits,
+    "attention_numbers": attention_numbers,
     "head_mixes_digits": partial(head_mixes, "digits"),
     "head_mixes_canvas": partial(head_mixes, "canvas"),
     "stable_rates": stable_rates,
