@@ -16,7 +16,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from headmix_vision.evaluation.clip_command import CLIP_METRICS
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.npz import npz_labels
 from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, check_root
-from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer, open_side
+from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer, check_judge, open_side
 from headmix_vision.evaluation.statistics import Statistics, write_statistics
 from headmix_vision.files.atomic import atomic_path, check_place
 
@@ -194,6 +194,7 @@ def _score(options: argparse.Namespace, scorer: Scorer, sides: dict[str, Side]) 
     metric = METRICS[options.metric]
     arguments = {name: getattr(options, name) for name in metric.options}
     if metric.takes_labels:
+        check_judge(extractor, cast("ImageSet", sides["fake"]))  # before all images are read for their labels
         arguments["labels"] = _labels(options, sides["fake"])
     scores = metric.compute(scorer, *sides.values(), **arguments)
     _check_finite(scores, "images")

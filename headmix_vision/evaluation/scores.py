@@ -17,7 +17,7 @@ from headmix_vision.console.processes import ALONE, Processes
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
-from headmix_vision.evaluation.sample_sets import ImageSet, describe_size, open_images
+from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, describe_size, open_images
 from headmix_vision.evaluation.statistics import Statistics, holds_statistics, read_statistics
 
 Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
@@ -247,8 +247,9 @@ def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]
         `top1`, and `balanced`, the mean of the shares of each class.
 
     Raises:
-        InputError: Not one label per image, or a label that the classifier does not know.
+        InputError: Not one label per image, a label that the classifier does not know, or see `check_judge`.
     """
+    check_judge(scorer.extractor, fake)
     if len(labels) != len(fake):
         raise InputError(f"there are {len(labels)} labels for {len(fake)} images")
     low, high = int(labels.min()), int(labels.max())
@@ -258,6 +259,30 @@ def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]
     right = (scorer.collect(fake, "logits").argmax(1) == labels).double()
     shares = [right[labels == label].mean() for label in labels.unique()]
     return {"top1": right.mean().item(), "balanced": torch.stack(shares).mean().item()}
+
+
+def check_judge(extractor: FeatureExtractor, images: ImageSet) -> None:
+    """Checks that the classes of a classifier are those of images, as far as it is known.
+
+    Raises:
+        InputError: A network that judges no labels, or other classes than those of the data set.
+    """
+    name = extractor.description["name"]
+    if not extractor.judges:
+        raise InputError(
+            f"{name} has classes of its own, which tell nothing about labels: accuracy needs the classifier of a run or"
+            " an export, trained on these labels (--features PATH)"
+        )
+    if not isinstance(images.pictures, DatasetImages):
+        return  # files have numbers for labels, which do not say of what
+    known, wanted = extractor.class_names, images.pictures.images.class_names
+    if not wanted or known == wanted or (known is None and extractor.num_classes == len(wanted)):
+        return
+    first = next(iter(sorted(set(known or wanted) ^ set(wanted))), "their order")
+    differ = "" if known is None else f"; they first differ in {first!r}"
+    raise InputError(
+        f"{images.pictures.source} has {len(wanted)} classes, {name} was trained on {extractor.num_classes}{differ}"
+    )
 
 
 def nearest(features: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:

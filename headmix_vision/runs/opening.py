@@ -76,6 +76,20 @@ def load_export(path: Path) -> tuple[str, nn.Module]:
     return name, create_network(name, **size, model_args=arguments, checkpoint=str(path))
 
 
+def export_class_names(path: Path) -> list[str] | None:
+    """Reads the names of the classes of an exported classifier; None where they are not known.
+
+    Raises:
+        InputError: If the file is damaged.
+    """
+    text = header_of(path).get("class_names", "null")
+    try:
+        names = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"class_names of {path} is damaged: {error}") from None
+    return check_fields(f"the header of {path}", {"class_names": names}, {"class_names": list | None})["class_names"]
+
+
 def _open_checkpoint(path: Path, raw: bool) -> tuple[nn.Module, dict[str, Any]]:
     checkpoint = read_checkpoint(path)
     averaged = "current_model_state" in checkpoint and not raw

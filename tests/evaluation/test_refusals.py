@@ -22,8 +22,9 @@ from headmix_vision.evaluation.npz import npz_labels
 from headmix_vision.evaluation.sample_sets import open_images
 from headmix_vision.evaluation.scores import METRICS, Metric, Scorer, open_side
 from headmix_vision.evaluation.statistics import Statistics, read_statistics
+from headmix_vision.models.lite0 import LITE0_MODEL
 
-from .helpers import digit_pixels, refused, run, write_digits
+from .helpers import digit_pixels, refused, run, write_digits, write_run
 
 
 def save_npz(path: Path, **arrays: np.ndarray) -> Path:
@@ -99,6 +100,40 @@ def test_bad_options(
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(classifier.read_bytes()[:1000])
     assert "truncated or no safetensors" in refused(capsys, "fid", *sides, "--features", damaged)
+
+
+def test_a_classifier_of_other_classes_is_no_judge(
+    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def named(names: object) -> Path:
+        path = tmp_path / "named.safetensors"
+        save_file(load_file(classifier), path, metadata=export_header(class_names=json.dumps(names)))
+        return path
+
+    def message(fake: object, features: object) -> str:
+        return refused(capsys, "accuracy", "--fake", fake, "--features", features)
+
+    digits = "digits[:4]"
+    assert "canvas[:4] has 9 classes, deit_mhla_digits was trained on 10" in message("canvas[:4]", classifier)
+    letters = named(list("abcdefghij"))
+    assert "digits[:4] has 10 classes, deit_mhla_digits was trained on 10; they first differ in '0'" in message(
+        digits, letters
+    )
+    assert "they first differ in 'their order'" in message(digits, named(list("9876543210")))
+    assert "entry 'class_names' is 3, it must be" in message(digits, named(3))
+    arguments: dict[str, Any] = {"num_classes": 10, "img_size": None, "model_args": {}}
+    write_run(tmp_path / "run", load_file(classifier), **arguments, class_names=list("abcdefghij"))
+    assert "they first differ in '0'" in message(digits, tmp_path / "run")
+    for judge in (classifier, named(list("0123456789")), named(None)):
+        assert run("accuracy", "--fake", digits, "--features", judge) == 0
+    torch.save(
+        {f"{number}": value for number, value in enumerate(timm.create_model(LITE0_MODEL).state_dict().values())},
+        tmp_path / "lite0.pth",
+    )
+    labelled = save_npz(tmp_path / "labelled.npz", arr_0=digit_pixels(range(4)), labels=np.arange(4))
+    for fake in (digits, labelled):
+        line = message(fake, f"lite0:{tmp_path / 'lite0.pth'}")
+        assert "tf_efficientnet_lite0 has classes of its own" in line and "--features PATH" in line
 
 
 def test_an_existing_result_is_kept(
