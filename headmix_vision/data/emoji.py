@@ -43,6 +43,28 @@ LEAST_PICTURES = 60
 FORMATS: dict[str, dict[str, Any]] = {"png": {}, "webp": {"lossless": True, "quality": 100}}
 """Formats of the files, and how Pillow writes them."""
 
+_MIT = """MIT License
+
+{holder}.
+
+Permission is hereby granted, free of charge, to any person obtaining a copy
+of this software and associated documentation files (the "Software"), to deal
+in the Software without restriction, including without limitation the rights
+to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+copies of the Software, and to permit persons to whom the Software is
+furnished to do so, subject to the following conditions:
+
+The above copyright notice and this permission notice shall be included in all
+copies or substantial portions of the Software.
+
+THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+SOFTWARE.
+"""
 _DOCUMENTS = ("package.json", "emoji.json", "LICENSE", "README.md")
 _COLUMNS = ("path", "split", "group", "subgroup", "style", "thing", "code", "name", "sha256")
 _LEFT_OUT = {"skin-tone"}  # subcategories: samples of colours
@@ -76,7 +98,10 @@ class Style:
         package: Name of the package in npm's registry.
         version: The version that is read.
         folder: Where the pictures lie in the package.
-        licence: Licence and holder of the rights.
+        work: Name and place of the pictures' own project.
+        holder: Who holds the rights in the pictures.
+        licence: SPDX name of the licence of the pictures, and where its text is.
+        packager: Who made the package, and what the files copied from it are.
         flags: Whether its flags are drawn in this style.
     """
 
@@ -84,7 +109,10 @@ class Style:
     package: str
     version: str
     folder: str
-    licence: str
+    work: str
+    holder: str
+    licence: tuple[str, str]
+    packager: str
     flags: bool = True
 
     @property
@@ -93,27 +121,41 @@ class Style:
         return f"{self.package}@{self.version}"
 
 
+_HENDERSON = (
+    "`LICENSE` is the MIT licence of the package emoji-data, Copyright (c) 2013 Cal Henderson, and does not cover the"
+    " pictures; `README.md` names theirs"
+)
 STYLES = (
     Style(
         "google",
         "emoji-datasource-google",
         "16.0.0",
         "img/google/64",
-        "Noto Emoji, Copyright Google LLC, Apache-2.0 (https://github.com/googlefonts/noto-emoji)",
+        "Noto Emoji (https://github.com/googlefonts/noto-emoji)",
+        "Copyright Google LLC",
+        ("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0"),
+        _HENDERSON,
     ),
     Style(
         "twitter",
         "emoji-datasource-twitter",
         "16.0.0",
         "img/twitter/64",
-        "Twemoji, Copyright Twitter, Inc and other contributors, CC-BY-4.0 (https://github.com/jdecked/twemoji)",
+        "Twemoji (https://github.com/jdecked/twemoji)",
+        "Copyright Twitter, Inc and other contributors",
+        ("CC-BY-4.0", "https://creativecommons.org/licenses/by/4.0/legalcode"),
+        _HENDERSON,
     ),
     Style(
         "fluent",
         "@lobehub/fluent-emoji-3d",
         "1.1.0",
         "assets",
-        "Fluent Emoji, Copyright Microsoft Corporation, MIT (https://github.com/microsoft/fluentui-emoji)",
+        "Fluent Emoji (https://github.com/microsoft/fluentui-emoji)",
+        "Copyright (c) Microsoft Corporation",
+        ("MIT", "https://github.com/microsoft/fluentui-emoji/blob/main/LICENSE"),
+        "`README.md` is of the package of LobeHub, and links to a licence which the package lacks;"
+        " `LICENSE-PICTURES.txt` is that of the pictures",
         flags=False,
     ),
 )
@@ -375,14 +417,24 @@ def _write_notices(folder: Path, packages: dict[str, Files]) -> None:
     lines = [
         "# Pictures and their licences",
         "",
-        f"All pictures were put on white and scaled to {SIZE} x {SIZE} pixels. `licences/` has what came with them.",
-        "",
-        *(f"- `{style.name}`: {style.licence}, from {style.spec}" for style in STYLES),
+        f"All pictures were changed: put on white, and scaled to {SIZE} x {SIZE} pixels.",
     ]
+    for style in STYLES:
+        name, url = style.licence
+        lines += [
+            *("", f"## `{style.name}`", ""),
+            f"- pictures: {style.work}",
+            f"- holder: {style.holder}",
+            f"- licence of the pictures: {name}, {url}",
+            f"- taken from: {style.spec}",
+            f"- in `licences/{style.name}/`: {style.packager}",
+        ]
     (folder / "NOTICE.md").write_text("\n".join(lines) + "\n")
     for style in STYLES:
         place = folder / "licences" / style.name
         place.mkdir(parents=True)
+        if style.licence[0] == "MIT":  # which asks for its text beside what it covers
+            (place / "LICENSE-PICTURES.txt").write_text(_MIT.format(holder=style.holder))
         for name in ("LICENSE", "README.md"):
             if name in packages[style.name]:
                 (place / name).write_bytes(packages[style.name][name])

@@ -109,8 +109,22 @@ def test_things_are_whole_and_pictures_are_there_once(emoji: Path) -> None:
         ("twitter", "1f1f3-1f1f4"),
     ]
     assert sum(row["code"] == "23-20e3" for row in table) == 3
-    assert "CC-BY-4.0" in (emoji / "NOTICE.md").read_text()
     assert (emoji / "licences" / "fluent" / "README.md").read_bytes() == b"licences"
+
+
+def test_the_licences_of_the_pictures_stand_beside_them(emoji: Path) -> None:
+    about = (emoji / "NOTICE.md").read_text().split("\n## ")[1:]
+    for style, holder, licence in (
+        ("google", "Google LLC", "Apache-2.0, https://www.apache.org/licenses/LICENSE-2.0"),
+        ("twitter", "Twitter, Inc and other", "CC-BY-4.0, https://creativecommons.org/licenses/by/4.0/legalcode"),
+        ("fluent", "Microsoft Corporation", "MIT, https://github.com/microsoft/fluentui-emoji/blob/main/LICENSE"),
+    ):
+        text = about.pop(0)
+        assert text.startswith(f"`{style}`") and holder in text and f"licence of the pictures: {licence}" in text
+        assert ("Cal Henderson, and does not cover the pictures" in text) == (style != "fluent")
+    text = (emoji / "licences" / "fluent" / "LICENSE-PICTURES.txt").read_text()
+    assert text.startswith("MIT License\n\nCopyright (c) Microsoft Corporation.\n\nPermission is hereby granted")
+    assert text.endswith("SOFTWARE.\n")
 
 
 def test_archives_and_installed_folders_give_the_same_data(
