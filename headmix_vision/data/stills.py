@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from headmix_vision.checks import check_numbers
 from headmix_vision.data.batches import SampleKey, TrainBatchSampler
 from headmix_vision.data.datasets.base import RawImage, Source
-from headmix_vision.data.loading import Collate, WholeBatches
+from headmix_vision.data.loading import Collate
 from headmix_vision.errors import InputError
 
 
@@ -122,9 +121,7 @@ class MixedSamples(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> tuple[Tensor, Tensor]:
         """Samples float32 [B, C, T, H, W] and targets int64 [B] of a batch of one kind."""
-        part = self.parts[keys[0].still]
-        if isinstance(part, WholeBatches):
-            return part.__getitems__(keys)
-        samples: list[tuple[Tensor, int] | None] = [part[key] for key in keys]
-        images, targets = Collate(())(samples)
-        return images, torch.as_tensor(targets)
+        part: Any = self.parts[keys[0].still]
+        if hasattr(part, "__getitems__"):
+            return cast("tuple[Tensor, Tensor]", part.__getitems__(keys))
+        return Collate(())([part[key] for key in keys])  # prepared ones, which are made one by one

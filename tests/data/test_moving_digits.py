@@ -109,10 +109,13 @@ def test_stills_of_an_image_data_set() -> None:
     data = GenerationData("moving_digits", batch_size=4, num_workers=0, stills=stills)
     attach(data, (5, 16, 16), num_classes=0)
     loader = data.train_dataloader()
-    (_, _), (x, _) = (batch for batch, _ in zip(loader, range(2), strict=False))
+    (_, _), (x, labels) = (batch for batch, _ in zip(loader, range(2), strict=False))
     keys = [key for key, _ in zip(loader.batch_sampler, range(2), strict=False)][1]
     expected = torch.stack([Digits("validation").images[key.sample] for key in keys])
     assert torch.equal(x[:, :, 0, ::2, ::2], expected * 2 - 1) and x.shape == (4, 1, 1, 16, 16)
+    alone = [loader.dataset.parts[True][key] for key in keys]  # type: ignore[attr-defined]
+    assert torch.equal(x, torch.stack([image for image, _ in alone]))
+    assert labels.tolist() == [label for _, label in alone]
     with pytest.raises(InputError, match="the data have 40 classes, the data set of stills has 10"):
         attach(GenerationData("moving_digits", batch_size=4, stills=stills), (5, 16, 16))
 
