@@ -11,7 +11,7 @@ import pytest
 from headmix_vision.analysis.sweeps.drawing import draw
 from headmix_vision.analysis.sweeps.kinds import SWEEPS
 from headmix_vision.analysis.sweeps.report import report
-from headmix_vision.analysis.sweeps.runs import COLUMNS, Case, Request, Runs, read_test, with_core
+from headmix_vision.analysis.sweeps.runs import COLUMNS, RULE, Case, Request, Runs, read_run, read_test, with_core
 from headmix_vision.commands import analyze, train_cls
 from headmix_vision.console.scripts import RunFailed, TimeOver
 from headmix_vision.errors import InputError
@@ -150,7 +150,8 @@ def test_the_table_says_what_is_to_be_known(tmp_path: Path):
 def test_figures(kind: str, tmp_path: Path):
     runs, table = make(tmp_path, kind)
     assert draw(table, runs) is None
-    fill(runs, table, {name: 10.0 * place for place, name in enumerate(runs.variants, 1)}, test_balanced_percent=9.0)
+    top1 = {name: 10.0 * place for place, name in enumerate(runs.variants, 1)}
+    fill(runs, table, top1, test_balanced_percent=9.0, rank=7.0)
     if kind == "rank_over_training":
         assert draw(table, runs) is None, "metrics are gone"
         for case in runs.compared(table, "mhla"):
@@ -165,10 +166,36 @@ def test_figures(kind: str, tmp_path: Path):
         assert 1 <= len({line.get_color() for line in axes.lines}) <= 5
     names = [text.get_text() for text in figure.axes[0].texts]
     if kind == "rank_over_training":
+        assert all(tick == round(tick) for tick in figure.axes[0].get_xticks()), "epochs are whole, of short runs too"
         (line,) = figure.axes[0].lines
         assert line.get_xydata().tolist() == [[1, 2], [2, 6]] and names == ["MHLA"]
     elif kind == "length":
         assert sorted(names) == ["MHLA", "linear", "softmax"]
+
+
+@pytest.mark.usefixtures("without_training")
+@pytest.mark.parametrize("kind", ["block_count", "length"])
+def test_the_rank_at_the_end_of_a_run_is_drawn_where_it_was_logged(kind: str, tmp_path: Path):
+    runs, table = make(tmp_path, kind)
+    options = [*RULE, *runs.request.sweep.options]
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    assert int(given["--analysis.every_n_epochs"]) <= int(given["--early_stopping.patience"]) / 2
+    first, *others = runs.variants
+    fill(runs, table, dict.fromkeys(others, 50.0))
+    shorter = draw(table, runs)
+    assert shorter is not None and [axes.get_ylabel() for axes in shorter.axes] == ["top-1, %", "training, images/s"]
+    fill(runs, table, {first: 50.0}, rank=3.0)
+    figure = draw(table, runs)
+    assert figure is not None and figure.axes[-1].get_ylabel() == "rank of attention"
+    assert figure.axes[-1].lines[0].get_xydata().tolist() == [[runs.variants[first].x, 3.0]]
+
+
+def test_the_last_rank_of_a_run_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headmix_vision.analysis.sweeps.runs._has_stopped", lambda run: True)
+    lines = ["epoch,step,train/images_per_s,val/top1,analysis/rank/layer0,analysis/rank/layer1"]
+    lines += ["3,9,7,0.1,,", "4,19,7,0.2,1,3", "9,29,7,0.9,2,8", "12,39,7,0.8,,"]
+    (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
+    assert read_run(tmp_path)["rank"] == 5
 
 
 @pytest.mark.usefixtures("without_training")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure
 from headmix_vision.analysis.sweeps.kinds import SWEEPS
@@ -34,13 +35,19 @@ class _Drawing:
 
     def figure(self) -> Figure | None:
         panel = {"lines": self._lines, "dots": self._dots, "curves": self._curves}[self.sweep.draw]
-        numbers = self.sweep.numbers
+        numbers = [number for number in self.sweep.numbers if self._is_known(number)]
+        if not numbers:
+            return None
         dots_in = len(numbers) * (_DOT_IN * len(self.runs.variants) + _AXIS_IN)
         height_in = dots_in if self.sweep.draw == "dots" else _PANEL_IN * len(numbers) + _AXIS_IN
         figure, panels = line_figure(len(numbers), height_in=height_in)
         drawn = [panel(axes, number) for axes, number in zip(panels[:, 0], numbers, strict=True)]
         label_ends(*figure.axes)
         return figure if all(drawn) else None
+
+    def _is_known(self, number: str) -> bool:
+        """Tells whether a number has a panel; the rank is missing while all runs are shorter than its interval."""
+        return self.sweep.draw == "curves" or any(self._values(name, number) for name in self.runs.variants)
 
     def _values(self, name: str, number: str) -> list[float]:
         return values(self.runs.rows(self.table, name), number)
@@ -89,6 +96,7 @@ class _Drawing:
                 axes.plot(epochs, means, color=colour, label=variant.line)
                 low, high = [mean - spread for mean, spread in pairs], [mean + spread for mean, spread in pairs]
                 axes.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel="epoch", ylabel=LABELS[number])
         axes.set_ylim(0)
         return bool(axes.lines)

@@ -62,6 +62,15 @@ def _mixing(init: str, trainable: bool) -> dict[str, Any]:
     return {"core_args": {"mixing_init": init, "mixing_trainable": trainable}}
 
 
+def _rank_every(epochs: int) -> tuple[str, ...]:
+    """Gives the options that log the rank, at little cost: the last value stands so many epochs before the end or less.
+
+    A run ends 20 epochs after its best, so that the value is of weights that hardly improve any more. One image and a
+    part of the queries bound the time of a decomposition, two seconds of a CPU core at 4,096 tokens, for each head.
+    """
+    return ("--analysis.every_n_epochs", str(epochs), "--analysis.images", "1", "--analysis.queries", "1024")
+
+
 SWEEPS = {
     "cores": Sweep(
         "the core, Head-in-Head among them, each with and without convolutional positions (CPE)",
@@ -81,11 +90,12 @@ SWEEPS = {
         options=("--analysis.every_n_epochs", "1"),
     ),
     "block_count": Sweep(
-        "the number of token blocks of MHLA: accuracy and throughput",
+        "the number of token blocks of MHLA: accuracy, throughput and rank of the attention matrices",
         tuple(Variant(f"M={n * n}", "MHLA", n * n, model_args={"block_grid": n}) for n in (1, 2, 4, 8)),
         "lines",
-        ("test_top1_percent", "images_per_s"),
+        ("test_top1_percent", "images_per_s", "rank"),
         "token blocks M",
+        _rank_every(5),
     ),
     "modules": Sweep(
         "MHLA with convolutional positions (CPE) and output gate, and the start of its block mixing, learned or kept",
@@ -104,14 +114,15 @@ SWEEPS = {
         ("test_top1_percent",),
     ),
     "length": Sweep(
-        "the number of tokens, by core, images resized: accuracy and throughput",
+        "the number of tokens, by core, images resized: accuracy, throughput and rank of the attention matrices",
         tuple(
             Variant(f"{core}-{side * side}", label, side * side, core, side)
             for core, label in CORES.items()
             for side in SIDES
         ),
         "lines",
-        ("test_top1_percent", "images_per_s"),
+        ("test_top1_percent", "images_per_s", "rank"),
         "tokens",
+        _rank_every(10),
     ),
 }
