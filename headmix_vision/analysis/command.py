@@ -6,6 +6,7 @@ headmix-analyze sweep block_count --task digits --out sweeps
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,6 +165,8 @@ def _profile(options: argparse.Namespace) -> None:
 
 def _maps(options: argparse.Namespace) -> None:
     """Writes maps of what query tokens attend to."""
+    if twice := [place for place, count in Counter(options.tokens).items() if count > 1]:
+        raise InputError(f"--tokens names {','.join(map(str, twice[0]))} twice")
     models = _open_models(options)
     settings = _settings(options) | {"tokens": [list(place) for place in options.tokens]}
     folder = ResultFolder(options.out, options.command, [model.about for model in models], settings)

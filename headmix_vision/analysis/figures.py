@@ -6,7 +6,6 @@ Everything stands at a place computed in inches: text, then the bars of the colo
 import io
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -16,8 +15,6 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
-
-from headmix_vision.files.atomic import atomic_path
 
 _DPI = 120
 _SIGNED, _POSITIVE = "RdBu_r", "YlGnBu"  # both are white or nearly so at zero
@@ -146,9 +143,8 @@ class Panels:
         axes.tick_params(labelsize=_SMALL_PT, length=2, pad=1)
 
 
-def save_figure(path: Path, figure: Figure) -> None:
-    """Writes a figure as a PNG that is complete or absent."""
-    encoded = io.BytesIO()  # in memory: where the disk is full, Pillow says `encoder error -2`
+def encode_png(figure: Figure) -> bytes:
+    """Makes the file of a figure: a PNG. Where the disk is full, Pillow would say `encoder error -2`."""
+    encoded = io.BytesIO()
     figure.savefig(encoded, format="png", dpi=_DPI)
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(encoded.getvalue())
+    return encoded.getvalue()

@@ -4,14 +4,14 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from headmix_vision.analysis.figures import save_figure
-from headmix_vision.analysis.lines import save_svg
+from headmix_vision.analysis.figures import encode_png
+from headmix_vision.analysis.lines import encode_svg
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, check_place, is_temporary, remove_temporaries
 from headmix_vision.files.fields import check_fields
@@ -92,7 +92,7 @@ class ResultFolder:
         tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
         numbers: Mapping[str, Any] | None = None,
     ) -> list[Path]:
-        """Writes results; those of the same weights and settings are replaced.
+        """Writes results, all or none; those of the same weights and settings are replaced.
 
         Args:
             figures: Pictures by name, without `.png` or `.svg`.
@@ -106,16 +106,18 @@ class ResultFolder:
             self.check()
             remove_temporaries(self.path)
             record = {"networks": self.networks, "settings": self.settings, **_rounded(dict(numbers or {}))}
-            with atomic_path(self.path / self._record) as temporary:
-                temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-            for name, rows in (tables or {}).items():
-                with atomic_path(self.path / f"{name}.csv") as temporary:
-                    temporary.write_text(_csv(rows))
+            files: dict[Path, bytes] = {}
             for name, figure in figures.items():
                 path = self.picture(name)
-                (save_svg if path.suffix == ".svg" else save_figure)(path, figure)
-        rest = [*(f"{name}.csv" for name in tables or {}), self._record]
-        return [*map(self.picture, figures), *(self.path / name for name in rest)]
+                files[path] = (encode_svg if path.suffix == ".svg" else encode_png)(figure)
+            files |= {self.path / f"{name}.csv": _csv(rows).encode() for name, rows in (tables or {}).items()}
+            files[self.path / self._record] = (json.dumps(record, indent=1, allow_nan=False) + "\n").encode()
+            with (
+                ExitStack() as complete
+            ):  # it renames the last one first: without the record, files are of someone else
+                for path, data in files.items():
+                    complete.enter_context(atomic_path(path)).write_bytes(data)
+        return [*files]
 
     def picture(self, name: str) -> Path:
         """Returns the file of a picture."""

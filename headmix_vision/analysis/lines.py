@@ -107,8 +107,13 @@ def _span(group: Sequence[float], pitch: float) -> tuple[float, float]:
 
 def save_svg(path: Path, figure: Figure) -> None:
     """Writes a figure as an SVG that is complete or absent, text as text."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(encode_svg(figure))
+
+
+def encode_svg(figure: Figure) -> bytes:
+    """Makes the file of a figure: an SVG, text as text."""
     encoded = io.StringIO()
     with mpl.rc_context(_STYLE | {"svg.fonttype": "none"}):
         figure.savefig(encoded, format="svg", metadata={"Date": None})
-    with atomic_path(path) as temporary:
-        temporary.write_text(encoded.getvalue())
+    return encoded.getvalue().encode()

@@ -1,6 +1,7 @@
 """The device that a user asks for."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -39,3 +40,13 @@ def device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory(device: torch.device) -> int:
+    """Returns the memory of a device, in bytes, that can still be taken; where it is not told, all that it has."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for later
+        return torch.cuda.mem_get_info(device)[0] + unused
+    told = Path("/proc/meminfo")
+    lines = [line.split() for line in told.read_text().splitlines()] if told.is_file() else []
+    return next((1024 * int(kib) for name, kib, *_ in lines if name == "MemAvailable:"), device_memory(device))

@@ -10,6 +10,7 @@ from torch import Tensor
 from headmix_vision.analysis.attention import LayerAttention, record_attention
 from headmix_vision.analysis.measures import numerical_rank
 from headmix_vision.analysis.profiles import profile_layers
+from headmix_vision.console.devices import available_memory, device_memory
 from headmix_vision.errors import InputError
 from headmix_vision.layers import CORES, HeadMixAttention
 from headmix_vision.models import HeadMixVideoDiT
@@ -208,11 +209,21 @@ def test_what_cannot_be_analysed_is_refused():
         attention_of(layer, queries=0)
 
 
-def test_matrices_beyond_the_memory_are_refused_before_they_are_computed():
+def test_matrices_beyond_the_memory_are_refused_before_they_are_computed(monkeypatch: pytest.MonkeyPatch):
     layer = HeadMixAttention(64, 64, core="softmax", grid=(512, 512))
-    message = r"layer 0 need 35184 GB \(64 heads, 262144 x 262144 in float64\), the memory of cpu is \d+ GB: sample"
-    with pytest.raises(InputError, match=f"{message} query tokens by queries, at most "):
+    message = r"layer 0 need 2.81e\+05 GB \(64 heads, 262144 x 262144 in float64, 8 copies at once\), cpu has "
+    with pytest.raises(InputError, match=rf"{message}\S+ GB available: take fewer query tokens, --queries \d+$"):
         record_attention(layer, torch.zeros(1, 512**2, 64))
+    assert 0 < available_memory(torch.device("cpu")) < device_memory(torch.device("cpu"))
+
+    small, counted = HeadMixAttention(16, 2, core="linear", grid=(8, 8)), 2 * 64 * 8
+    monkeypatch.setattr("headmix_vision.analysis.attention.available_memory", lambda device: 8 * 20 * counted)
+    with pytest.raises(InputError, match=r"need 0.000524 GB .* cpu has 0.000164 GB available: .* --queries 18$"):
+        record_attention(small, torch.zeros(1, 64, 16))
+    assert len(record_attention(small, torch.zeros(1, 64, 16), queries=18)[0].queries) == 18
+    monkeypatch.setattr("headmix_vision.analysis.attention.available_memory", lambda device: counted)
+    with pytest.raises(InputError, match="available: not even one query token fits"):
+        record_attention(small, torch.zeros(1, 64, 16), queries=1)
 
 
 @pytest.mark.parametrize("core", ["linear", "mhla", "hih"])

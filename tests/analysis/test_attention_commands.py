@@ -2,13 +2,16 @@
 
 import csv
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+from matplotlib.figure import Figure
 
+from headmix_vision.analysis.folder import ResultFolder
 from headmix_vision.analysis.inputs import ImageRequest, read_inputs
 from headmix_vision.analysis.maps import attention_maps, draw_maps
 from headmix_vision.commands import analyze
@@ -82,6 +85,28 @@ def test_maps_of_chosen_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert list(sums.values()) == pytest.approx([1] * 16, abs=1e-3)
 
 
+@pytest.mark.parametrize("largest", ["maps.png", "maps.csv"])
+def test_a_full_disk_leaves_all_results_or_none(largest: str, tmp_path: Path):
+    out, figure = tmp_path / "out", Figure(figsize=(0.1, 0.1))
+    folder = ResultFolder(out, "maps", [{"weights_sha256": "0"}], {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for kept in ({}, None):
+        if kept is None:
+            folder.write({"maps": figure}, {"maps": [{"share": 1}]})
+            kept = files(out)
+            assert sorted(kept) == ["maps.csv", "maps.json", "maps.png"]
+        rows = 9999 if largest == "maps.csv" else 1
+        drawn = Figure(figsize=(9, 9)) if largest == "maps.png" else figure
+        drawn.text(0.5, 0.5, "many pixels")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+        try:
+            with pytest.raises(OSError) as caught:
+                folder.write({"maps": drawn}, {"maps": [{"share": 2}] * rows})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert caught.value.filename == str(out / largest) and files(out) == kept
+
+
 def test_generators_get_noisy_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tables = []
     for number, (source, level) in enumerate(((GENERATOR, 0.2), (GENERATOR / "pipeline", 0.2), (GENERATOR, 0.9))):
@@ -133,6 +158,7 @@ def test_maps_of_clips_lay_frames_side_by_side():
         ("entropy", ("--device", "abacus"), "device 'abacus' cannot be used here"),
         ("maps", ("--tokens", "8,0"), "token 8,0 is not on the grid of deit_mhla_digits, which is 8x8"),
         ("maps", ("--tokens", "5"), "token 5 is not on the grid"),
+        ("maps", ("--tokens", "2,2", "3,3", "2,2"), "--tokens names 2,2 twice"),
         ("maps", ("--tokens", "a,b"), "'a,b' is no place such as 3,4"),
         ("maps", ("--tokenz", "1,1"), "unknown option --tokenz; did you mean --tokens?"),
         ("maps", ("--model", MHLA, MHLA), "--model names a network twice"),
