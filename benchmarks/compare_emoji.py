@@ -19,8 +19,8 @@ scored against, all in its shares.
   to training pictures as the test split does; more means copies.
 - All train for --epochs, over which the learning rate falls by half a cosine, so that the table compares them at equal
   steps. It says whose validation loss, that of the averaged weights asked for after each --interval epochs, was not
-  flat at the end or had been lower (see `flat`). A loss that rises is no reason to stop: FID goes on falling
-  (docs/lab-notes.md, 24 November 2026).
+  flat at the end or had been lower (see `flat`). A loss that rises is no reason to stop: FID was seen to
+  fall long after (docs/lab-notes.md, 24 November 2026).
 - `-cpe` is the same model with position encoding by convolution (--rows all).
 
 The CSV is written anew after each row. Started again, the same command leaves out finished rows and goes on with
@@ -56,6 +56,8 @@ def complete(runs: Runs, table: ResultTable) -> Outcome:
         return [case for case in cases if table.row(case, runs.recipe(case)) is None]
 
     wanted = {(case.row, case.seed) for case in lacking([*runs.swept(), *runs.compared(table)])}
+    if wanted:
+        runs.check()
     with ThreadPoolExecutor(given.jobs) as pool:
         for seed, row in product(given.seeds, given.rows):
             if runs.chosen(table, row) is None or (row, seed) in wanted:

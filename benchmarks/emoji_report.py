@@ -5,16 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from emoji_runs import DATASET, MODELS, REAL, TEST, VALIDATION, Case, Runs
+from emoji_runs import MODELS, REAL, TEST, TRAIN, VALIDATION, Case, Runs
 from generator_runs import mark
 from PIL import Image
 
 from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
-from headmix_vision.console.devices import default_device
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
-from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
-from headmix_vision.evaluation.scores import Scorer, nearest
+from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages
+from headmix_vision.evaluation.scores import nearest
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.files.result_table import ResultTable, Row
 from headmix_vision.sampling.contact_sheet import draw_grid
@@ -97,9 +95,9 @@ class Report:
 
     def _neighbours(self, pixels: np.ndarray) -> np.ndarray:
         """Samples, each with its nearest training picture below it."""
-        scorer = Scorer(open_extractor(self.given.features, default_device()), batch_size=256)
-        mode, root = scorer.extractor.mode, str(self.given.root)
-        train = open_images(f"{DATASET}:train", mode, self.given.size, root)
+        scorer = self.runs.scorer(self.given.features)
+        mode = scorer.extractor.mode
+        train = self.runs.pictures(TRAIN, mode)
         samples = ImageSet(TensorImages(torch.from_numpy(pixels).movedim(-1, 1)), mode)
         _, numbers = nearest(scorer.collect(samples), scorer.collect(train))
         pictures = torch.cat(list(train.batches(256)))[numbers].movedim(1, -1).numpy()

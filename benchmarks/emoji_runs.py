@@ -19,7 +19,7 @@ from headmix_vision.data.datasets.base import Source, SplitRequest
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.npz import npz_labels
 from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, open_images
-from headmix_vision.evaluation.scores import Scorer, accuracy, fid, neighbours, precision_recall
+from headmix_vision.evaluation.scores import Scorer, accuracy, check_judge, fid, neighbours, precision_recall
 from headmix_vision.evaluation.statistics import Statistics
 from headmix_vision.files.result_table import ResultTable
 from headmix_vision.recipes import find_config
@@ -31,6 +31,7 @@ MODELS = {f"{core}{suffix}": (core, cpe) for suffix, cpe in (("", False), ("-cpe
 BASE = CORES
 REAL = "validation pictures"
 VALIDATION, TEST = "validation", "test"
+TRAIN = f"{DATASET}:train"
 
 
 class Case(NamedTuple):
@@ -43,7 +44,7 @@ class Case(NamedTuple):
 
 
 class RememberingScorer(Scorer):
-    """Runs an extractor over a set of pictures once, as long as the set is there."""
+    """Keeps features, logits and statistics of a set of pictures as long as the set is there."""
 
     def __init__(self, features: str) -> None:
         super().__init__(open_extractor(features, default_device()), batch_size=256)
@@ -68,7 +69,7 @@ class Runs(GeneratorRuns):
     def __init__(self, arguments: argparse.Namespace, deadline_s: float) -> None:
         super().__init__(arguments, deadline_s)
         self._scoring = threading.Lock()
-        self._scorer, self._pictures = cache(RememberingScorer), cache(self._open_pictures)
+        self.scorer, self.pictures = cache(RememberingScorer), cache(self._open_pictures)
         self.config = Path(find_config("emoji", "gen")).read_text()
 
     @cached_property
@@ -175,27 +176,39 @@ class Runs(GeneratorRuns):
         facts = {"steps": trained_steps(run), "flat": flat(run), "parameters": self.parameters(case.row)}
         return {**facts, "recipe": self.recipe(case), **self._scores(str(folder / "samples.npz"), case)}
 
+    def check(self) -> None:
+        """Open the classifiers, before anything is trained that they cannot score.
+
+        Raises:
+            InputError: One cannot be opened, or the judge knows other classes.
+        """
+        self.scorer(self.arguments.features)
+        judge = self.scorer(self.arguments.judge).extractor
+        check_judge(judge, self.pictures(f"{DATASET}:{TEST}", judge.mode))
+
     def _open_pictures(self, source: str, mode: str) -> ImageSet:
         return open_images(source, mode, self.arguments.size, str(self.arguments.root.absolute()))
 
     def _scores(self, fake: str, case: Case) -> dict[str, float]:
         """FID from the split; of the test split also precision, recall, what the judge says, and copies."""
         with self._scoring:
-            scorer = self._scorer(self.arguments.features)
-            mode = scorer.extractor.mode
-            real, samples = self._pictures(f"{DATASET}:{case.split}", mode), self._open_pictures(fake, mode)
+            scorer = self.scorer(self.arguments.features)
+            mode, split = scorer.extractor.mode, f"{DATASET}:{case.split}"
+            real, samples = self.pictures(split, mode), self._open_pictures(fake, mode)
             scores = {"fid": fid(scorer, real, samples)["fid"]}
             if case.split == VALIDATION:
                 return scores
             found = precision_recall(scorer, real, samples)
             scores |= {f"{name}_percent": 100 * found[name] for name in ("precision", "recall")}
-            scores |= self._judged(real if case.row == REAL else samples, Path(fake))
-            found = neighbours(scorer, self._pictures(f"{DATASET}:train", mode), samples, real)
+            scores |= self._judged(split if case.row == REAL else fake)
+            found = neighbours(scorer, self.pictures(TRAIN, mode), samples, real)
             return scores | {f"{name}_percent": 100 * found[name] for name in ("nearer", "copied")}
 
-    def _judged(self, images: ImageSet, samples: Path) -> dict[str, float]:
-        """What the judge says of pictures: of a data set, or of a file of samples."""
+    def _judged(self, source: str) -> dict[str, float]:
+        """What the judge says of the pictures of a data set, or of a file of samples."""
+        judge = self.scorer(self.arguments.judge)
+        images = self._open_pictures(source, judge.extractor.mode)
         pictures = images.pictures
-        labels = pictures.labels() if isinstance(pictures, DatasetImages) else npz_labels(samples)
-        found = accuracy(self._scorer(self.arguments.judge), images, labels)
+        labels = pictures.labels() if isinstance(pictures, DatasetImages) else npz_labels(Path(source))
+        found = accuracy(judge, images, labels)
         return {f"{name}_percent": 100 * found[name] for name in ("top1", "balanced")}

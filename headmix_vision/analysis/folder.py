@@ -112,9 +112,7 @@ class ResultFolder:
                 files[path] = (encode_svg if path.suffix == ".svg" else encode_png)(figure)
             files |= {self.path / f"{name}.csv": _csv(rows).encode() for name, rows in (tables or {}).items()}
             files[self.path / self._record] = (json.dumps(record, indent=1, allow_nan=False) + "\n").encode()
-            with (
-                ExitStack() as complete
-            ):  # it renames the last one first: without the record, files are of someone else
+            with ExitStack() as complete:  # renames the last one, the record, first: it says whose the others are
                 for path, data in files.items():
                     complete.enter_context(atomic_path(path)).write_bytes(data)
         return [*files]

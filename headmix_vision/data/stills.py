@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
@@ -123,5 +123,5 @@ class MixedSamples(Dataset[tuple[Tensor, Tensor]]):
         """Samples float32 [B, C, T, H, W] and targets int64 [B] of a batch of one kind."""
         part: Any = self.parts[keys[0].still]
         if hasattr(part, "__getitems__"):
-            return cast("tuple[Tensor, Tensor]", part.__getitems__(keys))
+            return part.__getitems__(keys)
         return Collate(())([part[key] for key in keys])  # prepared ones, which are made one by one

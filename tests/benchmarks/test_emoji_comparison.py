@@ -15,6 +15,7 @@ from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.classification_cli import main as train_classifier
 from headmix_vision.training.generation_cli import main as train_generator
 
+REPOSITORY = Path(__file__).parents[2]
 SMALL = shlex.split(
     "--size 16 --dim 16 --depth 1 --heads 2 --batch 8 --epochs 2 --interval 1 --samples 14 --sampling-steps 1"
     " --guidance 1 2 --seeds 0 '--options=--trainer.precision 32-true --data.num_workers 0'"
@@ -72,6 +73,7 @@ def test_guidance_is_chosen_on_validation_and_the_test_split_comes_then(load, ro
         more = {} if case.row.startswith("validation") else {"steps": 7, "flat": "no", "parameters": 9e6}
         return {"fid": fid, "copied_percent": 1.0, "recipe": runs.recipe(case), **more}
 
+    monkeypatch.setattr(comparison.Runs, "check", lambda runs: None)
     monkeypatch.setattr(comparison.Runs, "score", score)
     monkeypatch.setattr(comparison.Runs, "train", lambda runs, row, seed: asked.append((row, seed)))
     arguments = given(root, out, "--guidance", 1, 2, 4, "--seeds", 0, 1, "--rows", "softmax")
@@ -103,6 +105,14 @@ def test_paths_of_classifiers_are_those_of_the_working_directory(load, tmp_path:
     monkeypatch.chdir(tmp_path)
     assert find("features", "lite0:runs/judge") == f"lite0:{tmp_path}/runs/judge"
     assert find("judge", "runs/judge") == f"{tmp_path}/runs/judge" and find("features", "inception") == "inception"
+
+
+def test_a_judge_of_other_classes_is_refused_before_the_training(load, root: Path, tmp_path: Path):
+    digits = REPOSITORY / "headmix_vision" / "models" / "weights" / "deit_mhla_digits.safetensors"
+    arguments = given(root, tmp_path / "x.csv", "--features", digits, "--judge", digits, "--runs", tmp_path / "runs")
+    with pytest.raises(SystemExit, match="has 4 classes, deit_mhla_digits was trained on 10"):
+        load("compare_emoji").main(arguments)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
