@@ -38,6 +38,7 @@ from model_families import family_of, make_model, read_spelling
 from torch import Tensor, nn
 
 from headmix_vision.layers.head_mixes import HEAD_MIXES
+from headmix_vision.training.base_module import compile_blocks
 
 MAX_COMPILE_ERROR = 0.05  # relative, of two bf16 forward passes
 MODES = ("train", "inference")
@@ -88,7 +89,9 @@ class Contestant:
         self.model = make_model(name, size).to(self.device).train(mode == "train")
         _fill_zeros(self.model)
         self.call: Callable[..., Tensor] = self.model
-        if compile_mode != "none":
+        if compile_mode == "blocks":
+            compile_blocks(self.model)
+        elif compile_mode != "none":
             self.call = torch.compile(self.model, mode=compile_mode)
         if mode == "train":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)

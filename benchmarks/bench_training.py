@@ -47,7 +47,7 @@ LATENTS = [
     "--checkpoint_every_n_steps", "null",
 ]  # fmt: skip
 IMAGES = ["--model.schedule.warmup_epochs", "0", "--trainer.limit_val_batches", "0"]
-COMPILE = {"none": "false", "default": "true", "reduce-overhead": "graphs"}
+COMPILE = {"none": "false", "default": "true", "blocks": "blocks", "reduce-overhead": "graphs"}
 WHAT = {"no averaging": ["--ema.decay", "null"], "averaging": []}
 DEFAULTS: dict[str, Any] = {
     "models": ["dit_mhla_s_2", "deit_mhla_small:drop_path_rate=0.1"],
