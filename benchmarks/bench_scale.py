@@ -7,12 +7,15 @@
     python benchmarks/bench_scale.py --device cpu --tiny    # tries the script itself where there is no GPU
 
 Each line is a run of the command of its own, timed as in bench_training.py: data that cost nothing, averaged weights,
-no validation. The batch of a GPU is the same in all of them, so that the ideal ratio is the number of GPUs.
+no validation, each block compiled by itself. The batch of a GPU is the same in all of them, so that the ideal ratio is
+the number of GPUs.
 
 `one`: all on each GPU, no other. `ddp`: all on each GPU (DistributedDataParallel). `fsdp2`: one copy of weights,
 gradients, averages and optimizer state for all GPUs. `hybrid`: two copies, each spread over half of the GPUs.
 
-Losses are means over the GPUs of training without anything random but the order of data, in float32.
+Losses are means over the GPUs of training in float32 without anything random. One GPU computes the parts of the batch
+one after the other, so that all round in the same way: training makes of a rounded bit a difference of 1 in a loss of 4
+within 70 steps (docs/lab-notes.md, 24 November 2026), behind which a mistake could hide.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import torch
 from bench_training import Clock
 from lightning.pytorch import LightningModule, Trainer
 from measuring import device_slug, environment, format_table, open_device, write_csv
+from model_families import family_of, read_spelling
 
 from headmix_vision.console.scripts import run_python
 from headmix_vision.files.atomic import atomic_path
@@ -41,7 +45,8 @@ LOSS_HEADER = ("model", "what", "GPUs", "first loss", "last loss", "largest diff
 DEFAULTS: dict[str, Any] = {
     "models": ["deit_mhla_base", "dit_mhla_xl_2"],
     "sizes": {"input_size": 32, "img_size": 224},
-    "batch": 64,
+    "batches": {"input_size": 64, "img_size": 256},
+    "loss_batch": 64,
     "compile": "blocks",  # the graph of all of DiT-XL/2 takes minutes, and fsdp2 compiles blocks anyway
     "steps": 70,
     "warmup_steps": 30,
@@ -50,7 +55,8 @@ DEFAULTS: dict[str, Any] = {
 TINY_DEFAULTS: dict[str, Any] = {
     "models": ["deit_mhla_tiny:depth=1,embed_dim=24"],
     "sizes": {"input_size": 8, "img_size": 64},
-    "batch": 4,
+    "batches": {"input_size": 4, "img_size": 4},
+    "loss_batch": 4,
     "compile": "none",
     "steps": 5,
     "warmup_steps": 2,
@@ -75,17 +81,21 @@ class Recorder(Clock):
     def __init__(self, warmup_steps: int, *, losses: bool) -> None:
         super().__init__(warmup_steps)
         self.losses: list[float] | None = [] if losses else None
+        self._parts: list[torch.Tensor] = []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self.losses is not None:
-            self.losses.append(float(trainer.strategy.reduce(pl_module.step_loss.clone())))
+            self._parts.append(trainer.strategy.reduce(pl_module.step_loss.clone()))
+            if len(self._parts) == trainer.accumulate_grad_batches:
+                self.losses.append(float(torch.stack(self._parts).mean()))
+                self._parts.clear()
 
 
 def run_case(case: Row, arguments: argparse.Namespace) -> None:
-    """Train once, in all processes of a case; the first one prints what it found."""
+    """Train once, in all processes of a case; the first one writes what it found."""
     recorder = Recorder(arguments.warmup_steps, losses=case["losses"])
     strategy: list[object] = ["--trainer.devices", case["gpus"], "--trainer.strategy", STRATEGIES[case["what"]]]
     if case["what"] == "hybrid":
@@ -93,6 +103,7 @@ def run_case(case: Row, arguments: argparse.Namespace) -> None:
     if case["losses"]:
         strategy += [*NOTHING_RANDOM, "--trainer.max_steps", arguments.loss_steps]
         strategy += ["--data.batch_size", arguments.batch // case["gpus"]]
+        strategy += ["--trainer.accumulate_grad_batches", arguments.gpus if case["what"] == "one" else 1]
     bench_training.train(case["model"], "averaging", Path(case["folder"]), arguments, recorder, strategy)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         peak = torch.cuda.max_memory_allocated() / 2**30 if arguments.device.type == "cuda" else None
@@ -102,10 +113,8 @@ def run_case(case: Row, arguments: argparse.Namespace) -> None:
 
 def measure(model: str, what: str, gpus: int, arguments: argparse.Namespace, argv: Sequence[str]) -> Row:
     """Start a case in processes of its own and read what it found, now or in an earlier call."""
-    case = {"model": model, "what": what, "gpus": gpus, "losses": arguments.losses}
-    settings = [
-        getattr(arguments, name) for name in ("size", "batch", "compile", "steps", "warmup_steps", "loss_steps")
-    ]
+    case = {"model": model, "what": what, "gpus": gpus, "losses": arguments.losses, "batch": arguments.batch}
+    settings = [getattr(arguments, name) for name in ("gpus", "size", "compile", "steps", "warmup_steps", "loss_steps")]
     name = f"{what}-{gpus}-{hashlib.sha256(repr((case, settings)).encode()).hexdigest()[:8]}.json"
     with tempfile.TemporaryDirectory() as folder:
         kept = (arguments.runs or Path(folder)) / name
@@ -161,7 +170,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=2, help="processes of the larger runs")
     parser.add_argument("--ways", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="by default all")
     parser.add_argument("--size", type=int, help="latents, by default 32, or pixels, by default 224")
-    parser.add_argument("--batch", type=int, help="of a GPU, with --losses of all together; by default 64")
+    parser.add_argument("--batch", type=int, help="of a GPU, by default 64 latents or 256 images; of --losses in all, 64")
     parser.add_argument("--compile", choices=bench_training.COMPILE, help="by default 'blocks'")
     parser.add_argument("--steps", type=int, help="of each run, by default 70")
     parser.add_argument("--warmup_steps", type=int, help="the first ones, which are not timed, by default 30")
@@ -181,11 +190,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    bench_training.check_arguments(arguments)
-    arguments.device = open_device(arguments.device)
     if arguments.case is not None:
+        arguments.device, arguments.batch = open_device(arguments.device), arguments.case["batch"]
         run_case(arguments.case, arguments)
         return
+    batch = arguments.batch
+    arguments.batch = batch or arguments.loss_batch
+    bench_training.check_arguments(arguments)
+    arguments.device = open_device(arguments.device)
     if arguments.device.type == "cuda" and torch.cuda.device_count() < arguments.gpus:
         raise SystemExit(f"error: --gpus {arguments.gpus}, but there are {torch.cuda.device_count()}.")
     facts = environment(arguments.device)
@@ -195,6 +207,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = f"scale_{'losses_' if arguments.losses else ''}{device_slug(facts['device'])}.csv"
     rows = []
     for model in models:
+        if not arguments.losses:
+            arguments.batch = batch or arguments.batches[family_of(read_spelling(model)[0]).size]
         for row in rows_of(model, arguments, list(argv if argv is not None else sys.argv[1:])):
             print(*format_row(row), sep="  ", flush=True)
             rows.append(row | facts)

@@ -69,25 +69,27 @@ TINY_DEFAULTS: dict[str, Any] = {
 Row = dict[str, Any]
 
 
-class SameBatch(Dataset[Any]):
-    """One batch, so many times."""
+class SameBatches(Dataset[Any]):
+    """The same batches again and again, so many in all."""
 
-    def __init__(self, batch: tuple[Tensor, Tensor], count: int) -> None:
-        self.batch, self.count = batch, count
+    def __init__(self, batches: Sequence[tuple[Tensor, ...]], count: int) -> None:
+        self.batches, self.count = batches, count
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.batch
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self.batches[index % len(self.batches)]
 
 
 class FreeReading:
-    """Gives the first batch of a data module at every step."""
+    """Gives the first batch of a data module at every step, parted as among processes where a step takes several."""
 
     def train_dataloader(self: Any) -> DataLoader[Any]:
-        batch = next(iter(super().train_dataloader()))  # type: ignore[misc]
-        return DataLoader(SameBatch(batch, self.trainer.max_steps), batch_size=None, collate_fn=as_it_is)
+        batch, parts = next(iter(super().train_dataloader())), self.trainer.accumulate_grad_batches  # type: ignore[misc]
+        batches = [tuple(x[part::parts].contiguous() for x in batch) for part in range(parts)]
+        count = parts * self.trainer.max_steps
+        return DataLoader(SameBatches(batches, count), batch_size=None, collate_fn=as_it_is)
 
 
 class FreeGeneration(FreeReading, GenerationData):

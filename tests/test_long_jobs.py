@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from headmix_vision.console import scripts
 from headmix_vision.console.scripts import Gpus, RunFailed, TimeOver, run_python
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.files import origins
@@ -46,6 +48,19 @@ def test_commands_side_by_side_share_the_gpus_out(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with Gpus().least_busy() as only:
         assert only == {}
+
+
+def test_commands_that_start_at_the_same_time_share_the_gpus_out(monkeypatch: pytest.MonkeyPatch):
+    def slow_names() -> list[str]:
+        time.sleep(0.05)
+        return ["0", "1"]
+
+    monkeypatch.setattr(scripts, "gpu_names", slow_names)
+    monkeypatch.setattr(scripts, "_GPUS", Gpus())
+    show = ["-c", "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(1)"]
+    with ThreadPoolExecutor(6) as pool:
+        shown = list(pool.map(lambda _: run_python(show, side_by_side=True), range(6)))
+    assert sorted(shown) == ["0\n"] * 3 + ["1\n"] * 3
 
 
 def test_tables_of_seeds():

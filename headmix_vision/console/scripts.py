@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -43,29 +42,26 @@ class Gpus:
     """The GPUs of the machine, of which each command gets the one that fewest others run on."""
 
     def __init__(self) -> None:
-        self._running = dict.fromkeys(gpu_names(), 0)
+        self._running: dict[str, int] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def least_busy(self) -> Iterator[dict[str, str]]:
         """Give the environment variable which shows a command its GPU; none where there is no choice."""
-        if len(self._running) < 2:
-            yield {}
-            return
-        with self._lock:
-            name = min(self._running, key=lambda name: self._running[name])
-            self._running[name] += 1
+        with self._lock:  # the first commands start at the same time, and all must see one count
+            self._running = self._running or dict.fromkeys(gpu_names(), 0)
+            name = min(self._running, key=lambda name: self._running[name], default="")
+            if name:
+                self._running[name] += 1
         try:
-            yield {"CUDA_VISIBLE_DEVICES": name}
+            yield {"CUDA_VISIBLE_DEVICES": name} if len(self._running) > 1 else {}
         finally:
             with self._lock:
-                self._running[name] -= 1
+                if name:
+                    self._running[name] -= 1
 
 
-@cache
-def gpus() -> Gpus:
-    """Return the GPUs, counted when the first command starts."""
-    return Gpus()
+_GPUS = Gpus()
 
 
 def run_python(
@@ -92,7 +88,7 @@ def run_python(
     """
     command = [sys.executable, *map(str, arguments)]
     threads = {"OMP_NUM_THREADS": "1"} if side_by_side else {}
-    gpu_of_it: AbstractContextManager[dict[str, str]] = gpus().least_busy() if side_by_side else nullcontext({})
+    gpu_of_it: AbstractContextManager[dict[str, str]] = _GPUS.least_busy() if side_by_side else nullcontext({})
     with gpu_of_it as gpu:
         if time.monotonic() >= deadline_s:
             raise TimeOver

@@ -194,6 +194,14 @@ def test_ema_follows_the_model_to_its_device_and_counts_on_the_cpu() -> None:
     assert callback._average_model is not None and callback._average_model.n_averaged.device.type == "cpu"
 
 
+def test_the_average_is_as_precise_as_the_weights(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "tiny.yaml", trainer__max_epochs=1, trainer__precision="64-true")
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
+    checkpoint = load(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    for state in ("state_dict", "current_model_state"):
+        assert {x.dtype for x in checkpoint[state].values() if x.is_floating_point()} == {torch.float64}
+
+
 def test_soft_binary_cross_entropy_and_no_ema(tmp_path: Path) -> None:
     config = write_config(tmp_path / "tiny.yaml", model__loss={"kind": "bce", "smoothing": 0.1}, ema={"decay": None})
     assert run("fit", "-c", config, "--run_dir", tmp_path / "run", "--trainer.max_epochs", 1) == 0

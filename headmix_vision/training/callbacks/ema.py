@@ -91,11 +91,11 @@ class EmaWithWarmup(WeightAveraging):
             self._average_model = WarmedUpAverage(pl_module, self.decay)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Moves or shards the average as the model, which `setup` copies before the strategy has done it."""
+        """Moves, converts or shards the average as the model, which `setup` copies before the strategy has done it."""
         assert self.average is not None
         if isinstance(trainer.strategy, ShardedStrategy):
             trainer.strategy.shard(self.average.net)  # type: ignore[arg-type]
-        self.average.to(pl_module.device)
+        self.average.to(pl_module.device, pl_module.dtype)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lets the average look for the model's tensors again, some of which may be others now."""
