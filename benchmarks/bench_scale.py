@@ -170,7 +170,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=2, help="processes of the larger runs")
     parser.add_argument("--ways", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="by default all")
     parser.add_argument("--size", type=int, help="latents, by default 32, or pixels, by default 224")
-    parser.add_argument("--batch", type=int, help="of a GPU, by default 64 latents or 256 images; of --losses in all, 64")
+    parser.add_argument("--batch", type=int, help="of a GPU, by default 64 latents or 256 images; in all with --losses")
     parser.add_argument("--compile", choices=bench_training.COMPILE, help="by default 'blocks'")
     parser.add_argument("--steps", type=int, help="of each run, by default 70")
     parser.add_argument("--warmup_steps", type=int, help="the first ones, which are not timed, by default 30")

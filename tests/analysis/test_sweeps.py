@@ -11,7 +11,7 @@ import pytest
 from headmix_vision.analysis.sweeps.drawing import draw
 from headmix_vision.analysis.sweeps.kinds import SWEEPS
 from headmix_vision.analysis.sweeps.report import report
-from headmix_vision.analysis.sweeps.runs import COLUMNS, RULE, Case, Request, Runs, read_run, read_test, with_core
+from headmix_vision.analysis.sweeps.runs import COLUMNS, QUIET, Case, Request, Runs, read_run, read_test, with_core
 from headmix_vision.commands import analyze, train_cls
 from headmix_vision.console.scripts import RunFailed, TimeOver
 from headmix_vision.errors import InputError
@@ -46,7 +46,7 @@ def without_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(out: Path, kind: str = "block_count", **changes: Any) -> tuple[Runs, ResultTable]:
-    given = {"recipes": ["digits"], "root": None, "options": (), "rates": None, "seeds": 3, "jobs": 1}
+    given = {"recipes": ["digits"], "root": None, "options": (), "rates": None, "seeds": 3, "epochs": None, "jobs": 1}
     request = Request(kind=kind, sweep=SWEEPS[kind], out=out, **(given | changes))
     runs = Runs(request, math.inf)
     return runs, ResultTable(request.table, COLUMNS, 3, runs.place)
@@ -136,6 +136,13 @@ def test_the_table_says_what_is_to_be_known(tmp_path: Path):
     assert "| always the commonest class | – | – | – | – | – | 11.00 | – |" in text
     assert "side by side, 8 at a time" in text and "training images that are held out" in text
 
+    equal, table = make(tmp_path / "equal", epochs=40)
+    fill(equal, table, {"M=1": 50.0})
+    row = table.rows["M=1", "0.003", "0"]
+    table.add(("M=1", "0.003", 0), **{name: row[name] for name in COLUMNS[3:]} | {"ended": "limit"})
+    text = report(table, equal)
+    assert "by half a cosine" in text and "| M=1 |" in text and "improve" not in text
+
     lengths, table = make(tmp_path, "length", rates=[3e-3, 6e-3], seeds=2)
     top1 = {"softmax-256": 60.0, "softmax-1024": 50.0, "linear-256": 60.0, "linear-1024": 60.4, "mhla-256": 12.0}
     fill(lengths, table, top1)
@@ -177,7 +184,7 @@ def test_figures(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["block_count", "length"])
 def test_the_rank_at_the_end_of_a_run_is_drawn_where_it_was_logged(kind: str, tmp_path: Path):
     runs, table = make(tmp_path, kind)
-    options = [*RULE, *runs.request.sweep.options]
+    options = [*runs.request.rule, *QUIET, *runs.request.sweep.options]
     given = dict(zip(options[::2], options[1::2], strict=True))
     assert int(given["--analysis.every_n_epochs"]) <= int(given["--early_stopping.patience"]) / 2
     first, *others = runs.variants

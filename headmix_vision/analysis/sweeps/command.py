@@ -33,6 +33,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--root", help="place of the data (default: that of the recipe)")
     add("--out", type=Path, required=True, help="folder of the table, the figure and the run directories")
     add("--seeds", type=int, default=3, help="runs of each network (default: 3)")
+    add(
+        "--epochs", type=int, metavar="N",
+        help="train all for N epochs, the rate falling by half a cosine (default: until validation stops rising)",
+    )  # fmt: skip
     add("--rates", type=float, nargs="+", help="learning rates to choose from (default: the recipe's, half and twice)")
     add("--variants", nargs="+", metavar="NAME", help="these networks alone; --dry-run lists them (default: all)")
     add("--jobs", type=int, default=1, help="runs at a time, spread over the GPUs (default: 1)")
@@ -74,6 +78,8 @@ def run(options: argparse.Namespace) -> None:
 def _request(options: argparse.Namespace) -> Request:
     """Checks the options."""
     check_counts(1, **{"--seeds": options.seeds, "--jobs": options.jobs})
+    if options.epochs is not None:
+        check_counts(1, **{"--epochs": options.epochs})
     for option, numbers in (("--minutes", [options.minutes]), ("--rates", options.rates or [])):
         for number in numbers:
             if number is not None:
@@ -92,7 +98,7 @@ def _request(options: argparse.Namespace) -> Request:
     chosen = tuple(variant for name, variant in known.items() if name in (options.variants or known))
     return Request(
         options.kind, replace(sweep, variants=chosen), options.task, options.root, options.options, options.rates,
-        options.seeds, options.out, options.jobs,
+        options.seeds, options.epochs, options.out, options.jobs,
     )  # fmt: skip
 
 

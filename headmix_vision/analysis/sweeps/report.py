@@ -41,13 +41,15 @@ def report(table: ResultTable, runs: Runs) -> str:
     request, config = runs.request, runs.config
     monitor, patience = config["early_stopping"]["monitor"], config["early_stopping"]["patience"]
     limit = config["trainer"]["max_epochs"]
+    end = f"A run ends when {monitor} has not improved for {patience} validations, or after {limit} epochs."
+    if request.epochs is not None:
+        end = f"All train for {limit} epochs, over which the learning rate falls to zero by half a cosine."
     held_out = "training images that are held out" if runs.holds_out else "the validation split"
     rates = f"the best of {', '.join(runs.rates)} at seed 0" if len(runs.rates) > 1 else runs.rates[0]
     rule = (
-        f"Recipe {' '.join(request.recipes)}. A run ends when {monitor} has not improved for {patience} validations, or"
-        f" after {limit} epochs. The learning rate is {rates}. Rate, end and tested checkpoint are chosen on"
-        f" {held_out}; top-1 and balanced accuracy are of the split {runs.reported}. Mean ± standard deviation over"
-        " seeds."
+        f"Recipe {' '.join(request.recipes)}. {end} The learning rate is {rates}. Whatever is chosen, the tested"
+        f" checkpoint too, is chosen on {held_out}; top-1 and balanced accuracy are of the split {runs.reported}."
+        " Mean ± standard deviation over seeds."
     )
     parts = [f"{request.sweep.about[0].upper()}{request.sweep.about[1:]}.", rule, _table(table, runs)]
     at_a_time = {row["side_by_side"] for name in runs.variants for row in runs.rows(table, name)} - {"", "1"}
@@ -65,7 +67,7 @@ def _table(table: ResultTable, runs: Runs) -> str:
     for name, rows in found.items():
         epochs = mean_and_deviation(values(rows, "epochs"), 0)
         cells = [mean_and_deviation(values(rows, column), 0 if column == "images_per_s" else 2) for column in shown]
-        remarks = _remarks(rows, runs.rates)
+        remarks = _remarks(rows, runs)
         lines.append([name + remarks, rows[0]["parameters"], rows[0]["rate"], str(len(rows)), epochs, *cells])
     if floors := [floor for rows in found.values() for floor in values(rows, "floor_percent")]:
         cells = [f"{floors[0]:.2f}" if name == "test_top1_percent" else "–" for name in shown]
@@ -75,15 +77,15 @@ def _table(table: ResultTable, runs: Runs) -> str:
     )
 
 
-def _remarks(rows: Sequence[Row], rates: Sequence[str]) -> str:
+def _remarks(rows: Sequence[Row], runs: Runs) -> str:
     """Says what a reader has to know before comparing a network."""
     ways = {row["ended"] for row in rows}
     scores = [(float(row["test_top1_percent"]), float(row["floor_percent"])) for row in rows if row["floor_percent"]]
     remarks = {
         "numbers not finite": NOT_FINITE in ways,
         "has not learned": any(score < floor + _LEARNED * (100 - floor) for score, floor in scores),
-        "still improving": AT_LIMIT in ways,
-        "rate at the edge": len(rates) > 1 and rows[0]["rate"] in (rates[0], rates[-1]),
+        "still improving": AT_LIMIT in ways and runs.request.epochs is None,
+        "rate at the edge": len(runs.rates) > 1 and rows[0]["rate"] in (runs.rates[0], runs.rates[-1]),
     }
     said = ", ".join(text for text, holds in remarks.items() if holds)
     return f" ({said})" if said else ""

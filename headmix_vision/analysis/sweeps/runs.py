@@ -30,12 +30,7 @@ NUMBERS = (
 )
 COLUMNS = ("variant", "rate", "seed", *NUMBERS, "ended", "recipe")
 TRAINING = ("-m", "headmix_vision.train_cls")
-# All train until validation stops to improve, by a rate that does not depend on the end, which is unknown.
-RULE = (
-    *("--trainer.max_epochs", 200, "--early_stopping.patience", 20, "--early_stopping.monitor", "val/top1"),
-    *("--model.schedule.sched", "constant", "--trainer.devices", 1),
-    *("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"),
-)
+QUIET = ("--trainer.devices", 1, "--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false")
 POOLING = {"class_token": False, "global_pool": "avg"}  # else softmax alone would have a class token
 RATE_FACTORS = (0.5, 1.0, 2.0)
 HOLDOUT_EVERY = 5
@@ -62,6 +57,7 @@ class Request:
         options: Further options of `headmix-train-cls fit`.
         rates: Learning rates of which each variant chooses; half, once and twice that of the recipe when None.
         seeds: So many runs of each variant.
+        epochs: All train for so many; until validation stops to improve when None.
         out: Folder of the results.
         jobs: So many runs at a time.
     """
@@ -73,8 +69,18 @@ class Request:
     options: Sequence[str]
     rates: Sequence[float] | None
     seeds: int
+    epochs: int | None
     out: Path
     jobs: int
+
+    @property
+    def rule(self) -> list[object]:
+        """The options that end a run, and the rate until then, which must not depend on an end that is unknown."""
+        if self.epochs is not None:
+            schedule = ["--model.schedule.sched", "cosine", "--model.schedule.min_lr", 0]
+            return ["--trainer.max_epochs", self.epochs, *schedule]
+        ends = ["--trainer.max_epochs", 200, "--early_stopping.patience", 20, "--early_stopping.monitor", "val/top1"]
+        return [*ends, "--model.schedule.sched", "constant"]
 
     @property
     def table(self) -> Path:
@@ -109,7 +115,7 @@ class Runs:
         self._texts = [Path(text).read_text() if Path(text).is_file() else text for text in texts]
         self._place = [] if request.root is None else ["--data.root", request.root]
         recipes = [part for recipe in request.recipes for part in ("-c", recipe)]
-        self._given = [*recipes, *RULE, *request.sweep.options, *request.options]
+        self._given = [*recipes, *request.rule, *QUIET, *request.sweep.options, *request.options]
         self.config = yaml.safe_load(self._ask("fit", *self._given, *self._place, "--print_config"))
         data = self.config["data"]
         self.reported = data["test_split"] or data["val_split"]
