@@ -5,7 +5,7 @@ Everything stands at a place computed in inches: text, then the bars of the colo
 
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -65,8 +65,8 @@ class Panels:
     Args:
         text: What stands above all; the first line is its title, the others are one paragraph.
         scales: The colour scales.
-        titles: What stands above each column.
-        rows: The label of each row, and the height of its panels as a multiple of their width.
+        titles: What stands above each column; it may have several lines, as many in all.
+        rows: The label of each row, of one or several lines, and the height of its panels as a multiple of their width.
         width_in: The width of a panel, in inches.
         gap_in: What parts two columns, and two rows, in inches.
 
@@ -84,8 +84,8 @@ class Panels:
         width_in: float,
         gap_in: float,
     ) -> None:
-        left = _MARGIN_IN + _CHARACTER_IN * max(map(len, rows)) + _TICKS_IN
-        pitch = max(width_in, _CHARACTER_IN * max(map(len, titles))) + gap_in
+        left = _MARGIN_IN + _width_in(rows) + _TICKS_IN
+        pitch = max(width_in, _width_in(titles)) + gap_in
         lines = -(-len(titles) // max(1, int((_MOST_WIDE_IN - left) / pitch)))
         per_line = -(-len(titles) // lines)
         self._width = max(_LEAST_WIDE_IN, left + per_line * pitch, _BAR_PITCH_IN * len(scales) + 2 * _MARGIN_IN)
@@ -94,7 +94,8 @@ class Panels:
         heading = textwrap.wrap(first, int(room / _BOLD_CHARACTER_IN))
         paragraph = textwrap.wrap(" ".join(others), int(room / _CHARACTER_IN))
         top = _TEXT_LINE_IN * len(heading + paragraph) + 2 * _MARGIN_IN
-        line_height = _TITLE_IN + sum(width_in * height + gap_in for height in rows.values()) + _TICKS_IN
+        title_in = _TITLE_IN + _TEXT_LINE_IN * max(title.count("\n") for title in titles)
+        line_height = title_in + sum(width_in * height + gap_in for height in rows.values()) + _TICKS_IN
         self._height = top + _BARS_IN + lines * line_height
 
         self.figure = Figure(figsize=(self._width, self._height))
@@ -106,7 +107,7 @@ class Panels:
         self.rows: list[list[Axes]] = [[] for _ in rows]
         for index, title in enumerate(titles):
             line, column = divmod(index, per_line)
-            at = top + _BARS_IN + line * line_height + _TITLE_IN
+            at = top + _BARS_IN + line * line_height + title_in
             for row, (label, height) in enumerate(rows.items()):
                 panel = self._add_axes(left + column * pitch, at, width_in, width_in * height)
                 if row == 0:
@@ -141,6 +142,10 @@ class Panels:
         bar.outline.set_visible(False)
         axes.set_title(scale.label, fontsize=_TEXT_PT, loc="left", pad=3)
         axes.tick_params(labelsize=_SMALL_PT, length=2, pad=1)
+
+
+def _width_in(texts: Iterable[str]) -> float:
+    return _CHARACTER_IN * max(len(line) for text in texts for line in text.splitlines())
 
 
 def encode_png(figure: Figure) -> bytes:

@@ -98,11 +98,11 @@ def draw_maps(maps: Sequence[AttentionMap], pictures: Tensor | None, title: str)
         title: What stands above.
     """
     columns = list(dict.fromkeys((one.model, one.layer) for one in maps))
-    rows = {f"image {image}, token {','.join(map(str, place))}": (image, place) for _, _, image, place, *_ in maps}
+    rows = {f"image {image}\ntoken {','.join(map(str, place))}": (image, place) for _, _, image, place, *_ in maps}
     relative = {(one.model, one.layer, one.image, one.place): _flat(one.shares * len(one.shares), one) for one in maps}
     height, width = next(iter(relative.values())).shape
     scale = positive_scale("multiples of the uniform share", list(relative.values()))
-    titles = [*(["image"] if pictures is not None else []), *(f"{model}, layer {layer}" for model, layer in columns)]
+    titles = [*(["image"] if pictures is not None else []), *(f"{model}\nlayer {layer}" for model, layer in columns)]
     panel_in = max(_PANEL_IN, 0.06 * width)
     panels = Panels(
         _TEXT.format(title=title), [scale], titles, dict.fromkeys(rows, height / width), panel_in, gap_in=0.2

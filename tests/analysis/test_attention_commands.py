@@ -140,7 +140,7 @@ def test_maps_of_clips_lay_frames_side_by_side():
     assert picture.shape == (16, 4 * 16, 3) and drawn.shape == (height, frames * width)
     relative = one.shares.view(one.grid) * one.shares.numel()
     torch.testing.assert_close(torch.from_numpy(drawn[:, width : 2 * width].data), relative[1])
-    ((x,), (y,)) = next(axes for axes in figure.axes if axes.get_title() == "clips, layer 0").lines[0].get_data()
+    ((x,), (y,)) = next(axes for axes in figure.axes if axes.get_title() == "clips\nlayer 0").lines[0].get_data()
     assert (x, y) == (one.place[0] * width + one.place[2], one.place[1])
 
 
