@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.console.progress import is_terminal
@@ -225,6 +226,8 @@ class RunCLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError) as error:  # as Lightning refuses options
             raise InputError(f"trainer: {error}") from error
+        if isinstance(trainer.strategy, DDPStrategy):  # else gradients are kept twice, and copied
+            trainer.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
         opt = options.model.optimizer.opt
         require(
             not isinstance(trainer.strategy, ShardedStrategy) or not any(name in opt.lower() for name in NOT_ON_SHARDS),

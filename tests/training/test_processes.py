@@ -13,6 +13,8 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+from headmix_vision.training.base_cli import RunCLI
+
 from . import gen_helpers
 from .helpers import TINY, assert_same_run, load, read_csv, run, write_config
 
@@ -22,6 +24,14 @@ NO_RANDOMNESS: dict[str, Any] = {
     "model__model_args": {**TINY["model"]["model_args"], "drop_path_rate": 0.0},
 }
 TWO_RANKS = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
+
+
+def test_processes_keep_each_gradient_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RunCLI] = []
+    monkeypatch.setattr(RunCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
+    config = write_config(tmp_path / "tiny.yaml")
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run", "--trainer.strategy", "ddp") == 0
+    assert seen[0].trainer.strategy._ddp_kwargs == {"gradient_as_bucket_view": True}
 
 
 def start(*args: object, script: str = "train_cls.py") -> subprocess.Popen[str]:
