@@ -1,7 +1,7 @@
 """Time of mhla(impl="torch") on a CPU against the number of tokens, at a fixed number of blocks.
 
     MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=1073741824 \\
-        python benchmarks/bench_mhla_cpu.py
+        python benchmarks/bench_mhla_cpu.py --out docs/mhla_cpu.csv
 
 The form is linear in N: from 4,096 to 16,384 tokens the time should grow 4 times. Before any time is printed the
 result is compared with the float64 reference. The variables make glibc keep freed memory; without them tensors above
@@ -11,8 +11,10 @@ result is compared with the float64 reference. The variables make glibc keep fre
 import argparse
 import statistics
 import time
+from pathlib import Path
 
 import torch
+from measuring import environment, write_csv
 
 from headmix_vision.ops import TokenBlocks, mhla
 
@@ -42,8 +44,8 @@ def check_correctness() -> None:
     print(f"correct: relative error {worst:.1e} against the float64 reference")
 
 
-def seconds(side: int, repeats: int) -> tuple[float, float]:
-    """Median time of a forward and of a forward with backward pass, in seconds."""
+def times_ms(side: int, repeats: int) -> tuple[float, float]:
+    """Median time of a forward and of a forward with backward pass, in ms."""
     inputs, blocks = make_inputs(side)
     forward, both = [], []
     for _ in range(repeats + 2):
@@ -53,27 +55,25 @@ def seconds(side: int, repeats: int) -> tuple[float, float]:
         out.sum().backward()
         forward.append(middle - start)
         both.append(time.perf_counter() - start)
-    return statistics.median(forward[2:]), statistics.median(both[2:])
+    return 1e3 * statistics.median(forward[2:]), 1e3 * statistics.median(both[2:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sides", type=int, nargs="+", default=[32, 64, 128, 256], help="token grid sides")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="the table (default: none)")
     arguments = parser.parse_args()
     check_correctness()
-    print(f"B={BATCH} H={HEADS} D={DIM} M={BLOCK_GRID[0] * BLOCK_GRID[1]}, {torch.get_num_threads()} threads, float32")
-    print(f"{'tokens':>8} {'forward ms':>11} {'fwd+bwd ms':>11} {'x forward':>10} {'x fwd+bwd':>10}")
-    previous: tuple[float, float] | None = None
+    facts = environment(torch.device("cpu")) | {"threads": str(torch.get_num_threads())}
+    print(f"B={BATCH} H={HEADS} D={DIM} M={BLOCK_GRID[0] * BLOCK_GRID[1]}, {facts['threads']} threads, float32")
+    rows = []
     for side in arguments.sides:
-        times = seconds(side, arguments.repeats)
-        ratios = (
-            [f"{now / before:10.2f}" for now, before in zip(times, previous, strict=True)]
-            if previous
-            else [" " * 10] * 2
-        )
-        print(f"{side * side:8d} {times[0] * 1e3:11.2f} {times[1] * 1e3:11.2f} {' '.join(ratios)}")
-        previous = times
+        forward_ms, both_ms = times_ms(side, arguments.repeats)
+        print(f"{side * side:8d} tokens: forward {forward_ms:.2f} ms, with backward {both_ms:.2f} ms", flush=True)
+        rows.append({"tokens": side * side, "forward_ms": forward_ms, "both_ms": both_ms} | facts)
+    if arguments.out is not None:
+        write_csv(arguments.out, rows)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,8 @@ FURTHER_CLAIMS = {
     "moving_digits": "attention in models of clips",
     "moving_digits_distilled": "clip models distilled from softmax",
     "stable_rates": "learning rates of explicit heads",
+    "demos": "the demos, and the weights of the package",
+    "mhla_cpu": "MHLA's PyTorch form on a CPU",
 }
 STABLE_VARIANTS = {
     ("plain", "{}"): "core alone",
@@ -163,6 +165,57 @@ def accuracies(task: str, core: str, mix: str, full_mlp: bool) -> list[float]:
     rows = [row for row in rows if (row["mlp_ratio"] == "4.0") is full_mlp]
     rates = {rate: [row for row in rows if row["rate"] == rate] for rate in {row["rate"] for row in rows}}
     return numbers(max(rates.values(), key=len), "test_top1_percent")  # only the chosen one has all seeds
+
+
+def shipped_weights() -> str:
+    """What the weights in the package say of held-out digits."""
+    lines = []
+    for row in read("demos", part="weights"):
+        right = round(float(row["value"]) / 100 * int(row["count"]))
+        lines.append([f"`{row['what']}`", str(right), f"{float(row['value']):.2f}"])
+    return markdown_table(["`pretrained=True`", "right of 360 held-out digits", "top-1 in %"], lines)
+
+
+def demo_classifier() -> str:
+    """The classifier of the demo, at its best epoch and at the end."""
+    rows = read("demos", part="classifier")
+    lines = [
+        [epoch["what"], epoch["value"], f"{float(top1['value']):.2f}"]
+        for epoch, top1 in zip(rows[::2], rows[1::2], strict=True)
+    ]
+    return markdown_table(["checkpoint", "epochs", "top-1, %"], lines)
+
+
+def demo_generator() -> str:
+    """Samples of the demo's generator as its classifier sees them, and FID of real digits beside theirs."""
+    lines = []
+    for row in read("demos", part="generator"):
+        what = {"top1_percent": "classified as their label, %", "fid": "FID"}[row["number"]]
+        lines.append([row["what"], f"{int(row['count']):,}", what, f"{float(row['value']):.4g}"])
+    return markdown_table(["images", "how many", "score", "value"], lines)
+
+
+def demo_clips() -> str:
+    """What the judge says of clips by guidance, of real ones, and what guessing would have."""
+    rows = read("demos", part="clips")
+    sides = sorted({row["what"] for row in rows})
+    lines = []
+    for number, guessed in {"digit": "0.10", "motion": "", "direction": "0.25"}.items():
+        values = {row["what"]: f"{float(row['value']):.2f}" for row in rows if row["number"] == number}
+        lines.append([number, *(values[side] for side in sides), guessed])
+    return markdown_table(["", *sides, "guessing"], lines)
+
+
+def mhla_cpu() -> str:
+    """Times on a CPU, and how often those of a quarter of the tokens they take."""
+    before, lines = None, []
+    for row in read("mhla_cpu"):
+        times = [float(row["forward_ms"]), float(row["both_ms"])]
+        ratios = [f"{now / then:.2f}" for now, then in zip(times, before, strict=True)] if before else ["", ""]
+        lines.append([f"{int(row['tokens']):,}", *(f"{time:.3g}" for time in times), *ratios])
+        before = times
+    header = ["tokens", "forward, ms", "forward + backward, ms", "ratio forward", "ratio forward + backward"]
+    return markdown_table(header, lines)
 
 
 def attention_numbers() -> str:
@@ -429,6 +482,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "attentions": attentions,
     "digits": digits,
     "attention_numbers": attention_numbers,
+    "weights": shipped_weights,
+    "demo_classifier": demo_classifier,
+    "demo_generator": demo_generator,
+    "demo_clips": demo_clips,
+    "mhla_cpu": mhla_cpu,
     "head_mixes_digits": partial(head_mixes, "digits"),
     "head_mixes_canvas": partial(head_mixes, "canvas"),
     "stable_rates": stable_rates,
