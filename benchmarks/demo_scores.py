@@ -16,10 +16,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from measuring import write_csv
 from training_runs import run_script
 from training_runs import train as start_training
 
-from headmix_vision.files.result_table import write_table
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, read_checkpoint
 from headmix_vision.runs.directory import BEST, LAST, read_curve
 
@@ -113,7 +113,7 @@ def main() -> None:
     with ThreadPoolExecutor(2) as pool:
         parts = pool.map(lambda part: list(part()), (partial(images, runs), partial(clips, runs)))
         rows = [*weights(), *chain.from_iterable(parts)]
-    write_table(arguments.out, COLUMNS, (dict(zip(COLUMNS, row, strict=True)) for row in rows))
+    write_csv(arguments.out, [dict(zip(COLUMNS, row, strict=True)) for row in rows])
 
 
 if __name__ == "__main__":

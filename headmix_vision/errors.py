@@ -45,14 +45,15 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(1)
     except (InputError, OSError, MemoryError) as error:
         # A data loader's worker hands its error on with the traceback in front of the message.
-        _end(message_of(error).rpartition(f"{__name__}.InputError: ")[2])
+        end(message_of(error).rpartition(f"{__name__}.InputError: ")[2])
     except RuntimeError as error:
         if not any(words in str(error) for words in _PEER_IS_GONE):
             raise
-        _end("another process has ended, see its message")
+        end("another process has ended, see its message")
 
 
-def _end(message: str) -> NoReturn:
+def end(message: str, status: int = 2) -> NoReturn:
+    """End the process with one line; what all processes of torchrun say is said by the first alone."""
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")  # Lightning's own launcher sets the latter alone
     who = "error" if rank == "0" else f"error (rank {rank})"
     if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -60,7 +61,7 @@ def _end(message: str) -> NoReturn:
         time.sleep(_PATIENCE_S)  # if the first process says it, torchrun ends this one
     # in one piece, as several processes write to one terminal: print, unbuffered, writes the end of the line by itself
     sys.stderr.write(f"{who}: {' '.join(message.split())}\n")
-    sys.exit(2)
+    sys.exit(status)
 
 
 def message_of(error: Exception) -> str:

@@ -315,6 +315,28 @@ def test_an_axis_that_a_model_has_not_is_refused():
         HeadMixDiT(8, embed_dim=8, depth=1, num_heads=2).spread_tokens(None, axis=2)
 
 
+def test_a_layer_takes_a_group_and_a_mesh():
+    layer, x = HeadMixAttention(8, 2, grid=(4, 4), block_grid=(2, 2)), torch.randn(1, 16, 8)
+    expected = layer(x)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for group in (dist.group.WORLD, init_device_mesh("cpu", (1,))):
+            layer.set_ranks(group)
+            assert layer.ranks.size == 1
+            torch.testing.assert_close(layer(x), expected)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_only_a_group_is_taken():
-    with pytest.raises(InputError, match="must be a process group or a device mesh, got 2"):
-        TokenRanks.of(2)
+    for take in (TokenRanks.of, HeadMixAttention(8, 2).set_ranks):
+        with pytest.raises(InputError, match="must be a process group or a device mesh, got 2"):
+            take(2)
+
+
+def test_another_number_of_tokens_is_refused():
+    grid = TokenGrid((4, 4))
+    with pytest.raises(InputError, match="4x4 grid has 16 tokens, got 7"):
+        TWO.split(torch.zeros(1, 7, 3), grid)
+    with pytest.raises(InputError, match="2x4 grid has 8 tokens, got 7"):
+        TWO.gather(torch.zeros(1, 7, 3), grid)

@@ -1,5 +1,6 @@
 """The processes that share a job: which one this is, and what they tell each other."""
 
+import atexit
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -42,6 +43,7 @@ class Processes(NamedTuple):
             raise InputError(f"WORLD_SIZE in the environment is {self.world_size}: start the processes by torchrun")
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=_LONG)
+            atexit.register(dist.destroy_process_group)  # whose threads must not outlive what they use
 
     def wait(self) -> None:
         """Waits for the others."""

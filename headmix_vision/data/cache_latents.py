@@ -115,11 +115,12 @@ def main(args: Sequence[str] | None = None) -> None:
             world_size=processes.world_size,
             dry_run=options.dry_run,
         )
+        who = f"process {processes.rank} of {processes.world_size} " if processes.world_size > 1 else ""
         if options.dry_run:
-            print(f"{options.out}: would write {written} shards")
+            print(f"{options.out}: {who}would write {written} shards")
             return
         manifest = read_manifest(options.out)
-        print(f"{options.out}: wrote {written} of {count_shards(manifest)} shards, latents {manifest['shape']}")
+        print(f"{options.out}: {who}wrote {written} of {count_shards(manifest)} shards, latents {manifest['shape']}")
 
 
 def _ask_for_clips(

@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from headmix_vision.checks import check_choice, check_counts, check_flags, check_keywords, keywords
 from headmix_vision.errors import InputError
@@ -155,19 +157,21 @@ class HeadMixAttention(nn.Module):
         self.core.set_grid(new.repeat(self.repeats))
         self.grid = new
 
-    def set_ranks(self, ranks: TokenRanks | None) -> None:
+    def set_ranks(self, ranks: TokenRanks | ProcessGroup | DeviceMesh | None) -> None:
         """Share the tokens of each sample with other ranks: only block summaries and edges for ``cpe`` are exchanged.
 
         The gradients of the parameters are then those of this rank's tokens (:meth:`TokenRanks.sum_gradients`).
 
         Args:
-            ranks: those of a process group, or None for all tokens on each rank.
+            ranks: a process group, or a device mesh of one dimension, which parts the first axis of the grid;
+                :meth:`TokenRanks.of` for another axis; None for all tokens on each rank.
 
         Raises:
-            InputError: if there is a head mix, or the core needs all tokens.
+            InputError: if there is a head mix, the core needs all tokens, or ``ranks`` is something else.
         """
         if ranks is not None:
             self.check_ranks()
+            ranks = ranks if isinstance(ranks, TokenRanks) else TokenRanks.of(ranks)
         self.ranks = ranks
 
     def check_ranks(self) -> None:

@@ -81,7 +81,12 @@ class TokenRanks:
         return replace(grid, shape=shape, num_prefix_tokens=0 if rank else grid.num_prefix_tokens)
 
     def split(self, x: Tensor, grid: TokenGrid, dim: int = 1) -> Tensor:
-        """Take this rank's tokens of the N tokens of a grid, which a dim of ``x`` counts."""
+        """Take this rank's tokens of the N tokens of a grid, which a dim of ``x`` counts.
+
+        Raises:
+            InputError: if ``x`` has another number of tokens.
+        """
+        _check_tokens(x.shape[dim], grid)
         prefix, places = unflatten_tokens(x, grid, dim)
         first, end = self.span(grid, self.rank)
         held = places.narrow(dim + self.axis, first, end - first)
@@ -91,7 +96,11 @@ class TokenRanks:
         """Join the tokens [B, n, ...] of all ranks to those of a grid on every rank, [B, N, ...].
 
         Every rank is taken to compute the same loss of the result: each keeps its own tokens' part of the gradient.
+
+        Raises:
+            InputError: if ``x`` has another number of tokens than this rank's part of the grid.
         """
+        _check_tokens(x.shape[1], self.local(grid))
         return _Gather.apply(x, self, grid)
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -127,6 +136,11 @@ def even_axis(shape: Sequence[int], block_grid: Sequence[int], ranks: int) -> in
     """Return the first axis of which each rank has as many tokens, and as many whole blocks; the first if none."""
     even = (size % ranks == count % ranks == 0 for size, count in zip(shape, block_grid, strict=True))
     return next((axis for axis, fits in enumerate(even) if fits), 0)
+
+
+def _check_tokens(found: int, grid: TokenGrid) -> None:
+    if found != grid.num_tokens:
+        raise InputError(f"{grid} has {grid.num_tokens} tokens, got {found}.")
 
 
 def unflatten_tokens(x: Tensor, grid: TokenGrid, dim: int) -> tuple[Tensor, Tensor]:

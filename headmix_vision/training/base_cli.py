@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.console.progress import is_terminal
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.errors import InputError, end, one_line_errors
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, LAST, METRICS, find_checkpoint
@@ -315,8 +315,7 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
             given = with_config_of_run(list(sys.argv[1:] if args is None else args))
             cli(request, resources, with_config_paths(given, cli.recipes, default_config))
         except NonFiniteError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(1)
+            end(str(error), status=1)
         except MisconfigurationException as error:
             raise InputError(str(error)) from error
         except torch.OutOfMemoryError as error:

@@ -47,8 +47,9 @@ class InterruptRequest:
         if os.getpid() != self._pid:  # a forked data worker: the parent decides
             return
         # os.write, as print may have been interrupted itself
+        speaks = (os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")) == "0"
         if not self.deferred:
-            if os.environ.get("RANK", "0") == "0":
+            if speaks:
                 os.write(2, f"\ninterrupted by {signal.Signals(signum).name}\n".encode())
             raise SystemExit(128 + signum)
         launched = "TORCHELASTIC_RUN_ID" in os.environ
@@ -58,4 +59,5 @@ class InterruptRequest:
             return
         self.signum = signum
         hint = b"" if launched else b"; the same signal again stops at once"
-        os.write(2, b"\nfinishing this optimizer step, then saving" + hint + b"\n")
+        if speaks:
+            os.write(2, b"\nfinishing this optimizer step, then saving" + hint + b"\n")

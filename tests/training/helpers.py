@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import yaml
 
+from headmix_vision.runs.checkpoints import read_checkpoint
+from headmix_vision.runs.shards import SHARDED
 from headmix_vision.training.classification_cli import main
 
 TINY: dict[str, Any] = {
@@ -93,7 +95,7 @@ def assert_equal(a: Any, b: Any, where: str = "") -> None:
 
 def assert_same_run(a: Path, b: Path) -> None:
     """Two run directories ended with the same weights, optimizer state and metrics."""
-    first, second = load(a / "checkpoints" / "last.ckpt"), load(b / "checkpoints" / "last.ckpt")
+    first, second = (read_checkpoint(run / "checkpoints" / "last.ckpt", sharded=SHARDED) for run in (a, b))
     for key in ("epoch", "global_step", "state_dict", "current_model_state", "averaging_state", "optimizer_states"):
         assert_equal(first[key], second[key], key)
     assert read_csv(a / "metrics.csv") == read_csv(b / "metrics.csv")

@@ -19,7 +19,7 @@ from .test_processes import NO_RANDOMNESS, ROOT
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 GLOBAL_BATCH = 16
 LONG = {"trainer__max_epochs": 12, "trainer__limit_train_batches": 40}
-KILLS = 4
+KILLS = {"ddp": 4, "fsdp2": 6}
 
 
 def ranks(job: subprocess.Popen[bytes]) -> list[int]:
@@ -73,14 +73,17 @@ def wait_for_steps(job: subprocess.Popen[bytes], metrics: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_job_that_is_killed_at_any_moment_loses_nothing_that_was_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "every_n_steps"), [("ddp", 7), ("fsdp2", 4)])  # which is mostly saving
+def test_a_job_that_is_killed_at_any_moment_loses_nothing_that_was_saved(
+    strategy: str, every_n_steps: int, tmp_path: Path
+) -> None:
     config = write_config(tmp_path / "tiny.yaml", **NO_RANDOMNESS, **LONG)
-    options = ("-c", config, "--checkpoint_every_n_steps", 7)
+    options = ("-c", config, "--checkpoint_every_n_steps", every_n_steps, "--trainer.strategy", strategy)
     with started(tmp_path, 2, *options, "--run_dir", tmp_path / "whole") as job:
         assert job.wait(timeout=300) == 0
     run_dir, chance, kills, saved = tmp_path / "run", random.Random(0), 0, 0
     last = run_dir / "checkpoints" / "last.ckpt"
-    while kills < KILLS:
+    while kills < KILLS[strategy]:
         with started(tmp_path, 2, *options, "--run_dir", run_dir) as job:
             for kind in ("rank", ("job", "signal")[kills // 2 % 2]):
                 wait_for_steps(job, run_dir / "metrics.csv")
