@@ -273,11 +273,13 @@ class BaseModule(LightningModule):
         """Restores the running mean of the loss.
 
         Raises:
-            InputError: If training goes on with another optimizer, or with another number of processes whose batches
-                are not as large together.
+            InputError: If training goes on with another optimizer, or with batches of another size, all processes
+                together, within an epoch or with another number of processes.
         """
         if self.trainer.state.fn == "fit" and "batch" in checkpoint:
-            _check_batch(checkpoint["batch"], self._batch())
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            within_epoch = progress["current"]["completed"] > 0 and not progress["is_last_batch"]
+            _check_batch(checkpoint["batch"], self._batch(), within_epoch)
             before, now = checkpoint.get("opt", self.optimizer_config.opt), self.optimizer_config.opt
             if before != now:
                 raise InputError(f"model.optimizer.opt={now} cannot go on with the state of {before}")
@@ -285,10 +287,10 @@ class BaseModule(LightningModule):
             self.train_loss = self.own_sums(checkpoint["train_loss"].view(-1, 2))
 
 
-def _check_batch(saved: Any, now: dict[str, int]) -> None:
+def _check_batch(saved: Any, now: dict[str, int], within_epoch: bool) -> None:
     before = check_fields("the entry 'batch' of the checkpoint", saved, dict.fromkeys(now, int))
     samples, processes = before["processes"] * before["size"], now["processes"]
-    if processes == before["processes"] or samples == processes * now["size"]:
+    if samples == processes * now["size"] or (processes == before["processes"] and not within_epoch):
         return
     fitting = "" if samples % processes else f"; set data.batch_size={samples // processes}"
     raise InputError(

@@ -1,10 +1,12 @@
 """Defines the groups of training options. The defaults are those of the ImageNet recipe of MHLA (arXiv 2601.07832)."""
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from timm.optim import list_optimizers
+from torch.distributed import is_torchelastic_launched
 
 from headmix_vision.checks import check_counts, check_numbers, suggest
 from headmix_vision.errors import InputError
@@ -265,16 +267,31 @@ _LEAST_OF_TRAINER = {
 }
 
 
+def _count_devices(devices: Any) -> int | None:
+    """Counts the devices of `trainer.devices`; None where Lightning finds them."""
+    if isinstance(devices, list):
+        return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len(devices.strip(",").split(","))
+    return int(devices) if str(devices).isdecimal() else None
+
+
 def check_trainer_options(trainer: Any, subcommand: str) -> None:
-    """Raises `InputError` for options of the trainer that would divide by zero, or train nothing."""
+    """Raises `InputError` for options that divide by zero, train nothing, or do not fit the processes of torchrun."""
     for name, (least, unlimited) in _LEAST_OF_TRAINER.items():
         value = trainer[name]
         if value is not None and value != unlimited and not value >= least:
             other = "" if unlimited is None else f", or {unlimited} for no limit"
             raise InputError(f"trainer.{name} must be at least {least}{other}, got {value}")
     require(
-        not str(trainer.strategy).startswith("fsdp") or trainer.strategy == "fsdp2",
+        trainer.strategy not in ("fsdp", "fsdp_cpu_offload"),
         f"trainer.strategy={trainer.strategy} is of FSDP1; networks are sharded by fsdp2 (-c overlays/fsdp)",
+    )
+    devices, started = _count_devices(trainer.devices), os.environ.get("WORLD_SIZE")
+    require(
+        devices is None or not is_torchelastic_launched() or str(devices * trainer.num_nodes) == started,
+        f"trainer.devices={trainer.devices} and trainer.num_nodes={trainer.num_nodes} do not make the {started}"
+        " processes that torchrun has started",
     )
     limit = f"limit_{ {'fit': 'train', 'validate': 'val'}.get(subcommand, subcommand) }_batches"
     require(trainer[limit] != 0, f"trainer.{limit}=0 leaves nothing to {subcommand}")

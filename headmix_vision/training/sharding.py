@@ -75,8 +75,6 @@ class ShardedStrategy(ModelParallelStrategy):
     lightning_restore_optimizer = True
 
     def __init__(self, shard_size: int | None = None) -> None:
-        if shard_size is not None:
-            check_counts(1, **{"trainer.strategy.shard_size": shard_size})
         super().__init__()
         self.shard_size = shard_size
         self._saving: Future[None] | None = None
@@ -88,8 +86,10 @@ class ShardedStrategy(ModelParallelStrategy):
         """Starts the processes and lays them out.
 
         Raises:
-            InputError: If `shard_size` does not divide their number.
+            InputError: If `shard_size` does not divide their number, or is not positive.
         """
+        if self.shard_size is not None:
+            check_counts(1, **{"trainer.strategy.shard_size": self.shard_size})
         self._setup_distributed()
         shard_size = self.shard_size or self.world_size
         if self.world_size % shard_size:

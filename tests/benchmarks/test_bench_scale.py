@@ -35,5 +35,5 @@ def test_ratios_are_of_one_gpu(load, monkeypatch: pytest.MonkeyPatch):
     )
     rows = list(bench.speed_rows("any", bench.parse_arguments(["--batch", "3"]), []))
     assert [(row["imgs_per_s"], row["ratio"]) for row in rows] == [(6, 1), (6, 1), (12, 2), (12, 2), (12, 2)]
-    rows = list(bench.speed_rows("any", bench.parse_arguments(["--ways", "one", "ddp"]), []))
+    rows = list(bench.speed_rows("any", bench.parse_arguments(["--batch", "3", "--ways", "one", "ddp"]), []))
     assert [(row["what"], row["gpus"]) for row in rows] == [("one", 1), ("ddp", 2)]

@@ -118,6 +118,7 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--data.batch_size", "2.5"), "data.batch_size must be int, got 2.5"),
         (("--trainer.accelerator", "cdua"), "invalid accelerator name"),
         (("--trainer.devices", "0"), "devices='0'"),
+        (("--trainer.strategy", "fsdp3"), "invalid strategy name: `strategy='fsdp3'`"),
         (("--trainer.max_epochs", "0"), "trainer.max_epochs must be at least 1, or -1 for no limit, got 0"),
         (("--trainer.accumulate_grad_batches", "0"), "trainer.accumulate_grad_batches must be at least 1"),
         (("--model.num_classes", "1"), "model.num_classes must be at least 2, got 1"),

@@ -20,6 +20,7 @@ from headmix_vision.commands import export
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint
 from headmix_vision.runs.shards import SHARDED
+from headmix_vision.training.base_module import _check_batch
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.sharding import _Writer
 
@@ -169,14 +170,36 @@ def test_shards_are_evaluated(folder: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (("--trainer.strategy", "fsdp"), "-c overlays/fsdp"),
         (("--trainer.strategy", "fsdp2", "--model.optimizer.opt", "nadamuon"), "nadamuon cannot compute on shards"),
+        ((f"--trainer.strategy={SHARE['class_path']}", "--trainer.strategy.shard_size=0"), "at least 1, got 0"),
     ],
-    ids=["fsdp1", "optimizer"],
+    ids=["fsdp1", "optimizer", "shard_size"],
 )
 def test_what_does_not_shard_is_refused(
     options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", tmp_path / "run", *options) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("devices", "nodes"), [("4", 1), ("[0]", 1), ("0,1", 2), ("2", 2)])
+def test_devices_that_are_not_the_processes_of_torchrun_are_refused(
+    devices: str, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    options = ("--trainer.devices", devices, "--trainer.num_nodes", nodes, "--trainer.strategy", "fsdp2")
+    assert run("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", tmp_path / "run", *options) == 2
+    assert "do not make the 2 processes that torchrun has started" in capsys.readouterr().err
+
+
+def test_batches_of_another_size_are_refused_within_an_epoch() -> None:
+    saved = {"processes": 2, "size": 8}
+    _check_batch(saved, {"processes": 2, "size": 4}, within_epoch=False)
+    _check_batch(saved, {"processes": 4, "size": 4}, within_epoch=True)
+    with pytest.raises(InputError, match=r"not 2 x 4: it would lose its place in the data; set data\.batch_size=8"):
+        _check_batch(saved, {"processes": 2, "size": 4}, within_epoch=True)
+    with pytest.raises(InputError, match=r"set data\.batch_size=16"):
+        _check_batch(saved, {"processes": 1, "size": 8}, within_epoch=False)
 
 
 @pytest.mark.slow
