@@ -162,7 +162,7 @@ SLIPS = [
     Slip(
         "the average is float32",
         "training/callbacks/ema.py",
-        ".to(pl_module.device)",
+        ".to(pl_module.device, pl_module.dtype)",
         ".to(pl_module.device, torch.bfloat16)",
         STEPS,
     ),
