@@ -278,7 +278,7 @@ class BaseModule(LightningModule):
         """
         if self.trainer.state.fn == "fit" and "batch" in checkpoint:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            within_epoch = progress["current"]["completed"] > 0 and not progress["is_last_batch"]
+            within_epoch = progress["current"]["processed"] > 0 and not progress["is_last_batch"]
             _check_batch(checkpoint["batch"], self._batch(), within_epoch)
             before, now = checkpoint.get("opt", self.optimizer_config.opt), self.optimizer_config.opt
             if before != now:

@@ -284,7 +284,7 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
             other = "" if unlimited is None else f", or {unlimited} for no limit"
             raise InputError(f"trainer.{name} must be at least {least}{other}, got {value}")
     require(
-        trainer.strategy not in ("fsdp", "fsdp_cpu_offload"),
+        str(trainer.strategy).lower() not in ("fsdp", "fsdp_cpu_offload"),
         f"trainer.strategy={trainer.strategy} is of FSDP1; networks are sharded by fsdp2 (-c overlays/fsdp)",
     )
     devices, started = _count_devices(trainer.devices), os.environ.get("WORLD_SIZE")

@@ -89,6 +89,18 @@ def test_other_ways_to_count_and_validate(
     assert_same_run(run_dir, tmp_path / "whole")
 
 
+@pytest.mark.parametrize("batch", [0, 1])
+def test_an_epoch_does_not_go_on_with_batches_of_another_size(
+    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, run_dir = write_config(tmp_path / "tiny.yaml", trainer__accumulate_grad_batches=1), tmp_path / "run"
+    with monkeypatch.context() as context:
+        interrupt_in(context, "training_step", 0, batch, signal.SIGTERM)
+        assert run("fit", "-c", config, "--run_dir", run_dir) == 143
+    assert run("fit", "-c", run_dir / "config.yaml", "--ckpt_path", "last", "--data.batch_size", 4) == 2
+    assert "it would lose its place in the data" in capfd.readouterr().err
+
+
 def test_crash_continues_from_the_last_periodic_checkpoint(
     reference_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
