@@ -291,7 +291,7 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
     require(
         devices is None or not is_torchelastic_launched() or str(devices * trainer.num_nodes) == started,
         f"trainer.devices={trainer.devices} and trainer.num_nodes={trainer.num_nodes} do not make the {started}"
-        " processes that torchrun has started",
+        " processes that torchrun has started: set them to its --nproc-per-node and --nnodes",
     )
     limit = f"limit_{ {'fit': 'train', 'validate': 'val'}.get(subcommand, subcommand) }_batches"
     require(trainer[limit] != 0, f"trainer.{limit}=0 leaves nothing to {subcommand}")
