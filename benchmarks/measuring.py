@@ -178,8 +178,9 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def device_slug(name: str) -> str:
-    """Part of a file name: "NVIDIA H200" -> "h200"."""
-    return re.sub(r"[^a-z0-9]+", "_", name.lower().replace("nvidia", "")).strip("_")
+    """Part of a file name: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100"."""
+    model = re.sub(r" \d+gb.*", "", name.lower().replace("nvidia", ""))
+    return re.sub(r"[^a-z0-9]+", "_", model).strip("_")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
