@@ -4,6 +4,7 @@
     python benchmarks/bench_scale.py --runs runs/scale      # keeps what each run found: a second call goes on
     python benchmarks/bench_scale.py --ways one ddp         # some of the ways that are below
     python benchmarks/bench_scale.py --losses               # 200 steps of each at one global batch, against one GPU
+    python benchmarks/bench_scale.py --checkpointing --models dit_mhla_xl_2 --batch 16 --ways ddp fsdp2    # memory
     python benchmarks/bench_scale.py --device cpu --tiny    # tries the script itself where there is no GPU
 
 Each line is a run of the command of its own, timed as in bench_training.py: data that cost nothing, averaged weights,
@@ -98,6 +99,7 @@ def run_case(case: Row, arguments: argparse.Namespace) -> None:
     """Train once, in all processes of a case; the first one writes what it found."""
     recorder = Recorder(arguments.warmup_steps, losses=case["losses"])
     strategy: list[object] = ["--trainer.devices", case["gpus"], "--trainer.strategy", STRATEGIES[case["what"]]]
+    strategy += ["--model.grad_checkpointing", str(arguments.checkpointing).lower()]
     if case["what"] == "hybrid":
         strategy += ["--trainer.strategy.shard_size", max(1, case["gpus"] // 2)]
     if case["losses"]:
@@ -114,7 +116,8 @@ def run_case(case: Row, arguments: argparse.Namespace) -> None:
 def measure(model: str, what: str, gpus: int, arguments: argparse.Namespace, argv: Sequence[str]) -> Row:
     """Start a case in processes of its own and read what it found, now or in an earlier call."""
     case = {"model": model, "what": what, "gpus": gpus, "losses": arguments.losses, "batch": arguments.batch}
-    settings = [getattr(arguments, name) for name in ("gpus", "size", "compile", "steps", "warmup_steps", "loss_steps")]
+    names = ("gpus", "size", "compile", "checkpointing", "steps", "warmup_steps", "loss_steps")
+    settings = [getattr(arguments, name) for name in names]
     name = f"{what}-{gpus}-{hashlib.sha256(repr((case, settings)).encode()).hexdigest()[:8]}.json"
     with tempfile.TemporaryDirectory() as folder:
         kept = (arguments.runs or Path(folder)) / name
@@ -126,17 +129,16 @@ def measure(model: str, what: str, gpus: int, arguments: argparse.Namespace, arg
     return {"model": model, "size": arguments.size or "", "batch": arguments.batch, "what": what, "gpus": gpus, **found}
 
 
-def cases_on(arguments: argparse.Namespace, *alone: str) -> list[tuple[str, int]]:
-    """Ways of one GPU, and of several if there are, of those that are asked for."""
-    several = ("ddp", "fsdp2", "hybrid") if arguments.gpus > 1 else ()
-    cases = [*((what, 1) for what in alone), *((what, arguments.gpus) for what in several)]
-    return [case for case in cases if case[0] in arguments.ways]
+def cases_on(arguments: argparse.Namespace) -> list[tuple[str, int]]:
+    """The ways that are asked for, and on how many GPUs; on one there is but one."""
+    counts = {what: 1 if what == "one" else arguments.gpus for what in STRATEGIES}
+    return [(what, n) for what, n in counts.items() if what in arguments.ways and (n > 1 or what == "one")]
 
 
 def speed_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Row]:
     """Images per second on one GPU and on all, and the memory of the first one."""
     alone = 0.0
-    for what, gpus in cases_on(arguments, "one", "fsdp2"):
+    for what, gpus in cases_on(arguments):
         row = measure(model, what, gpus, arguments, argv)
         row["imgs_per_s"] = arguments.batch * gpus / row["step_s"]
         alone = alone or row["imgs_per_s"]
@@ -147,7 +149,7 @@ def speed_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -
 def loss_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Row]:
     """Losses at one global batch, compared with those of one GPU step by step."""
     expected: list[float] = []
-    for what, gpus in cases_on(arguments, "one"):
+    for what, gpus in cases_on(arguments):
         row = measure(model, what, gpus, arguments, argv)
         losses = row.pop("losses")
         expected = expected or losses
@@ -172,6 +174,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", type=int, help="latents, by default 32, or pixels, by default 224")
     parser.add_argument("--batch", type=int, help="of a GPU, by default 64 latents or 256 images; in all with --losses")
     parser.add_argument("--compile", choices=bench_training.COMPILE, help="by default 'blocks'")
+    parser.add_argument("--checkpointing", action="store_true", help="compute blocks anew instead of keeping them")
     parser.add_argument("--steps", type=int, help="of each run, by default 70")
     parser.add_argument("--warmup_steps", type=int, help="the first ones, which are not timed, by default 30")
     parser.add_argument("--losses", action="store_true", help="compare losses, of classifiers")
@@ -204,7 +207,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     models = [m for m in arguments.models if not (arguments.losses and m.startswith("dit_"))]
     header, rows_of = (LOSS_HEADER, loss_rows) if arguments.losses else (HEADER, speed_rows)
     out = arguments.out or (None if arguments.tiny else Path("docs"))
-    name = f"scale_{'losses_' if arguments.losses else ''}{device_slug(facts['device'])}.csv"
+    kind = "losses_" if arguments.losses else "checkpointing_" if arguments.checkpointing else ""
+    name = f"scale_{kind}{device_slug(facts['device'])}.csv"
     rows = []
     for model in models:
         if not arguments.losses:

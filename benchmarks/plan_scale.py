@@ -150,8 +150,7 @@ def line(model: Model, way: str, hosts: int, per_host: int, rates: Sequence[floa
     sent = weights_sent(model.blocks, model.outside, way, hosts, per_host)
     held = 16 * whole / {"ddp": 1, "fsdp2": gpus}.get(way, per_host) + model.rest * spread.share + spread.gathered
     held += 4 * (whole if way == "ddp" else model.outside + 3 * model.blocks / model.depth)
-    alone = model.measured["one", 1]
-    one_s = spread.share * (alone if way == "ddp" else model.measured.get(("fsdp2", 1), alone))[0]
+    one_s = spread.share * model.measured["one", 1][0]
     sent_s, spread_s = ((x / 1e9 / rates).sum() for x in (sent, spread.sent))
     steps_s = max(one_s, sent_s) + spread_s, one_s + sent_s + spread_s
     samples = model.batch * (hosts if way in model.spreads else gpus)
