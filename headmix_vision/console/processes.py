@@ -2,7 +2,9 @@
 
 import atexit
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +16,7 @@ from headmix_vision.errors import InputError, message_of
 
 T = TypeVar("T")
 _LONG = timedelta(days=7)  # a process may have much less to do than another
+_PATIENCE_S = 10.0
 
 
 class _Agreed(InputError):
@@ -123,3 +126,31 @@ def process_numbers() -> Processes:
     if processes.rank >= processes.world_size:
         raise InputError(f"RANK in the environment is {processes.rank}, but WORLD_SIZE is {processes.world_size}")
     return processes
+
+
+def end_without_others(error: BaseException, children: Iterable[subprocess.Popen[bytes]] = ()) -> None:
+    """Ends this process after an error that the others may not know of.
+
+    With NCCL they may wait for this process for ever, in a collective, and it for them, in the clean-up at its end. So
+    it ends without that, which torchrun sees, and then ends the others. Returns if nothing is to be done.
+
+    Args:
+        error: What has been raised; a `SystemExit` that tells of success is none.
+        children: Processes that this one has started: they are killed unless they end by themselves within 10 s.
+    """
+    if isinstance(error, SystemExit) and not error.code:
+        return
+    deadline = time.monotonic() + _PATIENCE_S
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+    if not dist.is_initialized() or "nccl" not in dist.get_backend():
+        return
+    status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from headmix_vision.console.processes import end_without_others
 from headmix_vision.console.progress import is_terminal
 from headmix_vision.errors import InputError, end, one_line_errors
 from headmix_vision.recipes import with_config_paths
@@ -73,6 +74,7 @@ class RunCLI(LightningCLI):
     def __init__(self, request: InterruptRequest, resources: ExitStack, args: Sequence[str]) -> None:
         self.request = request
         self.resources = resources
+        resources.push(self._end)
         self.run_directory: RunDirectory | None = None
         self.checkpoint: dict[str, Any] | None = None
         super().__init__(
@@ -86,6 +88,10 @@ class RunCLI(LightningCLI):
             load_from_checkpoint_support=False,
             args=list(args),
         )
+
+    def _end(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and (trainer := getattr(self, "trainer", None)) is not None:
+            end_without_others(error, getattr(trainer.strategy.launcher, "procs", ()))
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
         """Makes the parsers of all subcommands, whose `--help` shows the common options."""
@@ -310,7 +316,7 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
     """
     request = InterruptRequest()
     _silence_what_does_not_apply()
-    with request.installed(), one_line_errors(), ExitStack() as resources:
+    with ExitStack() as resources, request.installed(), one_line_errors():
         try:
             given = with_config_of_run(list(sys.argv[1:] if args is None else args))
             cli(request, resources, with_config_paths(given, cli.recipes, default_config))

@@ -59,6 +59,37 @@ def second_rank(process: subprocess.Popen[str]) -> int:
     raise AssertionError("there is no second rank")
 
 
+FAILING = """
+import atexit, os, time
+import torch.distributed as dist
+from headmix_vision.commands import train_cls
+from headmix_vision.training.classifier import ImageClassifier
+
+def step(*args):
+    while os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(1)
+    dist.get_backend = lambda: "nccl"
+    atexit.register(time.sleep, 1000)
+    raise {raised}
+
+ImageClassifier.training_step = step
+train_cls()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("raised, status", [("MemoryError('of a test')", 2), ("RuntimeError('a defect')", 1)])
+def test_a_rank_that_fails_ends_another_that_waits_for_it(raised: str, status: int, tmp_path: Path) -> None:
+    # as with NCCL: neither the other's step nor the end of the group would ever return
+    (tmp_path / "failing.py").write_text(FAILING.format(raised=raised))
+    config = write_config(tmp_path / "tiny.yaml")
+    command = ("fit", "-c", config, "--run_dir", tmp_path / "run", *TWO_RANKS)
+    process = start(*command, script=str(tmp_path / "failing.py"))
+    output, _ = process.communicate(timeout=120)  # until both have closed it
+    assert process.returncode == status, output
+    assert output.count("of a test" if status == 2 else "RuntimeError: a defect") == 1, output
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
     long = {"trainer__max_epochs": 4, "trainer__limit_train_batches": 40, "trainer__limit_val_batches": 0}
