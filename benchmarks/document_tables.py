@@ -90,6 +90,9 @@ FURTHER_CLAIMS = {
     "models_dit_h200": "DiT-XL/2, MHLA against softmax",
     "conv_h200": "depthwise convolution of tokens",
     "training_h200": "training loop around a step",
+    "scale_losses_h100": "equal losses on one GPU and two",
+    "scale_h100": "training on two GPUs against one",
+    "scale_checkpointing_h100": "memory of sharded training",
     "context_parallel_h200": "tokens of a clip on two GPUs",
     "counting": "how many heads count pairs",
     "expressivity": "rank of Head-in-Head's transition",
@@ -431,6 +434,17 @@ def head_mix_attention() -> str:
     return markdown_table([*header, "layer: MHLA", "softmax", "ratio"], lines)
 
 
+def scale() -> str:
+    """Training on one GPU and on several, and the memory of a GPU, also where blocks are computed anew."""
+    lines = []
+    for name, speeds in (("scale_h100", True), ("scale_checkpointing_h100", False)):
+        for row in read(name):
+            model = f"{row['model']}, {row['batch']}" + (", checkpointing" if not speeds else "")
+            cells = [f"{float(row['imgs_per_s']):,.0f}", f"{float(row['ratio']):.2f}"] if speeds else ["", ""]
+            lines.append([model, row["what"], row["gpus"], *cells, f"{float(row['peak_gib']):.1f}"])
+    return markdown_table(["model, samples a GPU", "way", "GPUs", "samples/s", "over one GPU", "peak GiB a GPU"], lines)
+
+
 def context_parallel() -> str:
     """One GPU with all tokens against several: op, layer and model, and what a GPU sends in a layer."""
     lines = []
@@ -508,6 +522,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mhla_causal": partial(mhla, "mhla_causal_h200", "torch"),
     "hih": hih,
     "conv": conv,
+    "scale": scale,
     "context_parallel": context_parallel,
     "head_mix_parts": head_mix_parts,
     "head_mix_attention": head_mix_attention,

@@ -3,9 +3,9 @@
     python benchmarks/plan_scale.py                     # 8, 64 and 512 GPUs in hosts of 8
     python benchmarks/plan_scale.py --gpus 256 --rates 450 25 --cpe
 
-Measured are time and peak memory of a step on one GPU: of DiT-XL/2 at 256 px by bench_scale.py (docs/scale_h200.csv;
-until that is there, at 512 px by bench_models.py), and of Wan2.1-1.3B with MHLA on 21x45x80 tokens by bench_wan.py. P,
-the number of parameters, is that of the models. All else is computed.
+Measured are time and peak memory of a step on one GPU: of DiT-XL/2 at 256 px by bench_scale.py (H100), and of
+Wan2.1-1.3B with MHLA on 21x45x80 tokens by bench_wan.py (H200). P, the number of parameters, is that of the models. All
+else is computed.
 
 Ways: `ddp` keeps everything on each GPU; `fsdp2` keeps one copy of weights, Adam's moments and averaged weights on all
 GPUs together, `hybrid` one on each host; `spread` is hybrid with the tokens of a clip spread over the GPUs of a host.
@@ -18,7 +18,7 @@ again for checkpointing, and backward: D x D numbers a head and block, in bf16, 
 --cpe each layer also sends the tokens of an edge in float32 to either neighbour; Wan has no such convolution.
 
 Held: 16P bytes of weights, moments and average, divided among the GPUs that share a copy, and what the measured peak
-has beyond those: gradients are made as activations are freed. DDP adds buckets of 4P bytes; sharding adds whole
+has beyond those: gradients, which DDP sums where they are, are made as activations are freed. Sharding adds whole
 weights, all outside of blocks and two blocks at a time, and the gradients of one. Where tokens are spread, activations
 are those of the GPU with most tokens, beside the summaries that a layer gathers.
 
@@ -87,18 +87,13 @@ def model_of(
     return Model(f"{name}, {batch}", batch, *sizes, rest, measured, spreads or {})
 
 
-def trained(path: Path = DOCS / "scale_h200.csv", name: str = "dit_mhla_xl_2") -> Model:
-    """A DiT as bench_scale.py measured it or, without its file, bench_models.py, which keeps no average."""
-    if path.exists():
-        size, kept, rows = 32, 16, read_csv(path, model=name)
-        measured = {(row["what"], int(row["gpus"])): (float(row["step_s"]), float(row["peak_gib"])) for row in rows}
-    else:
-        size, kept, rows = 64, 12, read_csv(DOCS / "models_dit_h200.csv", model=name, size="64")
-        step_s = int(rows[0]["batch"]) / float(rows[0]["imgs_per_s"])
-        measured = {("one", 1): (step_s, float(rows[0]["peak_gib"]))}
+def trained(path: Path = DOCS / "scale_h100.csv", name: str = "dit_mhla_xl_2") -> Model:
+    """A DiT for latents of 32 x 32 as bench_scale.py measured it."""
+    rows = read_csv(path, model=name)
+    measured = {(row["what"], int(row["gpus"])): (float(row["step_s"]), float(row["peak_gib"])) for row in rows}
     with torch.device("meta"):
-        network = make_model(name, size)
-    return model_of(f"{name}, {8 * size} px", network, int(rows[0]["batch"]), kept, measured)
+        network = make_model(name, 32)
+    return model_of(f"{name}, 256 px", network, int(rows[0]["batch"]), 16, measured)
 
 
 def wan(cpe: bool) -> Model:
@@ -149,7 +144,7 @@ def line(model: Model, way: str, hosts: int, per_host: int, rates: Sequence[floa
     spread = model.spreads.get(way, Spread())
     sent = weights_sent(model.blocks, model.outside, way, hosts, per_host)
     held = 16 * whole / {"ddp": 1, "fsdp2": gpus}.get(way, per_host) + model.rest * spread.share + spread.gathered
-    held += 4 * (whole if way == "ddp" else model.outside + 3 * model.blocks / model.depth)
+    held += 0 if way == "ddp" else 4 * (model.outside + 3 * model.blocks / model.depth)
     one_s = spread.share * model.measured["one", 1][0]
     sent_s, spread_s = ((x / 1e9 / rates).sum() for x in (sent, spread.sent))
     steps_s = max(one_s, sent_s) + spread_s, one_s + sent_s + spread_s
