@@ -24,6 +24,7 @@ from headmix_vision.training.base_module import _check_batch
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.sharding import _Writer
 
+from . import gen_helpers
 from .helpers import assert_equal, read_csv, run, write_config
 from .test_full_disk import limit
 from .test_processes import NO_RANDOMNESS, start
@@ -109,6 +110,21 @@ def test_shards_train_as_one_process(folder: Path) -> None:
         for name in ("train/loss", "train/loss_step", "val/loss"):
             if a[name] and name != "train/loss_step":
                 assert float(a[name]) == pytest.approx(float(b[name]), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [{}, gen_helpers.VIDEO], ids=["images", "clips"])
+def test_generators_train_with_shards_as_with_copies(what: dict[str, Any], tmp_path: Path) -> None:
+    config = gen_helpers.write_config(tmp_path / "tiny.yaml", **what, trainer__accumulate_grad_batches=1)
+    for name in ("ddp", "fsdp2"):
+        ranks = ("--trainer.devices", "2", "--trainer.strategy", name)
+        finish(start("fit", "-c", config, "--run_dir", tmp_path / name, *ranks, script="train_gen.py"))
+    copies, shards = (read(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("ddp", "fsdp2"))
+    assert copies["global_step"] == shards["global_step"] == 12
+    for key in ("state_dict", "current_model_state"):
+        torch.testing.assert_close(dict(copies[key]), dict(shards[key]), rtol=1e-4, atol=5e-5)
+    drawn = [sorted(path.name for path in (tmp_path / name / "samples").iterdir()) for name in ("ddp", "fsdp2")]
+    assert drawn[0] == drawn[1] != []
 
 
 def test_a_process_keeps_its_part_alone(folder: Path) -> None:
