@@ -287,11 +287,13 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
         str(trainer.strategy).lower() not in ("fsdp", "fsdp_cpu_offload"),
         f"trainer.strategy={trainer.strategy} is of FSDP1; networks are sharded by fsdp2 (-c overlays/fsdp)",
     )
-    devices, started = _count_devices(trainer.devices), os.environ.get("WORLD_SIZE")
+    devices, here, started = _count_devices(trainer.devices), *map(os.environ.get, ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     require(
-        devices is None or not is_torchelastic_launched() or str(devices * trainer.num_nodes) == started,
+        devices is None
+        or not is_torchelastic_launched()
+        or (str(devices), str(devices * trainer.num_nodes)) == (here, started),
         f"trainer.devices={trainer.devices} and trainer.num_nodes={trainer.num_nodes} do not make the {started}"
-        " processes that torchrun has started: set them to its --nproc-per-node and --nnodes",
+        f" processes, {here} of them here, that torchrun has started: set them to its --nproc-per-node and --nnodes",
     )
     limit = f"limit_{ {'fit': 'train', 'validate': 'val'}.get(subcommand, subcommand) }_batches"
     require(trainer[limit] != 0, f"trainer.{limit}=0 leaves nothing to {subcommand}")

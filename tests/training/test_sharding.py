@@ -197,15 +197,16 @@ def test_what_does_not_shard_is_refused(
     assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("devices", "nodes"), [("4", 1), ("[0]", 1), ("0,1", 2), ("2", 2)])
+@pytest.mark.parametrize(("devices", "nodes"), [("4", 1), ("[0]", 1), ("0,1", 2), ("2", 2), ("1", 2)])
 def test_devices_that_are_not_the_processes_of_torchrun_are_refused(
     devices: str, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+    job = {"TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    for name, value in job.items():
         monkeypatch.setenv(name, value)
     options = ("--trainer.devices", devices, "--trainer.num_nodes", nodes, "--trainer.strategy", "fsdp2")
     assert run("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", tmp_path / "run", *options) == 2
-    assert "do not make the 2 processes that torchrun has started" in capsys.readouterr().err
+    assert "do not make the 2 processes, 2 of them here, that torchrun has started" in capsys.readouterr().err
 
 
 def test_batches_of_another_size_are_refused_within_an_epoch() -> None:
