@@ -129,28 +129,26 @@ def process_numbers() -> Processes:
 
 
 def end_without_others(error: BaseException, children: Iterable[subprocess.Popen[bytes]] = ()) -> None:
-    """Ends this process after an error that the others may not know of.
+    """Ends this process after an error that the others may not know of, if they talk through NCCL.
 
-    With NCCL they may wait for this process for ever, in a collective, and it for them, in the clean-up at its end. So
-    it ends without that, which torchrun sees, and then ends the others. Returns if nothing is to be done.
+    They may wait for this process for ever, in a collective, and it for them, in the clean-up at its end. So it ends
+    without that, which torchrun sees, and then ends the others. Gloo needs nothing of the kind: it tells who has gone.
 
     Args:
         error: What has been raised; a `SystemExit` that tells of success is none.
         children: Processes that this one has started: they are killed unless they end by themselves within 10 s.
     """
-    if isinstance(error, SystemExit) and not error.code:
+    failed = not isinstance(error, SystemExit) or error.code
+    if not failed or not dist.is_initialized() or "nccl" not in dist.get_backend():
         return
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
     deadline = time.monotonic() + _PATIENCE_S
     for child in children:
         try:
             child.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             child.kill()
-    if not dist.is_initialized() or "nccl" not in dist.get_backend():
-        return
-    status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    if not isinstance(error, SystemExit):
-        sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
