@@ -205,6 +205,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: --gpus {arguments.gpus}, but there are {torch.cuda.device_count()}.")
     facts = environment(arguments.device)
     models = [m for m in arguments.models if not (arguments.losses and m.startswith("dit_"))]
+    if not models or not cases_on(arguments):
+        raise SystemExit(
+            "error: nothing to run: --losses takes classifiers, and all --ways but one take --gpus 2 or more."
+        )
     header, rows_of = (LOSS_HEADER, loss_rows) if arguments.losses else (HEADER, speed_rows)
     out = arguments.out or (None if arguments.tiny else Path("docs"))
     kind = "losses_" if arguments.losses else "checkpointing_" if arguments.checkpointing else ""

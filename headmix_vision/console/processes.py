@@ -1,4 +1,4 @@
-"""The processes that share a job: which one this is, and what they tell each other."""
+"""The processes that share a job: which one this is, what they tell each other, and how one leaves."""
 
 import atexit
 import os

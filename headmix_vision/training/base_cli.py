@@ -74,7 +74,7 @@ class RunCLI(LightningCLI):
     def __init__(self, request: InterruptRequest, resources: ExitStack, args: Sequence[str]) -> None:
         self.request = request
         self.resources = resources
-        resources.push(self._end)
+        resources.push(self._end)  # first, so that it comes last: after this nothing is cleaned up
         self.run_directory: RunDirectory | None = None
         self.checkpoint: dict[str, Any] | None = None
         super().__init__(

@@ -13,7 +13,8 @@ def test_measuring(load, tmp_path: Path):
     timing = measuring.time_calls([lambda: time.sleep(0.002)] * 2, device, budget_s=0.01)
     assert timing.graph_ms is None and timing.ms >= 2
     assert measuring.peak_mib(lambda: None, device) is None
-    assert [measuring.device_slug(x) for x in ("NVIDIA H200", "cpu")] == ["h200", "cpu"]
+    names = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090", "cpu")
+    assert [measuring.device_slug(name) for name in names] == ["h200", "h100", "geforce_rtx_4090", "cpu"]
     assert measuring.format_table(["a", "b"], [["long", "1"], ["x", "22"]]) == "a      b\nlong   1\nx     22"
 
     measuring.write_csv(tmp_path / "new" / "x.csv", [{"a": 1 / 3, "b": None, "c": "name"}])
@@ -40,6 +41,8 @@ def test_measuring(load, tmp_path: Path):
         ("bench_training", ["--models", "dit_mhla_huge"], "'dit_mhla_huge'"),
         ("bench_training", ["--batch", "3"], "even"),
         ("bench_training", ["--steps", "100"], "--warmup_steps"),
+        ("bench_scale", ["--device", "cpu", "--losses", "--models", "dit_mhla_s_2"], "--losses takes classifiers"),
+        ("bench_scale", ["--device", "cpu", "--gpus", "1", "--ways", "ddp"], "--gpus 2 or more"),
         ("plan_scale", ["--gpus", "12"], "multiples of 8"),
         ("compare_moving_digits", ["--out", "x.csv", "--rows", "mhla", "soft"], "'soft'"),
         ("compare_moving_digits", ["--out", "x.csv", "--rows", "mhla", "mhla"], "twice"),

@@ -66,10 +66,10 @@ from headmix_vision.commands import train_cls
 from headmix_vision.training.classifier import ImageClassifier
 
 def step(*args):
-    while os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(200)
     dist.get_backend = lambda: "nccl"
-    atexit.register(time.sleep, 1000)
+    atexit.register(time.sleep, 200)
     raise {raised}
 
 ImageClassifier.training_step = step
