@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     header, rows_of = (LOSS_HEADER, loss_rows) if arguments.losses else (HEADER, speed_rows)
     out = arguments.out or (None if arguments.tiny else Path("docs"))
-    kind = "losses_" if arguments.losses else "checkpointing_" if arguments.checkpointing else ""
+    kind = "".join(f"{option}_" for option in ("losses", "checkpointing") if getattr(arguments, option))
     name = f"scale_{kind}{device_slug(facts['device'])}.csv"
     rows = []
     for model in models:

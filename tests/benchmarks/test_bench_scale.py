@@ -37,3 +37,22 @@ def test_ratios_are_of_one_gpu(load, monkeypatch: pytest.MonkeyPatch):
     assert [(row["imgs_per_s"], row["ratio"]) for row in rows] == [(6, 1), (12, 2), (12, 2), (12, 2)]
     rows = list(bench.speed_rows("any", bench.parse_arguments(["--batch", "3", "--ways", "one", "ddp"]), []))
     assert [(row["what"], row["gpus"]) for row in rows] == [("one", 1), ("ddp", 2)]
+
+
+def test_files_are_named_after_what_is_measured(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bench = load("bench_scale")
+    found = {"step_s": 0.5, "peak_gib": None, "losses": [1.0]}
+    monkeypatch.setattr(
+        bench,
+        "measure",
+        lambda model, what, gpus, arguments, argv: {"model": model, "batch": 4, "what": what, "gpus": gpus, **found},
+    )
+    for options in ([], ["--losses"], ["--checkpointing"], ["--losses", "--checkpointing"]):
+        bench.main(["--device", "cpu", "--tiny", "--ways", "one", "--out", str(tmp_path), *options])
+    names = [
+        "scale_checkpointing_cpu.csv",
+        "scale_cpu.csv",
+        "scale_losses_checkpointing_cpu.csv",
+        "scale_losses_cpu.csv",
+    ]
+    assert sorted(path.name for path in tmp_path.glob("*.csv")) == names
