@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 _PATIENCE_S = 10
+_PARENT = os.getppid()  # of processes that share a job: torchrun, or the first of them if Lightning started the others
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo, gloo, NCCL
 
 
@@ -32,7 +33,7 @@ def one_line_errors() -> Iterator[None]:
     """End the process with status 2 and one line, with the rank unless it is 0, for input or a system that refuses.
 
     An interrupt ends it with one line too, and with the status that shells give it. What is refused on all processes
-    of torchrun is said by the first alone.
+    of a job is said by the first alone.
     """
     try:
         yield
@@ -53,12 +54,14 @@ def one_line_errors() -> Iterator[None]:
 
 
 def end(message: str, status: int = 2) -> NoReturn:
-    """End the process with one line; what all processes of torchrun say is said by the first alone."""
+    """End the process with one line; what all processes of a job say is said by the first alone."""
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")  # Lightning's own launcher sets the latter alone
     who = "error" if rank == "0" else f"error (rank {rank})"
-    if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if rank != "0" and ("TORCHELASTIC_RUN_ID" in os.environ or "RANK" not in os.environ):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_PATIENCE_S)  # if the first process says it, torchrun ends this one
+        deadline = time.monotonic() + _PATIENCE_S  # if the first process says it, this one is told to end
+        while os.getppid() == _PARENT and time.monotonic() < deadline:
+            time.sleep(0.05)
     # in one piece, as several processes write to one terminal: print, unbuffered, writes the end of the line by itself
     sys.stderr.write(f"{who}: {' '.join(message.split())}\n")
     sys.exit(status)

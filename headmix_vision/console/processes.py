@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -128,18 +128,23 @@ def process_numbers() -> Processes:
     return processes
 
 
-def end_without_others(error: BaseException, children: Iterable[subprocess.Popen[bytes]] = ()) -> None:
-    """Ends this process after an error that the others may not know of, if they talk through NCCL.
+def end_without_others(error: BaseException, children: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    """Tells its children to end after an error, and ends this process if it talks to them through NCCL.
 
-    They may wait for this process for ever, in a collective, and it for them, in the clean-up at its end. So it ends
+    The children would say the same, or wait for this process. With NCCL other processes, which may not know of the
+    error, may wait for this one for ever, in a collective, and it for them, in the clean-up at its end. So it ends
     without that, which torchrun sees, and then ends the others. Gloo needs nothing of the kind: it tells who has gone.
 
     Args:
         error: What has been raised; a `SystemExit` that tells of success is none.
-        children: Processes that this one has started: they are killed unless they end by themselves within 10 s.
+        children: Processes that this one has started: with NCCL they are killed unless they end within 10 s.
     """
     failed = not isinstance(error, SystemExit) or error.code
-    if not failed or not dist.is_initialized() or "nccl" not in dist.get_backend():
+    if not failed:
+        return
+    for child in children:
+        child.terminate()
+    if not dist.is_initialized() or "nccl" not in dist.get_backend():
         return
     if not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)

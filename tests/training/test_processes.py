@@ -90,6 +90,37 @@ def test_a_rank_that_fails_ends_another_that_waits_for_it(raised: str, status: i
     assert output.count("of a test" if status == 2 else "RuntimeError: a defect") == 1, output
 
 
+REFUSING = """
+import os
+from headmix_vision import errors
+from headmix_vision.commands import train_cls
+from headmix_vision.training.classifier import ImageClassifier
+
+def step(*args):
+    errors._PATIENCE_S = {patience_s}
+    if os.environ.get("LOCAL_RANK", "0") in "{ranks}":
+        raise errors.InputError("of a test")
+    return whole_step(*args)
+
+whole_step, ImageClassifier.training_step = ImageClassifier.training_step, step
+train_cls()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "patience_s", "said"), [("0 1", 100, "error: of a test"), ("1", 1, "error (rank 1): of a test")]
+)
+def test_an_error_is_said_once_whichever_rank_has_it(ranks: str, patience_s: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "refusing.py").write_text(REFUSING.format(ranks=ranks, patience_s=patience_s))
+    config = write_config(tmp_path / "tiny.yaml")
+    command = ("fit", "-c", config, "--run_dir", tmp_path / "run", *TWO_RANKS)
+    process = start(*command, script=str(tmp_path / "refusing.py"))
+    output, _ = process.communicate(timeout=90)  # until both have closed it
+    assert process.returncode, output
+    assert [line for line in output.splitlines() if "of a test" in line] == [said], output
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
     long = {"trainer__max_epochs": 4, "trainer__limit_train_batches": 40, "trainer__limit_val_batches": 0}
