@@ -137,6 +137,18 @@ def test_a_process_whose_peer_is_gone_ends_with_one_line(capsys):
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
+def test_the_first_call_of_a_command_alone_hides_what_it_imports_from_garbage_collection():
+    script = (
+        "import gc, sys\nfrom headmix_vision import commands\n"
+        "for _ in range(2):\n"
+        "    commands.models(['dit_mhla_s_*'])\n"
+        "    print(gc.get_freeze_count(), gc.isenabled(), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    first, second = done.stderr.splitlines()
+    assert first == second and int(first.split()[0]) > 100_000 and first.endswith("True")
+
+
 def test_slips_find_what_they_change():
     package = Path(slips.ROOT) / "headmix_vision"
     stale = [slip.behaviour for slip in slips.SLIPS if (package / slip.file).read_text().count(slip.old) != 1]
