@@ -133,6 +133,11 @@ class RunCLI(LightningCLI):
         parser.link_arguments("seed_everything", "data.seed")
 
     @property
+    def monitor(self) -> str:
+        """What validation logs of a better model, unless options say it."""
+        return "val/loss"
+
+    @property
     def options(self) -> Any:
         """The parsed options of the subcommand."""
         return self.config[self.config.subcommand]
@@ -264,7 +269,7 @@ class RunCLI(LightningCLI):
         self.speed = ImagesPerSecond()
         average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
         stopping = self.config_init[self.config.subcommand].early_stopping
-        stop = [EarlyStop(stopping)] if stopping.patience is not None else []
+        stop = [EarlyStop(stopping, self.monitor)] if stopping.patience is not None else []
         before, after = self.fit_callbacks(run_dir, average[0] if average else None)
         # the order matters: average, show, save, stop
         return [

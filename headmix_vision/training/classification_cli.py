@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.runs.directory import BEST, CHECKPOINTS, CURVES, LAST, PREDICTIONS
@@ -15,6 +16,7 @@ from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.predictions import PredictionsCSV
 from headmix_vision.training.classifier import ImageClassifier
+from headmix_vision.training.options import VALIDATED, BestConfig
 
 
 class ClassificationCLI(RunCLI):
@@ -24,9 +26,19 @@ class ClassificationCLI(RunCLI):
     data_class = ClassificationData
     recipes = "cls"
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the choice of the best checkpoint to the options of all trainings."""
+        super().add_arguments_to_parser(parser)
+        parser.add_class_arguments(BestConfig, "best")
+
+    @property
+    def monitor(self) -> str:
+        """What the best checkpoint is chosen by."""
+        return str(self.config_init["fit"].best.monitor)
+
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
         """Makes learning curves before `last.ckpt`, and the best checkpoint after it."""
-        self.best = BestCheckpoint(run_dir / CHECKPOINTS)
+        self.best = BestCheckpoint(run_dir / CHECKPOINTS, self.monitor)
         return [LearningCurves(run_dir / CURVES, lambda: self.metrics.rows)], [self.best]
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
@@ -35,19 +47,21 @@ class ClassificationCLI(RunCLI):
         return [PredictionsCSV(run_dir / PREDICTIONS) if self.config.subcommand == "predict" else self.report]
 
     def after_fit(self) -> None:
-        """Prints the best accuracy, if there was a validation, and where the files are."""
-        rows = [row for row in self.metrics.rows if "val/top1" in row]
+        """Prints what the best validation was, if there was one, and where the files are."""
+        rows = [row for row in self.metrics.rows if self.monitor in row]
         run_dir = Path(self.options.run_dir)
         if not self.trainer.is_global_zero or self.options.trainer.fast_dev_run:
             return
         if not rows:
             print(f"run {run_dir} · checkpoint {run_dir / LAST}")
             return
-        best = max(rows, key=lambda row: row["val/top1"])
-        checkpoint, curves = run_dir / BEST, run_dir / CURVES
+        choose = min if self.best.mode == "min" else max
+        best = choose(rows, key=lambda row: row[self.monitor])
+        value = best[self.monitor]
+        found = f"{value:.4f}" if self.monitor == "val/loss" else f"{100 * value:.2f} %"
         print(
-            f"best top-1 {100 * best['val/top1']:.2f} % (epoch {best['epoch'] + 1:.0f}) · run {run_dir}"
-            f" · checkpoint {checkpoint} · curves {curves}"
+            f"best {VALIDATED[self.monitor]} {found} (epoch {best['epoch'] + 1:.0f}) · run {run_dir}"
+            f" · checkpoint {run_dir / BEST} · curves {run_dir / CURVES}"
         )
 
     def after_validate(self) -> None:

@@ -51,6 +51,7 @@ _CLASSIFIER: Options = {
     "model.loss.smoothing": "label smoothing",
     "model.mixup.mixup_alpha": "mixup; 0 for none",
     "model.mixup.cutmix_alpha": "CutMix; 0 for none",
+    "best.monitor": "what best.ckpt is the best of",
 }
 _GENERATOR: Options = {
     "model.vae": "autoencoder of the latents; none for pixels",

@@ -241,18 +241,36 @@ class EarlyStoppingConfig:
 
     Args:
         patience: End after so many validations in a row without a better one; run to the end when null.
-        monitor: What validation logs, for example `val/loss` or `val/top1`; losses are to fall, all else to rise.
+        monitor: What validation logs, for example `val/loss`; losses are to fall, all else to rise. That of
+            `best.monitor` when null, of generators `val/loss`.
         min_delta: By how much a better validation is better.
     """
 
     patience: int | None = None
-    monitor: str = "val/loss"
+    monitor: str | None = None
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
         if self.patience is not None:
             check_counts(1, **{"early_stopping.patience": self.patience})
         check_numbers(0, **{"early_stopping.min_delta": self.min_delta})
+
+
+Validated = Literal["val/top1", "val/balanced", "val/top5", "val/loss"]
+VALIDATED = {"val/top1": "top-1", "val/balanced": "balanced accuracy", "val/top5": "top-5", "val/loss": "loss"}
+"""What the validation of a classifier logs, and what it is called."""
+
+
+@dataclass
+class BestConfig:
+    """Choice of the checkpoint that is kept as `best.ckpt`, and tested.
+
+    Args:
+        monitor: What it is the best of; `val/balanced`, the mean of the accuracies of all classes, where some classes
+            are much larger than others.
+    """
+
+    monitor: Validated = "val/top1"
 
 
 # Lightning takes these as they come, and divides by zero or trains nothing.

@@ -23,7 +23,8 @@ from headmix_vision.training.base_cli import RunCLI
 SMALL = ("--model.model_args.embed_dim", "16", "--model.model_args.depth", "1", "--trainer.max_epochs", "3")
 CONFIG: dict[str, Any] = {  # of `--print_config`, as far as a sweep reads it
     "trainer": {"max_epochs": 200},
-    "early_stopping": {"monitor": "val/top1", "patience": 20},
+    "best": {"monitor": "val/top1"},
+    "early_stopping": {"monitor": None, "patience": 20},
     "model": {"name": "deit_hih_digits", "num_classes": None, "img_size": None, "optimizer": {"lr": 3e-3}},
     "data": {"val_split": "validation", "test_split": None, "holdout_every": None},
 }
@@ -59,7 +60,7 @@ def fill(runs: Runs, table: ResultTable, top1: dict[str, float], **more: object)
             for seed in range(runs.request.seeds if rate == "0.003" else 1):
                 case = Case(variant, rate, seed)
                 scores = {
-                    "val_top1_percent": score if rate == "0.003" else score - 1,
+                    "val_percent": score if rate == "0.003" else score - 1,
                     "test_top1_percent": score + seed,
                 }
                 row = {**scores, "floor_percent": 11.0, "images_per_s": 900.0, "epochs": 31, "parameters": 7, **more}
@@ -112,7 +113,7 @@ def test_rates_are_chosen_by_validation_and_then_come_the_other_seeds(tmp_path: 
     assert runs.missing(table) == 12 + 4 * 2
     for case, validation, test in zip(first, (50, 60, 60), (99, 1, 2), strict=False):
         assert runs.chosen(table, "M=1") is None
-        table.add(case, val_top1_percent=float(validation), test_top1_percent=float(test), recipe=runs.recipe(case))
+        table.add(case, val_percent=float(validation), test_top1_percent=float(test), recipe=runs.recipe(case))
     assert runs.chosen(table, "M=1") == "0.003", "the lowest of equals"
     assert runs.ready(table)[:2] == [Case("M=1", "0.003", 1), Case("M=1", "0.003", 2)]
     assert runs.missing(table) == 9 + 4 * 2
@@ -134,7 +135,8 @@ def test_the_table_says_what_is_to_be_known(tmp_path: Path):
     assert "| M=16 | 7 | 0.003 | 3 | 31 ± 0 | 70.00 ± 0.00 | 71.00 ± 1.00 | 900 ± 0 |" in text
     assert "| M=1 (still improving) |" in text and "M=4" not in text
     assert "| always the commonest class | – | – | – | – | – | 11.00 | – |" in text
-    assert "side by side, 8 at a time" in text and "training images that are held out" in text
+    assert "side by side, 8 at a time" in text and "by val/top1 of training images that are held out" in text
+    assert "ends when val/top1 has not improved for 20 validations" in text
 
     equal, table = make(tmp_path / "equal", epochs=40)
     fill(equal, table, {"M=1": 50.0})
@@ -150,6 +152,22 @@ def test_the_table_says_what_is_to_be_known(tmp_path: Path):
     assert "softmax falls off at 1,024 tokens; linear does not fall off up to 1,024 tokens (" in text
     assert "| mhla-256 (has not learned, rate at the edge) |" in text
     assert report(ResultTable(tmp_path / "none.csv", COLUMNS, 3, str), runs)
+
+
+@pytest.mark.usefixtures("without_training")
+def test_a_recipe_says_which_accuracy_is_chosen_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(CONFIG, "best", {"monitor": "val/balanced"})
+    runs, table = make(tmp_path)
+    fill(runs, table, {"M=1": 50.0})
+    text = report(table, runs)
+    assert "ends when val/balanced has not" in text and "chosen by val/balanced of training images" in text
+    metrics = "epoch,step,train/images_per_s,val/top1,val/balanced\n0,9,8.0,0.9,0.2\n1,19,8.0,0.5,0.4\n"
+    (tmp_path / "metrics.csv").write_text(metrics)
+    monkeypatch.setattr("headmix_vision.analysis.sweeps.runs._has_stopped", lambda run: True)
+    assert read_run(tmp_path, runs.monitor)["val_percent"] == 40
+    monkeypatch.setitem(CONFIG, "best", {"monitor": "val/loss"})
+    with pytest.raises(InputError, match="chooses by an accuracy"):
+        make(tmp_path)
 
 
 @pytest.mark.usefixtures("without_training")
@@ -202,7 +220,7 @@ def test_the_last_rank_of_a_run_counts(tmp_path: Path, monkeypatch: pytest.Monke
     lines = ["epoch,step,train/images_per_s,val/top1,analysis/rank/layer0,analysis/rank/layer1"]
     lines += ["3,9,7,0.1,,", "4,19,7,0.2,1,3", "9,29,7,0.9,2,8", "12,39,7,0.8,,"]
     (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
-    assert read_run(tmp_path)["rank"] == 5
+    assert read_run(tmp_path, "val/top1")["rank"] == 5
 
 
 @pytest.mark.usefixtures("without_training")
@@ -216,7 +234,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: py
         if len(asked) == 3:
             raise TimeOver
         score = 90.0 + case.seed
-        return {"val_top1_percent": score, "test_top1_percent": score, "recipe": runs.recipe(case), "ended": "patience"}
+        return {"val_percent": score, "test_top1_percent": score, "recipe": runs.recipe(case), "ended": "patience"}
 
     monkeypatch.setattr(Runs, "complete", complete)
     arguments = ["block_count", "--out", tmp_path / "out", "--seeds", 2, "--rates", "3e-3", "--variants", "M=4", "M=1"]

@@ -11,7 +11,9 @@ from lightning.pytorch import LightningModule, Trainer
 
 from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, WarmedUpAverage, ema_decay
+from headmix_vision.training.classification_metrics import ClassificationMetrics
 from headmix_vision.training.classifier import ImageClassifier
+from headmix_vision.training.options import VALIDATED
 
 from .helpers import TINY, assert_equal, load, read_csv, run, write_config
 
@@ -52,12 +54,24 @@ def test_the_seed_reaches_model_and_data(tmp_path: Path, monkeypatch: pytest.Mon
     assert first[2] != second[2] and first[3] != second[3]
 
 
-def test_final_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = write_config(tmp_path / "tiny.yaml", trainer__max_epochs=1)
-    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
+@pytest.mark.parametrize("monitor", ["val/top1", "val/balanced", "val/loss"])
+def test_the_best_checkpoint_and_the_line_at_the_end_are_of_what_is_monitored(
+    monitor: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, epochs = {"val/loss": 0, "val/balanced": 1, "val/top1": 2}, iter(range(3))
+
+    def compute(metrics: ClassificationMetrics) -> dict[str, torch.Tensor]:  # each is best in an epoch of its own
+        epoch = next(epochs)
+        values = {name: 0.6 if (best.get(name) == epoch) == (name != "val/loss") else 0.3 for name in VALIDATED}
+        return {name.removeprefix("val/"): torch.tensor(value) for name, value in values.items()}
+
+    monkeypatch.setattr(ClassificationMetrics, "compute", compute)
+    config = write_config(tmp_path / "tiny.yaml", trainer__max_epochs=3, trainer__num_sanity_val_steps=0)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run", "--best.monitor", monitor) == 0
     last = capfd.readouterr().out.strip().splitlines()[-1]
-    top1 = float(read_csv(tmp_path / "run" / "metrics.csv")[-1]["val/top1"])
-    assert last.startswith(f"best top-1 {100 * top1:.2f} % (epoch 1)")
+    found = "0.3000" if monitor == "val/loss" else "60.00 %"
+    assert last.startswith(f"best {VALIDATED[monitor]} {found} (epoch {best[monitor] + 1})")
+    assert load(tmp_path / "run" / "checkpoints" / "best.ckpt")["epoch"] == best[monitor]
     for name in ("run", "run/checkpoints/best.ckpt", "run/curves.svg"):
         assert str(tmp_path / name) in last
 

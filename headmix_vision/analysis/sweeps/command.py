@@ -159,7 +159,7 @@ def _complete(runs: Runs, table: ResultTable, jobs: int, deadline_s: float) -> l
                     failures.append(f"{_name(case)}: {error.reason}")
                     found = "failed"
                 else:
-                    found = f"validation {row['val_top1_percent']} %, test {row['test_top1_percent'] or '–'} %"
+                    found = f"validation {row['val_percent']} %, test {row['test_top1_percent'] or '–'} %"
                 print(f"[{time.monotonic() - start:5.0f} s] {_name(case)}: {found}", flush=True)
             submit()
     finally:  # an interrupt has reached the runs, too: they save and end

@@ -10,7 +10,7 @@ from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.files.result_table import ResultTable, Row
 
 LABELS = {
-    "val_top1_percent": "validation top-1, %",
+    "val_percent": "validation, %",
     "test_top1_percent": "top-1, %",
     "test_balanced_percent": "balanced accuracy, %",
     "images_per_s": "training, images/s",
@@ -39,7 +39,7 @@ def lines_of(variants: Sequence[Variant]) -> dict[str, list[Variant]]:
 def report(table: ResultTable, runs: Runs) -> str:
     """Writes what is compared, by which rule, and the table, in Markdown: means ± standard deviations over seeds."""
     request, config = runs.request, runs.config
-    monitor, patience = config["early_stopping"]["monitor"], config["early_stopping"]["patience"]
+    patience, monitor = config["early_stopping"]["patience"], config["early_stopping"]["monitor"] or runs.monitor
     limit = config["trainer"]["max_epochs"]
     end = f"A run ends when {monitor} has not improved for {patience} validations, or after {limit} epochs."
     if request.epochs is not None:
@@ -48,8 +48,8 @@ def report(table: ResultTable, runs: Runs) -> str:
     rates = f"the best of {', '.join(runs.rates)} at seed 0" if len(runs.rates) > 1 else runs.rates[0]
     rule = (
         f"Recipe {' '.join(request.recipes)}. {end} The learning rate is {rates}. Whatever is chosen, the tested"
-        f" checkpoint too, is chosen on {held_out}; top-1 and balanced accuracy are of the split {runs.reported}."
-        " Mean ± standard deviation over seeds."
+        f" checkpoint too, is chosen by {runs.monitor} of {held_out}; top-1 and balanced accuracy are of the split"
+        f" {runs.reported}. Mean ± standard deviation over seeds."
     )
     parts = [f"{request.sweep.about[0].upper()}{request.sweep.about[1:]}.", rule, _table(table, runs)]
     at_a_time = {row["side_by_side"] for name in runs.variants for row in runs.rows(table, name)} - {"", "1"}

@@ -25,7 +25,7 @@ from headmix_vision.runs.networks import create_network
 from headmix_vision.runs.starting import train
 
 NUMBERS = (
-    *("epochs", "val_top1_percent", "test_top1_percent", "test_balanced_percent", "floor_percent"),
+    *("epochs", "val_percent", "test_top1_percent", "test_balanced_percent", "floor_percent"),
     *("images_per_s", "side_by_side", "rank", "stable_rank", "entropy", "parameters"),
 )
 COLUMNS = ("variant", "rate", "seed", *NUMBERS, "ended", "recipe")
@@ -79,7 +79,7 @@ class Request:
         if self.epochs is not None:
             schedule = ["--model.schedule.sched", "cosine", "--model.schedule.min_lr", 0]
             return ["--trainer.max_epochs", self.epochs, *schedule]
-        ends = ["--trainer.max_epochs", 200, "--early_stopping.patience", 20, "--early_stopping.monitor", "val/top1"]
+        ends = ["--trainer.max_epochs", 200, "--early_stopping.patience", 20]
         return [*ends, "--model.schedule.sched", "constant"]
 
     @property
@@ -99,6 +99,7 @@ class Runs:
         variants: The networks by name.
         config: All options of the training, those of a variant left out, as in `config.yaml`.
         rates: The learning rates, as they are written in the table, from the lowest on.
+        monitor: What is chosen by: rate, tested checkpoint and end are those of its best validation.
         reported: The split that accuracies are reported of.
         holds_out: Whether rate and end are chosen on training images that are held out; else on the validation split.
         parameters: Of each network, the number of parameters.
@@ -118,6 +119,9 @@ class Runs:
         self._given = [*recipes, *request.rule, *QUIET, *request.sweep.options, *request.options]
         self.config = yaml.safe_load(self._ask("fit", *self._given, *self._place, "--print_config"))
         data = self.config["data"]
+        self.monitor = self.config["best"]["monitor"]
+        if self.monitor == "val/loss":
+            raise InputError("a sweep chooses by an accuracy, best.monitor is val/loss")
         self.reported = data["test_split"] or data["val_split"]
         given = data["holdout_every"] is not None
         self.holds_out = given or self.reported == data["val_split"]
@@ -177,7 +181,7 @@ class Runs:
     def chosen(self, table: ResultTable, variant: str) -> str | None:
         """Names the rate of a variant with the best validation of seed 0, the lowest of equals."""
         rows = {case.rate: self.row(table, case) for case in self._tuning(variant)}
-        scores = {rate: float(row["val_top1_percent"]) for rate, row in rows.items() if row}
+        scores = {rate: float(row["val_percent"]) for rate, row in rows.items() if row}
         return max(scores, key=lambda rate: scores[rate]) if len(scores) == len(self.rates) else None
 
     def row(self, table: ResultTable, case: Case) -> Row | None:
@@ -227,20 +231,20 @@ class Runs:
         except RunFailed as error:
             if "not finite" not in str(error) and "non-finite" not in str(error):
                 raise
-            return {**known, "ended": NOT_FINITE, "val_top1_percent": 0.0}
+            return {**known, "ended": NOT_FINITE, "val_percent": 0.0}
         counted = run / "classes_test.csv"
         if not counted.exists():
             run_python([*TRAINING, "test", "--run_dir", run, *self._place], **self.how)
-        return {**known, **read_run(run), **read_test(counted), "side_by_side": self.request.jobs}
+        return {**known, **read_run(run, self.monitor), **read_test(counted), "side_by_side": self.request.jobs}
 
 
-def read_run(run: Path) -> dict[str, object]:
-    """Reads the columns of the table from the metrics of a finished run."""
+def read_run(run: Path, monitor: str) -> dict[str, object]:
+    """Reads the columns of the table from the metrics of a finished run, of validation the best of `monitor`."""
     speeds = list(read_curve(run, "train/images_per_s").values())
     numbers: dict[str, object] = {
         "epochs": int(read_metrics(run)[-1]["epoch"]) + 1,
         "ended": BY_PATIENCE if _has_stopped(run) else AT_LIMIT,
-        "val_top1_percent": 100 * max(read_curve(run, "val/top1").values()),
+        "val_percent": 100 * max(read_curve(run, monitor).values()),
         "images_per_s": statistics.median(speeds[1:] or speeds),
     }
     for number in ("rank", "stable_rank", "entropy"):

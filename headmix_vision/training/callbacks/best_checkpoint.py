@@ -1,4 +1,4 @@
-"""Keeps `best.ckpt`, the checkpoint with the highest validation accuracy."""
+"""Keeps `best.ckpt`, the checkpoint of the best validation."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps the checkpoint of the best `val/top1`, the earliest one if several are equal.
+    """Keeps the checkpoint of the best validation, the earliest one if several are equal.
 
     Args:
         dirpath: Folder of `best.ckpt`.
+        monitor: What it is the best of: the lowest loss, or the highest of anything else.
     """
 
-    def __init__(self, dirpath: Path) -> None:
+    def __init__(self, dirpath: Path, monitor: str) -> None:
         super().__init__(
             dirpath,
             filename="best",
-            monitor="val/top1",
-            mode="max",
+            monitor=monitor,
+            mode="min" if monitor.endswith("loss") else "max",
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )

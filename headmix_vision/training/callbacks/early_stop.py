@@ -14,15 +14,17 @@ class EarlyStop(EarlyStopping):
 
     Args:
         config: The rule; its patience must be given.
+        monitor: What is monitored where the rule does not say it.
     """
 
-    def __init__(self, config: EarlyStoppingConfig) -> None:
+    def __init__(self, config: EarlyStoppingConfig, monitor: str) -> None:
         assert config.patience is not None
+        monitor = config.monitor or monitor
         super().__init__(
-            config.monitor,
+            monitor,
             config.min_delta,
             config.patience,
-            mode="min" if config.monitor.endswith("loss") else "max",
+            mode="min" if monitor.endswith("loss") else "max",
             check_on_train_epoch_end=False,
         )
 
