@@ -16,6 +16,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import emoji_report
@@ -23,6 +24,7 @@ import head_mixes_report
 import hih_report
 import mhla_report
 import plan_scale
+import sweeps_report
 from compare_moving_digits import parse_arguments
 from counting_report import accuracy_table, read_runs, tuned
 from measuring import read_csv
@@ -30,6 +32,7 @@ from moving_digits_report import Report, open_table
 from moving_digits_runs import Runs
 from training_runs import REPOSITORY
 
+from headmix_vision.analysis.sweeps.runs import read_test
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.files.origins import origin_path
 
@@ -98,6 +101,11 @@ FURTHER_CLAIMS = {
     "expressivity": "rank of Head-in-Head's transition",
     "moving_digits": "attention in models of clips",
     "moving_digits_distilled": "clip models distilled from softmax",
+    "emoji_groups": "attention in classifiers of emoji, 9 groups",
+    "emoji_subgroups": "the same, 37 subgroups",
+    "emoji_groups_lite0": "a pretrained network on the 9 groups",
+    "emoji_subgroups_lite0": "a pretrained network on the 37 subgroups",
+    "emoji_rank": "rank of attention matrices in the course of training",
     "stable_rates": "learning rates of explicit heads",
     "demos": "the demos, and the weights of the package",
     "mhla_cpu": "MHLA's PyTorch form on a CPU",
@@ -108,6 +116,7 @@ STABLE_VARIANTS = {
     ("mea", "{}"): "MEA",
     ("mea", '{"output_norm": false}'): "MEA without norm",
 }
+RANKS = ("rank", "stable_rank", "entropy")
 Row = dict[str, str]
 
 
@@ -121,7 +130,8 @@ def claims(of: dict[str, str], links: str) -> str:
     lines = []
     for name, claim in of.items():
         calls = json.loads(origin_path(DOCS / f"{name}.csv").read_text())
-        (script,) = {" ".join(call["command"].split()[:2]) for call in calls}
+        words = (takewhile(lambda word: not word.startswith("--"), call["command"].split()) for call in calls)
+        (script,) = set(map(" ".join, words))
         command = f"[`{script}`]({links}{name}.origin.json)"
         commits = ", ".join(dict.fromkeys(call["commit"] for call in calls))
         lines.append([claim, command, f"[{name}.csv]({links}{name}.csv)", commits])
@@ -480,6 +490,15 @@ def models(name: str, columns: Sequence[str], pixels: int = 1) -> str:
     return markdown_table(["images/s", *columns], lines)
 
 
+def emoji_classifiers() -> str:
+    """Accuracies of classifiers of emoji on both tasks, and of a pretrained network."""
+    tasks = {"groups": "9 groups", "subgroups": "37 subgroups"}
+    return sweeps_report.classifiers(
+        {title: read(f"emoji_{task}") for task, title in tasks.items()},
+        {title: read_test(DOCS / f"emoji_{task}_lite0.csv") for task, title in tasks.items()},
+    )
+
+
 def explicit_heads() -> str:
     """Whole models with explicit heads beside their core alone."""
     rows, lines = read("models_deit_mea_h200"), []
@@ -508,6 +527,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "counting": counting,
     "expressivity": expressivity,
     "wan": wan,
+    "emoji_classifiers": emoji_classifiers,
+    "emoji_rank": lambda: sweeps_report.sweep(read("emoji_rank"), ("val_percent", *RANKS)),
     "emoji": lambda: emoji_report.quality(read("emoji", split="test")),
     "moving_digits": partial(moving_digits, lambda report: report.quality("Attention")),
     "moving_digits_distilled": partial(

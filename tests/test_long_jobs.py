@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,9 @@ def test_a_table_of_results_keeps_its_rows(tmp_path: Path):
 
 @pytest.mark.parametrize("completed", [True, False])
 def test_a_table_says_where_its_rows_come_from(completed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+
     def write(commit: str, rate: str) -> list[dict[str, str]]:
         monkeypatch.setenv("HEADMIX_VISION_COMMIT", commit)
         monkeypatch.setattr(sys, "argv", [str(Path("benchmarks/x.py").absolute()), "--rate", rate])
@@ -98,7 +102,9 @@ def test_a_table_says_where_its_rows_come_from(completed: bool, tmp_path: Path, 
     both = write("def5678", "a b")
     assert both[:-1] == (first if completed else []) and both[-1]["command"].endswith("--rate 'a b'")
     (tmp_path / "x.csv").unlink()
-    assert len(write("abc1234", "0.1")) == 1
+    monkeypatch.setattr(main, "__spec__", find_spec("headmix_vision.analysis.__main__"))
+    (call,) = write("abc1234", "0.1")
+    assert call["command"] == "python -m headmix_vision.analysis --rate 0.1"
 
 
 def test_the_commit_of_a_table_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -41,8 +41,10 @@ def write_origin(table: Path, completed: bool) -> None:
 
 @cache
 def _this_call() -> dict[str, str]:
-    program = Path(sys.argv[0])
+    program, module = Path(sys.argv[0]), sys.modules["__main__"].__spec__
     called = ["python", os.path.relpath(program)] if program.suffix == ".py" else [program.name]
+    if module is not None:  # python -m
+        called = ["python", "-m", module.name.removesuffix(".__main__")]
     return {
         "commit": _commit(),
         "command": shlex.join([*called, *sys.argv[1:]]),

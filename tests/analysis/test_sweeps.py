@@ -128,14 +128,14 @@ def test_rates_are_chosen_by_validation_and_then_come_the_other_seeds(tmp_path: 
 @pytest.mark.usefixtures("without_training")
 def test_the_table_says_what_is_to_be_known(tmp_path: Path):
     runs, table = make(tmp_path)
-    fill(runs, table, {"M=1": 50.0, "M=16": 70.0}, side_by_side=8)
+    fill(runs, table, {"M=1": 50.0, "M=16": 70.0})
     row = table.rows["M=1", "0.003", "0"]
     table.add(("M=1", "0.003", 0), **{name: row[name] for name in COLUMNS[3:]} | {"ended": "limit"})
     text = report(table, runs)
     assert "| M=16 | 7 | 0.003 | 3 | 31 ± 0 | 70.00 ± 0.00 | 71.00 ± 1.00 | 900 ± 0 |" in text
     assert "| M=1 (still improving) |" in text and "M=4" not in text
     assert "| always the commonest class | – | – | – | – | – | 11.00 | – |" in text
-    assert "side by side, 8 at a time" in text and "by val/top1 of training images that are held out" in text
+    assert "by val/top1 of training images that are held out" in text
     assert "ends when val/top1 has not improved for 20 validations" in text
 
     equal, table = make(tmp_path / "equal", epochs=40)
@@ -322,7 +322,7 @@ def test_runs_of_digits_are_trained_tested_and_continued(tmp_path: Path, capsys:
     assert status_of(*arguments) == 0
     rows = {row["rate"]: row for row in csv.DictReader((out / "rank_over_training.csv").read_text().splitlines())}
     assert rows["1e+30"]["ended"] == "not finite" and rows["0.003"]["ended"] in ("patience", "limit")
-    assert float(rows["0.003"]["images_per_s"]) > 10 and 1 <= float(rows["0.003"]["rank"]) <= 64
+    assert not rows["0.003"]["images_per_s"] and 1 <= float(rows["0.003"]["rank"]) <= 64
     assert ">MHLA</text>" in (out / "rank_over_training.svg").read_text()
     (run,) = (out / "rank_over_training").glob("mhla-rate_0.003-*")
     network, about = open_network(run)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure
 from headmix_vision.analysis.sweeps.kinds import SWEEPS
@@ -46,7 +46,7 @@ class _Drawing:
         return figure if all(drawn) else None
 
     def _is_known(self, number: str) -> bool:
-        """Tells whether a number has a panel; the rank is missing while all runs are shorter than its interval."""
+        """Tells whether a number has a panel: runs side by side have no speed, those below its interval no rank."""
         return self.sweep.draw == "curves" or any(self._values(name, number) for name in self.runs.variants)
 
     def _values(self, name: str, number: str) -> list[float]:
@@ -69,6 +69,9 @@ class _Drawing:
         axes.set(xlabel=self.sweep.axis, ylabel=LABELS[number])
         if drawn and max(drawn) > _LOGARITHMIC * min(drawn) > 0:
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            axes.yaxis.set_minor_locator(NullLocator())
         elif number == "images_per_s":
             axes.set_ylim(0, 1.15 * max(drawn, default=1))
         return bool(drawn)

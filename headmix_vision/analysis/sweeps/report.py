@@ -52,9 +52,6 @@ def report(table: ResultTable, runs: Runs) -> str:
         f" {runs.reported}. Mean ± standard deviation over seeds."
     )
     parts = [f"{request.sweep.about[0].upper()}{request.sweep.about[1:]}.", rule, _table(table, runs)]
-    at_a_time = {row["side_by_side"] for name in runs.variants for row in runs.rows(table, name)} - {"", "1"}
-    if at_a_time:
-        parts.append(f"Images/s are of runs side by side, {' or '.join(sorted(at_a_time))} at a time.")
     if request.sweep.axis == "tokens":
         parts.append(_falls(table, runs))
     return "\n\n".join(filter(None, parts)) + "\n"

@@ -26,7 +26,7 @@ from headmix_vision.runs.starting import train
 
 NUMBERS = (
     *("epochs", "val_percent", "test_top1_percent", "test_balanced_percent", "floor_percent"),
-    *("images_per_s", "side_by_side", "rank", "stable_rank", "entropy", "parameters"),
+    *("images_per_s", "rank", "stable_rank", "entropy", "parameters"),
 )
 COLUMNS = ("variant", "rate", "seed", *NUMBERS, "ended", "recipe")
 TRAINING = ("-m", "headmix_vision.train_cls")
@@ -235,7 +235,10 @@ class Runs:
         counted = run / "classes_test.csv"
         if not counted.exists():
             run_python([*TRAINING, "test", "--run_dir", run, *self._place], **self.how)
-        return {**known, **read_run(run, self.monitor), **read_test(counted), "side_by_side": self.request.jobs}
+        found = known | read_run(run, self.monitor) | read_test(counted)
+        if self.request.jobs > 1:
+            found.pop("images_per_s")  # runs side by side slow each other down
+        return found
 
 
 def read_run(run: Path, monitor: str) -> dict[str, object]:

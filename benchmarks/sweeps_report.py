@@ -1,0 +1,47 @@
+"""Tables of `headmix-analyze sweep` in documents, from the CSV files that it has written."""
+
+from collections.abc import Mapping, Sequence
+
+from headmix_vision.analysis.sweeps.report import LABELS, values
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
+from headmix_vision.files.result_table import Row
+
+SCORES = ("val_percent", "test_top1_percent", "test_balanced_percent")
+
+
+def compared(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Of each network the runs of all seeds at its rate, which is the one with the best validation of seed 0."""
+    found = {}
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        tuning = [row for row in rows if (row["variant"], row["seed"]) == (name, "0")]
+        rate = max(tuning, key=lambda row: float(row["val_percent"]))["rate"]
+        found[name] = [row for row in rows if (row["variant"], row["rate"]) == (name, rate)]
+    return found
+
+
+def sweep(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Networks with their learning rates and these columns, mean ± standard deviation over seeds."""
+    lines = [
+        [name, of_it[0]["rate"], *(mean_and_deviation(values(of_it, column)) for column in columns)]
+        for name, of_it in compared(rows).items()
+    ]
+    return markdown_table(["network", "rate", *(LABELS[column] for column in columns)], lines)
+
+
+def classifiers(tasks: Mapping[str, Sequence[Row]], ceilings: Mapping[str, Mapping[str, float]]) -> str:
+    """Accuracies of networks on several tasks, below them a ceiling and what naming the commonest class has.
+
+    Args:
+        tasks: The rows of a sweep, by the name of its task.
+        ceilings: The accuracies of a pretrained network, by the name of the task.
+    """
+    of_task = {task: compared(rows) for task, rows in tasks.items()}
+    lines = []
+    for name in next(iter(of_task.values())):
+        found = [of_it[name] for of_it in of_task.values()]
+        lines.append([name, *(mean_and_deviation(values(rows, column)) for rows in found for column in SCORES)])
+    last = {"EfficientNet-Lite0 of ImageNet": SCORES[1:], "always the commonest class": ("floor_percent",)}
+    for name, columns in last.items():
+        cells = [[f"{ceilings[task][column]:.2f}" for column in columns] for task in tasks]
+        lines.append([name, *(cell for of_it in cells for cell in ("–", *of_it, "–")[:3])])
+    return markdown_table(["network", *(f"{task}: {LABELS[column]}" for task in tasks for column in SCORES)], lines)
