@@ -1,5 +1,6 @@
 """Shared runs of the training tests."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +13,17 @@ from . import helpers
 
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
-    """Put signal handlers and thread count back."""
+    """Put signal handlers, threads and environment back: LOCAL_RANK of one test makes another wait for its peers."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
+    threads, environment = torch.get_num_threads(), dict(os.environ)
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 @pytest.fixture(scope="session")
