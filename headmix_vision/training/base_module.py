@@ -53,6 +53,7 @@ def compile_blocks(network: nn.Module) -> None:
         raise InputError("model.compile: this model has no blocks; set it to true, or to false where it is sharded")
     # Each rate of stochastic depth makes a program of its own, in training and without one more.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
+    torch._dynamo.config.optimize_ddp = False  # gradients are sent between blocks: no need to cut these up for it
     for block in blocks:
         block.compile()
 

@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
+import torch.distributed as dist
 from timm.layers import DropPath
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from headmix_vision.errors import InputError
@@ -241,9 +244,9 @@ class Block(nn.Module):
         return x + self.drop_path(self.scale * x)
 
 
+@torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True)
 def test_blocks_are_compiled_by_themselves_whatever_their_stochastic_depth(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     torch.compiler.reset()
     counters.clear()
     module = classifier(compile="blocks")
@@ -258,6 +261,48 @@ def test_blocks_are_compiled_by_themselves_whatever_their_stochastic_depth(monke
     del net.blocks
     with pytest.raises(InputError, match="this model has no blocks"):
         module.configure_model()
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(512, 512), nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(TwoLayers(), TwoLayers())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+@torch._dynamo.config.patch(optimize_ddp=True)
+def test_blocks_stay_whole_where_gradients_are_summed_over_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    programs: list[object] = []
+
+    def backend(program: Any, _: object) -> Any:
+        programs.append(program)
+        return program
+
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for compile in (True, "blocks"):
+            torch.compiler.reset()
+            programs.clear()
+            module = classifier(compile=compile)
+            module.net = net = TwoBlocks()
+            attach(module)
+            module.configure_model()
+            DistributedDataParallel(net, bucket_cap_mb=1)(torch.ones(3, 512, requires_grad=True)).sum().backward()
+            assert (len(programs) > 1) is (compile is True)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_cuda_graphs_are_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
