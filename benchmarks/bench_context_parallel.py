@@ -7,9 +7,9 @@
 Timed are MHLA itself (``mhla``), the attention layer around it with a convolution of tokens (``layer``) and a video DiT
 (``model``), forward, and forward with backward, on batches of one clip in bf16. The sizes of heads and widths are those
 of Wan 1.3B. Clips are parted along the first axis of which each process gets as many tokens and whole blocks, or else
-along time. First one process does all of it while the others wait, then each does its part; both are launched from
-Python without graphs, and the figures are medians of the slowest process. DistributedDataParallel sums the gradients of
-the model over the processes.
+along time. First one process does all of it while the others wait, then each does its part. The figures are medians of
+the slowest process, of CUDA graphs, collectives among them; the CSV file has those of launches from Python, too, which
+wait for the host. After its backward pass the gradients of the model are summed over the processes.
 
 Sent is what a process gives to collectives in one call, for block summaries, the gradient of the mixing, the edges of
 the convolution and the output of the model, without the gradients of weights.
@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from measuring import device_slug, environment, format_table, open_device, release_memory, times_ms, write_csv
+from measuring import as_graph, device_slug, environment, format_table, open_device, release_memory, times_ms, write_csv
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headmix_vision.layers import HeadMixAttention
@@ -148,7 +147,7 @@ def cases(blocks: TokenBlocks, ranks: TokenRanks, arguments: argparse.Namespace)
     spread_layer = deepcopy(layer)
     spread_layer.set_ranks(ranks)
     x = d_out.flatten(2)
-    yield from both_passes("layer", layer, spread_layer, x, ranks.split(x, blocks.grid))
+    yield from both_passes("layer", layer, spread_layer, x, ranks.split(x, blocks.grid), lambda: None)
 
     clip, latent = (grid[0], 2 * grid[1], 2 * grid[2]), (1, 16)
     model = HeadMixVideoDiT(
@@ -156,19 +155,22 @@ def cases(blocks: TokenBlocks, ranks: TokenRanks, arguments: argparse.Namespace)
         device=device,
     )  # fmt: skip
     x = torch.randn(*latent, *clip, device=device, generator=torch.Generator(device).manual_seed(0))
-    spread = deepcopy(model)
-    spread.spread_tokens(dist.group.WORLD)
-    yield from both_passes("model", model, parallel(spread, device), x, x, 500.0)
-
-
-def parallel(model: torch.nn.Module, device: torch.device) -> DistributedDataParallel:
-    """Sums gradients over the processes while the backward pass goes on."""
-    devices = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    spread_model = deepcopy(model)
+    spread_model.spread_tokens(dist.group.WORLD)
+    noise_level = torch.full((1,), 500.0, device=device)
+    yield from both_passes(
+        "model", model, spread_model, x, x, lambda: ranks.sum_gradients(spread_model.parameters()), noise_level
+    )
 
 
 def both_passes(
-    what: str, alone: torch.nn.Module, spread: torch.nn.Module, whole: Tensor, part: Tensor, *further: object
+    what: str,
+    alone: torch.nn.Module,
+    spread: torch.nn.Module,
+    whole: Tensor,
+    part: Tensor,
+    sum_gradients: Callable[[], None],
+    *further: Tensor,
 ) -> Iterator[Case]:
     """Forward, and forward with backward, of a module on all of its tokens and on a part of them."""
 
@@ -183,30 +185,39 @@ def both_passes(
 
     no_grad = torch.no_grad()
     yield Case(what, "forward", no_grad(lambda: forward(alone, whole)), no_grad(lambda: forward(spread, part)))
-    yield Case(what, "both", lambda: both(alone, whole), lambda: both(spread, part))
+
+    def both_spread() -> None:
+        both(spread, part)
+        sum_gradients()
+
+    yield Case(what, "both", lambda: both(alone, whole), both_spread)
 
 
 def measure(case: Case, ranks: TokenRanks, arguments: argparse.Namespace) -> Row:
     """Time one process while the others wait, then all; count what this one sends."""
     device = arguments.device
 
-    def median_ms(call: Call) -> float:
-        call()
-        return statistics.median(times_ms(call, device, arguments.repeats))
+    def medians_ms(call: Call) -> list[float]:
+        found = []
+        for way in (call, as_graph(call, device)):
+            way()
+            found.append(statistics.median(times_ms(way, device, arguments.repeats)))
+        return found
 
-    alone = torch.zeros(1, device=device)
+    times = torch.zeros(4, device=device)
     if ranks.rank == 0:
-        alone += median_ms(case.alone)
-    alone = ranks.all_reduce(alone)
+        times[:2] = torch.tensor(medians_ms(case.alone))
+    ranks.all_reduce(times)  # the others wait
     release_memory()
     case.spread()
-    together = torch.tensor([median_ms(case.spread)], device=device)
-    slowest = max(x.item() for x in ranks.all_gather(together, [1] * ranks.size, 0))
+    times[2:] = torch.tensor(medians_ms(case.spread))
+    slowest = torch.cat(ranks.all_gather(times[None], [1] * ranks.size, 0)).amax(0).tolist()
+    named = dict(zip(("one_launched_ms", "one_ms", "spread_launched_ms", "spread_ms"), slowest, strict=True))
     with Sent() as sent:
         case.spread()
     return {
-        "what": case.what, "pass": case.mode, "ranks": ranks.size, "one_ms": alone.item(), "spread_ms": slowest,
-        "ratio": alone.item() / slowest, **{f"{name}_bytes": count for name, count in sent.bytes.items()},
+        "what": case.what, "pass": case.mode, "ranks": ranks.size, **named,
+        "ratio": named["one_ms"] / named["spread_ms"], **{f"{name}_bytes": count for name, count in sent.bytes.items()},
     }  # fmt: skip
 
 

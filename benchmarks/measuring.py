@@ -76,6 +76,15 @@ def times_ms(call: Call, device: torch.device, repeats: int) -> list[float]:
     return (_event_times if device.type == "cuda" else _wall_times)(call, repeats)
 
 
+def as_graph(call: Call, device: torch.device) -> Call:
+    """Capture a call, with its collectives, in a CUDA graph: what replays it, or the call itself where there is none.
+
+    All processes of a collective have to capture it, and to replay it equally often.
+    """
+    graph, _ = _capture([call], MIN_GRAPH_MS) if device.type == "cuda" else (None, 0)
+    return graph.replay if graph is not None else call
+
+
 def _launched_ms(calls: Sequence[Call], device: torch.device, budget_s: float) -> float:
     def one_pass() -> None:
         for call in calls:
@@ -117,7 +126,8 @@ def _capture(calls: Sequence[Call], pass_ms: float) -> tuple[torch.cuda.CUDAGrap
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=stream):
+        # other threads may go on meanwhile: NCCL's watchdog asks for events of its own
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(passes):
                 for call in calls:
                     call()
