@@ -73,11 +73,14 @@ def _rank_every(epochs: int) -> tuple[str, ...]:
 
 SWEEPS = {
     "cores": Sweep(
-        "the core, Head-in-Head among them, each with and without convolutional positions (CPE)",
-        tuple(
-            Variant(f"{core}{'+CPE' if cpe else ''}", core, core=core, model_args={"cpe": cpe})
-            for cpe in (False, True)
-            for core in _ALL_CORES
+        "the core, each with and without convolutional positions (CPE), and Head-in-Head without its convolution",
+        (
+            *(
+                Variant(f"{core}{'+CPE' if cpe else ''}", core, core=core, model_args={"cpe": cpe})
+                for cpe in (False, True)
+                for core in _ALL_CORES
+            ),
+            Variant("hih-no-conv", "hih", core="hih", model_args={"cpe": False, "core_args": {"conv_size": 0}}),
         ),
         "dots",
         ("test_top1_percent", "test_balanced_percent", "images_per_s"),
