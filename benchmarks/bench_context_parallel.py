@@ -179,18 +179,14 @@ def both_passes(
             out: Tensor = module(x, *further)
         return out
 
-    def both(module: torch.nn.Module, x: Tensor) -> None:
-        module.zero_grad()
+    def both(module: torch.nn.Module, x: Tensor, sum_gradients: Callable[[], None]) -> None:
         forward(module, x).float().square().mean().backward()
+        sum_gradients()
+        module.zero_grad()
 
     no_grad = torch.no_grad()
     yield Case(what, "forward", no_grad(lambda: forward(alone, whole)), no_grad(lambda: forward(spread, part)))
-
-    def both_spread() -> None:
-        both(spread, part)
-        sum_gradients()
-
-    yield Case(what, "both", lambda: both(alone, whole), both_spread)
+    yield Case(what, "both", lambda: both(alone, whole, lambda: None), lambda: both(spread, part, sum_gradients))
 
 
 def measure(case: Case, ranks: TokenRanks, arguments: argparse.Namespace) -> Row:

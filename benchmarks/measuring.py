@@ -57,8 +57,10 @@ def time_calls(calls: Sequence[Call], device: torch.device, budget_s: float = 0.
     launched_ms = _launched_ms(calls, device, budget_s / 2)
     if device.type != "cuda":
         return Timing(None, launched_ms)
-    graph, passes = _capture(calls, launched_ms * len(calls))
-    if graph is None:
+    try:
+        graph, passes = _capture(calls, launched_ms * len(calls))
+    except RuntimeError:
+        torch.cuda.synchronize()
         return Timing(None, launched_ms)
     graph.replay()
     repeats = _repeats(launched_ms * len(calls) * passes, budget_s)
@@ -77,12 +79,14 @@ def times_ms(call: Call, device: torch.device, repeats: int) -> list[float]:
 
 
 def as_graph(call: Call, device: torch.device) -> Call:
-    """Capture a call, with its collectives, in a CUDA graph: what replays it, or the call itself where there is none.
+    """Capture a call, with its collectives, in a CUDA graph: what replays it, or on another device the call itself.
 
     All processes of a collective have to capture it, and to replay it equally often.
+
+    Raises:
+        RuntimeError: An operation refuses capture, or the memory does not suffice.
     """
-    graph, _ = _capture([call], MIN_GRAPH_MS) if device.type == "cuda" else (None, 0)
-    return graph.replay if graph is not None else call
+    return _capture([call], MIN_GRAPH_MS)[0].replay if device.type == "cuda" else call
 
 
 def _launched_ms(calls: Sequence[Call], device: torch.device, budget_s: float) -> float:
@@ -116,8 +120,8 @@ def _event_times(call: Call, repeats: int) -> list[float]:
     return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
 
-def _capture(calls: Sequence[Call], pass_ms: float) -> tuple[torch.cuda.CUDAGraph | None, int]:
-    """A graph of one or more passes over the calls and their number, or None where an operation refuses capture."""
+def _capture(calls: Sequence[Call], pass_ms: float) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of one or more passes over the calls, and their number."""
     passes = max(1, min(math.ceil(MIN_GRAPH_MS / pass_ms), 64 // len(calls)))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -125,15 +129,11 @@ def _capture(calls: Sequence[Call], pass_ms: float) -> tuple[torch.cuda.CUDAGrap
         calls[0]()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    try:
-        # other threads may go on meanwhile: NCCL's watchdog asks for events of its own
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(passes):
-                for call in calls:
-                    call()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return None, 0
+    # other threads may go on meanwhile: NCCL's watchdog asks for events of its own
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(passes):
+            for call in calls:
+                call()
     return graph, passes
 
 

@@ -20,16 +20,16 @@ def compared(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def sweep(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Networks with their learning rates and these columns, mean ± standard deviation over seeds."""
-    lines = [
-        [name, of_it[0]["rate"], *(mean_and_deviation(values(of_it, column)) for column in columns)]
-        for name, of_it in compared(rows).items()
-    ]
+    """Networks with their learning rates and these columns, mean ± standard deviation over seeds.
+
+    A rate at an end of those that were tried has a star.
+    """
+    lines = [[name, *_cells(rows, of_it, columns)] for name, of_it in compared(rows).items()]
     return markdown_table(["network", "rate", *(LABELS[column] for column in columns)], lines)
 
 
 def classifiers(tasks: Mapping[str, Sequence[Row]], ceilings: Mapping[str, Mapping[str, float]]) -> str:
-    """Accuracies of networks on several tasks, below them a ceiling and what naming the commonest class has.
+    """Rates and accuracies of networks on several tasks, below them a ceiling and what naming the commonest class has.
 
     Args:
         tasks: The rows of a sweep, by the name of its task.
@@ -38,10 +38,17 @@ def classifiers(tasks: Mapping[str, Sequence[Row]], ceilings: Mapping[str, Mappi
     of_task = {task: compared(rows) for task, rows in tasks.items()}
     lines = []
     for name in next(iter(of_task.values())):
-        found = [of_it[name] for of_it in of_task.values()]
-        lines.append([name, *(mean_and_deviation(values(rows, column)) for rows in found for column in SCORES)])
-    last = {"EfficientNet-Lite0 of ImageNet": SCORES[1:], "always the commonest class": ("floor_percent",)}
-    for name, columns in last.items():
+        cells = [_cells(rows, of_task[task][name], SCORES) for task, rows in tasks.items()]
+        lines.append([name, *(cell for of_it in cells for cell in of_it)])
+    known = {"EfficientNet-Lite0 of ImageNet": SCORES[1:], "always the commonest class": ("floor_percent",)}
+    for name, columns in known.items():
         cells = [[f"{ceilings[task][column]:.2f}" for column in columns] for task in tasks]
-        lines.append([name, *(cell for of_it in cells for cell in ("–", *of_it, "–")[:3])])
-    return markdown_table(["network", *(f"{task}: {LABELS[column]}" for task in tasks for column in SCORES)], lines)
+        lines.append([name, *(cell for of_it in cells for cell in ("–", "–", *of_it, "–")[:4])])
+    titles = ("rate", *(LABELS[column] for column in SCORES))
+    return markdown_table(["network", *(f"{task}: {title}" for task in tasks for title in titles)], lines)
+
+
+def _cells(rows: Sequence[Row], of_it: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    rate, tried = of_it[0]["rate"], sorted({float(row["rate"]) for row in rows})
+    star = "*" if len(tried) > 1 and float(rate) in (tried[0], tried[-1]) else ""
+    return [rate + star, *(mean_and_deviation(values(of_it, column)) for column in columns)]

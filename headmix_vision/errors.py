@@ -53,15 +53,22 @@ def one_line_errors() -> Iterator[None]:
         end("another process has ended, see its message")
 
 
+def launched_rank() -> str:
+    """Name the rank that a launcher has given this process, "0" without one; Lightning's sets the local one alone."""
+    return os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")
+
+
 def end(message: str, status: int = 2) -> NoReturn:
     """End the process with one line; what all processes of a job say is said by the first alone."""
-    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")  # Lightning's own launcher sets the latter alone
+    rank = launched_rank()
     who = "error" if rank == "0" else f"error (rank {rank})"
     if rank != "0" and ("TORCHELASTIC_RUN_ID" in os.environ or "RANK" not in os.environ):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         deadline = time.monotonic() + _PATIENCE_S  # if the first process says it, this one is told to end
         while os.getppid() == _PARENT and time.monotonic() < deadline:
             time.sleep(0.05)
+        if os.getppid() != _PARENT:  # it has said it, and ended
+            sys.exit(status)
     # in one piece, as several processes write to one terminal: print, unbuffered, writes the end of the line by itself
     sys.stderr.write(f"{who}: {' '.join(message.split())}\n")
     sys.exit(status)

@@ -16,7 +16,7 @@ from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.predictions import PredictionsCSV
 from headmix_vision.training.classifier import ImageClassifier
-from headmix_vision.training.options import VALIDATED, BestConfig
+from headmix_vision.training.options import MONITORED, BestConfig
 
 
 class ClassificationCLI(RunCLI):
@@ -60,7 +60,7 @@ class ClassificationCLI(RunCLI):
         value = best[self.monitor]
         found = f"{value:.4f}" if self.monitor == "val/loss" else f"{100 * value:.2f} %"
         print(
-            f"best {VALIDATED[self.monitor]} {found} (epoch {best['epoch'] + 1:.0f}) · run {run_dir}"
+            f"best {MONITORED[self.monitor]} {found} (epoch {best['epoch'] + 1:.0f}) · run {run_dir}"
             f" · checkpoint {run_dir / BEST} · curves {run_dir / CURVES}"
         )
 

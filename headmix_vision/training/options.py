@@ -256,9 +256,9 @@ class EarlyStoppingConfig:
         check_numbers(0, **{"early_stopping.min_delta": self.min_delta})
 
 
-Validated = Literal["val/top1", "val/balanced", "val/top5", "val/loss"]
-VALIDATED = {"val/top1": "top-1", "val/balanced": "balanced accuracy", "val/top5": "top-5", "val/loss": "loss"}
-"""What the validation of a classifier logs, and what it is called."""
+Monitored = Literal["val/top1", "val/balanced", "val/loss"]
+MONITORED = {"val/top1": "top-1", "val/balanced": "balanced accuracy", "val/loss": "loss"}
+"""By what a checkpoint of a classifier is chosen, and what it is called."""
 
 
 @dataclass
@@ -270,7 +270,7 @@ class BestConfig:
             are much larger than others.
     """
 
-    monitor: Validated = "val/top1"
+    monitor: Monitored = "val/top1"
 
 
 # Lightning takes these as they come, and divides by zero or trains nothing.

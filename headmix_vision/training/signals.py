@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from headmix_vision.errors import launched_rank
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -17,7 +19,7 @@ class InterruptRequest:
     clean-up. Not under torchrun, which passes on to its processes what they may have got already, as from a scheduler
     that tells all processes of a job to end; torchrun kills them itself after 30 s.
 
-    While it is false, SIGTERM ends processes of torchrun but the first without this handler: they have nothing to
+    While it is false, SIGTERM ends all processes of a job but the first without this handler: they have nothing to
     clean up, and it would not run while they wait, in C++, for a first process that was refused.
     """
 
@@ -29,7 +31,7 @@ class InterruptRequest:
     def install(self) -> None:
         """Makes itself the process's handler of both signals; Lightning replaces that of SIGTERM when it starts."""
         for signum in SIGNALS:
-            at_once = signum == signal.SIGTERM and not self.deferred and os.environ.get("RANK", "0") != "0"
+            at_once = signum == signal.SIGTERM and not self.deferred and launched_rank() != "0"
             signal.signal(signum, signal.SIG_DFL if at_once else self._handle)
 
     @contextmanager
@@ -47,7 +49,7 @@ class InterruptRequest:
         if os.getpid() != self._pid:  # a forked data worker: the parent decides
             return
         # os.write, as print may have been interrupted itself
-        speaks = (os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")) == "0"
+        speaks = launched_rank() == "0"
         if not self.deferred:
             if speaks:
                 os.write(2, f"\ninterrupted by {signal.Signals(signum).name}\n".encode())

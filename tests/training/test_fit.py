@@ -1,6 +1,7 @@
 """What a training run leaves behind, and the arithmetic of its parts."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, WarmedUpAverage, ema_decay
 from headmix_vision.training.classification_metrics import ClassificationMetrics
 from headmix_vision.training.classifier import ImageClassifier
-from headmix_vision.training.options import VALIDATED
+from headmix_vision.training.options import MONITORED
 
 from .helpers import TINY, assert_equal, load, read_csv, run, write_config
 
@@ -62,7 +63,9 @@ def test_the_best_checkpoint_and_the_line_at_the_end_are_of_what_is_monitored(
 
     def compute(metrics: ClassificationMetrics) -> dict[str, torch.Tensor]:  # each is best in an epoch of its own
         epoch = next(epochs)
-        values = {name: 0.6 if (best.get(name) == epoch) == (name != "val/loss") else 0.3 for name in VALIDATED}
+        values = {
+            name: 0.6 if (best.get(name) == epoch) == (name != "val/loss") else 0.3 for name in (*MONITORED, "val/top5")
+        }
         return {name.removeprefix("val/"): torch.tensor(value) for name, value in values.items()}
 
     monkeypatch.setattr(ClassificationMetrics, "compute", compute)
@@ -70,10 +73,21 @@ def test_the_best_checkpoint_and_the_line_at_the_end_are_of_what_is_monitored(
     assert run("fit", "-c", config, "--run_dir", tmp_path / "run", "--best.monitor", monitor) == 0
     last = capfd.readouterr().out.strip().splitlines()[-1]
     found = "0.3000" if monitor == "val/loss" else "60.00 %"
-    assert last.startswith(f"best {VALIDATED[monitor]} {found} (epoch {best[monitor] + 1})")
+    assert last.startswith(f"best {MONITORED[monitor]} {found} (epoch {best[monitor] + 1})")
     assert load(tmp_path / "run" / "checkpoints" / "best.ckpt")["epoch"] == best[monitor]
     for name in ("run", "run/checkpoints/best.ckpt", "run/curves.svg"):
         assert str(tmp_path / name) in last
+
+
+def test_a_run_keeps_to_what_its_best_checkpoint_is_of(
+    reference_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = Path(shutil.copytree(reference_run, tmp_path / "run"))
+    best = (copied / "checkpoints" / "best.ckpt").read_bytes()
+    command = ("fit", "--run_dir", copied, "--ckpt_path", "last", "--trainer.max_epochs", 3)
+    assert run(*command, "--best.monitor", "val/balanced") == 2
+    assert capsys.readouterr().err.endswith("is that of val/top1, not of val/balanced: set best.monitor=val/top1\n")
+    assert (copied / "checkpoints" / "best.ckpt").read_bytes() == best
 
 
 def test_curves_are_drawn_between_epochs_when_the_interval_is_over(tmp_path: Path) -> None:
@@ -96,7 +110,7 @@ def test_lines_in_a_log_that_is_no_terminal(tmp_path: Path, capfd: pytest.Captur
     numbers = [re.sub(r"\d+\.?\d*", "N", line) for line in epochs]
     assert numbers == [
         "epoch N/N: loss N, N images/s, N s left",
-        "epoch N/N: loss N, val loss N, val top-N N %, N images/s, took N s",
+        "epoch N/N: loss N, val loss N, val top-N N %, val balanced N %, N images/s, took N s",
     ]
     rows = read_csv(tmp_path / "run" / "metrics.csv", without="")
     rates = [float(row["train/images_per_s"]) for row in rows if row["train/loss"]]

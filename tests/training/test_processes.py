@@ -91,14 +91,16 @@ def test_a_rank_that_fails_ends_another_that_waits_for_it(raised: str, status: i
 
 
 REFUSING = """
-import os
+import os, time
 from headmix_vision import errors
 from headmix_vision.commands import train_cls
 from headmix_vision.training.classifier import ImageClassifier
 
 def step(*args):
     errors._PATIENCE_S = {patience_s}
-    if os.environ.get("LOCAL_RANK", "0") in "{ranks}":
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank in "{ranks}":
+        time.sleep({lag_s} * int(rank))
         raise errors.InputError("of a test")
     return whole_step(*args)
 
@@ -109,10 +111,17 @@ train_cls()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "patience_s", "said"), [("0 1", 100, "error: of a test"), ("1", 1, "error (rank 1): of a test")]
+    ("ranks", "lag_s", "patience_s", "said"),
+    [
+        ("0 1", 0, 100, "error: of a test"),
+        ("0 1", 0.5, 100, "error: of a test"),
+        ("1", 0, 1, "error (rank 1): of a test"),
+    ],
 )
-def test_an_error_is_said_once_whichever_rank_has_it(ranks: str, patience_s: int, said: str, tmp_path: Path) -> None:
-    (tmp_path / "refusing.py").write_text(REFUSING.format(ranks=ranks, patience_s=patience_s))
+def test_an_error_is_said_once_whichever_rank_has_it(
+    ranks: str, lag_s: float, patience_s: int, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "refusing.py").write_text(REFUSING.format(ranks=ranks, lag_s=lag_s, patience_s=patience_s))
     config = write_config(tmp_path / "tiny.yaml")
     command = ("fit", "-c", config, "--run_dir", tmp_path / "run", *TWO_RANKS)
     process = start(*command, script=str(tmp_path / "refusing.py"))

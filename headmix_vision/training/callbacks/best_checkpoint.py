@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from headmix_vision.errors import InputError
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -23,6 +26,19 @@ class BestCheckpoint(ModelCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuses to go on with a run whose best checkpoint is the best of something else, and would be replaced.
+
+        Raises:
+            InputError: If it is.
+        """
+        for name, state in checkpoint["callbacks"].items():
+            if name.startswith(type(self).__name__) and state["monitor"] != self.monitor:
+                raise InputError(
+                    f"the best checkpoint of this run is that of {state['monitor']}, not of {self.monitor}:"
+                    f" set best.monitor={state['monitor']}"
+                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the best score, also when the run directory has been moved."""

@@ -11,7 +11,7 @@ Rows = list[dict[str, float]]
 Panels = dict[str, list[str]]
 CLASSIFIER_PANELS: Panels = {
     "loss": ["train/loss", "val/loss"],
-    "accuracy": ["val/top1", "val/top5"],
+    "accuracy": ["val/top1", "val/top5", "val/balanced"],
     "learning rate": ["lr"],
 }
 GENERATOR_PANELS: Panels = {

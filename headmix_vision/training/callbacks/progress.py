@@ -66,7 +66,9 @@ class EpochLines(Callback):
         if self._validated:
             metrics = trainer.callback_metrics
             parts += [f"val loss {float(metrics['val/loss']):.4f}"] if "val/loss" in metrics else []
-            parts += [f"val top-1 {100 * float(metrics['val/top1']):.2f} %"] if "val/top1" in metrics else []
+            for name in ("top-1", "balanced"):
+                value = metrics.get(f"val/{name.replace('-', '')}")
+                parts += [f"val {name} {100 * float(value):.2f} %"] if value is not None else []
         if self.speed.epoch_rate is not None:
             parts.append(f"{self.speed.epoch_rate:.0f} images/s")
         done, total = trainer.global_step - self._first_step, trainer.estimated_stepping_batches
