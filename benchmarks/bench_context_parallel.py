@@ -172,7 +172,10 @@ def both_passes(
     sum_gradients: Callable[[], None],
     *further: Tensor,
 ) -> Iterator[Case]:
-    """Forward, and forward with backward, of a module on all of its tokens and on a part of them."""
+    """Forward, and forward with backward, of a module on all of its tokens and on a part of them.
+
+    ``sum_gradients`` adds up those of the part's module over the processes.
+    """
 
     def forward(module: torch.nn.Module, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, dtype=torch.bfloat16):

@@ -86,7 +86,10 @@ def as_graph(call: Call, device: torch.device) -> Call:
     Raises:
         RuntimeError: An operation refuses capture, or the memory does not suffice.
     """
-    return _capture([call], MIN_GRAPH_MS)[0].replay if device.type == "cuda" else call
+    if device.type != "cuda":
+        return call
+    graph, _ = _capture([call], MIN_GRAPH_MS)  # said to be that long, it is in the graph once
+    return graph.replay
 
 
 def _launched_ms(calls: Sequence[Call], device: torch.device, budget_s: float) -> float:

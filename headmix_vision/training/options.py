@@ -233,6 +233,11 @@ class AnalysisConfig:
                 check_counts(1, **{f"analysis.{name}": getattr(self, name)})
 
 
+def mode_of(monitor: str) -> Literal["min", "max"]:
+    """Says which is better of what validation logs: the lowest loss, or the highest of anything else."""
+    return "min" if monitor.endswith("loss") else "max"
+
+
 @dataclass
 class EarlyStoppingConfig:
     """End of a run when validation has stopped to improve, by Lightning's `EarlyStopping`; resuming changes nothing.

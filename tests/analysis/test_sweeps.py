@@ -161,6 +161,9 @@ def test_a_recipe_says_which_accuracy_is_chosen_by(tmp_path: Path, monkeypatch: 
     fill(runs, table, {"M=1": 50.0})
     text = report(table, runs)
     assert "ends when val/balanced has not" in text and "chosen by val/balanced of training images" in text
+    fill(runs, table, {"M=1": 50.0}, test_balanced_percent=9.0)
+    figure = draw(table, runs)
+    assert figure is not None and figure.axes[0].get_ylabel() == "balanced accuracy, %"
     metrics = "epoch,step,train/images_per_s,val/top1,val/balanced\n0,9,8.0,0.9,0.2\n1,19,8.0,0.5,0.4\n"
     (tmp_path / "metrics.csv").write_text(metrics)
     monkeypatch.setattr("headmix_vision.analysis.sweeps.runs._has_stopped", lambda run: True)

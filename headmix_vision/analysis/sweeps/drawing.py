@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure
-from headmix_vision.analysis.sweeps.kinds import SWEEPS
+from headmix_vision.analysis.sweeps.kinds import ACCURACY, SWEEPS
 from headmix_vision.analysis.sweeps.report import LABELS, lines_of, values
 from headmix_vision.analysis.sweeps.runs import Runs
 from headmix_vision.files.result_table import ResultTable
@@ -35,7 +35,8 @@ class _Drawing:
 
     def figure(self) -> Figure | None:
         panel = {"lines": self._lines, "dots": self._dots, "curves": self._curves}[self.sweep.draw]
-        numbers = [number for number in self.sweep.numbers if self._is_known(number)]
+        columns = [self.runs.accuracy if number == ACCURACY else number for number in self.sweep.numbers]
+        numbers = [number for number in columns if self._is_known(number)]
         if not numbers:
             return None
         dots_in = len(numbers) * (_DOT_IN * len(self.runs.variants) + _AXIS_IN)

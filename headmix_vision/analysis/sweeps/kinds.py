@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+ACCURACY = "accuracy"
 SIDES = (16, 32, 64)  # of the token grids of `length`: 256, 1,024 and 4,096 tokens
 
 
@@ -35,7 +36,8 @@ class Sweep:
         about: What is varied, in one line.
         variants: The networks; in a figure they form five lines at most.
         draw: The kind of figure: `curves` over epochs, `lines` over `x`, or a `dot` for each network.
-        numbers: What is drawn, a panel for each: a column of the table, of curves the end of the names of metrics.
+        numbers: What is drawn, a panel for each: a column of the table, `ACCURACY` being that of the accuracy which
+            runs are chosen by; of curves the end of the names of metrics.
         axis: What `x` is.
         options: Further options of the training.
     """
@@ -96,7 +98,7 @@ SWEEPS = {
         "the number of token blocks of MHLA: accuracy, throughput and rank of the attention matrices",
         tuple(Variant(f"M={n * n}", "MHLA", n * n, model_args={"block_grid": n}) for n in (1, 2, 4, 8)),
         "lines",
-        ("test_top1_percent", "images_per_s", "rank"),
+        (ACCURACY, "images_per_s", "rank"),
         "token blocks M",
         _rank_every(5),
     ),
@@ -114,7 +116,7 @@ SWEEPS = {
             ),
         ),
         "dots",
-        ("test_top1_percent",),
+        (ACCURACY,),
     ),
     "length": Sweep(
         "the number of tokens, by core, images resized: accuracy, throughput and rank of the attention matrices",
@@ -124,7 +126,7 @@ SWEEPS = {
             for side in SIDES
         ),
         "lines",
-        ("test_top1_percent", "images_per_s", "rank"),
+        (ACCURACY, "images_per_s", "rank"),
         "tokens",
         _rank_every(10),
     ),

@@ -92,7 +92,7 @@ def _falls(table: ResultTable, runs: Runs) -> str:
     """Says of each line where its accuracy begins to fall: below its best, by more than two standard errors."""
     said = []
     for line, variants in lines_of(runs.request.sweep.variants).items():
-        found = [(one.x, values(runs.rows(table, one.name), "test_top1_percent")) for one in variants]
+        found = [(one.x, values(runs.rows(table, one.name), runs.accuracy)) for one in variants]
         found = [(x, scores) for x, scores in found if len(scores) > 1]
         if len(found) < 2:
             continue

@@ -32,6 +32,7 @@ COLUMNS = ("variant", "rate", "seed", *NUMBERS, "ended", "recipe")
 TRAINING = ("-m", "headmix_vision.train_cls")
 QUIET = ("--trainer.devices", 1, "--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false")
 POOLING = {"class_token": False, "global_pool": "avg"}  # else softmax alone would have a class token
+REPORTED = {"val/top1": "test_top1_percent", "val/balanced": "test_balanced_percent"}  # of what is chosen by
 RATE_FACTORS = (0.5, 1.0, 2.0)
 HOLDOUT_EVERY = 5
 BY_PATIENCE, AT_LIMIT, NOT_FINITE = "patience", "limit", "not finite"
@@ -100,6 +101,7 @@ class Runs:
         config: All options of the training, those of a variant left out, as in `config.yaml`.
         rates: The learning rates, as they are written in the table, from the lowest on.
         monitor: What is chosen by: rate, tested checkpoint and end are those of its best validation.
+        accuracy: The column of the same accuracy of the reported split.
         reported: The split that accuracies are reported of.
         holds_out: Whether rate and end are chosen on training images that are held out; else on the validation split.
         parameters: Of each network, the number of parameters.
@@ -120,8 +122,11 @@ class Runs:
         self.config = yaml.safe_load(self._ask("fit", *self._given, *self._place, "--print_config"))
         data = self.config["data"]
         self.monitor = self.config["best"]["monitor"]
-        if self.monitor == "val/loss":
-            raise InputError("a sweep chooses by an accuracy, best.monitor is val/loss")
+        if self.monitor not in REPORTED:
+            raise InputError(
+                f"a sweep chooses by an accuracy, best.monitor is {self.monitor}: set it to {' or '.join(REPORTED)}"
+            )
+        self.accuracy = REPORTED[self.monitor]
         self.reported = data["test_split"] or data["val_split"]
         given = data["holdout_every"] is not None
         self.holds_out = given or self.reported == data["val_split"]

@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from headmix_vision.errors import InputError
+from headmix_vision.training.options import mode_of
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -14,7 +15,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     Args:
         dirpath: Folder of `best.ckpt`.
-        monitor: What it is the best of: the lowest loss, or the highest of anything else.
+        monitor: What it is the best of.
     """
 
     def __init__(self, dirpath: Path, monitor: str) -> None:
@@ -22,7 +23,7 @@ class BestCheckpoint(ModelCheckpoint):
             dirpath,
             filename="best",
             monitor=monitor,
-            mode="min" if monitor.endswith("loss") else "max",
+            mode=mode_of(monitor),
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )

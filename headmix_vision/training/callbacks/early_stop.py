@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
 from headmix_vision.errors import InputError
-from headmix_vision.training.options import EarlyStoppingConfig
+from headmix_vision.training.options import EarlyStoppingConfig, mode_of
 
 
 class EarlyStop(EarlyStopping):
@@ -24,7 +24,7 @@ class EarlyStop(EarlyStopping):
             monitor,
             config.min_delta,
             config.patience,
-            mode="min" if monitor.endswith("loss") else "max",
+            mode=mode_of(monitor),
             check_on_train_epoch_end=False,
         )
 

@@ -66,9 +66,8 @@ class EpochLines(Callback):
         if self._validated:
             metrics = trainer.callback_metrics
             parts += [f"val loss {float(metrics['val/loss']):.4f}"] if "val/loss" in metrics else []
-            for name in ("top-1", "balanced"):
-                value = metrics.get(f"val/{name.replace('-', '')}")
-                parts += [f"val {name} {100 * float(value):.2f} %"] if value is not None else []
+            for name, shown in (("val/top1", "val top-1"), ("val/balanced", "val balanced")):
+                parts += [f"{shown} {100 * float(metrics[name]):.2f} %"] if name in metrics else []
         if self.speed.epoch_rate is not None:
             parts.append(f"{self.speed.epoch_rate:.0f} images/s")
         done, total = trainer.global_step - self._first_step, trainer.estimated_stepping_batches
