@@ -242,7 +242,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Runs, "complete", complete)
     arguments = ["block_count", "--out", tmp_path / "out", "--seeds", 2, "--rates", "3e-3", "--variants", "M=4", "M=1"]
     assert status_of(*arguments, "--dry-run") == 0 and not (tmp_path / "out").exists()
-    assert "would train 4 runs, first 2:" in capsys.readouterr().out
+    assert "would train 4 runs, first 4:" in capsys.readouterr().out
     assert status_of(*arguments) == 75
     assert "the time was over before 1 runs: repeat the command" in capsys.readouterr().err
     (lost,) = set(asked[2:3])

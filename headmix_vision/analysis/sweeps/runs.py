@@ -161,8 +161,8 @@ class Runs:
         """Lists the runs that lack a row and can start: those that choose a rate, and where it is chosen, all seeds."""
         cases = []
         for variant in self.variants:
-            tuning = [case for case in self._tuning(variant) if not self.row(table, case)]
-            cases += tuning or [case for case in self.compared(table, variant) if not self.row(table, case)]
+            known = self.compared(table, variant) or self._tuning(variant)
+            cases += [case for case in known if not self.row(table, case)]
         return cases
 
     def missing(self, table: ResultTable) -> int:
@@ -184,7 +184,9 @@ class Runs:
         return [] if rate is None else [Case(variant, rate, seed) for seed in range(self.request.seeds)]
 
     def chosen(self, table: ResultTable, variant: str) -> str | None:
-        """Names the rate of a variant with the best validation of seed 0, the lowest of equals."""
+        """Names the rate of a variant with the best validation of seed 0, the lowest of equals, or the only one."""
+        if len(self.rates) == 1:
+            return self.rates[0]
         rows = {case.rate: self.row(table, case) for case in self._tuning(variant)}
         scores = {rate: float(row["val_percent"]) for rate, row in rows.items() if row}
         return max(scores, key=lambda rate: scores[rate]) if len(scores) == len(self.rates) else None
