@@ -35,6 +35,7 @@ from measuring import as_graph, device_slug, environment, format_table, open_dev
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headmix_vision.console.processes import end_without_others
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.ops import TokenBlocks, TokenRanks, mhla
@@ -257,8 +258,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group("nccl" if arguments.device.type == "cuda" else "gloo")
     try:
         compare(grids, arguments)
-    finally:
-        dist.destroy_process_group()
+    except BaseException as error:
+        end_without_others(error)
+        raise
+    dist.destroy_process_group()
 
 
 def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None:
@@ -272,13 +275,15 @@ def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None
         errors = check_errors(blocks, arguments.head_dim, ranks, arguments.device)
         release_memory()
         sizes = {"tokens": blocks.num_tokens, "blocks": blocks.num_blocks, "axis": ranks.axis, "depth": arguments.depth}
-        found = [measure(case, ranks, arguments) | sizes | errors for case in cases(blocks, ranks, arguments)]
-        show(f"\n{format_table(HEADER, [format_row(row) for row in found])}")
-        show("relative error of mhla: {error_one:.2e} on one, {error_spread:.2e} on all".format(**errors), flush=True)
-        rows += [row | facts for row in found]
-        if path is not None and ranks.rank == 0:
-            write_csv(path, rows)
-            show(f"written to {path}")
+        show("\nrelative error of mhla: {error_one:.2e} on one, {error_spread:.2e} on all".format(**errors))
+        for case in cases(blocks, ranks, arguments):
+            rows.append(measure(case, ranks, arguments) | sizes | errors | facts)
+            show(*format_row(rows[-1]), sep="  ", flush=True)
+            if path is not None and ranks.rank == 0:  # after each: the next may take more memory than there is
+                write_csv(path, rows)
+    show(f"\n{format_table(HEADER, [format_row(row) for row in rows])}\n")
+    if path is not None:
+        show(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ no validation, each block compiled by itself. The batch of a GPU is the same in 
 the number of GPUs.
 
 `one`: all on each GPU, no other. `ddp`: all on each GPU (DistributedDataParallel). `fsdp2`: one copy of weights,
-gradients, averages and optimizer state for all GPUs. `hybrid`: two copies, each spread over half of the GPUs.
+gradients, averages and optimizer state for all GPUs. `kept`: the same, but blocks that were gathered for the forward
+pass are kept for the backward pass. `hybrid`: as fsdp2 with two copies, each spread over half of the GPUs.
 
 Losses are means over the GPUs of training in float32 without anything random. One GPU computes the parts of the batch
 one after the other, so that all round in the same way: training makes of a rounded bit a difference of 1 in a loss of 4
@@ -67,6 +68,7 @@ STRATEGIES = {
     "one": "auto",
     "ddp": "ddp",
     "fsdp2": "fsdp2",
+    "kept": "headmix_vision.training.sharding.ShardedStrategy",
     "hybrid": "headmix_vision.training.sharding.ShardedStrategy",
 }
 # The noise of generators is drawn for each process, so that their losses cannot be compared: classifiers alone.
@@ -100,6 +102,8 @@ def run_case(case: Row, arguments: argparse.Namespace) -> None:
     recorder = Recorder(arguments.warmup_steps, losses=case["losses"])
     strategy: list[object] = ["--trainer.devices", case["gpus"], "--trainer.strategy", STRATEGIES[case["what"]]]
     strategy += ["--model.grad_checkpointing", str(arguments.checkpointing).lower()]
+    if case["what"] == "kept":
+        strategy += ["--trainer.strategy.reshard_after_forward", "false"]
     if case["what"] == "hybrid":
         strategy += ["--trainer.strategy.shard_size", max(1, case["gpus"] // 2)]
     if case["losses"]:

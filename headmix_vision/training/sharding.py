@@ -65,6 +65,8 @@ class ShardedStrategy(ModelParallelStrategy):
     Args:
         shard_size: Number of neighbouring processes that share one copy of the weights, such as the GPUs of a host;
             it divides the number of processes. All share one when null.
+        reshard_after_forward: Give a block's gathered weights back after its forward pass, and gather them again in
+            the backward pass. If not, a process holds a copy of the weights in between, and sends a third less.
     """
 
     # as of one process: by names and numbers of parameters, with DTensors in the place of tensors
@@ -74,9 +76,9 @@ class ShardedStrategy(ModelParallelStrategy):
     load_optimizer_state_dict = ParallelStrategy.load_optimizer_state_dict
     lightning_restore_optimizer = True
 
-    def __init__(self, shard_size: int | None = None) -> None:
+    def __init__(self, shard_size: int | None = None, reshard_after_forward: bool = True) -> None:
         super().__init__()
-        self.shard_size = shard_size
+        self.shard_size, self.reshard_after_forward = shard_size, reshard_after_forward
         self._saving: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._group: dist.ProcessGroup | None = None
@@ -201,7 +203,7 @@ class ShardedStrategy(ModelParallelStrategy):
         meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in network.parameters()}
         self._plain[network] = deepcopy(network, meta)
         for block in getattr(network, "blocks", ()):
-            fully_shard(block, mesh=self.device_mesh)
+            fully_shard(block, mesh=self.device_mesh, reshard_after_forward=self.reshard_after_forward)
         fully_shard(network, mesh=self.device_mesh)
 
     def whole(self, network: nn.Module) -> nn.Module:

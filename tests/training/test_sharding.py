@@ -15,6 +15,7 @@ import pytest
 import torch
 from filelock import FileLock
 from torch.distributed.checkpoint import CheckpointException, save
+from torch.distributed.tensor import DTensor
 
 from headmix_vision.commands import export
 from headmix_vision.errors import InputError
@@ -22,6 +23,7 @@ from headmix_vision.runs.checkpoints import model_state, read_checkpoint
 from headmix_vision.runs.shards import SHARDED
 from headmix_vision.training.base_module import _check_batch
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
+from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
 from headmix_vision.training.sharding import _Writer
 
 from . import gen_helpers
@@ -125,6 +127,26 @@ def test_generators_train_with_shards_as_with_copies(what: dict[str, Any], tmp_p
         torch.testing.assert_close(dict(copies[key]), dict(shards[key]), rtol=1e-4, atol=5e-5)
     drawn = [sorted(path.name for path in (tmp_path / name / "samples").iterdir()) for name in ("ddp", "fsdp2")]
     assert drawn[0] == drawn[1] != []
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_gathered_weights_are_kept_until_the_backward_pass_if_asked(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+
+    def look(callback: StopOnNonFinite, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+        found.extend(not isinstance(parameter, DTensor) for parameter in module.net.blocks.parameters())
+
+    monkeypatch.setattr(StopOnNonFinite, "on_before_backward", look)
+    monkeypatch.setattr(StopOnNonFinite, "on_before_optimizer_step", lambda *_: None)
+    strategy = SHARE | {"init_args": {"reshard_after_forward": not kept}}
+    config = write_config(tmp_path / "tiny.yaml", trainer__strategy=strategy, trainer__limit_train_batches=2)
+    try:
+        assert run("fit", "-c", config, "--run_dir", tmp_path / "run", "--trainer.devices", 1) == 0
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found and set(found) == {kept}
 
 
 def test_a_process_keeps_its_part_alone(folder: Path) -> None:
@@ -281,7 +303,8 @@ def test_a_full_disk_costs_no_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_four_processes_that_share_two_copies(folder: Path) -> None:
-    config = write_run(folder, 4, trainer__strategy=SHARE | {"init_args": {"shard_size": 2}}, trainer__devices=4)
+    two_copies = {"shard_size": 2, "reshard_after_forward": False}
+    config = write_run(folder, 4, trainer__strategy=SHARE | {"init_args": two_copies}, trainer__devices=4)
     kept = folder / "kept" / "step=7.ckpt"
     finish(start("fit", "-c", config, "--run_dir", folder / "four", "--ckpt_path", kept))
     assert_close(read(folder / "one/checkpoints/last.ckpt"), read(folder / "four/checkpoints/last.ckpt"))
