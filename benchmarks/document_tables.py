@@ -106,8 +106,10 @@ FURTHER_CLAIMS = {
     "emoji_groups_lite0": "a pretrained network on the 9 groups",
     "emoji_subgroups_lite0": "a pretrained network on the 37 subgroups",
     "emoji_rank": "rank of attention matrices in the course of training",
+    "emoji_rank_curves": "the same ranks by epoch",
     "emoji_modules": "modules of MHLA in classifiers of emoji",
     "emoji_block_count": "token blocks of MHLA in classifiers of emoji",
+    "emoji_block_count_curves": "rank and validation by epoch and token blocks",
     "emoji_length": "256 and 1,024 tokens in classifiers of emoji",
     "stable_rates": "learning rates of explicit heads",
     "demos": "the demos, and the weights of the package",
@@ -574,6 +576,10 @@ PLOTS: dict[str, Callable[[Sequence[Row], Path], None]] = {
     "mhla_h200": mhla_report.draw,
     "hih_h200": hih_report.draw,
     "head_mixes": draw_head_mixes,
+    "emoji_rank": lambda rows, path: sweeps_report.figure("rank_over_training", rows, path, read("emoji_rank_curves")),
+    "emoji_block_count": partial(sweeps_report.figure, "block_count"),
+    "emoji_length": partial(sweeps_report.figure, "length"),
+    "emoji_block_count_curves": sweeps_report.training,
 }
 
 

@@ -1,7 +1,11 @@
 """Tables of `headmix-analyze sweep` in documents, from the CSV files that it has written."""
 
+import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
+from headmix_vision.analysis.sweeps.drawing import draw
 from headmix_vision.analysis.sweeps.report import LABELS, values
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.files.result_table import Row
@@ -26,6 +30,29 @@ def sweep(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """
     lines = [[name, *_cells(rows, of_it, columns)] for name, of_it in compared(rows).items()]
     return markdown_table(["network", "rate", *(LABELS[column] for column in columns)], lines)
+
+
+def figure(kind: str, rows: Sequence[Row], path: Path, curves: Sequence[Row] = ()) -> None:
+    """Write the figure of a sweep whose networks were chosen by balanced accuracy."""
+    drawn = draw(kind, compared(rows), SCORES[-1], curves)
+    assert drawn is not None
+    save_svg(path, drawn)
+
+
+def training(curves: Sequence[Row], path: Path) -> None:
+    """Draw validation against rank in the course of the training, a line for each network: means over seeds."""
+    drawn, panels = line_figure()
+    axes = panels[0, 0]
+    for name, colour in zip(dict.fromkeys(row["variant"] for row in curves), OKABE_ITO, strict=False):
+        epochs: dict[int, list[Row]] = {}
+        for row in curves:
+            if row["variant"] == name:
+                epochs.setdefault(int(row["epoch"]), []).append(row)
+        means = [[statistics.mean(values(rows, x)) for rows in epochs.values()] for x in ("rank", "val_percent")]
+        axes.plot(*means, "o-", color=colour, markersize=4, label=name)
+    axes.set(xlabel=LABELS["rank"], ylabel=LABELS["val_percent"], xlim=(0, None))
+    label_ends(axes)
+    save_svg(path, drawn)
 
 
 def classifiers(tasks: Mapping[str, Sequence[Row]], ceilings: Mapping[str, Mapping[str, float]]) -> str:

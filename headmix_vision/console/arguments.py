@@ -18,7 +18,9 @@ class OneLineParser(argparse.ArgumentParser):
         """Prints the line, of several processes the first one alone, and ends the process with status 2."""
         if message.startswith(_UNKNOWN):
             given = message.removeprefix(_UNKNOWN).split()[0].partition("=")[0]
-            message = f"unknown option {given}{suggest(given, sorted(set(self._option_strings())))}"
+            options = set(self._option_strings())
+            unknown = f"unknown option {given}{suggest(given, sorted(options))}"
+            message = f"{given} is no option of this command" if given in options else unknown
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)

@@ -123,6 +123,7 @@ def test_wrong_input_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.Ca
     assert "leave out --raw" in refused(capsys, out, PIPELINE, "--raw")
     assert "leave out --checkpoint last" in refused(capsys, out, PIPELINE, "--checkpoint", "last")
     assert "--rav; did you mean --raw?" in refused(capsys, out, run_dir, "--rav")
+    assert "--data is no option of this command" in refused(capsys, out, run_dir, "--data")
     assert run(capsys, run_dir)[:2] == (2, "")
 
     for name in ("deit_softmax_digits", "deit_hih_digits"):

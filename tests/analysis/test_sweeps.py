@@ -53,6 +53,11 @@ def make(out: Path, kind: str = "block_count", **changes: Any) -> tuple[Runs, Re
     return runs, ResultTable(request.table, COLUMNS, 3, runs.place)
 
 
+def figure_of(table: ResultTable, runs: Runs) -> Any:
+    rows = {name: runs.rows(table, name) for name in runs.variants}
+    return draw(runs.request.kind, rows, runs.accuracy, runs.curves(table))
+
+
 def fill(runs: Runs, table: ResultTable, top1: dict[str, float], **more: object) -> None:
     """Add a row for each network and seed at the recipe's rate, one point above another."""
     for rate in runs.rates:
@@ -162,7 +167,7 @@ def test_a_recipe_says_which_accuracy_is_chosen_by(tmp_path: Path, monkeypatch: 
     text = report(table, runs)
     assert "ends when val/balanced has not" in text and "chosen by val/balanced of training images" in text
     fill(runs, table, {"M=1": 50.0}, test_balanced_percent=9.0)
-    figure = draw(table, runs)
+    figure = figure_of(table, runs)
     assert figure is not None and figure.axes[0].get_ylabel() == "balanced accuracy, %"
     metrics = "epoch,step,train/images_per_s,val/top1,val/balanced\n0,9,8.0,0.9,0.2\n1,19,8.0,0.5,0.4\n"
     (tmp_path / "metrics.csv").write_text(metrics)
@@ -177,16 +182,16 @@ def test_a_recipe_says_which_accuracy_is_chosen_by(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("kind", SWEEPS)
 def test_figures(kind: str, tmp_path: Path):
     runs, table = make(tmp_path, kind)
-    assert draw(table, runs) is None
+    assert figure_of(table, runs) is None
     top1 = {name: 10.0 * place for place, name in enumerate(runs.variants, 1)}
     fill(runs, table, top1, test_balanced_percent=9.0, rank=7.0)
     if kind == "rank_over_training":
-        assert draw(table, runs) is None, "metrics are gone"
+        assert figure_of(table, runs) is None, "metrics are gone"
         for case in runs.compared(table, "mhla"):
             runs.directory(case).mkdir(parents=True)
             text = "epoch,step,analysis/rank/layer0,analysis/rank/layer1\n0,9,1,3\n0,10,,\n1,19,5,7\n"
             (runs.directory(case) / "metrics.csv").write_text(text)
-    figure = draw(table, runs)
+    figure = figure_of(table, runs)
     assert figure is not None and figure.get_size_inches()[0] == 6
     assert len(figure.axes) == len(runs.request.sweep.numbers)
     for axes in figure.axes:
@@ -197,6 +202,8 @@ def test_figures(kind: str, tmp_path: Path):
         assert all(tick == round(tick) for tick in figure.axes[0].get_xticks()), "epochs are whole, of short runs too"
         (line,) = figure.axes[0].lines
         assert line.get_xydata().tolist() == [[1, 2], [2, 6]] and names == ["MHLA"]
+        second = {"variant": "mhla", "rate": "0.003", "seed": "0", "epoch": "2", "val_percent": "", "rank": "6.00"}
+        assert runs.curves(table)[1] == second
     elif kind == "length":
         assert sorted(names) == ["MHLA", "linear", "softmax"]
 
@@ -210,10 +217,10 @@ def test_the_rank_at_the_end_of_a_run_is_drawn_where_it_was_logged(kind: str, tm
     assert int(given["--analysis.every_n_epochs"]) <= int(given["--early_stopping.patience"]) / 2
     first, *others = runs.variants
     fill(runs, table, dict.fromkeys(others, 50.0))
-    shorter = draw(table, runs)
+    shorter = figure_of(table, runs)
     assert shorter is not None and [axes.get_ylabel() for axes in shorter.axes] == ["top-1, %", "training, images/s"]
     fill(runs, table, {first: 50.0}, rank=3.0)
-    figure = draw(table, runs)
+    figure = figure_of(table, runs)
     assert figure is not None and figure.axes[-1].get_ylabel() == "rank of attention"
     assert figure.axes[-1].lines[0].get_xydata().tolist() == [[runs.variants[first].x, 3.0]]
 
@@ -327,6 +334,9 @@ def test_runs_of_digits_are_trained_tested_and_continued(tmp_path: Path, capsys:
     assert rows["1e+30"]["ended"] == "not finite" and rows["0.003"]["ended"] in ("patience", "limit")
     assert not rows["0.003"]["images_per_s"] and 1 <= float(rows["0.003"]["rank"]) <= 64
     assert ">MHLA</text>" in (out / "rank_over_training.svg").read_text()
+    curves = list(csv.DictReader((out / "rank_over_training_curves.csv").read_text().splitlines()))
+    assert [int(row["epoch"]) for row in curves] == list(range(1, int(rows["0.003"]["epochs"]) + 1))
+    assert float(curves[-1]["rank"]) == pytest.approx(float(rows["0.003"]["rank"]), abs=0.01)
     (run,) = (out / "rank_over_training").glob("mhla-rate_0.003-*")
     network, about = open_network(run)
     assert about["name"] == "deit_mhla_digits" and network.embed_dim == 16

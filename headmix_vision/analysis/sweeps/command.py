@@ -12,14 +12,14 @@ from headmix_vision.analysis.lines import save_svg
 from headmix_vision.analysis.sweeps.drawing import draw
 from headmix_vision.analysis.sweeps.kinds import SWEEPS
 from headmix_vision.analysis.sweeps.report import report
-from headmix_vision.analysis.sweeps.runs import COLUMNS, NUMBERS, Case, Request, Runs
+from headmix_vision.analysis.sweeps.runs import COLUMNS, CURVES, NUMBERS, Case, Request, Runs
 from headmix_vision.checks import check_counts, check_positive, suggest
 from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver
 from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
 from headmix_vision.files.atomic import atomic_path, check_place
 from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.result_table import ResultTable
+from headmix_vision.files.result_table import ResultTable, write_table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +105,7 @@ def _request(options: argparse.Namespace) -> Request:
 def _check_place(table: Path) -> None:
     """Refuses to write where something else would be overwritten."""
     check_place(table)
-    for path in (table.with_suffix(".md"), table.with_suffix(".svg")):
+    for path in (table.with_suffix(".md"), table.with_suffix(".svg"), _curves(table)):
         if path.exists() and not table.exists():
             raise InputError(f"{path.parent} holds {path.name} without {table.name}; choose another --out")
 
@@ -131,7 +131,8 @@ def _try(runs: Runs, table: ResultTable) -> None:
     print(f"would train {runs.missing(table)} runs, first {len(ready)}:")
     for case in ready:
         print(f"  {_name(case)}: {runs.directory(case)}")
-    print(f"would write {table.path}, {table.path.stem}.md and {table.path.stem}.svg")
+    curves = f", {_curves(table.path).name}" if any("analysis" in name for name in runs.request.sweep.options) else ""
+    print(f"would write {table.path}{curves}, {table.path.stem}.md and {table.path.stem}.svg")
 
 
 def _complete(runs: Runs, table: ResultTable, jobs: int, deadline_s: float) -> list[str]:
@@ -167,11 +168,19 @@ def _complete(runs: Runs, table: ResultTable, jobs: int, deadline_s: float) -> l
     return failures
 
 
+def _curves(table: Path) -> Path:
+    return table.with_name(f"{table.stem}_curves.csv")
+
+
 def _write(runs: Runs, table: ResultTable) -> None:
-    text, figure = report(table, runs), draw(table, runs)
+    text, curves = report(table, runs), runs.curves(table)
+    rows = {name: runs.rows(table, name) for name in runs.variants}
+    figure = draw(runs.request.kind, rows, runs.accuracy, curves)
     print(f"\n{text}")
     with atomic_path(table.path.with_suffix(".md")) as temporary:
         temporary.write_text(text)
+    if curves:
+        write_table(_curves(table.path), CURVES, curves, completed=True)
     if figure is not None:
         save_svg(table.path.with_suffix(".svg"), figure)
 

@@ -1,7 +1,7 @@
 """The figure of a sweep: legible on half the width of a page, with the names of lines beside them."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -10,36 +10,41 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure
 from headmix_vision.analysis.sweeps.kinds import ACCURACY, SWEEPS
 from headmix_vision.analysis.sweeps.report import LABELS, lines_of, values
-from headmix_vision.analysis.sweeps.runs import Runs
-from headmix_vision.files.result_table import ResultTable
-from headmix_vision.runs.directory import metric_names, read_metrics
+from headmix_vision.files.result_table import Row
 
 _PANEL_IN, _DOT_IN, _AXIS_IN = 2.6, 0.4, 0.7  # heights of a panel of lines, of a line of dots, of what is around
-_LOGARITHMIC = 5  # an axis is, where its largest number is so many times the smallest
+_LOGARITHMIC = 20  # an axis is, where its largest number is so many times the smallest
 
 
-def draw(table: ResultTable, runs: Runs) -> Figure | None:
+def draw(kind: str, rows: Mapping[str, Sequence[Row]], accuracy: str, curves: Sequence[Row] = ()) -> Figure | None:
     """Draws the numbers of a sweep, a panel for each: means and standard deviations over seeds.
+
+    Args:
+        kind: Name of the sweep.
+        rows: By the name of a network, those of its runs that are compared.
+        accuracy: The column of the accuracy that is drawn.
+        curves: What is drawn by epoch, as `Runs.curves` reads it.
 
     Returns:
         The figure; None while there is nothing to draw.
     """
-    return _Drawing(table, runs).figure()
+    return _Drawing(kind, rows, accuracy, curves).figure()
 
 
 class _Drawing:
-    def __init__(self, table: ResultTable, runs: Runs) -> None:
-        self.table, self.runs, self.sweep = table, runs, runs.request.sweep
-        names = lines_of(SWEEPS[runs.request.kind].variants)
+    def __init__(self, kind: str, rows: Mapping[str, Sequence[Row]], accuracy: str, curves: Sequence[Row]) -> None:
+        self.sweep, self.rows, self.accuracy, self.curves = SWEEPS[kind], rows, accuracy, curves
+        self.variants = [variant for variant in self.sweep.variants if rows.get(variant.name)]
+        names = lines_of(self.sweep.variants)
         self.colours = dict(zip(names, OKABE_ITO, strict=False))  # those of a part of a sweep are those of the whole
 
     def figure(self) -> Figure | None:
         panel = {"lines": self._lines, "dots": self._dots, "curves": self._curves}[self.sweep.draw]
-        columns = [self.runs.accuracy if number == ACCURACY else number for number in self.sweep.numbers]
+        columns = [self.accuracy if number == ACCURACY else number for number in self.sweep.numbers]
         numbers = [number for number in columns if self._is_known(number)]
         if not numbers:
             return None
-        dots_in = len(numbers) * (_DOT_IN * len(self.runs.variants) + _AXIS_IN)
+        dots_in = len(numbers) * (_DOT_IN * len(self.variants) + _AXIS_IN)
         height_in = dots_in if self.sweep.draw == "dots" else _PANEL_IN * len(numbers) + _AXIS_IN
         figure, panels = line_figure(len(numbers), height_in=height_in)
         drawn = [panel(axes, number) for axes, number in zip(panels[:, 0], numbers, strict=True)]
@@ -48,14 +53,14 @@ class _Drawing:
 
     def _is_known(self, number: str) -> bool:
         """Tells whether a number has a panel: runs side by side have no speed, those below its interval no rank."""
-        return self.sweep.draw == "curves" or any(self._values(name, number) for name in self.runs.variants)
+        return self.sweep.draw == "curves" or any(self._values(one.name, number) for one in self.variants)
 
     def _values(self, name: str, number: str) -> list[float]:
-        return values(self.runs.rows(self.table, name), number)
+        return values(self.rows[name], number)
 
     def _lines(self, axes: Axes, number: str) -> bool:
         drawn: list[float] = []
-        for line, variants in lines_of(self.sweep.variants).items():
+        for line, variants in lines_of(self.variants).items():
             found = [(variant.x, scores) for variant in variants if (scores := self._values(variant.name, number))]
             if found:
                 means = [statistics.mean(scores) for _, scores in found]
@@ -64,7 +69,7 @@ class _Drawing:
                 axes.errorbar(places, means, spread, fmt="none", ecolor=self.colours[line], capsize=4)
                 drawn += means
         axes.set_xscale("log", base=2)
-        places = sorted({variant.x for variant in self.sweep.variants})
+        places = sorted({variant.x for variant in self.variants})
         axes.set_xticks(places, [f"{x:,.0f}" for x in places])
         axes.minorticks_off()
         axes.set(xlabel=self.sweep.axis, ylabel=LABELS[number])
@@ -73,12 +78,12 @@ class _Drawing:
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
             axes.yaxis.set_minor_locator(NullLocator())
-        elif number == "images_per_s":
+        elif number in ("images_per_s", "rank"):
             axes.set_ylim(0, 1.15 * max(drawn, default=1))
         return bool(drawn)
 
     def _dots(self, axes: Axes, number: str) -> bool:
-        found = {name: scores for name in self.runs.variants if (scores := self._values(name, number))}
+        found = {one.name: scores for one in self.variants if (scores := self._values(one.name, number))}
         if not found:
             return False
         for place, scores in enumerate(found.values()):
@@ -91,7 +96,7 @@ class _Drawing:
 
     def _curves(self, axes: Axes, number: str) -> bool:
         """Draws a number by epoch, as far as all seeds of a network have trained."""
-        for variant in self.sweep.variants:
+        for variant in self.variants:
             curves = self._by_epoch(variant.name, number)
             if epochs := sorted(set.intersection(*map(set, curves))) if curves else []:
                 scores = [[curve[epoch] for curve in curves] for epoch in epochs]
@@ -106,15 +111,12 @@ class _Drawing:
         return bool(axes.lines)
 
     def _by_epoch(self, name: str, number: str) -> list[dict[int, float]]:
-        """Reads a number of the attention matrices, mean of layers, from the runs whose metrics are still there."""
-        curves = []
-        for case in self.runs.compared(self.table, name):
-            run = self.runs.directory(case)
-            logged = [column for column in metric_names(run) if column.startswith(f"analysis/{number}/")]
-            if logged and self.runs.row(self.table, case):
-                rows = [row for row in read_metrics(run) if logged[0] in row]
-                curves.append({int(row["epoch"]) + 1: statistics.mean(row[one] for one in logged) for row in rows})
-        return curves
+        """Sorts the curves of a network by seed."""
+        curves: dict[str, dict[int, float]] = {}
+        for row in self.curves:
+            if row["variant"] == name:
+                curves.setdefault(row["seed"], {})[int(row["epoch"])] = float(row[number])
+        return list(curves.values())
 
 
 def _deviation(scores: Sequence[float]) -> float:

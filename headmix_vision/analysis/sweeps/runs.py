@@ -29,6 +29,7 @@ NUMBERS = (
     *("images_per_s", "rank", "stable_rank", "entropy", "parameters"),
 )
 COLUMNS = ("variant", "rate", "seed", *NUMBERS, "ended", "recipe")
+CURVES = ("variant", "rate", "seed", "epoch", "val_percent", "rank")
 TRAINING = ("-m", "headmix_vision.train_cls")
 QUIET = ("--trainer.devices", 1, "--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false")
 POOLING = {"class_token": False, "global_pool": "avg"}  # else softmax alone would have a class token
@@ -190,6 +191,25 @@ class Runs:
         rows = {case.rate: self.row(table, case) for case in self._tuning(variant)}
         scores = {rate: float(row["val_percent"]) for rate, row in rows.items() if row}
         return max(scores, key=lambda rate: scores[rate]) if len(scores) == len(self.rates) else None
+
+    def curves(self, table: ResultTable) -> list[Row]:
+        """Reads validation and rank by epoch, mean of layers, of the compared runs whose metrics are still there."""
+        found = []
+        for case in (case for variant in self.variants for case in self.compared(table, variant)):
+            run = self.directory(case)
+            layers = [name for name in metric_names(run) if name.startswith("analysis/rank/")]
+            if not layers or not self.row(table, case):
+                continue
+            epochs: dict[int, dict[str, float]] = {}
+            for row in read_metrics(run):
+                epochs.setdefault(int(row["epoch"]) + 1, {}).update(row)
+            for epoch, row in epochs.items():
+                if layers[0] in row:
+                    rank = statistics.mean(row[name] for name in layers)
+                    validation = f"{100 * row[self.monitor]:.2f}" if self.monitor in row else ""
+                    cells = (case.variant, case.rate, str(case.seed), str(epoch), validation, f"{rank:.2f}")
+                    found.append(dict(zip(CURVES, cells, strict=True)))
+        return found
 
     def row(self, table: ResultTable, case: Case) -> Row | None:
         """Returns the row of a run."""
