@@ -1,4 +1,4 @@
-"""Tables of `headmix-analyze sweep` in documents, from the CSV files that it has written."""
+"""Tables and figures of `headmix-analyze sweep` in documents, from the CSV files that it has written."""
 
 import statistics
 from collections.abc import Mapping, Sequence
