@@ -332,6 +332,8 @@ def test_only_a_group_is_taken():
     for take in (TokenRanks.of, HeadMixAttention(8, 2).set_ranks):
         with pytest.raises(InputError, match="must be a process group or a device mesh, got 2"):
             take(2)
+        with pytest.raises(InputError, match="this process, which is no member of it"):
+            take(dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def test_another_number_of_tokens_is_refused():

@@ -46,7 +46,7 @@ class Processes(NamedTuple):
             raise InputError(f"WORLD_SIZE in the environment is {self.world_size}: start the processes by torchrun")
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=_LONG)
-            atexit.register(dist.destroy_process_group)  # whose threads must not outlive what they use
+            atexit.register(leave_group)
 
     def wait(self) -> None:
         """Waits for the others."""
@@ -126,6 +126,15 @@ def process_numbers() -> Processes:
     if processes.rank >= processes.world_size:
         raise InputError(f"RANK in the environment is {processes.rank}, but WORLD_SIZE is {processes.world_size}")
     return processes
+
+
+def leave_group() -> None:
+    """Leaves torch's process group at the end of a process, if it has joined one.
+
+    The threads of Gloo must not outlive what they use: a process would end with SIGABRT at times.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def end_without_others(error: BaseException, children: Sequence[subprocess.Popen[bytes]] = ()) -> None:

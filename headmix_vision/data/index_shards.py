@@ -74,10 +74,7 @@ class ScannedShards(Dataset[ShardContent]):
             with tarfile.open(path, "r:") as shard:
                 for key, files in _samples(shard):
                     self._add(content, shard, f"{path}: {key}", files)
-                # An invalid header ends `tarfile` as the end of the archive does.
-                shard.fileobj.seek(shard.offset)
-                if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                    raise tarfile.ReadError("no end of the archive")
+                _check_end(shard)
         except tarfile.TarError as error:
             raise InputError(f"{path} is truncated or no tar file ({error})") from None
         return content
@@ -181,6 +178,16 @@ def _samples(shard: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.Ta
     for name, members in groupby((member for member in shard if member.isreg()), key):
         if os.path.basename(name):  # a hidden file has none
             yield name, {os.path.basename(member.name).partition(".")[2].lower(): member for member in members}
+
+
+def _check_end(shard: tarfile.TarFile) -> None:
+    """Checks that a file ends where `tarfile` stopped, which it does at invalid headers and at zeros in the middle."""
+    shard.fileobj.seek(shard.offset)
+    if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError("no end of the archive")
+    while rest := shard.fileobj.read(tarfile.RECORDSIZE):
+        if any(rest):
+            raise tarfile.ReadError(f"more behind an end of the archive at byte {shard.offset}")
 
 
 def _read(shard: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def identity_name(process: int) -> str:
+def identity_name(process: int | str) -> str:
     """Names the number which a process writes into its shard, by which shards of other checkpoints are told."""
     return f"/identity/{process}"
 
@@ -91,9 +92,11 @@ def check_shards(path: Path, checkpoint: dict[str, Any]) -> None:
         checkpoint: What it holds.
 
     Raises:
-        InputError: If one is missing or truncated, or they are of another version of this format.
+        InputError: If one is missing or truncated, if they are of another number of processes or another version of
+            this format, or if tensors have no values and there are no shards.
     """
     if SHARDS not in checkpoint:
+        map_tensors({name: checkpoint.get(name) for name in SHARDED}, partial(_check_values, path))
         return
     about = check_fields(f"the entry {SHARDS!r} of {path}", checkpoint[SHARDS], _FIELDS)
     if about["format"] != FORMAT:
@@ -101,8 +104,12 @@ def check_shards(path: Path, checkpoint: dict[str, Any]) -> None:
     folder = path.parent / Path(about["folder"]).name
     if not folder.is_dir():
         raise InputError(f"{path} lacks the folder of its shards, {folder}: copy or move both")
+    metadata = _Reader(folder).read_metadata()
+    marks = [name for name in metadata.state_dict_metadata if name.startswith(identity_name(""))]
+    if about["processes"] != len(marks) or not marks:
+        raise InputError(f"{path} is of {about['processes']} processes, but {folder} of {len(marks)}")
     ends: dict[str, int] = {}
-    for info in _Reader(folder).read_metadata().storage_data.values():
+    for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in sorted(ends.items()):
         shard = folder / Path(name).name
@@ -110,6 +117,11 @@ def check_shards(path: Path, checkpoint: dict[str, Any]) -> None:
             raise InputError(f"the shard {shard} of {path} is missing")
         if shard.stat().st_size < end:
             raise InputError(f"the shard {shard} of {path} is truncated ({shard.stat().st_size} bytes)")
+
+
+def _check_values(path: Path, name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise InputError(f"{path} is damaged: {name} has no values, and the entry {SHARDS!r} is missing")
 
 
 def read_shards(path: Path, checkpoint: dict[str, Any], entries: Iterable[str] = SHARDED) -> dict[str, Any]:

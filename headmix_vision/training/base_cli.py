@@ -1,5 +1,6 @@
 """The command line of training under `headmix-train-cls` and `headmix-train-gen`: Lightning's, with a run directory."""
 
+import atexit
 import logging
 import sys
 import warnings
@@ -17,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from headmix_vision.console.processes import end_without_others
+from headmix_vision.console.processes import end_without_others, leave_group
 from headmix_vision.console.progress import is_terminal
 from headmix_vision.errors import InputError, end, one_line_errors
 from headmix_vision.recipes import with_config_paths
@@ -320,6 +321,7 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
         default_config: Config of `fit` when there is none among the arguments: a file or a shipped recipe.
     """
     request = InterruptRequest()
+    atexit.register(leave_group)  # Lightning leaves that of NCCL alone
     _silence_what_does_not_apply()
     with ExitStack() as resources, request.installed(), one_line_errors():
         try:

@@ -4,12 +4,14 @@ import argparse
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from pydoc import locate
+from textwrap import dedent
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from headmix_vision.checks import suggest
+from headmix_vision.checks import keywords, suggest
 from headmix_vision.errors import InputError
 from headmix_vision.runs.directory import CONFIG
 
@@ -24,6 +26,14 @@ _WRONG_TYPE = re.compile(
     r"|Expected an? (?P<type>[^\n]*)\. Got value: (?P<got>[^\n]*))",
     re.DOTALL,
 )
+# what it says within of a class that was named, and of options behind a name that is of no class
+_OF_CLASS = re.compile(
+    r"^(?P<margin> *)- Problem with given class_path '(?P<path>[^']*)':\n(?P<problem>(?:(?P=margin)    .*(?:\n|$))+)",
+    re.MULTILINE,
+)
+_NO_CLASS = re.compile(
+    r"- Expected a dot import path string: (?P<name>\S+)$.*NestedArg\(key='(?P<option>\w+)'", re.S | re.M
+)
 
 
 def _shorten(message: str) -> str:
@@ -31,10 +41,21 @@ def _shorten(message: str) -> str:
     wrong = _WRONG_TYPE.fullmatch(message.strip())
     if wrong is None:
         return " ".join(message.split())
+    key = wrong["key"]
+    if of_class := _OF_CLASS.search(message):
+        problem = dedent(of_class["problem"]).strip()
+        if problem.startswith("Parser key"):
+            return f"{key}.{_shorten(problem)}"
+        if unknown := re.fullmatch(r"Option '(?P<name>.*)' is not accepted", problem):
+            name, known = unknown["name"], keywords(cast(type, locate(of_class["path"])))
+            return f"{key} has no {name!r}{suggest(name, known)}; {of_class['path']} takes {', '.join(known)}"
+        return f"{key}: {' '.join(problem.split())}"
+    if no_class := _NO_CLASS.search(message):
+        return f"{key}.{no_class['option']} goes with a class path as {key}, not with {no_class['name']}"
     types = re.sub(r"<class '([^']*)'>", r"\1", wrong["types"] or wrong["type"])
     types = re.sub(r"\b(?:[A-Za-z_]\w*\.)+(\w+)", r"\1", types)
     types = re.sub(r"Literal\[([^\]]*)\]", r"\1", types).replace("NoneType", "null")
-    return f"{wrong['key']} must be {' or '.join(types.rsplit(', ', 1))}, got {wrong['value'] or wrong['got']}"
+    return f"{key} must be {' or '.join(types.rsplit(', ', 1))}, got {wrong['value'] or wrong['got']}"
 
 
 class OptionParser(LightningArgumentParser):

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future as TorchFuture
 
-from headmix_vision.checks import check_counts
+from headmix_vision.checks import check_counts, check_flags
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import check_state, read_checkpoint
 from headmix_vision.runs.shards import (
@@ -88,8 +88,10 @@ class ShardedStrategy(ModelParallelStrategy):
         """Starts the processes and lays them out.
 
         Raises:
-            InputError: If `shard_size` does not divide their number, or is not positive.
+            InputError: If `shard_size` does not divide their number, or is not positive; if `reshard_after_forward` is
+                neither true nor false.
         """
+        check_flags(**{"trainer.strategy.reshard_after_forward": self.reshard_after_forward})
         if self.shard_size is not None:
             check_counts(1, **{"trainer.strategy.shard_size": self.shard_size})
         self._setup_distributed()

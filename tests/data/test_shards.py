@@ -302,6 +302,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert "00002.tar is truncated or no tar file" in refused(capsys, folder)
     (folder / "00002.tar").write_bytes(whole[:1024] + b"x" * 512 + whole[1536:])
     assert "00002.tar is truncated or no tar file (no end of the archive)" in refused(capsys, folder)
+    (folder / "00002.tar").write_bytes(whole[:1024] + bytes(512) + whole[1536:])
+    assert "00002.tar is truncated or no tar file (more behind an end of the archive at byte 1024)" in refused(
+        capsys, folder
+    )
     write_tar(folder / "00002.tar", [*sample(1), ("00001.jpg", b"")])
     assert "00001 has the files .png and .jpg: choose one by --suffix" in refused(capsys, folder)
     write_tar(folder / "00002.tar", [("1.mp4", b""), ("1.cls", b"2")])

@@ -15,6 +15,8 @@ from headmix_vision.runs.networks import create_network
 
 from .helpers import load, run, write_config
 
+SHARDED = ("--trainer.strategy", "headmix_vision.training.sharding.ShardedStrategy")
+
 
 def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
     capfd.readouterr()
@@ -119,6 +121,10 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--trainer.accelerator", "cdua"), "invalid accelerator name"),
         (("--trainer.devices", "0"), "devices='0'"),
         (("--trainer.strategy", "fsdp3"), "invalid strategy name: `strategy='fsdp3'`"),
+        ((*SHARDED, "--trainer.strategy.shard_size", "1.5"), "trainer.strategy.shard_size must be int or null"),
+        ((*SHARDED, "--trainer.strategy.shard_sise", "1"), "trainer.strategy has no 'shard_sise'; did you mean"),
+        ((*SHARDED, "--trainer.strategy.reshard_after_forward", "null"), "reshard_after_forward must be true or false"),
+        (("--trainer.strategy.shard_size", "1"), "goes with a class path as trainer.strategy, not with auto"),
         (("--trainer.max_epochs", "0"), "trainer.max_epochs must be at least 1, or -1 for no limit, got 0"),
         (("--trainer.accumulate_grad_batches", "0"), "trainer.accumulate_grad_batches must be at least 1"),
         (("--model.num_classes", "1"), "model.num_classes must be at least 2, got 1"),

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import CheckpointException, save
 from torch.distributed.tensor import DTensor
 
 from headmix_vision.commands import export
+from headmix_vision.console.processes import leave_group
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint
 from headmix_vision.runs.shards import SHARDED
@@ -140,12 +141,15 @@ def test_gathered_weights_are_kept_until_the_backward_pass_if_asked(
 
     monkeypatch.setattr(StopOnNonFinite, "on_before_backward", look)
     monkeypatch.setattr(StopOnNonFinite, "on_before_optimizer_step", lambda *_: None)
+    at_exit: list[Any] = []
+    monkeypatch.setattr("atexit.register", lambda function, *_: at_exit.append(function))
     strategy = SHARE | {"init_args": {"reshard_after_forward": not kept}}
     config = write_config(tmp_path / "tiny.yaml", trainer__strategy=strategy, trainer__limit_train_batches=2)
     try:
         assert run("fit", "-c", config, "--run_dir", tmp_path / "run", "--trainer.devices", 1) == 0
     finally:
-        torch.distributed.destroy_process_group()
+        leave_group()
+    assert leave_group in at_exit
     assert found and set(found) == {kept}
 
 
@@ -338,6 +342,23 @@ def test_damaged_shards_are_refused(damage: Any, message: str, folder: Path, tmp
     damage(next(copy.glob("step=7.*.shards")))
     with pytest.raises(InputError, match=message):
         read_checkpoint(copy / "step=7.ckpt", sharded=())
+
+
+@pytest.mark.parametrize(
+    ("forge", "message"),
+    [
+        (lambda checkpoint: checkpoint.pop("shards"), "has no values, and the entry 'shards' is missing"),
+        (lambda checkpoint: checkpoint["shards"].update(processes=10**9), "is of 1000000000 processes, but .* of 2"),
+        (lambda checkpoint: checkpoint["shards"].update(processes=-1), "is of -1 processes, but .* of 2"),
+    ],
+)
+def test_forged_entries_of_shards_are_refused(forge: Any, message: str, folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "kept", tmp_path / "kept")
+    checkpoint = torch.load(copy / "step=7.ckpt", weights_only=True)
+    forge(checkpoint)
+    torch.save(checkpoint, copy / "step=7.ckpt")
+    with pytest.raises(InputError, match=message):
+        read(copy / "step=7.ckpt")
 
 
 def test_a_shard_of_another_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
