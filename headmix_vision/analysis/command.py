@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from headmix_vision.analysis.attention import record_attention
 from headmix_vision.analysis.folder import ResultFolder
 from headmix_vision.analysis.inputs import ImageRequest, Inputs, read_inputs
 from headmix_vision.analysis.maps import Place, attention_maps, draw_maps
@@ -148,6 +149,8 @@ def _profile(options: argparse.Namespace) -> None:
     folder.check()
     inputs = _open_inputs(options, models)
     if options.dry_run:
+        for model, (arguments, *_) in zip(models, inputs, strict=True):
+            record_attention(model.network, *arguments, queries=options.queries, layers=options.layers)
         print(f"would write {options.command}.svg and {options.command}.csv of {len(models)} networks to {options.out}")
         return
     labels, rows = PROFILES[options.command].labels, []
@@ -172,14 +175,14 @@ def _maps(options: argparse.Namespace) -> None:
     folder = ResultFolder(options.out, options.command, [model.about for model in models], settings)
     folder.check()
     inputs = _open_inputs(options, models)
-    if options.dry_run:
-        print(f"would write maps.png and maps.csv of {len(models)} networks to {options.out}")
-        return
     maps = [
         one
         for model, (arguments, *_) in zip(models, inputs, strict=True)
         for one in attention_maps(model.title, model.network, arguments, options.tokens, options.layers)
     ]
+    if options.dry_run:
+        print(f"would write maps.png and maps.csv of {len(models)} networks to {options.out}")
+        return
     figure = draw_maps(maps, inputs[0].pictures, f"Attention to {_about_data(options)}")
     paths = folder.write({"maps": figure}, {"maps": [row for one in maps for row in one.rows()]})
     print(f"wrote {', '.join(map(str, paths))}")

@@ -102,6 +102,7 @@ class Style:
         holder: Who holds the rights in the pictures.
         licence: SPDX name of the licence of the pictures, and where its text is.
         packager: Who made the package, and what the files copied from it are.
+        files: Number of files in that folder.
         flags: Whether its flags are drawn in this style.
     """
 
@@ -113,6 +114,7 @@ class Style:
     holder: str
     licence: tuple[str, str]
     packager: str
+    files: int
     flags: bool = True
 
     @property
@@ -135,6 +137,7 @@ STYLES = (
         "Copyright Google LLC",
         ("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0"),
         _HENDERSON,
+        3786,
     ),
     Style(
         "twitter",
@@ -145,6 +148,7 @@ STYLES = (
         "Copyright Twitter, Inc and other contributors",
         ("CC-BY-4.0", "https://creativecommons.org/licenses/by/4.0/legalcode"),
         _HENDERSON,
+        3786,
     ),
     Style(
         "fluent",
@@ -156,6 +160,7 @@ STYLES = (
         ("MIT", "https://github.com/microsoft/fluentui-emoji/blob/main/LICENSE"),
         "`README.md` is of the package of LobeHub, and links to a licence which the package lacks;"
         " `LICENSE-PICTURES.txt` is that of the pictures",
+        3391,
         flags=False,
     ),
 )
@@ -256,8 +261,12 @@ def read_packages(sources: Sequence[Path]) -> dict[str, Files]:
             )
         if style.name in found:
             raise InputError(f"--source {source} is {name}, which another --source is already")
-        if not any(name.startswith(f"{style.folder}/") for name in files):
-            raise InputError(f"--source {source} has no pictures in {style.folder}/: npm pack {style.spec}")
+        count = sum(file.startswith(f"{style.folder}/") for file in files)
+        if count != style.files:
+            raise InputError(
+                f"--source {source} has {count} files in {style.folder}/, it must have {style.files}:"
+                f" npm pack {style.spec}"
+            )
         found[style.name] = files
     missing = [style.spec for style in STYLES if style.name not in found]
     if missing:
@@ -266,7 +275,11 @@ def read_packages(sources: Sequence[Path]) -> dict[str, Files]:
 
 
 def read_emoji(table: bytes) -> list[Emoji]:
-    """Reads the emoji of `emoji.json`, in the order of Unicode, each followed by its skin tones."""
+    """Reads the emoji of `emoji.json`, in the order of Unicode, each followed by its skin tones.
+
+    Raises:
+        ValueError: There are none.
+    """
     found = []
     for entry in sorted(json.loads(table), key=lambda entry: entry["sort_order"]):
         if entry["subcategory"] in _LEFT_OUT:
@@ -275,6 +288,8 @@ def read_emoji(table: bytes) -> list[Emoji]:
         for form in (entry, *entry.get("skin_variations", {}).values()):
             code, thing = _code(form["unified"]), _thing(_code(entry["unified"]))
             found.append(Emoji(code, entry["name"].lower(), group, subgroup, thing))
+    if not found:
+        raise ValueError("it names no emoji")
     return found
 
 

@@ -48,9 +48,13 @@ class ResultTable:
         self.path, self.columns, self.keys, self.order = path, columns, keys, order
         self.rows: dict[tuple[str, ...], Row] = {}
         if path.exists():
-            with path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-            if any(set(row) != set(columns) for row in rows):
+            try:
+                with path.open(newline="") as file:
+                    reader = csv.DictReader(file)
+                    rows, header = list(reader), reader.fieldnames or ()
+            except (UnicodeDecodeError, csv.Error):
+                rows, header = [], ()
+            if any(set(names) != set(columns) for names in (header, *rows)):
                 raise InputError(f"{path} is no table of this command; choose another --out")
             self.rows = {tuple(row[name] for name in columns[:keys]): row for row in rows}
 

@@ -155,6 +155,8 @@ def test_maps_of_clips_lay_frames_side_by_side():
         ("rank", ("--noise-level", 2), "noise_level must be a finite number from 0 to 1, got 2.0"),
         ("rank", ("--queries", 0), "queries must be a whole number of at least 1, got 0"),
         ("entropy", ("--layers", 4), "it has layers 0 to 3"),
+        ("rank", ("--layers", 4, "--dry-run"), "it has layers 0 to 3"),
+        ("maps", ("--tokens", "8,0", "--dry-run"), "token 8,0 is not on the grid of deit_mhla_digits, which is 8x8"),
         ("entropy", ("--device", "abacus"), "device 'abacus' cannot be used here"),
         ("maps", ("--tokens", "8,0"), "token 8,0 is not on the grid of deit_mhla_digits, which is 8x8"),
         ("maps", ("--tokens", "5"), "token 5 is not on the grid"),

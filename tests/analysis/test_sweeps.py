@@ -279,6 +279,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: py
         (["length", "--minutes", "nan"], "--minutes must be a finite number above 0, got nan"),
         (["length", "--rates", "1e-3", "0"], "--rates must be a finite number above 0, got 0.0"),
         (["length", "--rates", "1e-3", "0.001"], "--rates names one twice"),
+        (["length", "--rates", "1e-3", "0.0010000001"], "--rates names one twice"),
         (["block_count", "--variants", "M=2"], "--variants of block_count are M=1, M=4, M=16, M=64, got 'M=2'"),
         (["length", "--task", "digit"], "--config digit is neither a file nor a shipped recipe; did you mean digits"),
         (["length", "--out", Path(__file__)], f"Not a directory: {Path(__file__)}"),
@@ -296,9 +297,10 @@ def test_files_of_others_are_left_alone(tmp_path: Path, capsys: Any):
     (tmp_path / "block_count.md").write_text("a thesis")
     assert status_of("block_count", "--out", tmp_path) == 2
     assert "holds block_count.md without block_count.csv; choose another --out" in capsys.readouterr().err
-    (tmp_path / "block_count.csv").write_text("a,b\n1,2\n")
-    assert status_of("block_count", "--out", tmp_path) == 2
-    assert "block_count.csv is no table of this command; choose another --out" in capsys.readouterr().err
+    for content in (b"a,b\n1,2\n", b"hello\n", b"\xff\xfe\x00", b""):
+        (tmp_path / "block_count.csv").write_bytes(content)
+        assert status_of("block_count", "--out", tmp_path) == 2
+        assert "block_count.csv is no table of this command; choose another --out" in capsys.readouterr().err
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["block_count.csv", "block_count.md"]
 
 

@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import tarfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +77,15 @@ def write_packages(folder: Path, versions: dict[str, str] | None = None) -> list
                 member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))
     return paths
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small() -> Iterator[None]:
+    """Expects as many files as `write_packages` makes."""
+    count = sum(1 + len(item.get("skin_variations", ())) for item in ENTRIES)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headmix_vision.data.emoji.STYLES", tuple(replace(style, files=count) for style in STYLES))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +184,12 @@ def test_what_is_wrong_with_sources(sources: list[Path], tmp_path: Path) -> None
     torn = tmp_path / "torn.tgz"
     torn.write_bytes(sources[0].read_bytes()[:2000])
     (tmp_path / "empty").mkdir()
+    (tmp_path / "lacking").mkdir()
+    with tarfile.open(sources[0]) as archive:
+        members = archive.getmembers()
+        archive.extractall(tmp_path / "lacking", members[:-2] + members[-1:], filter="data")
+        archive.extractall(tmp_path / "nameless", members, filter="data")
+    (tmp_path / "nameless" / "package" / "emoji.json").write_text("{}")
     out = tmp_path / "deep" / "emoji"
     for given, message in (
         (
@@ -182,6 +199,11 @@ def test_what_is_wrong_with_sources(sources: list[Path], tmp_path: Path) -> None
         (older, r"twitter 15.1.2, it must be 16.0.0: npm pack emoji-datasource-twitter@16.0.0"),
         ([*sources, sources[0]], "which another --source is already"),
         ([torn], "torn.tgz cannot be read"),
+        (
+            [tmp_path / "lacking" / "package"],
+            "has 21 files in img/google/64/, it must have 22: npm pack emoji-datasource-google@16.0.0",
+        ),
+        ([tmp_path / "nameless" / "package", *sources[1:]], r"emoji.json of .* cannot be read \(it names no emoji\)"),
         ([tmp_path / "empty"], "is no package of npm"),
         ([tmp_path / "nothing"], "does not exist"),
     ):

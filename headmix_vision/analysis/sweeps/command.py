@@ -87,7 +87,7 @@ def _request(options: argparse.Namespace) -> Request:
     sweep = SWEEPS[options.kind]
     known = {variant.name: variant for variant in sweep.variants}
     for option in ("rates", "variants"):
-        given = getattr(options, option) or []
+        given = [f"{one:g}" if isinstance(one, float) else one for one in getattr(options, option) or []]
         if len(set(given)) < len(given):
             raise InputError(f"--{option} names one twice")
     for name in options.variants or []:

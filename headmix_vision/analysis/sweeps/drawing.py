@@ -7,12 +7,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure
+from headmix_vision.analysis.lines import LINEAR, MHLA, OKABE_ITO, SOFTMAX, label_ends, line_figure
 from headmix_vision.analysis.sweeps.kinds import ACCURACY, SWEEPS
 from headmix_vision.analysis.sweeps.report import LABELS, lines_of, values
 from headmix_vision.files.result_table import Row
 
 _PANEL_IN, _DOT_IN, _AXIS_IN = 2.6, 0.4, 0.7  # heights of a panel of lines, of a line of dots, of what is around
+_ATTENTIONS = {"softmax": SOFTMAX, "linear": LINEAR, "MHLA": MHLA}
 _LOGARITHMIC = 20  # an axis is, where its largest number is so many times the smallest
 
 
@@ -36,7 +37,9 @@ class _Drawing:
         self.sweep, self.rows, self.accuracy, self.curves = SWEEPS[kind], rows, accuracy, curves
         self.variants = [variant for variant in self.sweep.variants if rows.get(variant.name)]
         names = lines_of(self.sweep.variants)
-        self.colours = dict(zip(names, OKABE_ITO, strict=False))  # those of a part of a sweep are those of the whole
+        attentions = names.keys() <= _ATTENTIONS.keys()
+        # those of a part of a sweep are those of the whole
+        self.colours = _ATTENTIONS if attentions else dict(zip(names, OKABE_ITO, strict=False))
 
     def figure(self) -> Figure | None:
         panel = {"lines": self._lines, "dots": self._dots, "curves": self._curves}[self.sweep.draw]

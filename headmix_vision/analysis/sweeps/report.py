@@ -49,7 +49,7 @@ def report(table: ResultTable, runs: Runs) -> str:
     rule = (
         f"Recipe {' '.join(request.recipes)}. {end} The learning rate is {rates}. Whatever is chosen, the tested"
         f" checkpoint too, is chosen by {runs.monitor} of {held_out}; top-1 and balanced accuracy are of the split"
-        f" {runs.reported}. Mean ± standard deviation over seeds."
+        f" {runs.reported}. Mean ± standard deviation (of a sample) over seeds."
     )
     parts = [f"{request.sweep.about[0].upper()}{request.sweep.about[1:]}.", rule, _table(table, runs)]
     if request.sweep.axis == "tokens":
