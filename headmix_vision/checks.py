@@ -113,11 +113,15 @@ def suggest(given: str, known: Iterable[str], otherwise: str = "", *, most: int 
     return otherwise and f"; {otherwise}"
 
 
+def unknown_keyword(what: str, name: str, known: list[str]) -> str:
+    """Say that there is no such argument, which one is near, and which there are."""
+    return f"{what} has no {name!r}{suggest(name, known)}; it takes {', '.join(known) or 'nothing'}."
+
+
 def check_keywords(what: str, given: object, known: list[str]) -> None:
     """Raise InputError for arguments that are no mapping of known names."""
     if not isinstance(given, Mapping):
         raise InputError(f"{what} must be a mapping of names to values, got {given!r}.")
     for name in given:
         if name not in known:
-            allowed = f"; it takes {', '.join(known) or 'nothing'}"
-            raise InputError(f"{what} has no {name!r}{suggest(str(name), known)}{allowed}.")
+            raise InputError(unknown_keyword(what, str(name), known))

@@ -186,7 +186,7 @@ def _check_end(shard: tarfile.TarFile) -> None:
     if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise tarfile.ReadError("no end of the archive")
     while rest := shard.fileobj.read(tarfile.RECORDSIZE):
-        if any(rest):
+        if rest.strip(b"\0"):
             raise tarfile.ReadError(f"more behind an end of the archive at byte {shard.offset}")
 
 

@@ -30,6 +30,7 @@ FORMAT = 1
 _FIELDS = {"format": int, "folder": str, "identity": int, "processes": int}
 _INDEX = ".metadata"  # written when all shards are whole
 _IDENTITY = "[0-9a-f]" * 16
+_MARKS = "/identity/"
 _KNOWN = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -60,9 +61,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def identity_name(process: int | str) -> str:
+def identity_name(process: int) -> str:
     """Names the number which a process writes into its shard, by which shards of other checkpoints are told."""
-    return f"/identity/{process}"
+    return f"{_MARKS}{process}"
 
 
 def shards_folder(checkpoint: Path, identity: int) -> Path:
@@ -105,9 +106,11 @@ def check_shards(path: Path, checkpoint: dict[str, Any]) -> None:
     if not folder.is_dir():
         raise InputError(f"{path} lacks the folder of its shards, {folder}: copy or move both")
     metadata = _Reader(folder).read_metadata()
-    marks = [name for name in metadata.state_dict_metadata if name.startswith(identity_name(""))]
+    marks = [name for name in metadata.state_dict_metadata if name.startswith(_MARKS)]
     if about["processes"] != len(marks) or not marks:
-        raise InputError(f"{path} is of {about['processes']} processes, but {folder} of {len(marks)}")
+        raise InputError(
+            f"{path} is of {about['processes']} processes, but its shards {folder} of {len(marks)}: copy both again"
+        )
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)

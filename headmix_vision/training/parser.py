@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from headmix_vision.checks import keywords, suggest
+from headmix_vision.checks import keywords, suggest, unknown_keyword
 from headmix_vision.errors import InputError
 from headmix_vision.runs.directory import CONFIG
 
@@ -47,8 +47,7 @@ def _shorten(message: str) -> str:
         if problem.startswith("Parser key"):
             return f"{key}.{_shorten(problem)}"
         if unknown := re.fullmatch(r"Option '(?P<name>.*)' is not accepted", problem):
-            name, known = unknown["name"], keywords(cast(type, locate(of_class["path"])))
-            return f"{key} has no {name!r}{suggest(name, known)}; {of_class['path']} takes {', '.join(known)}"
+            return unknown_keyword(key, unknown["name"], keywords(cast(type, locate(of_class["path"]))))
         return f"{key}: {' '.join(problem.split())}"
     if no_class := _NO_CLASS.search(message):
         return f"{key}.{no_class['option']} goes with a class path as {key}, not with {no_class['name']}"

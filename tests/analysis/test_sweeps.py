@@ -22,6 +22,7 @@ from headmix_vision.training.base_cli import RunCLI
 
 SMALL = ("--model.model_args.embed_dim", "16", "--model.model_args.depth", "1", "--trainer.max_epochs", "3")
 CONFIG: dict[str, Any] = {  # of `--print_config`, as far as a sweep reads it
+    "analysis": {"every_n_epochs": 5},
     "trainer": {"max_epochs": 200},
     "best": {"monitor": "val/top1"},
     "early_stopping": {"monitor": None, "patience": 20},
@@ -249,7 +250,8 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Runs, "complete", complete)
     arguments = ["block_count", "--out", tmp_path / "out", "--seeds", 2, "--rates", "3e-3", "--variants", "M=4", "M=1"]
     assert status_of(*arguments, "--dry-run") == 0 and not (tmp_path / "out").exists()
-    assert "would train 4 runs, first 4:" in capsys.readouterr().out
+    planned = capsys.readouterr().out
+    assert "would train 4 runs, first 4:" in planned and "block_count.csv, block_count_curves.csv, " in planned
     assert status_of(*arguments) == 75
     assert "the time was over before 1 runs: repeat the command" in capsys.readouterr().err
     (lost,) = set(asked[2:3])

@@ -1,5 +1,6 @@
 """Sharded training: two processes and four against one, checkpoints in shards, and what is refused."""
 
+import atexit
 import errno
 import os
 import shutil
@@ -10,6 +11,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -141,15 +143,15 @@ def test_gathered_weights_are_kept_until_the_backward_pass_if_asked(
 
     monkeypatch.setattr(StopOnNonFinite, "on_before_backward", look)
     monkeypatch.setattr(StopOnNonFinite, "on_before_optimizer_step", lambda *_: None)
-    at_exit: list[Any] = []
-    monkeypatch.setattr("atexit.register", lambda function, *_: at_exit.append(function))
+    register = Mock(wraps=atexit.register)
+    monkeypatch.setattr("atexit.register", register)
     strategy = SHARE | {"init_args": {"reshard_after_forward": not kept}}
     config = write_config(tmp_path / "tiny.yaml", trainer__strategy=strategy, trainer__limit_train_batches=2)
     try:
         assert run("fit", "-c", config, "--run_dir", tmp_path / "run", "--trainer.devices", 1) == 0
     finally:
         leave_group()
-    assert leave_group in at_exit
+    register.assert_any_call(leave_group)
     assert found and set(found) == {kept}
 
 

@@ -131,7 +131,7 @@ def _try(runs: Runs, table: ResultTable) -> None:
     print(f"would train {runs.missing(table)} runs, first {len(ready)}:")
     for case in ready:
         print(f"  {_name(case)}: {runs.directory(case)}")
-    curves = f", {_curves(table.path).name}" if any("analysis" in name for name in runs.request.sweep.options) else ""
+    curves = f", {_curves(table.path).name}" if runs.config["analysis"]["every_n_epochs"] else ""
     print(f"would write {table.path}{curves}, {table.path.stem}.md and {table.path.stem}.svg")
 
 
