@@ -9,7 +9,8 @@ Timed are MHLA itself (``mhla``), the attention layer around it with a convoluti
 of Wan 1.3B. Clips are parted along the first axis of which each process gets as many tokens and whole blocks, or else
 along time. First one process does all of it while the others wait, then each does its part. The figures are medians of
 the slowest process, of CUDA graphs, collectives among them; the CSV file has those of launches from Python, too, which
-wait for the host. After its backward pass the gradients of the model are summed over the processes.
+wait for the host. Gradients of the model are summed over the processes while the backward pass goes on, each when it is
+complete, as DistributedDataParallel does.
 
 Sent is what a process gives to collectives in one call, for block summaries, the gradient of the mixing, the edges of
 the convolution and the output of the model, without the gradients of weights.
@@ -148,7 +149,7 @@ def cases(blocks: TokenBlocks, ranks: TokenRanks, arguments: argparse.Namespace)
     spread_layer = deepcopy(layer)
     spread_layer.set_ranks(ranks)
     x = d_out.flatten(2)
-    yield from both_passes("layer", layer, spread_layer, x, ranks.split(x, blocks.grid), lambda: None)
+    yield from both_passes("layer", layer, spread_layer, x, ranks.split(x, blocks.grid))
 
     clip, latent = (grid[0], 2 * grid[1], 2 * grid[2]), (1, 16)
     model = HeadMixVideoDiT(
@@ -159,9 +160,20 @@ def cases(blocks: TokenBlocks, ranks: TokenRanks, arguments: argparse.Namespace)
     spread_model = deepcopy(model)
     spread_model.spread_tokens(dist.group.WORLD)
     noise_level = torch.full((1,), 500.0, device=device)
-    yield from both_passes(
-        "model", model, spread_model, x, x, lambda: ranks.sum_gradients(spread_model.parameters()), noise_level
-    )
+    yield from both_passes("model", model, spread_model, x, x, noise_level, end_backward=sum_gradients(spread_model))
+
+
+def sum_gradients(module: torch.nn.Module) -> Call:
+    """Sum each gradient of a module over the processes from when it is complete; what waits for all sums."""
+    sums: list[dist.Work] = []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda x: sums.append(dist.all_reduce(x.grad, async_op=True)))
+
+    def wait() -> None:
+        while sums:
+            sums.pop().wait()
+
+    return wait
 
 
 def both_passes(
@@ -170,12 +182,12 @@ def both_passes(
     spread: torch.nn.Module,
     whole: Tensor,
     part: Tensor,
-    sum_gradients: Callable[[], None],
     *further: Tensor,
+    end_backward: Call = lambda: None,
 ) -> Iterator[Case]:
     """Forward, and forward with backward, of a module on all of its tokens and on a part of them.
 
-    ``sum_gradients`` adds up those of the part's module over the processes.
+    ``end_backward`` is called after the backward pass of the part's module.
     """
 
     def forward(module: torch.nn.Module, x: Tensor) -> Tensor:
@@ -183,14 +195,14 @@ def both_passes(
             out: Tensor = module(x, *further)
         return out
 
-    def both(module: torch.nn.Module, x: Tensor, sum_gradients: Callable[[], None]) -> None:
+    def both(module: torch.nn.Module, x: Tensor, end_backward: Call) -> None:
         forward(module, x).float().square().mean().backward()
-        sum_gradients()
+        end_backward()
         module.zero_grad()
 
     no_grad = torch.no_grad()
     yield Case(what, "forward", no_grad(lambda: forward(alone, whole)), no_grad(lambda: forward(spread, part)))
-    yield Case(what, "both", lambda: both(alone, whole, lambda: None), lambda: both(spread, part, sum_gradients))
+    yield Case(what, "both", lambda: both(alone, whole, lambda: None), lambda: both(spread, part, end_backward))
 
 
 def measure(case: Case, ranks: TokenRanks, arguments: argparse.Namespace) -> Row:

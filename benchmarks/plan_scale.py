@@ -14,7 +14,7 @@ Sent: to gather B bytes, or to sum and scatter them, over h hosts of g GPUs, eac
 and B (g-1)/g within its own; a sum over all is both. Weights and gradients travel in float32. DDP sums gradients;
 `fsdp2` and `hybrid` gather blocks twice (forward, backward) and the other weights once, and sum and scatter gradients,
 which hybrid then sums over the hosts. In each layer spread tokens gather the summaries of blocks, forward, forward
-again for checkpointing, and backward: D x D numbers a head and block, in bf16, or float32 if GPUs share a block. With
+again for checkpointing, and backward: D x D numbers a head and block, in bf16. With
 --cpe each layer also sends the tokens of an edge in float32 to either neighbour; Wan has no such convolution.
 
 Held: 16P bytes of weights, moments and average, divided among the GPUs that share a copy, and what the measured peak
@@ -117,7 +117,7 @@ def spread_over_host(blocks: TokenBlocks, heads: int, dim: int, layers: int, cpe
     axis = even_axis(blocks.grid.shape, blocks.block_grid, HOST)
     parts = [blocks.of_rank(TokenRanks("", rank, HOST, axis)) for rank in range(HOST)]
     summaries = heads * dim**2 * max(part.num_blocks for part in parts)
-    gathered = HOST * summaries * (4 if parts[0].are_shared else 2)
+    gathered = HOST * summaries * 2
     sent = collective(gathered, 1, HOST)
     edge = blocks.num_tokens // blocks.grid.shape[axis]
     sent[0] += cpe * 2 * edge * heads * dim * 4

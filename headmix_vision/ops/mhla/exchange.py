@@ -70,7 +70,7 @@ def _mix(weights: Tensor, summaries: list[Tensor], like: tuple[Tensor, ...], dty
 
 
 def _gather(summaries: tuple[Tensor, ...], blocks: BlocksOfRank, dtype: torch.dtype) -> list[Tensor]:
-    """Join summaries [B, H, m, ...] of all ranks to [B, H, M, F], parts of a block summed, and round the first."""
+    """Join summaries [B, H, m, ...] of all ranks to [B, H, M, F], parts of a block summed, then round the first."""
     prefix, grids = blocks.whole.num_prefix_blocks, [blocks.held_block_grid(rank) for rank in range(blocks.ranks.size)]
     counts = [math.prod(grid) for grid in grids]
     counts[0] += prefix
@@ -80,7 +80,8 @@ def _gather(summaries: tuple[Tensor, ...], blocks: BlocksOfRank, dtype: torch.dt
         first, parts[0] = parts[0].split([prefix, counts[0] - prefix], 2)
         parts = [part.unflatten(2, grid) for part, grid in zip(parts, grids, strict=True)]
         if blocks.are_shared:
-            whole = x.new_zeros(*x.shape[:2], *blocks.block_grid, parts[0].shape[-1])
+            sums = accumulation_dtype(x.dtype)
+            whole = x.new_zeros(*x.shape[:2], *blocks.block_grid, parts[0].shape[-1], dtype=sums)
             for rank, part in enumerate(parts):
                 blocks.narrow(whole, 2, rank).add_(part)
         else:

@@ -29,7 +29,6 @@ from headmix_vision.ops.mhla.triton_launch import (
     sum_leading,
 )
 from headmix_vision.ops.mhla.triton_tables import parts
-from headmix_vision.ops.token_blocks import BlocksOfRank
 
 MAX_CHUNKS = 8
 VECTOR_TILE = 64
@@ -96,12 +95,6 @@ class TokenPlan(NamedTuple):
     launch: Launch
 
 
-def storage(dtype: torch.dtype, settings: Settings) -> torch.dtype:
-    """Return the type of summaries of blocks, for inputs of a type: float32 where ranks have parts of blocks to sum."""
-    blocks = settings.blocks
-    return torch.float32 if isinstance(blocks, BlocksOfRank) and blocks.are_shared else numerics(dtype).storage
-
-
 def part_summaries(q: Tensor, v: Tensor, settings: Settings) -> Summaries:
     """Allocate summaries of parts: [B, H, C, D, Dv], float32 if they are still to be summed, and vectors [B, H, C, D].
 
@@ -109,7 +102,7 @@ def part_summaries(q: Tensor, v: Tensor, settings: Settings) -> Summaries:
     """
     B, _, H, D = q.shape
     C = settings.blocks.num_blocks * parts_of_a_block(settings)
-    dtype = storage(q.dtype, settings) if _summed_parts(settings) == 1 else torch.float32
+    dtype = numerics(q.dtype).storage if _summed_parts(settings) == 1 else torch.float32
     vectors = C if settings.normalizer == "paper" else 0
     matrix = q.new_empty(B, H, C, D, v.shape[-1], dtype=dtype)
     return Summaries(matrix, q.new_empty(B, H, vectors, D, dtype=torch.float32))
@@ -120,7 +113,7 @@ def _sum_parts(of_parts: Summaries, q: Tensor, settings: Settings) -> Summaries:
     if split == 1:
         return of_parts
     matrix, vector = (x.unflatten(2, (-1, split)).sum(3) if x.numel() else x for x in of_parts)
-    return Summaries(matrix.to(storage(q.dtype, settings)), vector)
+    return Summaries(matrix.to(numerics(q.dtype).storage), vector)
 
 
 @planned

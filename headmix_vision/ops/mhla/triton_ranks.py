@@ -58,7 +58,7 @@ def _empty_summaries(k: Tensor, v: Tensor, call: Settings) -> tuple[Tensor, Tens
     B, _, H, D = k.shape
     m = call.blocks.num_blocks
     vectors = m if call.normalizer == "paper" else 0
-    matrix = k.new_empty(B, H, m, D, v.shape[-1], dtype=summary.storage(k.dtype, call))
+    matrix = k.new_empty(B, H, m, D, v.shape[-1], dtype=numerics(k.dtype).storage)
     return matrix, k.new_empty(B, H, vectors, D, dtype=torch.float32)
 
 
