@@ -28,6 +28,7 @@ import sweeps_report
 from compare_moving_digits import parse_arguments
 from counting_report import accuracy_table, read_runs, tuned
 from measuring import read_csv
+from model_families import read_spelling
 from moving_digits_report import Report, open_table
 from moving_digits_runs import Runs
 from training_runs import REPOSITORY
@@ -95,6 +96,7 @@ FURTHER_CLAIMS = {
     "training_h200": "training loop around a step",
     "scale_losses_h100": "equal losses on one GPU and two",
     "scale_h100": "training on two GPUs against one",
+    "scale_h200": "the same with the memory of an H200",
     "scale_checkpointing_h100": "memory of sharded training",
     "context_parallel_h200": "tokens of a clip on two GPUs",
     "counting": "how many heads count pairs",
@@ -111,6 +113,7 @@ FURTHER_CLAIMS = {
     "emoji_block_count": "token blocks of MHLA in classifiers of emoji",
     "emoji_block_count_curves": "rank and validation by epoch and token blocks",
     "emoji_length": "256 and 1,024 tokens in classifiers of emoji",
+    "emoji_speeds": "images per second of these classifiers",
     "stable_rates": "learning rates of explicit heads",
     "demos": "the demos, and the weights of the package",
     "mhla_cpu": "MHLA's PyTorch form on a CPU",
@@ -452,11 +455,12 @@ def head_mix_attention() -> str:
 def scale() -> str:
     """Training on one GPU and on several, and the memory of a GPU, also where blocks are computed anew."""
     lines = []
-    for name, speeds in (("scale_h100", True), ("scale_checkpointing_h100", False)):
+    for name, speeds in (("scale_h100", True), ("scale_h200", True), ("scale_checkpointing_h100", False)):
         for row in read(name):
             model = f"{row['model']}, {row['batch']}" + (", checkpointing" if not speeds else "")
+            gpus = f"{row['gpus']} {row['device'].split()[1]}"
             cells = [f"{float(row['imgs_per_s']):,.0f}", f"{float(row['ratio']):.2f}"] if speeds else ["", ""]
-            lines.append([model, row["what"], row["gpus"], *cells, f"{float(row['peak_gib']):.1f}"])
+            lines.append([model, row["what"], gpus, *cells, f"{float(row['peak_gib']):.1f}"])
     return markdown_table(["model, samples a GPU", "way", "GPUs", "samples/s", "over one GPU", "peak GiB a GPU"], lines)
 
 
@@ -493,6 +497,19 @@ def models(name: str, columns: Sequence[str], pixels: int = 1) -> str:
         title = f"{pixels * int(first['size']):,} px, batch {first['batch']}, {mode}{graphs}"
         lines.append([title, *cells, *[""] * (len(columns) - len(cells))])
     return markdown_table(["images/s", *columns], lines)
+
+
+def emoji_speeds() -> str:
+    """Images per second of classifiers of emoji in training, by the size of the pictures."""
+    rows, sizes = read("emoji_speeds"), {"64": "256 tokens", "128": "1,024 tokens"}
+    lines = []
+    for spelling in dict.fromkeys(row["model"] for row in rows):
+        name, options = read_spelling(spelling)
+        core, side = name.split("_")[1], options.get("block_grid")
+        network = core + (f", M = {side**2}" if side else "") + ("+CPE" if options.get("cpe") else "")
+        found = [next(row for row in rows if (row["model"], row["size"]) == (spelling, size)) for size in sizes]
+        lines.append([network, *(f"{float(x['imgs_per_s']):,.0f} ({float(x['ratio_to_baseline']):.2f})" for x in found)])
+    return markdown_table(["images/s", *sizes.values()], lines)
 
 
 def emoji_classifiers() -> str:
@@ -537,6 +554,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "emoji_modules": lambda: sweeps_report.sweep(read("emoji_modules"), sweeps_report.SCORES),
     "emoji_block_count": lambda: sweeps_report.sweep(read("emoji_block_count"), (*sweeps_report.SCORES, "rank")),
     "emoji_length": lambda: sweeps_report.sweep(read("emoji_length"), (*sweeps_report.SCORES, "rank")),
+    "emoji_speeds": emoji_speeds,
     "emoji": lambda: emoji_report.quality(read("emoji", split="test")),
     "moving_digits": partial(moving_digits, lambda report: report.quality("Attention")),
     "moving_digits_distilled": partial(

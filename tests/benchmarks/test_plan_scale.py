@@ -64,8 +64,8 @@ def test_spread_tokens_send_summaries_and_edges(load):
     spread = load("plan_scale").spread_over_host
     own, shared, uneven = (TokenBlocks.from_grid((t, 2, 3), (b, 1, 2)) for t, b in ((8, 8), (8, 4), (21, 8)))
     passes, others, numbers = 3 * 5, 7, 4 * 10 * 10 * 2  # five layers, forward twice and backward; heads, D, D, blocks
-    assert spread(own, 4, 10, 5, False).sent == pytest.approx([passes * others * numbers * 2, 0])
-    assert spread(shared, 4, 10, 5, False).sent == pytest.approx([passes * others * numbers * 4, 0])
+    for blocks in (own, shared):
+        assert spread(blocks, 4, 10, 5, False).sent == pytest.approx([passes * others * numbers * 2, 0])
     with_edges = spread(own, 4, 10, 5, True).sent - spread(own, 4, 10, 5, False).sent
     assert with_edges == pytest.approx([passes * 2 * (2 * 3) * 40 * 4, 0])
     assert [spread(blocks, 4, 10, 5, False).share for blocks in (own, uneven)] == [1 / 8, 1 / 7]
@@ -77,7 +77,7 @@ def test_measured_steps_stand_beside_planned_ones(load, tmp_path: Path):
     rows = [{"model": model, "batch": 4, "what": what, "gpus": gpus, "step_s": step_s, "peak_gib": 3}
             for (what, gpus), step_s in cases.items()]  # fmt: skip
     load("measuring").write_csv(tmp_path / "scale.csv", rows)
-    tiny = plan.trained(tmp_path / "scale.csv", model)
+    tiny = plan.trained(tmp_path / "scale.csv", model, 4)
     assert tiny.rest == 3 * 2**30 - 16 * (tiny.blocks + tiny.outside)
     ddp, fsdp2, *eight = plan.lines(tiny, [8], [450, 50])
     assert [cells[1:3] for cells in (ddp, fsdp2, *eight)] == [
