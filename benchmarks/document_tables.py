@@ -508,7 +508,8 @@ def emoji_speeds() -> str:
         core, side = name.split("_")[1], options.get("block_grid")
         network = core + (f", M = {side**2}" if side else "") + ("+CPE" if options.get("cpe") else "")
         found = [next(row for row in rows if (row["model"], row["size"]) == (spelling, size)) for size in sizes]
-        lines.append([network, *(f"{float(x['imgs_per_s']):,.0f} ({float(x['ratio_to_baseline']):.2f})" for x in found)])
+        numbers = [(float(row["imgs_per_s"]), float(row["ratio_to_baseline"])) for row in found]
+        lines.append([network, *(f"{speed:,.0f} ({ratio:.2f})" for speed, ratio in numbers)])
     return markdown_table(["images/s", *sizes.values()], lines)
 
 
