@@ -49,6 +49,7 @@ CONV, CONV_OP = "tests/layers/test_grid_convolution.py", "tests/ops/test_grid_co
 CONV_KERNELS = "tests/ops/test_grid_conv_triton.py -k channels"
 WINDOW, DEPTH = "tests/ops/test_token_window.py", "tests/models/test_depth.py"
 MIX_NAMES = "tests/models/test_zoo.py -k names or published or decay"
+SPREAD = "tests/training/test_spread_tokens.py -k as_one"
 PROCESSES, FIT = "tests/training/test_processes.py -k one_rank", "tests/training/test_fit.py -k seed"
 
 SLIPS = [
@@ -111,7 +112,9 @@ SLIPS = [
         "batch_idx",
         STEPS,
     ),
-    Slip("random numbers depend on the rank", "training/base_module.py", "self.global_rank, stream", "stream", STEPS),
+    Slip("random numbers depend on the rank", "training/base_module.py", "processes.rank, stream", "stream", STEPS),
+    Slip("sharers have the same random numbers", "training/base_module.py", "rank // self.sharers", "rank", SPREAD),
+    Slip("gradients of spread tokens", "training/generator.py", "loss * self.sharers if", "loss if", SPREAD),
     Slip(
         "random numbers depend on the batch", "training/base_module.py", "epoch, batch_idx, self", "epoch, self", STEPS
     ),

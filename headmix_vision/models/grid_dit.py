@@ -276,7 +276,7 @@ class GridDiT(ModelMixin, ConfigMixin):
         x = self.final_layer(x, c)
         return self._unpatch(x if ranks is None else ranks.gather(x, tokens), grid)
 
-    def spread_tokens(self, group: ProcessGroup | DeviceMesh | None, axis: int | None = None) -> None:
+    def spread_tokens(self, group: TokenRanks | ProcessGroup | DeviceMesh | None, axis: int | None = None) -> None:
         """Spread the tokens of each sample over the ranks of a group: context parallelism.
 
         As in diffusers, every rank is called with the same whole input and returns the whole output; in between it has
@@ -289,7 +289,7 @@ class GridDiT(ModelMixin, ConfigMixin):
         so that the loss must be multiplied by the size of the group).
 
         Args:
-            group: a process group, a device mesh of one dimension, or None to end it.
+            group: a process group, a device mesh of one dimension, what ``ranks`` was before, or None to end it.
             axis: of (H, W) or (T, H, W), from 0, along which images or clips are parted. None takes the first of
                 which each rank has as many tokens, and as many whole blocks, at the model's own size; the first if
                 there is none.
@@ -301,11 +301,14 @@ class GridDiT(ModelMixin, ConfigMixin):
         if axis is not None:
             check_counts(0, len(self.patch) - 1, axis=axis)
         layers = [cast(HeadMixAttention, block.attn) for block in self.blocks]
-        ranks = None if group is None else TokenRanks.of(group, axis or 0)
-        if ranks is not None and axis is None:
-            counts = self.config["block_grid"]
-            counts = (counts,) * len(self.patch) if isinstance(counts, int) else counts
-            ranks = replace(ranks, axis=even_axis(self.base_grid, counts, ranks.size))
+        if group is None or isinstance(group, TokenRanks):
+            ranks = group
+        else:
+            ranks = TokenRanks.of(group, axis or 0)
+            if axis is None:
+                counts = self.config["block_grid"]
+                counts = (counts,) * len(self.patch) if isinstance(counts, int) else counts
+                ranks = replace(ranks, axis=even_axis(self.base_grid, counts, ranks.size))
         for layer in layers if ranks else ():
             layer.check_ranks()  # all, before any is changed
         for layer in layers:

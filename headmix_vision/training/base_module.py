@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from headmix_vision.console.processes import Processes
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
@@ -83,6 +84,7 @@ class BaseModule(LightningModule):
         grad_checkpointing: Compute the blocks a second time in the backward pass, instead of keeping what is in them.
 
     Attributes:
+        sharers: Processes that have the same training batches, and compute parts of them.
         step_loss: Mean loss of the last training batch, on the device.
         epoch_loss: Mean loss of the epoch; None before its last batch.
     """
@@ -90,6 +92,7 @@ class BaseModule(LightningModule):
     net: nn.Module
     train_loss: Tensor
     schedule: Scheduler
+    sharers: int = 1
     step_loss: Tensor | None = None
     epoch_loss: float | None = None
 
@@ -202,9 +205,14 @@ class BaseModule(LightningModule):
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
+    @property
+    def batch_processes(self) -> Processes:
+        """The processes as training batches are dealt to them: those that have the same ones are one."""
+        return Processes(self.global_rank // self.sharers, self.trainer.world_size // self.sharers)
+
     def batch_seed(self, batch_idx: int, stream: int) -> int:
         """Returns the seed of one stream of random numbers in a training batch of this process."""
-        return derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank, stream)
+        return derive_seed(self.seed, self.current_epoch, batch_idx, self.batch_processes.rank, stream)
 
     def track_loss(self, loss: Tensor, count: int) -> None:
         """Adds the mean loss of `count` samples of a training batch to what is logged."""
@@ -266,7 +274,7 @@ class BaseModule(LightningModule):
 
     def _batch(self) -> dict[str, int]:
         return {
-            "processes": self.trainer.world_size,
+            "processes": self.batch_processes.world_size,
             "size": getattr(getattr(self.trainer, "datamodule", None), "batch_size", 0),
         }
 

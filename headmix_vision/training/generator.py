@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torchmetrics import MeanMetric
 
+from headmix_vision.checks import check_counts
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig, create_objective
 from headmix_vision.errors import InputError
@@ -51,6 +53,8 @@ class ImageGenerator(BaseModule):
         compile: Compile the network with `torch.compile`; with `blocks` each block by itself, which takes less time;
             with `graphs` into CUDA graphs, for small networks on one GPU, whose steps wait for the host.
         grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
+        spread_tokens: Number of neighbouring processes that share the tokens of each training sample, which divides
+            the number of processes: for images or clips that are too large for one GPU.
         seed: Seed of noise, times and dropped labels; the command line sets it to `seed_everything`.
 
     Raises:
@@ -73,9 +77,12 @@ class ImageGenerator(BaseModule):
         schedule: ScheduleConfig = DEFAULT_SCHEDULE,
         compile: Compile = False,
         grad_checkpointing: bool = False,
+        spread_tokens: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(optimizer, schedule, seed, compile=compile, grad_checkpointing=grad_checkpointing)
+        check_counts(1, **{"model.spread_tokens": spread_tokens})
+        self.sharers = spread_tokens
         arguments = {"learned_variance": objective.learned_variance, **(model_args or {})}
         self.net = create_generator(name, num_classes, input_size, arguments, checkpoint)
         if (self.net.out_channels != self.net.in_channels) != objective.learned_variance:
@@ -112,6 +119,22 @@ class ImageGenerator(BaseModule):
         datamodule = getattr(self.trainer, "datamodule", None)
         self.class_names = getattr(datamodule, "class_names", None) or self.class_names
 
+    def configure_model(self) -> None:
+        """Spreads the tokens of training samples over processes, if asked to; then as for all networks.
+
+        Raises:
+            InputError: If the processes are not a multiple of those that share a sample, or the attention takes none.
+        """
+        net: Any = self.net
+        sharers, processes = self.sharers, self.trainer.world_size
+        if sharers > 1 and self.trainer.state.fn == "fit":
+            if processes % sharers:
+                raise InputError(f"model.spread_tokens={sharers} does not divide {processes} processes")
+            device, shape = self.trainer.strategy.root_device.type, (processes // sharers, sharers)
+            mesh = init_device_mesh(device, shape, mesh_dim_names=("batches", "tokens"))
+            net.spread_tokens(mesh["tokens"])
+        super().configure_model()
+
     def on_train_start(self) -> None:
         """Makes the schedule and the sums of the loss by noise level."""
         super().on_train_start()
@@ -128,7 +151,8 @@ class ImageGenerator(BaseModule):
         self.track_loss(loss, len(x0))
         level = (_noisy_time(times) / NUM_TIMESTEPS * LEVELS).long().clamp(max=LEVELS - 1)
         self.level_loss.index_add_(0, level, torch.stack([losses.detach(), torch.ones_like(losses)], dim=1))
-        return loss
+        # gradients are those of a part of the tokens, and processes take their mean where a sum is due
+        return loss * self.sharers if self.sharers > 1 else loss
 
     def _draw_times(self, x0: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """Draws the times of a batch, [B] or, of clips some of which continue clean frames, [B, T]."""

@@ -225,19 +225,24 @@ StrategyRegistry.register("fsdp2", ShardedStrategy, description="Fully sharded o
 
 @contextmanager
 def whole_network(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Puts a plain copy with all weights in the place of the network of a module, if that is sharded.
+    """Lets each process compute with the network of a module by itself, as often as it likes.
 
-    Within, processes may call it as often as each likes. All of them have to enter.
+    A plain copy with all weights takes the place of a sharded network, and tokens are not spread over processes. All
+    processes have to enter.
     """
     network = cast(nn.Module, module.net)
-    if not isinstance(network, FSDPModule):
-        yield
-        return
-    assert isinstance(trainer.strategy, ShardedStrategy)
-    module.net = trainer.strategy.whole(network)
+    if isinstance(network, FSDPModule):
+        assert isinstance(trainer.strategy, ShardedStrategy)
+        module.net = trainer.strategy.whole(network)
+    whole: Any = module.net
+    ranks = getattr(whole, "ranks", None)
+    if ranks is not None:
+        whole.spread_tokens(None)
     try:
         yield
     finally:
+        if ranks is not None:
+            whole.spread_tokens(ranks)
         module.net = network
 
 

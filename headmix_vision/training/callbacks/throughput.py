@@ -1,10 +1,12 @@
 """Logs images per second."""
 
 import time
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+
+from headmix_vision.training.base_module import BaseModule
 
 RATE = "train/images_per_s"
 
@@ -46,7 +48,7 @@ class ImagesPerSecond(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the images of the batch, and logs their rate when it is due."""
-        self._images += len(batch[0]) * trainer.world_size
+        self._images += len(batch[0]) * cast(BaseModule, pl_module).batch_processes.world_size
         step = trainer.global_step - 1
         every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if trainer.global_step - self._first_step >= every_n_steps:
