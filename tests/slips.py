@@ -112,8 +112,23 @@ SLIPS = [
         "batch_idx",
         STEPS,
     ),
-    Slip("random numbers depend on the rank", "training/base_module.py", "processes.rank, stream", "stream", STEPS),
-    Slip("sharers have the same random numbers", "training/base_module.py", "rank // self.sharers", "rank", SPREAD),
+    Slip(
+        "random numbers depend on the rank",
+        "training/base_module.py",
+        "self.global_rank // self.sharers, stream",
+        "stream",
+        STEPS,
+    ),
+    Slip(
+        "sharers draw alike", "training/base_module.py", "sharers, stream", "sharers + self.global_rank, stream", SPREAD
+    ),
+    Slip(
+        "sharers have the same batches",
+        "data/data_module.py",
+        "trainer.global_rank // sharers",
+        "trainer.global_rank",
+        SPREAD,
+    ),
     Slip("gradients of spread tokens", "training/generator.py", "loss * self.sharers if", "loss if", SPREAD),
     Slip(
         "random numbers depend on the batch", "training/base_module.py", "epoch, batch_idx, self", "epoch, self", STEPS

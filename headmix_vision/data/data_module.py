@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from headmix_vision.checks import check_counts, check_numbers
-from headmix_vision.console.processes import Processes
 from headmix_vision.data.batches import TrainBatchSampler, eval_batches
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
@@ -275,8 +274,7 @@ class DataModule(lightning.LightningDataModule):
 
     def _train_sampler(self, split: Source, seed: int) -> TrainBatchSampler:
         trainer = self._attached_trainer()
-        every = Processes(trainer.global_rank, trainer.world_size)
-        processes = getattr(trainer.lightning_module, "batch_processes", every)  # which may want a batch in several
+        sharers = getattr(trainer.lightning_module, "sharers", 1)  # processes that have the same batches
         return TrainBatchSampler(
             len(split),
             self.batch_size,
@@ -284,8 +282,8 @@ class DataModule(lightning.LightningDataModule):
             repeats=self.repeats,
             shard_sizes=None if self.shuffle_shards is None else split.shard_sizes,
             shuffle_shards=self.shuffle_shards or 1,
-            rank=processes.rank,
-            world_size=processes.world_size,
+            rank=trainer.global_rank // sharers,
+            world_size=trainer.world_size // sharers,
             first_batch=self._batches_trained,
         )
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from headmix_vision.console.processes import Processes
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
@@ -205,14 +204,9 @@ class BaseModule(LightningModule):
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    @property
-    def batch_processes(self) -> Processes:
-        """The processes as training batches are dealt to them: those that have the same ones are one."""
-        return Processes(self.global_rank // self.sharers, self.trainer.world_size // self.sharers)
-
     def batch_seed(self, batch_idx: int, stream: int) -> int:
         """Returns the seed of one stream of random numbers in a training batch of this process."""
-        return derive_seed(self.seed, self.current_epoch, batch_idx, self.batch_processes.rank, stream)
+        return derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank // self.sharers, stream)
 
     def track_loss(self, loss: Tensor, count: int) -> None:
         """Adds the mean loss of `count` samples of a training batch to what is logged."""
@@ -274,7 +268,7 @@ class BaseModule(LightningModule):
 
     def _batch(self) -> dict[str, int]:
         return {
-            "processes": self.batch_processes.world_size,
+            "processes": self.trainer.world_size // self.sharers,
             "size": getattr(getattr(self.trainer, "datamodule", None), "batch_size", 0),
         }
 

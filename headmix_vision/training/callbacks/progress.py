@@ -154,7 +154,7 @@ class ImagesPerSecondBar(TQDMProgressBar):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the images of the batch."""
-        self._images += len(batch[0]) * cast(BaseModule, pl_module).batch_processes.world_size
+        self._images += len(batch[0]) * (trainer.world_size // cast(BaseModule, pl_module).sharers)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def get_metrics(

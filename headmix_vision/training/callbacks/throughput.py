@@ -48,7 +48,7 @@ class ImagesPerSecond(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the images of the batch, and logs their rate when it is due."""
-        self._images += len(batch[0]) * cast(BaseModule, pl_module).batch_processes.world_size
+        self._images += len(batch[0]) * (trainer.world_size // cast(BaseModule, pl_module).sharers)
         step = trainer.global_step - 1
         every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if trainer.global_step - self._first_step >= every_n_steps:
