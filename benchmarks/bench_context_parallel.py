@@ -149,7 +149,8 @@ def cases(blocks: TokenBlocks, ranks: TokenRanks, arguments: argparse.Namespace)
     spread_layer = deepcopy(layer)
     spread_layer.set_ranks(ranks)
     x = d_out.flatten(2)
-    yield from both_passes("layer", layer, spread_layer, x, ranks.split(x, blocks.grid))
+    part = ranks.split(x, blocks.grid)
+    yield from both_passes("layer", layer, spread_layer, x.requires_grad_(), part.requires_grad_())
 
     clip, latent = (grid[0], 2 * grid[1], 2 * grid[2]), (1, 16)
     model = HeadMixVideoDiT(
@@ -199,6 +200,7 @@ def both_passes(
         forward(module, x).float().square().mean().backward()
         end_backward()
         module.zero_grad()
+        x.grad = None
 
     no_grad = torch.no_grad()
     yield Case(what, "forward", no_grad(lambda: forward(alone, whole)), no_grad(lambda: forward(spread, part)))

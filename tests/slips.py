@@ -143,7 +143,7 @@ SLIPS = [
     Slip(
         "sums of the loss survive two ranks once",
         "training/base_module.py",
-        "saved.sum(0) if self.global_rank == 0 else torch.zeros_like(saved[0])",
+        "saved.sum(0) if rank == 0 else torch.zeros_like(saved[0])",
         "saved.sum(0)",
         STEPS,
     ),

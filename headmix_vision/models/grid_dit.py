@@ -301,8 +301,10 @@ class GridDiT(ModelMixin, ConfigMixin):
         if axis is not None:
             check_counts(0, len(self.patch) - 1, axis=axis)
         layers = [cast(HeadMixAttention, block.attn) for block in self.blocks]
-        if group is None or isinstance(group, TokenRanks):
-            ranks = group
+        if group is None:
+            ranks = None
+        elif isinstance(group, TokenRanks):
+            ranks = replace(group, axis=group.axis if axis is None else axis)
         else:
             ranks = TokenRanks.of(group, axis or 0)
             if axis is None:

@@ -246,8 +246,8 @@ class BaseModule(LightningModule):
             logger.save()
 
     def sums_of_processes(self, sums: Tensor) -> Tensor:
-        """Returns the sums that each process has added up, [processes, *shape of sums]."""
-        return self.trainer.strategy.all_gather(sums.clone()).view(-1, *sums.shape)
+        """Returns the sums that each process has added up, of sharers the first: [processes, *shape of sums]."""
+        return self.trainer.strategy.all_gather(sums.clone()).view(-1, *sums.shape)[:: self.sharers]
 
     def own_sums(self, saved: Tensor) -> Tensor:
         """Returns what this process goes on adding to, of the saved sums of all, [processes, *shape of sums].
@@ -255,9 +255,10 @@ class BaseModule(LightningModule):
         Those it had, so that they are rounded as without the interruption. With another number of processes than
         before the first one takes over all of them.
         """
-        if len(saved) == self.trainer.world_size:
-            return saved[self.global_rank].clone()
-        return saved.sum(0) if self.global_rank == 0 else torch.zeros_like(saved[0])
+        rank = self.global_rank // self.sharers
+        if len(saved) == self.trainer.world_size // self.sharers:
+            return saved[rank].clone()
+        return saved.sum(0) if rank == 0 else torch.zeros_like(saved[0])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keeps the running mean of the loss, what a batch is of, and the name of the optimizer."""

@@ -129,7 +129,10 @@ class ImageGenerator(BaseModule):
         sharers, processes = self.sharers, self.trainer.world_size
         if sharers > 1 and self.trainer.state.fn == "fit":
             if processes % sharers:
-                raise InputError(f"model.spread_tokens={sharers} does not divide {processes} processes")
+                raise InputError(
+                    f"model.spread_tokens={sharers} needs a multiple of {sharers} processes, got {processes}: set"
+                    " trainer.devices"
+                )
             device, shape = self.trainer.strategy.root_device.type, (processes // sharers, sharers)
             mesh = init_device_mesh(device, shape, mesh_dim_names=("batches", "tokens"))
             net.spread_tokens(mesh["tokens"])

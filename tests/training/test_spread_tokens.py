@@ -59,19 +59,25 @@ def test_pairs_of_processes_train_on_clips_as_single_ones(strategy: str, tmp_pat
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_and_without_others_that_share_its_tokens(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", 2, 2)
-    half = train(tmp_path / "parts", 2, 2, "--trainer.max_epochs", 1)
-    alone = train(tmp_path / "alone", 1, 1, "--ckpt_path", half / "checkpoints" / "last.ckpt", strategy="auto")
-    again = train(tmp_path / "parts", 2, 2, "--ckpt_path", "last")
+    keep = {"dirpath": str(tmp_path / "kept"), "every_n_train_steps": 4, "save_top_k": -1, "filename": "{step}"}
+    keeps = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}]
+    whole = train(tmp_path / "whole", 2, 2, trainer__callbacks=keeps)
+    within = ("--ckpt_path", tmp_path / "kept" / "step=4.ckpt")  # of 6 in the first epoch
+    again = train(tmp_path / "again", 2, 2, *within)
+    alone = train(tmp_path / "alone", 1, 1, *within, strategy="auto")
     a, b, c = (read(run / "checkpoints" / "last.ckpt")["state_dict"] for run in (whole, again, alone))
     assert_equal(a, b)
     torch.testing.assert_close(dict(a), dict(c), rtol=1e-5, atol=1e-6)
+    losses = [[float(row["train/loss"]) for row in read_csv(run / "metrics.csv") if row["train/loss"]]
+              for run in (whole, again, alone)]  # fmt: skip
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
+    assert len(losses[0]) == 2
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model__spread_tokens": 2}, "model.spread_tokens=2 does not divide 1 processes"),
+        ({"model__spread_tokens": 2}, "model.spread_tokens=2 needs a multiple of 2 processes, got 1"),
         ({"model__spread_tokens": 0}, "model.spread_tokens must be a whole number"),
     ],
 )
