@@ -44,10 +44,10 @@ from headmix_vision.ops.token_ranks import even_axis
 
 HEADER = ("what", "tokens", "blocks", "pass", "one, ms", "spread, ms", "ratio", "sent, MB")
 DEFAULTS: dict[str, Any] = {
-    "grids": ["21x30x50/3x5x10", "64x64x64/4x8x8"],
+    "grids": ["21x30x50/3x5x2", "21x30x50/3x5x10", "64x64x64/4x8x8"],
     "heads": 12,
     "head_dim": 128,
-    "depth": 4,
+    "depth": 2,  # 262,144 tokens and their graph do not fit 80 GB even so
     "repeats": 20,
 }
 TINY_DEFAULTS: dict[str, Any] = {

@@ -131,7 +131,7 @@ def command_line(base: type[RunCLI], data: type[Any], clock: Clock) -> type[RunC
 
         def fit_callbacks(self, *args: Any) -> tuple[list[Callback], list[Callback]]:
             before, after = super().fit_callbacks(*args)
-            self.last.save = lambda trainer: None  # 11 GB of DiT-XL/2 take longer than the steps
+            self.last.save = lambda trainer: None  # that of DiT-XL/2 has 11 GB
             return before, [*after, clock]
 
     return Timed
