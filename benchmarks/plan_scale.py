@@ -11,16 +11,17 @@ Ways: `ddp` keeps everything on each GPU; `fsdp2` keeps one copy of weights, Ada
 GPUs together, `hybrid` one on each host; `spread` is hybrid with the tokens of a clip spread over the GPUs of a host.
 
 Sent: to gather B bytes, or to sum and scatter them, over h hosts of g GPUs, each GPU sends B/g (h-1)/h to other hosts
-and B (g-1)/g within its own; a sum over all is both. Weights and gradients travel in float32. DDP sums gradients;
-`fsdp2` and `hybrid` gather blocks twice (forward, backward) and the other weights once, and sum and scatter gradients,
-which hybrid then sums over the hosts. In each layer spread tokens gather the summaries of blocks, forward, forward
-again for checkpointing, and backward: D x D numbers a head and block, in bf16. With
---cpe each layer also sends the tokens of an edge in float32 to either neighbour; Wan has no such convolution.
+and B (g-1)/g within its own; a sum over all is both. DDP sums gradients; `fsdp2` and `hybrid` gather blocks twice
+(forward, backward) and the other weights once, and sum and scatter gradients, which hybrid then sums over the hosts.
+Blocks travel in bf16, gradients and the other weights in float32. In each layer spread tokens gather the summaries of
+blocks, forward, forward again for checkpointing, and backward: D x D numbers a head and block, in bf16. With --cpe each
+layer also sends the tokens of an edge in float32 to either neighbour; Wan has no such convolution.
 
 Held: 16P bytes of weights, moments and average, divided among the GPUs that share a copy, and what the measured peak
 has beyond those: gradients, which DDP sums where they are, are made as activations are freed. Sharding adds whole
-weights, all outside of blocks and two blocks at a time, and the gradients of one. Where tokens are spread, activations
-are those of the GPU with most tokens, beside the summaries that a layer gathers.
+weights, all outside of blocks and two blocks at a time, and the gradients of one, twice: as they are computed, in bf16,
+and as they are sent. Where tokens are spread, activations are those of the GPU with most tokens, beside the summaries
+that a layer gathers.
 
 Time: the measured step, or that GPU's share of it, and bytes over rates; first if computing hides all the traffic of
 weights that fits, then if it hides none. What layers exchange is never hidden.
@@ -131,7 +132,7 @@ def collective(size: float, hosts: int, per_host: int) -> np.ndarray:
 
 def weights_sent(blocks: int, outside: int, way: str, hosts: int, per_host: int) -> np.ndarray:
     """Bytes [2] of weights and gradients that a GPU sends in a step, of so many parameters in blocks and outside."""
-    gradients, moved = 4 * (blocks + outside), 4 * (3 * blocks + 2 * outside)
+    gradients, moved = 4 * (blocks + outside), 8 * (blocks + outside)
     if way == "ddp":
         return 2 * collective(gradients, hosts, per_host)
     if way == "fsdp2":
@@ -144,7 +145,7 @@ def line(model: Model, way: str, hosts: int, per_host: int, rates: Sequence[floa
     spread = model.spreads.get(way, Spread())
     sent = weights_sent(model.blocks, model.outside, way, hosts, per_host)
     held = 16 * whole / {"ddp": 1, "fsdp2": gpus}.get(way, per_host) + model.rest * spread.share + spread.gathered
-    held += 0 if way == "ddp" else 4 * (model.outside + 3 * model.blocks / model.depth)
+    held += 0 if way == "ddp" else 4 * model.outside + 10 * model.blocks / model.depth
     one_s = spread.share * model.measured["one", 1][0]
     sent_s, spread_s = ((x / 1e9 / rates).sum() for x in (sent, spread.sent))
     steps_s = max(one_s, sent_s) + spread_s, one_s + sent_s + spread_s

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future as TorchFuture
 
@@ -61,6 +61,9 @@ class ShardedStrategy(ModelParallelStrategy):
     Checkpoints are written by all processes, each its own part, while training goes on: a `.ckpt` file that takes its
     place when the folder of its shards is complete. Its entries are those of one process, so that a run continues with
     another number of processes, and from or without shards.
+
+    Under `trainer.precision: bf16-mixed` blocks are gathered in bfloat16, to which autocast would round most of their
+    weights anyway, and half as much is sent. Gradients are summed, and weights updated, in float32.
 
     Args:
         shard_size: Number of neighbouring processes that share one copy of the weights, such as the GPUs of a host;
@@ -204,9 +207,15 @@ class ShardedStrategy(ModelParallelStrategy):
         """Shards the parameters of a network in place; each of `network.blocks` is gathered when it is computed."""
         meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in network.parameters()}
         self._plain[network] = deepcopy(network, meta)
+        mesh, after_forward, precision = self.device_mesh, self.reshard_after_forward, self._precision_of_blocks()
         for block in getattr(network, "blocks", ()):
-            fully_shard(block, mesh=self.device_mesh, reshard_after_forward=self.reshard_after_forward)
-        fully_shard(network, mesh=self.device_mesh)
+            fully_shard(block, mesh=mesh, reshard_after_forward=after_forward, mp_policy=precision)
+        fully_shard(network, mesh=mesh)
+
+    def _precision_of_blocks(self) -> MixedPrecisionPolicy:
+        if self.precision_plugin.precision != "bf16-mixed" or self.root_device.type == "cpu":  # norms of CPUs refuse it
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
     def whole(self, network: nn.Module) -> nn.Module:
         """Makes a plain copy of a network that `shard` has sharded, with all weights; all processes call it."""

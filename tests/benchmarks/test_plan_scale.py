@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -42,13 +43,15 @@ class Collectives(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_sharded_weights_send_what_is_planned(load, hosts):
+def test_sharded_weights_send_what_is_planned(load, hosts, monkeypatch: pytest.MonkeyPatch):
     plan = load("plan_scale")
+    monkeypatch.setattr(ShardedStrategy, "root_device", torch.device("cuda"))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8 * hosts)
     try:
         strategy, net = ShardedStrategy(), nn.Sequential(nn.Linear(8, 16, bias=False))
         mesh = init_device_mesh("cpu", (hosts, 8), mesh_dim_names=("replicate", "shard"))
         strategy._device_mesh = mesh if hosts > 1 else mesh["shard"]
+        strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
         net.blocks = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
         strategy.shard(net)
         with Collectives() as found, torch.autocast("cpu", dtype=torch.bfloat16):

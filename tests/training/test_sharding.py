@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +17,22 @@ from unittest.mock import Mock
 import pytest
 import torch
 from filelock import FileLock
+from lightning.pytorch.plugins import MixedPrecision
+from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.checkpoint import CheckpointException, save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from headmix_vision.commands import export
 from headmix_vision.console.processes import leave_group
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint
+from headmix_vision.runs.networks import create_generator
 from headmix_vision.runs.shards import SHARDED
 from headmix_vision.training.base_module import _check_batch
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
-from headmix_vision.training.sharding import _Writer
+from headmix_vision.training.sharding import ShardedStrategy, _Writer
 
 from . import gen_helpers
 from .helpers import assert_equal, read_csv, run, write_config
@@ -153,6 +158,35 @@ def test_gathered_weights_are_kept_until_the_backward_pass_if_asked(
         leave_group()
     register.assert_any_call(leave_group)
     assert found and set(found) == {kept}
+
+
+def test_blocks_compute_as_under_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = create_generator("dit_mhla_s_2", 3, 8, {"depth": 2, "embed_dim": 32, "num_heads": 2, "cpe": True}).eval()
+    torch.manual_seed(0)
+    for parameter in net.parameters():  # gates start with zeros
+        torch.nn.init.normal_(parameter, std=0.2)
+    sharded, gathered, entering = deepcopy(net), set(), []
+    for network in (net, sharded):
+        network.blocks[1].register_forward_pre_hook(lambda _, args: entering.append([x.dtype for x in args[:2]]))
+    sharded.blocks[1].mlp.register_forward_pre_hook(lambda mlp, _: gathered.update(x.dtype for x in mlp.parameters()))
+    monkeypatch.setattr(ShardedStrategy, "root_device", torch.device("cuda"))
+    init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        strategy = ShardedStrategy()
+        strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+        strategy._device_mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        strategy.shard(sharded)
+        noise, times, labels = torch.randn(4, 4, 8, 8), torch.rand(4), torch.tensor([0, 1, 2, 3])
+        for network in (net, sharded):
+            with torch.autocast("cpu", torch.bfloat16):
+                network(noise, times, labels).float().square().sum().backward()
+        gradients = {name: parameter.grad for name, parameter in sharded.named_parameters()}
+    finally:
+        destroy_process_group()
+    assert gathered == {torch.bfloat16} and entering[0] == entering[1]
+    for name, parameter in net.named_parameters():
+        found = gradients[name].full_tensor()
+        assert found.dtype == torch.float32 and (found - parameter.grad).norm() <= 0.03 * parameter.grad.norm(), name
 
 
 def test_a_process_keeps_its_part_alone(folder: Path) -> None:
