@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.signals import InterruptRequest
 
@@ -120,6 +121,34 @@ def test_crash_continues_from_the_last_periodic_checkpoint(
     assert load(run_dir / "checkpoints" / "last.ckpt")["global_step"] == 4
     assert run("fit", "-c", run_dir / "config.yaml", "--ckpt_path", "last") == 0
     assert_same_run(run_dir, reference_run)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "options", "saved", "steps"),
+    [
+        (60, {"trainer__max_epochs": 5}, [1, 1, 3, 3, 4], 15),
+        (60, {"trainer__max_epochs": -1, "trainer__max_steps": 11}, [1, 1, 3], 11),
+        (0, {"trainer__max_epochs": 3}, [0, 1, 1, 2], 9),
+    ],
+    ids=["epochs", "steps", "old"],
+)
+def test_epochs_without_validation_are_saved_when_the_checkpoint_is_old(
+    age_s: float, options: dict[str, Any], saved: list[int], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation is in the second epoch; the last one is saved in any case."""
+    epochs: list[int] = []
+    save, init = LastCheckpoint.save, LastCheckpoint.__init__
+
+    def recorded(self: LastCheckpoint, trainer: Any) -> None:
+        epochs.append(trainer.current_epoch)
+        save(self, trainer)
+
+    monkeypatch.setattr(LastCheckpoint, "save", recorded)
+    monkeypatch.setattr(LastCheckpoint, "__init__", lambda self, *args: init(self, *args, min_interval_s=age_s))
+    config = write_config(tmp_path / "tiny.yaml", trainer__check_val_every_n_epoch=2, **options)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
+    assert epochs == saved
+    assert load(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == steps
 
 
 def test_moved_run_continues_from_its_best_checkpoint(reference_run: Path, tmp_path: Path) -> None:

@@ -311,10 +311,10 @@ def test_the_first_checkpoint_is_waited_for(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("headmix_vision.training.callbacks.last_checkpoint.finish_saving", waited.append)
     trainer: Any = SimpleNamespace(fast_dev_run=False, save_checkpoint=lambda *args, **kwargs: None)
     callback = LastCheckpoint(tmp_path / "last.ckpt")
-    callback.on_train_epoch_end(trainer, torch.nn.Module())
+    callback.save(trainer)
     assert waited == [trainer]
     callback.path.touch()
-    callback.on_train_epoch_end(trainer, torch.nn.Module())
+    callback.save(trainer)
     assert waited == [trainer]
 
 

@@ -81,8 +81,10 @@ class GracefulInterrupt(Callback):
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops, if asked to; `LastCheckpoint` has just saved."""
+        """Saves and stops, if asked to."""
         if self._requested(trainer):
+            assert self.last is not None
+            self.last.save(trainer)
             self._stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
