@@ -301,6 +301,7 @@ def _silence_what_does_not_apply() -> None:
         ".*your dataloader is not resumable",  # the data module continues within the epoch
         "Be aware that when using `ckpt_path`, callbacks used to create",  # evaluation needs no training callbacks
         "Checkpoint directory .* exists and is not empty",  # settled by RunDirectory
+        "The AccumulateGrad node's stream does not match",  # Lightning sets up DDP on a stream of its own
         "It is recommended to use `self.log.*sync_dist",  # torchmetrics has added up the processes
         r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch
     ):

@@ -189,6 +189,31 @@ def test_blocks_compute_as_under_autocast(tmp_path: Path, monkeypatch: pytest.Mo
         assert found.dtype == torch.float32 and (found - parameter.grad).norm() <= 0.03 * parameter.grad.norm(), name
 
 
+@pytest.mark.gpu
+def test_classifiers_gather_blocks_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, whose norms take other types than their input has."""
+    found: set[tuple[bool, torch.dtype]] = set()
+
+    def look(callback: StopOnNonFinite, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+        found.update(("blocks" in name, parameter.dtype) for name, parameter in module.net.named_parameters())
+
+    monkeypatch.setattr(StopOnNonFinite, "on_before_backward", look)
+    monkeypatch.setattr(StopOnNonFinite, "on_before_optimizer_step", lambda *_: None)
+    options = {
+        "trainer__accelerator": "gpu",
+        "trainer__precision": "bf16-mixed",
+        "trainer__strategy": SHARE | {"init_args": {"reshard_after_forward": False}},
+    }
+    config = write_config(tmp_path / "tiny.yaml", **options)
+    try:
+        assert run("fit", "-c", config, "--run_dir", tmp_path / "run", "--trainer.devices", 1) == 0
+    finally:
+        leave_group()
+    assert found == {(True, torch.bfloat16), (False, torch.float32)}
+    weights = read(tmp_path / "run" / "checkpoints" / "last.ckpt")["current_model_state"]
+    assert {x.dtype for x in weights.values() if x.is_floating_point()} == {torch.float32}
+
+
 def test_a_process_keeps_its_part_alone(folder: Path) -> None:
     shards = list((folder / "two" / "checkpoints").glob("last.*.shards"))
     assert len(shards) == 1  # those of earlier checkpoints are gone
