@@ -88,7 +88,9 @@ def sharded(whole):
     return fully_shard(whole, mesh=mesh)
 
 
-def model(ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=False, axis=0, **options):
+def model(
+    ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=False, compiled=False, axis=0, **options
+):
     torch.manual_seed(0)
     sizes = {"embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 3, "class_dropout": 0.0, "in_channels": 2}
     whole = kind(**sizes, **options, dtype=DOUBLE)
@@ -114,6 +116,9 @@ def model(ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=Fa
 
     exact = step(whole) + learned()
     whole.spread_tokens(dist.group.WORLD, axis)
+    if compiled:
+        for block in whole.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
     if wrap is not None:
         return errors(step(wrap(whole), ranks.size) + learned(), exact)
     ours = step(whole)
@@ -144,15 +149,6 @@ def sent(ranks, rows):
     with Sent() as backward:
         out.sum().backward()
     return forward.numbers, backward.numbers
-
-
-def compiled(ranks):
-    blocks = TokenBlocks.from_grid((6, 2), (3, 2)).of_rank(ranks)
-    q, k, v = (random(1, blocks.num_tokens, 2, 4, seed=i) for i in range(3))
-    leaves = [x.requires_grad_() for x in (q, k, v, random(6, 6).abs())]
-    call = torch.compile(lambda *x: mhla(*x, blocks), fullgraph=True, backend="aot_eager")
-    d_out = torch.ones_like(v)
-    return errors(gradients(call, leaves, d_out), gradients(lambda *x: mhla(*x, blocks), leaves, d_out))
 
 
 KERNELS = {"dtype": torch.float32, "impl": "triton"}
@@ -189,13 +185,16 @@ CASES = {
         {"kind": HeadMixVideoDiT, "input_size": (3, 4, 8), "block_grid": (2, 2, 4), "cpe": True, "frame_times": True,
          "axis": None, "patch_size": 1},
     ),
-    "compiled": (compiled, {}),
+    "video, compiled": (
+        model,
+        {"kind": HeadMixVideoDiT, "input_size": (5, 4, 8), "block_grid": (2, 2, 2), "cpe": True, "compiled": True},
+    ),
 }  # fmt: skip
 
 
 def runs(name, size):
     """Four processes need not do again what is slow and not of their number; kernels run where they are interpreted."""
-    return (INTERPRETED or "kernels" not in name) and (size == 2 or name not in ("compiled", "kernels"))
+    return (INTERPRETED or "kernels" not in name) and (size == 2 or name not in ("video, compiled", "kernels"))
 
 
 def work(rank, size, folder):

@@ -6,7 +6,7 @@ B batch, N tokens of all ranks, n those of one, C channels. Collectives are thos
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,7 +80,8 @@ class TokenRanks:
     def _part(self, grid: TokenGrid, rank: int) -> TokenGrid:
         first, end = self.span(grid, rank)
         shape = (*grid.shape[: self.axis], end - first, *grid.shape[self.axis + 1 :])
-        return replace(grid, shape=shape, num_prefix_tokens=0 if rank else grid.num_prefix_tokens)
+        # not by dataclasses.replace, at which torch.compile cuts a graph in an autograd.Function
+        return TokenGrid(shape, 0 if rank else grid.num_prefix_tokens, grid.repeats)
 
     def split(self, x: Tensor, grid: TokenGrid, dim: int = 1) -> Tensor:
         """Take this rank's tokens of the N tokens of a grid, which a dim of ``x`` counts.
