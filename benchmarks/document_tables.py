@@ -103,6 +103,7 @@ FURTHER_CLAIMS = {
     "expressivity": "rank of Head-in-Head's transition",
     "moving_digits": "attention in models of clips",
     "moving_digits_distilled": "clip models distilled from softmax",
+    "emoji_large": "a larger model that draws emoji",
     "emoji_groups": "attention in classifiers of emoji, 9 groups",
     "emoji_subgroups": "the same, 37 subgroups",
     "emoji_groups_lite0": "a pretrained network on the 9 groups",
@@ -560,6 +561,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "emoji_length": lambda: sweeps_report.sweep(read("emoji_length"), (*sweeps_report.SCORES, "rank")),
     "emoji_speeds": emoji_speeds,
     "emoji": lambda: emoji_report.quality(read("emoji", split="test")),
+    "emoji_large": lambda: emoji_report.quality(read("emoji_large", split="test")),
     "moving_digits": partial(moving_digits, lambda report: report.quality("Attention")),
     "moving_digits_distilled": partial(
         moving_digits,

@@ -88,9 +88,7 @@ def sharded(whole):
     return fully_shard(whole, mesh=mesh)
 
 
-def model(
-    ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=False, compiled=False, axis=0, **options
-):
+def model(ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=False, compiled=False, axis=0, **options):
     torch.manual_seed(0)
     sizes = {"embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 3, "class_dropout": 0.0, "in_channels": 2}
     whole = kind(**sizes, **options, dtype=DOUBLE)
