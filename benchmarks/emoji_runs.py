@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import yaml
 from generator_runs import GeneratorRuns, flat, hash_of, trained_steps
 from torch import Tensor
 from training_runs import run_script
@@ -70,7 +71,7 @@ class Runs(GeneratorRuns):
         super().__init__(arguments, deadline_s)
         self._scoring = threading.Lock()
         self.scorer, self.pictures = cache(RememberingScorer), cache(self._open_pictures)
-        self.config = Path(find_config("emoji", "gen")).read_text()
+        self.config = yaml.safe_load(Path(find_config("emoji", "gen")).read_text())  # comments are no part of a recipe
 
     @cached_property
     def labels(self) -> dict[str, list[int]]:
