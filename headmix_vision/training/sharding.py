@@ -25,6 +25,7 @@ from torch.futures import Future as TorchFuture
 
 from headmix_vision.checks import check_counts, check_flags
 from headmix_vision.errors import InputError
+from headmix_vision.layers.cores.base import AttentionCore
 from headmix_vision.runs.checkpoints import check_state, read_checkpoint
 from headmix_vision.runs.shards import (
     FORMAT,
@@ -63,13 +64,15 @@ class ShardedStrategy(ModelParallelStrategy):
     another number of processes, and from or without shards.
 
     Under `trainer.precision: bf16-mixed` blocks are gathered in bfloat16, to which autocast would round most of their
-    weights anyway, and half as much is sent. Gradients are summed, and weights updated, in float32.
+    weights anyway, and half as much is sent, but those whose core has `float32_parameters` (Head-in-Head's decays).
+    Gradients are summed, and weights updated, in float32.
 
     Args:
         shard_size: Number of neighbouring processes that share one copy of the weights, such as the GPUs of a host;
             it divides the number of processes. All share one when null.
         reshard_after_forward: Give a block's gathered weights back after its forward pass, and gather them again in
-            the backward pass. If not, a process holds a copy of the weights in between, and sends a third less.
+            the backward pass. If not, a process holds a copy of the weights in between, and sends a third less, under
+            `bf16-mixed` a quarter.
     """
 
     # as of one process: by names and numbers of parameters, with DTensors in the place of tensors
@@ -207,13 +210,15 @@ class ShardedStrategy(ModelParallelStrategy):
         """Shards the parameters of a network in place; each of `network.blocks` is gathered when it is computed."""
         meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in network.parameters()}
         self._plain[network] = deepcopy(network, meta)
-        mesh, after_forward, precision = self.device_mesh, self.reshard_after_forward, self._precision_of_blocks()
+        mesh, after_forward = self.device_mesh, self.reshard_after_forward
         for block in getattr(network, "blocks", ()):
-            fully_shard(block, mesh=mesh, reshard_after_forward=after_forward, mp_policy=precision)
+            fully_shard(block, mesh=mesh, reshard_after_forward=after_forward, mp_policy=self._precision_of(block))
         fully_shard(network, mesh=mesh)
 
-    def _precision_of_blocks(self) -> MixedPrecisionPolicy:
+    def _precision_of(self, block: nn.Module) -> MixedPrecisionPolicy:
         if self.precision_plugin.precision != "bf16-mixed" or self.root_device.type == "cpu":  # norms of CPUs refuse it
+            return MixedPrecisionPolicy()
+        if any(isinstance(module, AttentionCore) and module.float32_parameters for module in block.modules()):
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 

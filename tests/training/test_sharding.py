@@ -160,8 +160,11 @@ def test_gathered_weights_are_kept_until_the_backward_pass_if_asked(
     assert found and set(found) == {kept}
 
 
-def test_blocks_compute_as_under_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = create_generator("dit_mhla_s_2", 3, 8, {"depth": 2, "embed_dim": 32, "num_heads": 2, "cpe": True}).eval()
+@pytest.mark.parametrize(("core", "dtype"), [("mhla", torch.bfloat16), ("hih", torch.float32)])
+def test_blocks_compute_as_under_autocast(
+    core: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = create_generator(f"dit_{core}_s_2", 3, 8, {"depth": 2, "embed_dim": 32, "num_heads": 2, "cpe": True}).eval()
     torch.manual_seed(0)
     for parameter in net.parameters():  # gates start with zeros
         torch.nn.init.normal_(parameter, std=0.2)
@@ -183,7 +186,7 @@ def test_blocks_compute_as_under_autocast(tmp_path: Path, monkeypatch: pytest.Mo
         gradients = {name: parameter.grad for name, parameter in sharded.named_parameters()}
     finally:
         destroy_process_group()
-    assert gathered == {torch.bfloat16} and entering[0] == entering[1]
+    assert gathered == {dtype} and entering[0] == entering[1]
     for name, parameter in net.named_parameters():
         found = gradients[name].full_tensor()
         assert found.dtype == torch.float32 and (found - parameter.grad).norm() <= 0.03 * parameter.grad.norm(), name

@@ -34,6 +34,8 @@ class AttentionCore(nn.Module):
             where the first place alone is written at the start.
         causal: True where tokens see none that come later, ``"rows"`` where they see no later row of blocks along the
             first axis; the core can then take them in pieces (``stream``).
+        float32_parameters: the core has parameters that bfloat16 is too coarse for: sharded training gathers the blocks
+            of its models in float32.
         layer_options: options of the layer that models of this core have on unless told otherwise.
 
     Raises:
@@ -44,6 +46,7 @@ class AttentionCore(nn.Module):
     reads_input: ClassVar[bool] = False
     averages_places: ClassVar[bool] = True
     causal: bool | str = False
+    float32_parameters: ClassVar[bool] = False
     layer_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, spec: LayerSpec) -> None:

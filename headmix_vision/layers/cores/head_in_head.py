@@ -66,6 +66,7 @@ class HeadInHeadCore(AttentionCore):
     """
 
     reads_input = True
+    float32_parameters = True  # A_log and dt_bias, by whose exponentials a memory decays
     averages_places = False
     undecayed = ("shares",)
     layer_options: ClassVar[dict[str, Any]] = {"output_norm": True}
