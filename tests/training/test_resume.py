@@ -123,6 +123,18 @@ def test_crash_continues_from_the_last_periodic_checkpoint(
     assert_same_run(run_dir, reference_run)
 
 
+def saved_epochs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns what becomes a list of the epochs in which `last.ckpt` is written."""
+    epochs, save = [], LastCheckpoint.save
+
+    def recorded(self: LastCheckpoint, trainer: Any) -> None:
+        epochs.append(trainer.current_epoch)
+        save(self, trainer)
+
+    monkeypatch.setattr(LastCheckpoint, "save", recorded)
+    return epochs
+
+
 @pytest.mark.parametrize(
     ("age_s", "options", "saved", "steps"),
     [
@@ -136,19 +148,28 @@ def test_epochs_without_validation_are_saved_when_the_checkpoint_is_old(
     age_s: float, options: dict[str, Any], saved: list[int], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Validation is in the second epoch; the last one is saved in any case."""
-    epochs: list[int] = []
-    save, init = LastCheckpoint.save, LastCheckpoint.__init__
-
-    def recorded(self: LastCheckpoint, trainer: Any) -> None:
-        epochs.append(trainer.current_epoch)
-        save(self, trainer)
-
-    monkeypatch.setattr(LastCheckpoint, "save", recorded)
+    epochs, init = saved_epochs(monkeypatch), LastCheckpoint.__init__
     monkeypatch.setattr(LastCheckpoint, "__init__", lambda self, *args: init(self, *args, min_interval_s=age_s))
     config = write_config(tmp_path / "tiny.yaml", trainer__check_val_every_n_epoch=2, **options)
     assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
     assert epochs == saved
     assert load(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == steps
+
+
+@pytest.mark.parametrize(
+    ("hook", "epoch", "batch", "saved"),
+    [("training_step", 0, 5, [0]), ("on_validation_epoch_end", 1, None, [1, 1])],
+    ids=["without-validation", "after-validation"],
+)
+def test_an_interrupt_saves_an_epoch_that_is_not_saved(
+    hook: str, epoch: int, batch: int | None, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second epoch has a validation, before and after which it is saved anyway."""
+    epochs = saved_epochs(monkeypatch)
+    config = write_config(tmp_path / "tiny.yaml", trainer__check_val_every_n_epoch=2)
+    interrupt_in(monkeypatch, hook, epoch, batch, signal.SIGTERM)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 143
+    assert epochs == saved
 
 
 def test_moved_run_continues_from_its_best_checkpoint(reference_run: Path, tmp_path: Path) -> None:

@@ -81,10 +81,11 @@ class GracefulInterrupt(Callback):
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves and stops, if asked to."""
+        """Saves, where `LastCheckpoint`, which comes earlier in the list, has not, and stops, if asked to."""
         if self._requested(trainer):
             assert self.last is not None
-            self.last.save(trainer)
+            if not self.last.saved_epoch:
+                self.last.save(trainer)
             self._stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

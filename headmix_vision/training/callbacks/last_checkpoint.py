@@ -32,6 +32,7 @@ class LastCheckpoint(Callback):
         self.every_n_steps = every_n_steps
         self.min_interval_s = min_interval_s
         self._last_step, self._validated, self._saved_at_s = 0, False, 0.0
+        self.saved_epoch = False  # whether the epoch that has just ended is saved; the same on all ranks
 
     def save(self, trainer: Trainer) -> None:
         """Writes the checkpoint (not in a `fast_dev_run`); all ranks call it between two optimizer steps."""
@@ -47,7 +48,7 @@ class LastCheckpoint(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for a validation in this epoch."""
-        self._validated = False
+        self._validated = self.saved_epoch = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -77,6 +78,7 @@ class LastCheckpoint(Callback):
         old = time.monotonic() - self._saved_at_s >= self.min_interval_s
         if self._validated or is_last_epoch(trainer) or trainer.strategy.reduce_boolean_decision(old, all=False):
             self.save(trainer)
+            self.saved_epoch = True
 
 
 def can_resume_after_batch(trainer: Trainer) -> bool:
