@@ -27,7 +27,7 @@ SCORES = {
     "copied_percent": "copied, %",
 }
 COLUMNS = ("row", "seed", "split", "guidance", "steps", "flat", "parameters", *SCORES, "recipe")
-COPIES = 12  # samples that are shown beside their nearest training pictures
+COPIES = 12  # samples that are shown beside their nearest training pictures, of either choice
 WIDTH, SHEET_ROWS = 13, 6
 
 
@@ -83,7 +83,7 @@ class Report:
             some = self._in_turn(WIDTH)
             sheets = [sheet(pixels, some, row) for row, pixels in drawn.items()]
             save(folder / "emoji_cores.png", np.concatenate(sheets))
-            save(folder / "emoji_neighbours.png", self._neighbours(drawn[shown][self._in_turn(COPIES)]))
+            save(folder / "emoji_neighbours.png", self._neighbours(drawn[shown]))
         self._plot(folder / "emoji_guidance.svg")
 
     def _in_turn(self, count: int) -> list[int]:
@@ -94,15 +94,19 @@ class Report:
         return sorted(range(len(labels)), key=lambda number: (seen[number], names[number]))[:count]
 
     def _neighbours(self, pixels: np.ndarray) -> np.ndarray:
-        """Samples, each with its nearest training picture below it."""
+        """Samples of classes in turn, then those that lie nearest to training pictures, each above its nearest one."""
         scorer = self.runs.scorer(self.given.features)
         mode = scorer.extractor.mode
         train = self.runs.pictures(TRAIN, mode)
         samples = ImageSet(TensorImages(torch.from_numpy(pixels).movedim(-1, 1)), mode)
-        _, numbers = nearest(scorer.collect(samples), scorer.collect(train))
-        pictures = torch.cat(list(train.batches(256)))[numbers].movedim(1, -1).numpy()
-        both = {"samples": pixels, "the training pictures nearest to them": pictures}
-        return np.concatenate([sheet(each, range(len(each)), title) for title, each in both.items()])
+        distances, numbers = nearest(scorer.collect(samples), scorer.collect(train))
+        known = torch.cat(list(train.batches(256))).movedim(1, -1).numpy()
+        closest = distances.argsort()[:COPIES].tolist()
+        sheets = []
+        for title, some in (("samples", self._in_turn(COPIES)), ("the samples nearest to training", closest)):
+            sheets.append(sheet(pixels, some, title))
+            sheets.append(sheet(known, numbers[some].tolist(), "the training pictures nearest to them"))
+        return np.concatenate(sheets)
 
     def _plot(self, path: Path) -> None:
         """FID of validation against guidance, a line for each row."""
