@@ -25,7 +25,7 @@ from torch.futures import Future as TorchFuture
 
 from headmix_vision.checks import check_counts, check_flags
 from headmix_vision.errors import InputError
-from headmix_vision.layers.cores.base import AttentionCore
+from headmix_vision.layers.cores import AttentionCore
 from headmix_vision.runs.checkpoints import check_state, read_checkpoint
 from headmix_vision.runs.shards import (
     FORMAT,

@@ -81,11 +81,10 @@ class GracefulInterrupt(Callback):
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves, where `LastCheckpoint`, which comes earlier in the list, has not, and stops, if asked to."""
+        """Saves, unless `LastCheckpoint`, which comes earlier in the list, has done so, and stops, if asked to."""
         if self._requested(trainer):
             assert self.last is not None
-            if not self.last.saved_epoch:
-                self.last.save(trainer)
+            self.last.save_epoch(trainer)
             self._stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

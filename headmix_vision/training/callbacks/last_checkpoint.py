@@ -31,8 +31,7 @@ class LastCheckpoint(Callback):
         self.path = path
         self.every_n_steps = every_n_steps
         self.min_interval_s = min_interval_s
-        self._last_step, self._validated, self._saved_at_s = 0, False, 0.0
-        self.saved_epoch = False  # whether the epoch that has just ended is saved; the same on all ranks
+        self._last_step, self._validated, self._saved_epoch, self._saved_at_s = 0, False, False, 0.0
 
     def save(self, trainer: Trainer) -> None:
         """Writes the checkpoint (not in a `fast_dev_run`); all ranks call it between two optimizer steps."""
@@ -42,13 +41,19 @@ class LastCheckpoint(Callback):
                 finish_saving(trainer)
             self._saved_at_s = time.monotonic()
 
+    def save_epoch(self, trainer: Trainer) -> None:
+        """Writes the checkpoint at the end of an epoch, unless that is done; all ranks call it."""
+        if not self._saved_epoch:
+            self.save(trainer)
+            self._saved_epoch = True
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remembers where this run starts."""
         self._last_step, self._saved_at_s = trainer.global_step, time.monotonic()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for a validation in this epoch."""
-        self._validated = self.saved_epoch = False
+        self._validated = self._saved_epoch = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -77,8 +82,7 @@ class LastCheckpoint(Callback):
         """Saves the finished epoch, if it had a validation, is the last one, or the checkpoint before is old."""
         old = time.monotonic() - self._saved_at_s >= self.min_interval_s
         if self._validated or is_last_epoch(trainer) or trainer.strategy.reduce_boolean_decision(old, all=False):
-            self.save(trainer)
-            self.saved_epoch = True
+            self.save_epoch(trainer)
 
 
 def can_resume_after_batch(trainer: Trainer) -> bool:
