@@ -92,7 +92,7 @@ def summarize_kernel(
         next_token, next_present = members(table, part, 0, size, BT, FULL)
         k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
         v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
-    for first in tl.range(0, BT if SINGLE else size, BT, num_stages=max(1, STAGES)):
+    for first in tl.range(0, BT if SINGLE else size, BT, num_stages=STAGES if STAGES > 0 else 1):
         if STAGES == 0:
             present, k_rows, v_rows = next_present, k_next, v_next
             if not SINGLE:
@@ -279,7 +279,7 @@ def backward_query_kernel(
     mixed_matrix = cast_matrix(mixed_matrix, COMPUTE)
     matrix = zero_matrix(D1, D2, DV1, DV2)
     vector = zero_columns(D1, D2) if DOTS else zero_vector(D1, D2)
-    for first in tl.range(0, BT if SINGLE else size, BT, num_stages=max(1, STAGES)):
+    for first in tl.range(0, BT if SINGLE else size, BT, num_stages=STAGES if STAGES > 0 else 1):
         if STAGES == 0:
             token, present, q_raw, g_rows = next_token, next_present, q_next, g_next
         else:

@@ -152,7 +152,7 @@ def _sum_rows(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> tu
     C, rows, columns = shape
     shares = _ceil(rows, SUM_SHARE)
     constants = dict(BR=SUM_ROWS, BC=SUM_COLUMNS, num_warps=4)
-    grid = (_ceil(columns, SUM_COLUMNS), shares, C)
+    grid = (shares, _ceil(columns, SUM_COLUMNS), C)  # only the first may exceed 65,535
     return Launch(shared.sum_parts_kernel, grid, (rows, columns, SUM_SHARE), constants), shares
 
 

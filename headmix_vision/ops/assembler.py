@@ -1,0 +1,88 @@
+"""Chooses the assembler (ptxas) of kernels for Hopper: releases before 12.9 make wrong machine code there.
+
+A product of Hopper (``wgmma``, in machine code HGMMA) finds its right factor by a descriptor: the address in shared
+memory, and the swizzle of the rows. Where factors of two swizzles lie at one address one after the other, as the parts
+of 64 and of 32 columns of a head of 96 dims do, ptxas 12.8 computes the later descriptors of the second from uniform
+registers that it never writes. Sums are then wrong, do not repeat, or end in an illegal address.
+``benchmarks/machine_code.py`` finds such code. Triton 3.6 and 3.7 assemble for Hopper with 12.8, and bring a newer
+release for Blackwell: kernels for Hopper take that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+FIRST_RIGHT = (12, 9)
+TOOLS = ("ptxas", "ptxas_blackwell")  # as Triton's settings name them, the first in use for Hopper
+
+
+class Assembler(NamedTuple):
+    """An assembler that is right on Hopper, and whether Triton takes it by itself."""
+
+    path: str
+    version: tuple[int, int]
+    is_default: bool
+
+
+def _version(tool: Any) -> tuple[int, int]:
+    major, minor = map(int, tool.version.split("."))
+    return major, minor
+
+
+def _driver_major() -> int:
+    """Return the major CUDA release of the driver, which does not load machine code of a later one."""
+    if not torch.cuda.is_available():  # nothing is run here
+        return FIRST_RIGHT[0] + 1
+    version: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    return version // 1000
+
+
+@lru_cache
+def find_assembler() -> Assembler | None:
+    """Return the first assembler of Triton that is right on Hopper and that the driver can follow, or None.
+
+    ``TRITON_PTXAS_PATH`` names another in place of the first.
+    """
+    from triton import knobs
+
+    for name in TOOLS:
+        tool = getattr(knobs.nvidia, name, None)
+        if tool is not None and _version(tool) >= FIRST_RIGHT and _version(tool)[0] <= _driver_major():
+            return Assembler(tool.path, _version(tool), name == TOOLS[0])
+    return None
+
+
+def why_no_assembler() -> str | None:
+    """Return why kernels cannot be assembled for Hopper, or None."""
+    if find_assembler() is not None:
+        return None
+    from triton import __version__, knobs
+
+    return (
+        f"ptxas {knobs.nvidia.ptxas.version} of triton {__version__} makes wrong machine code for Hopper:"
+        " install triton 3.6 or newer, or set TRITON_PTXAS_PATH to the ptxas of CUDA 12.9 or newer"
+    )
+
+
+@contextmanager
+def right_assembler() -> Iterator[None]:
+    """Let Triton assemble for Hopper with :func:`find_assembler`, also where it remembers another one's version."""
+    assembler = find_assembler()
+    if assembler is None or assembler.is_default:
+        yield
+        return
+    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas_version  # a part of the key of cached machine code
+
+    with knobs.nvidia.scope():
+        knobs.nvidia.ptxas = assembler.path
+        get_ptxas_version.cache_clear()
+        try:
+            yield
+        finally:
+            get_ptxas_version.cache_clear()
