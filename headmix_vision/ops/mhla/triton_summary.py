@@ -155,8 +155,7 @@ def mix_kernel(
     """Mix matrices and vectors: mixed summary i is the sum over blocks b of mixing[i, b] times summary b.
 
     A program mixes every ``shares``-th tile of columns. It keeps its weights on chip in CHUNKS tiles of BC blocks;
-    CHUNKS is 0 where they are too many. It mixes at most one tile of the vectors. (In a loop over tiles of 32
-    columns, sums for BC = 64 and 4 warps are wrong on Hopper with the ptxas 12.8 of Triton 3.6.)
+    CHUNKS is 0 where they are too many. It mixes at most one tile of the vectors.
     """
     pid = tl.program_id(0)
     if REVERSED:
