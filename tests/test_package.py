@@ -50,6 +50,7 @@ FLOORS = [
     "files",
     "console",
     "ops",
+    "doctor",
     "layers",
     "models",
     "data",
