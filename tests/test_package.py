@@ -92,6 +92,7 @@ FLOORS = [
     "files",
     "console",
     "ops",
+    "doctor",
     "layers",
     "models",
     "data",
