@@ -107,7 +107,15 @@ def models(args: Sequence[str] | None = None) -> None:
     main(args)
 
 
+def doctor(args: Sequence[str] | None = None) -> None:
+    """Check the kernels on this machine, and time them against PyTorch's softmax."""
+    from headmix_vision.doctor.command import main
+
+    main(args)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str] | None], None]] = {
+    "doctor": doctor,
     "models": models,
     "train-cls": train_cls,
     "train-gen": train_gen,
