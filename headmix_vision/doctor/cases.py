@@ -15,22 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.checks import suggest
-from headmix_vision.doctor import families
-from headmix_vision.doctor.drawing import HEAD_DIMS, Numbers
+from headmix_vision.checks import check_choice
+from headmix_vision.doctor.drawing import HEAD_DIMS, Options
+from headmix_vision.doctor.head_in_head_family import draw_head_in_head, pose_head_in_head
 from headmix_vision.doctor.judging import LIMITS, Error, judge
+from headmix_vision.doctor.mhla_family import draw_mhla, pose_mhla
+from headmix_vision.doctor.other_families import draw_grid_conv, draw_mix_heads, pose_grid_conv, pose_mix_heads
+from headmix_vision.doctor.problem import Numbers, Problem
 from headmix_vision.errors import InputError
 
-_FAMILIES: dict[str, tuple[Callable[..., families.Options], Callable[..., families.Problem]]] = {
-    "mhla pairwise": (partial(families.draw_mhla, causal=False, regimes=("pairwise",)), families.pose_mhla),
-    "mhla summary": (partial(families.draw_mhla, causal=False, regimes=("summary",)), families.pose_mhla),
-    "mhla causal": (partial(families.draw_mhla, causal=True, regimes=("pairwise", "summary")), families.pose_mhla),
-    "head_in_head": (families.draw_head_in_head, families.pose_head_in_head),
-    "grid_conv": (families.draw_grid_conv, families.pose_grid_conv),
-    "mix_heads": (families.draw_mix_heads, families.pose_mix_heads),
+_FAMILIES: dict[str, tuple[Callable[..., Options], Callable[..., Problem]]] = {
+    "mhla pairwise": (partial(draw_mhla, causal=False, regimes=("pairwise",)), pose_mhla),
+    "mhla summary": (partial(draw_mhla, causal=False, regimes=("summary",)), pose_mhla),
+    "mhla causal": (partial(draw_mhla, causal=True, regimes=("pairwise", "summary")), pose_mhla),
+    "head_in_head": (draw_head_in_head, pose_head_in_head),
+    "grid_conv": (draw_grid_conv, pose_grid_conv),
+    "mix_heads": (draw_mix_heads, pose_mix_heads),
 }
 FAMILIES = tuple(_FAMILIES)
 DTYPES = tuple(LIMITS)
+# Families of each eleven cases; a prime number, so that each of several processes, which take turns, gets all of them.
+_MIXTURE = (*FAMILIES[:4], *FAMILIES, "mhla causal")
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,17 @@ def draw(family: str, seed: int, dtype: torch.dtype | None = None, *, small: boo
     Raises:
         InputError: for an unknown family or type.
     """
-    if family not in _FAMILIES:
-        raise InputError(f"family must be one of {FAMILIES}, got {family!r}{suggest(family, FAMILIES)}.")
+    check_choice("family", family, FAMILIES)
     dtype = dtype or DTYPES[seed % len(DTYPES)]
-    if dtype not in DTYPES:
-        raise InputError(f"dtype must be one of {DTYPES}, got {dtype}.")
+    check_choice("dtype", dtype, DTYPES)
     rng = random.Random(f"{family} {seed} {small}")
     options = _FAMILIES[family][0](rng, seed // len(DTYPES) % len(HEAD_DIMS), small)
     return Case(family, seed, dtype, options, small)
+
+
+def numbered(index: int, dtype: torch.dtype | None = None, *, small: bool = False) -> Case:
+    """Draw a case of a mixture of all families; cases one after the other cover each type with each head dim range."""
+    return draw(_MIXTURE[index % len(_MIXTURE)], index, dtype, small=small)
 
 
 def read(line: str) -> Case:

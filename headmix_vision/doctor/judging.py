@@ -3,7 +3,7 @@
 A result is judged by its error relative to the float64 result, within a fixed limit for each type. The limits are
 those that thousands of cases of every op kept, and a wrong tile exceeds them by far. Where terms cancel, as in a
 gradient that is zero by mathematics, the result is too small a measure: there the error is relative to what rounding
-each step of the float64 computation does to it.
+each step of the float64 computation does to it. Numbers that the type or the kernels take for zero count as zero.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_map
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 5e-5}
 # Largest relative rounding of one product: kernels compute float16 in TF32, and leave out terms of float32 products.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
+# Absolute error of an entry that is always right: the step of float16 near 0, and decays below exp(-50).
+NEGLIGIBLE = {torch.bfloat16: 1e-15, torch.float16: 2.0**-24, torch.float32: 1e-15}
 _SAMPLES = 8  # of rounding errors: one number may be right by chance
 _FACTOR = 4  # between the rounding errors of a kernel and those of the samples
 _LIMIT_SHARES = torch.tensor([1, 2], dtype=torch.float64)  # of the norm, and of the largest entry
@@ -62,14 +64,15 @@ def judge(
         device: device of all tensors.
     """
     limit, exact = LIMITS[dtype], expected()
+    limits = limit * _LIMIT_SHARES
     for name, x, reference in zip(names, found, exact, strict=True):
         assert x.shape == reference.shape, f"{name} has shape {tuple(x.shape)}, not {tuple(reference.shape)}"
     distances = [_sizes(x.double() - reference) for x, reference in zip(found, exact, strict=True)]
-    scales = [_sizes(reference) for reference in exact]
+    scales = [_sizes(x).maximum(NEGLIGIBLE[dtype] * _sizes(torch.ones_like(x)) / limits) for x in exact]
     shares = [_share(d, s) for d, s in zip(distances, scales, strict=True)]
     if any(not share <= limit for share in shares):
         rounding = _rounding_errors(expected, exact, ROUNDING[dtype], device)
-        scales = [s.maximum(_FACTOR / limit / _LIMIT_SHARES * noise) for s, noise in zip(scales, rounding, strict=True)]
+        scales = [s.maximum(_FACTOR * noise / limits) for s, noise in zip(scales, rounding, strict=True)]
         shares = [_share(d, s) for d, s in zip(distances, scales, strict=True)]
     return [Error(name, share, limit) for name, share in zip(names, shares, strict=True)]
 
