@@ -22,7 +22,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = OneLineParser(prog="headmix doctor", description="Check the kernels on this machine in under a minute.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report, without names and paths")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument("--seed", type=int, default=0, help="number of the first case of each family (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="another one draws other cases (default: 0)")
     options = parser.parse_args(args)
     print("headmix doctor: this takes less than a minute", flush=True)
     with one_line_errors():

@@ -43,7 +43,7 @@ class Request:
 
     Attributes:
         device: the device.
-        seed: number of the first case of each family.
+        seed: which cases are drawn.
         cases: number of cases of each family.
         limit_s: time of the whole examination.
         started_s: when it began, on the clock of `time.monotonic`.
@@ -99,10 +99,11 @@ def _check_families(request: Request, machine: Machine, workers: Workers, deadli
     """Check cases of all families in turn until a time, and yield each family when its cases are done."""
     kernels = machine.why_no_kernels is None
     impl, types = ("triton", _KERNEL_TYPES) if kernels else ("torch", _TORCH_TYPES)
+    first = request.seed * request.cases
     # Numbers this far apart draw head dims of another range each.
     drawn = [
-        draw(family, request.seed + i * _NUMBERS_PER_HEAD_DIM, types[i % len(types)], small=not kernels)
-        for i in range(request.cases)
+        draw(family, i * _NUMBERS_PER_HEAD_DIM, types[i % len(types)], small=not kernels)
+        for i in range(first, first + request.cases)
         for family in FAMILIES
     ]
     # Compiled first, as there is one chain of them for each number of tokens.

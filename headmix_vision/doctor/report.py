@@ -64,7 +64,7 @@ class Report:
 
     Attributes:
         machine: versions and devices.
-        seed: number of the first case of each family.
+        seed: which cases were drawn.
         families: findings by kernel family.
         times: times by number of tokens; empty where nothing was timed.
         verdict: what follows for the user, a sentence each.
@@ -84,7 +84,7 @@ class Report:
         """Write the findings without folders, and without the names of the user and the host."""
         found = _plain(self)
         for at, entry in zip(self.times, found["times"], strict=True):
-            entry["speed_of_softmax"] = {part: at.speed(part) for part in PARTS}
+            entry["speed_over_softmax"] = {part: at.speed(part) for part in PARTS}
         return json.dumps({"format": FORMAT, **found}, indent=1, allow_nan=False) + "\n"
 
 
