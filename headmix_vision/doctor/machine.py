@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import platform
 import re
@@ -16,6 +15,7 @@ import torch
 
 import headmix_vision
 from headmix_vision.doctor.known_gpus import known_gpu
+from headmix_vision.ops.assembler import default_assembler, find_assembler
 from headmix_vision.ops.kernels import why_no_kernel_takes
 
 LOCAL = "local"  # marks fields that a report leaves out
@@ -34,7 +34,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Ptxas:
-    """The assembler that Triton runs for the GPU.
+    """The assembler of the kernels for the GPU.
 
     Attributes:
         path: the program.
@@ -182,19 +182,17 @@ def _read_gpu(device: torch.device) -> Gpu:
     )
 
 
-def find_ptxas(capability: str) -> Ptxas | None:
-    """Find the assembler that the installed Triton runs for a compute capability, as "9.0".
-
-    Triton itself is asked: which of its two programs it takes depends on its release and on the capability.
-    """
+def find_ptxas(architecture: str) -> Ptxas | None:
+    """Find the assembler of the kernels for a compute capability, as "9.0"."""
+    major, minor = map(int, architecture.split("."))
     try:
         import triton
-        from triton.backends.nvidia.compiler import get_ptxas
 
-        takes_capability = bool(inspect.signature(get_ptxas).parameters)  # from Triton 3.6 on
-        path = get_ptxas(*[int(capability.replace(".", ""))] * takes_capability).path
+        default = default_assembler((major, minor))
+        found = find_assembler() if (major, minor) == (9, 0) else default
     except Exception:  # no Triton, or none of its programs runs
         return None
-    found = re.search(r"\bV(\d[\d.]*)", _output_of([path, "--version"]))
+    path = (found or default).path
+    version = re.search(r"\bV(\d[\d.]*)", _output_of([path, "--version"]))
     bundled = Path(path).resolve().is_relative_to(Path(triton.__file__).resolve().parent)
-    return Ptxas(path, found[1] if found else "unknown", bundled)
+    return Ptxas(path, version[1] if version else "unknown", bundled)

@@ -10,6 +10,7 @@ release for Blackwell: kernels for Hopper take that one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -18,20 +19,28 @@ from typing import Any, NamedTuple
 import torch
 
 FIRST_RIGHT = (12, 9)
-TOOLS = ("ptxas", "ptxas_blackwell")  # as Triton's settings name them, the first in use for Hopper
+TOOLS = ("ptxas", "ptxas_blackwell")  # as Triton's settings name them
 
 
 class Assembler(NamedTuple):
-    """An assembler that is right on Hopper, and whether Triton takes it by itself."""
+    """A program that assembles, and whether Triton takes it by itself."""
 
     path: str
     version: tuple[int, int]
     is_default: bool
 
 
-def _version(tool: Any) -> tuple[int, int]:
+def default_assembler(capability: tuple[int, int]) -> Assembler:
+    """Ask Triton which assembler it takes for a compute capability; ``TRITON_PTXAS_PATH`` may name it."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    takes_capability = bool(inspect.signature(get_ptxas).parameters)  # from Triton 3.6 on
+    return _assembler(get_ptxas(*[10 * capability[0] + capability[1]] * takes_capability), is_default=True)
+
+
+def _assembler(tool: Any, is_default: bool) -> Assembler:
     major, minor = map(int, tool.version.split("."))
-    return major, minor
+    return Assembler(tool.path, (major, minor), is_default)
 
 
 def _driver_major() -> int:
@@ -44,28 +53,28 @@ def _driver_major() -> int:
 
 @lru_cache
 def find_assembler() -> Assembler | None:
-    """Return the first assembler of Triton that is right on Hopper and that the driver can follow, or None.
-
-    ``TRITON_PTXAS_PATH`` names another in place of the first.
-    """
+    """Return the first of Triton's assemblers that is right on Hopper and that the driver can follow, or None."""
     from triton import knobs
 
-    for name in TOOLS:
-        tool = getattr(knobs.nvidia, name, None)
-        if tool is not None and _version(tool) >= FIRST_RIGHT and _version(tool)[0] <= _driver_major():
-            return Assembler(tool.path, _version(tool), name == TOOLS[0])
-    return None
+    tools = (getattr(knobs.nvidia, name, None) for name in TOOLS)
+    candidates = [
+        default_assembler((9, 0)),
+        *(_assembler(tool, is_default=False) for tool in tools if tool is not None),
+    ]
+    right = (x for x in candidates if x.version >= FIRST_RIGHT and x.version[0] <= _driver_major())
+    return next(right, None)
 
 
 def why_no_assembler() -> str | None:
     """Return why kernels cannot be assembled for Hopper, or None."""
     if find_assembler() is not None:
         return None
-    from triton import __version__, knobs
+    from triton import __version__
 
+    version = ".".join(map(str, default_assembler((9, 0)).version))
     return (
-        f"ptxas {knobs.nvidia.ptxas.version} of triton {__version__} makes wrong machine code for Hopper:"
-        " install triton 3.6 or newer, or set TRITON_PTXAS_PATH to the ptxas of CUDA 12.9 or newer"
+        f"triton {__version__} (ptxas {version}) has no ptxas that makes right machine code for Hopper and that the"
+        " driver follows: install a newer triton, or set TRITON_PTXAS_PATH to the ptxas of CUDA 12.9"
     )
 
 
@@ -80,7 +89,9 @@ def right_assembler() -> Iterator[None]:
     from triton.backends.nvidia.compiler import get_ptxas_version  # a part of the key of cached machine code
 
     with knobs.nvidia.scope():
-        knobs.nvidia.ptxas = assembler.path
+        for name in TOOLS:
+            if hasattr(knobs.nvidia, name):
+                setattr(knobs.nvidia, name, assembler.path)
         get_ptxas_version.cache_clear()
         try:
             yield
