@@ -34,7 +34,10 @@ _FAMILIES: dict[str, tuple[Callable[..., Options], Callable[..., Problem]]] = {
 }
 FAMILIES = tuple(_FAMILIES)
 DTYPES = tuple(LIMITS)
-# Families of each eleven cases; a prime number, so that each of several processes, which take turns, gets all of them.
+# So many cases one after the other share what a kernel is compiled for (type, head dims, options): that takes most of
+# the time of a case. They differ in sizes, numbers and the memory layout of gradients.
+CASES_OF_A_KERNEL = 8
+# Families of each eleven kernels; eleven is prime, so that each of several processes, which take turns, gets them all.
 _MIXTURE = (*FAMILIES[:4], *FAMILIES, "mhla causal")
 
 
@@ -70,7 +73,7 @@ class Case:
 def draw(family: str, seed: int, dtype: torch.dtype | None = None, *, small: bool = False) -> Case:
     """Draw a case; equal arguments draw equal cases.
 
-    Seeds one after the other cycle through the types, if none is given, and through the ranges of head dims.
+    Every `CASES_OF_A_KERNEL` seeds come the next type, if none is given, and in turn the next range of head dims.
 
     Args:
         family: one of `FAMILIES`.
@@ -82,16 +85,17 @@ def draw(family: str, seed: int, dtype: torch.dtype | None = None, *, small: boo
         InputError: for an unknown family or type.
     """
     check_choice("family", family, FAMILIES)
-    dtype = dtype or DTYPES[seed % len(DTYPES)]
+    number = seed // CASES_OF_A_KERNEL
+    dtype = dtype or DTYPES[number % len(DTYPES)]
     check_choice("dtype", dtype, DTYPES)
-    rng = random.Random(f"{family} {seed} {small}")
-    options = _FAMILIES[family][0](rng, seed // len(DTYPES) % len(HEAD_DIMS), small)
+    rng, kernel = random.Random(f"{family} {seed} {small}"), random.Random(f"{family} kernel {number} {small}")
+    options = _FAMILIES[family][0](rng, kernel, number // len(DTYPES) % len(HEAD_DIMS), small)
     return Case(family, seed, dtype, options, small)
 
 
 def numbered(index: int, dtype: torch.dtype | None = None, *, small: bool = False) -> Case:
-    """Draw a case of a mixture of all families; cases one after the other cover each type with each head dim range."""
-    return draw(_MIXTURE[index % len(_MIXTURE)], index, dtype, small=small)
+    """Draw a case of a mixture of all families, which covers each type with each range of head dims."""
+    return draw(_MIXTURE[index // CASES_OF_A_KERNEL % len(_MIXTURE)], index, dtype, small=small)
 
 
 def read(line: str) -> Case:

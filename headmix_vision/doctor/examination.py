@@ -22,7 +22,7 @@ from headmix_vision.doctor.attention_times import (
     compile_attention,
     time_attention,
 )
-from headmix_vision.doctor.cases import FAMILIES, Case, check, draw
+from headmix_vision.doctor.cases import CASES_OF_A_KERNEL, FAMILIES, Case, check, draw
 from headmix_vision.doctor.judging import Error
 from headmix_vision.doctor.machine import Machine, read_machine
 from headmix_vision.doctor.report import FamilyFinding, Report, WrongCase
@@ -31,7 +31,7 @@ from headmix_vision.doctor.workers import Failure, Task, Workers
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TORCH_TYPES = (torch.float32,)
-_NUMBERS_PER_HEAD_DIM = 3  # of cases, see `draw`
+_NUMBERS_PER_HEAD_DIM = 3 * CASES_OF_A_KERNEL  # of cases, see `draw`
 _SHARE_OF_CHECKS = 0.65  # of the time, if the kernels are timed as well
 _PROCESS_BYTES = 3 << 29  # memory of a process with a GPU, on the host and on the GPU
 _MOST_PROCESSES = 16

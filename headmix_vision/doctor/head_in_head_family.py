@@ -27,27 +27,27 @@ from headmix_vision.doctor.problem import Numbers, Problem
 from headmix_vision.ops import TokenScan, head_in_head
 
 
-def draw_head_in_head(rng: random.Random, index: int, small: bool) -> Options:
+def draw_head_in_head(rng: random.Random, kernel: random.Random, index: int, small: bool) -> Options:
     """Draw a call of `head_in_head`; the loop of the reference keeps some matrices [B, H, Dk, Dk] for each token."""
     grid = draw_grid(rng, 150 if small else 700)
-    r = rng.choice((1, 2, 4, 8))
-    dim = -(-draw_head_dim(rng, index) // r) * r
-    value_dim = draw_value_dim(rng, dim)
+    r = kernel.choice((1, 2, 4, 8))
+    dim = -(-draw_head_dim(kernel, index) // r) * r
+    value_dim = draw_value_dim(kernel, dim)
     return {
         **grid,
         **draw_copies(rng, 2e7 / grid_of(grid).num_tokens / max(dim, value_dim) ** 2),
         "dim": dim,
         "value_dim": value_dim,
         "r": r,
-        "per_token": rng.random() < 0.4,
+        "per_token": kernel.random() < 0.4,
         "decay": rng.choice(("none", "mild", "mild", "strong", "-1e7", "-inf")),
-        "gates": rng.choice(WEIGHT_TYPES),
-        "mask": rng.choice(WEIGHT_TYPES),
-        "scan": rng.choice((None, "row_major", "column_major", "random")),
+        "gates": kernel.choice(WEIGHT_TYPES),
+        "mask": kernel.choice(WEIGHT_TYPES),
+        "scan": kernel.choice((None, "row_major", "column_major", "random")),
         "reverse": rng.random() < 0.5,
-        "initial_state": rng.choice((None, *WEIGHT_TYPES)),
-        "final_state": rng.random() < 0.5,
-        "layout": rng.choice(LAYOUTS),
+        "initial_state": kernel.choice((None, *WEIGHT_TYPES)),
+        "final_state": kernel.random() < 0.5,
+        "layout": kernel.choice(LAYOUTS),
         "gradient": rng.choice(GRADIENT_LAYOUTS),
     }
 

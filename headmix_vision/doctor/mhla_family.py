@@ -28,19 +28,21 @@ from headmix_vision.ops import TokenBlocks, mhla
 from headmix_vision.ops.mhla.settings import apply_feature_map
 
 
-def draw_mhla(rng: random.Random, index: int, small: bool, causal: bool, regimes: tuple[str, ...]) -> Options:
+def draw_mhla(
+    rng: random.Random, kernel: random.Random, index: int, small: bool, causal: bool, regimes: tuple[str, ...]
+) -> Options:
     """Draw a call of `mhla`; the dense float64 form limits tokens, heads and batch."""
     grid = draw_grid(rng, 300 if small else 1500)
     tokens = grid_of(grid).num_tokens
-    dim = draw_head_dim(rng, index)
-    value_dim = draw_value_dim(rng, dim)
+    dim = draw_head_dim(kernel, index)
+    value_dim = draw_value_dim(kernel, dim)
     many = not small and tokens <= 256 and rng.random() < 0.1  # heads than a GPU has multiprocessors
     most = min(320, 2e7 / tokens**2) if many else min(24, 8e6 / tokens**2, 1e6 / tokens / max(dim, value_dim))
     each_token = tokens <= 256 and rng.random() < 0.08
     longest = (16, 6, 4)[len(grid["shape"]) - 1]
     blocks = tuple(size if each_token else rng.randint(1, min(size, longest)) for size in grid["shape"])
-    normalizer = rng.choice(("paper", "paper", "paper", "source_block", None, None))
-    feature_map = rng.choice(("relu", "relu", "elu1", "elu1", "identity"))
+    normalizer = kernel.choice(("paper", "paper", "paper", "source_block", None, None))
+    feature_map = kernel.choice(("relu", "relu", "elu1", "elu1", "identity"))
     # The denominator of "source_block" may be one product of small features.
     eps = rng.choice((0.1, 0.3) if normalizer == "source_block" else (1e-6, 1e-6, 1e-6, 1e-3, 0.1))
     return {
@@ -50,13 +52,13 @@ def draw_mhla(rng: random.Random, index: int, small: bool, causal: bool, regimes
         "dim": dim,
         "value_dim": value_dim,
         "per_head": rng.random() < 0.4,
-        "mixing": rng.choice(WEIGHT_TYPES),
+        "mixing": kernel.choice(WEIGHT_TYPES),
         "normalizer": normalizer,
         "feature_map": feature_map,
         "eps": eps,
         "causal": causal,
-        "regime": rng.choice(regimes),
-        "layout": rng.choice(LAYOUTS),
+        "regime": kernel.choice(regimes),
+        "layout": kernel.choice(LAYOUTS),
         "gradient": rng.choice(GRADIENT_LAYOUTS),
     }
 

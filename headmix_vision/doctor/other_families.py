@@ -26,20 +26,21 @@ from headmix_vision.doctor.problem import Numbers, Problem
 from headmix_vision.ops import grid_conv, mix_heads
 
 
-def draw_grid_conv(rng: random.Random, index: int, small: bool) -> Options:
+def draw_grid_conv(rng: random.Random, kernel: random.Random, index: int, small: bool) -> Options:
     """Draw a call of `grid_conv`."""
     grid = draw_grid(rng, 300 if small else 1500)
-    channels = rng.choice((rng.randint(1, 20), rng.randint(21, 200), rng.randint(201, 400), 8 * rng.randint(1, 50)))
+    sizes = kernel.randint(1, 20), kernel.randint(21, 200), kernel.randint(201, 400), 8 * kernel.randint(1, 50)
+    channels, extents = kernel.choice(sizes), [kernel.choice((1, 3, 5)) for _ in range(3)]
     return {
         **grid,
-        "extents": tuple(rng.choice((1, 3, 5)) for _ in grid["shape"]),
+        "extents": tuple(extents[: len(grid["shape"])]),
         "batch": draw_copies(rng, 1e6 / grid_of(grid).num_tokens / channels, heads=1)["batch"],
         "channels": channels,
-        "bias": rng.random() < 0.7,
-        "weight": rng.choice(WEIGHT_TYPES),
-        "residual": rng.random() < 0.5,
-        "silu": rng.random() < 0.5,
-        "layout": rng.choice(LAYOUTS),
+        "bias": kernel.random() < 0.7,
+        "weight": kernel.choice(WEIGHT_TYPES),
+        "residual": kernel.random() < 0.5,
+        "silu": kernel.random() < 0.5,
+        "layout": kernel.choice(LAYOUTS),
         "gradient": rng.choice(GRADIENT_LAYOUTS),
     }
 
@@ -63,10 +64,10 @@ def pose_grid_conv(options: Options, numbers: Numbers) -> Problem:
     return Problem(inputs, ("out",), [d_out], call, partial(call, impl="reference"))
 
 
-def draw_mix_heads(rng: random.Random, index: int, small: bool) -> Options:
+def draw_mix_heads(rng: random.Random, kernel: random.Random, index: int, small: bool) -> Options:
     """Draw a call of `mix_heads`."""
-    count, dim = rng.randint(1, 4), draw_head_dim(rng, index)
-    heads, out_heads = (64 if not small and rng.random() < 0.05 else rng.randint(1, 26) for _ in "HG")
+    count, dim = kernel.randint(1, 4), draw_head_dim(kernel, index)
+    heads, out_heads = (64 if not small and kernel.random() < 0.05 else kernel.randint(1, 26) for _ in "HG")
     room = 1e6 / count / dim / max(heads, out_heads)
     tokens = rng.randint(1, max(1, min(200 if small else 400, int(room))))
     return {
@@ -76,8 +77,8 @@ def draw_mix_heads(rng: random.Random, index: int, small: bool) -> Options:
         "heads": heads,
         "out_heads": out_heads,
         "dim": dim,
-        "weights": rng.choice(WEIGHT_TYPES),
-        "layout": rng.choice(LAYOUTS),
+        "weights": kernel.choice(WEIGHT_TYPES),
+        "layout": kernel.choice(LAYOUTS),
         "gradient": rng.choice(GRADIENT_LAYOUTS),
     }
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # for machines on which the 
 
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.tables import markdown_table
-from headmix_vision.doctor.cases import DTYPES, FAMILIES, Case, check, draw, numbered, read
+from headmix_vision.doctor.cases import CASES_OF_A_KERNEL, DTYPES, FAMILIES, Case, check, draw, numbered, read
 from headmix_vision.doctor.drawing import HEAD_DIMS, head_dim_range
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.ops.kernels import INTERPRETED
@@ -83,8 +83,14 @@ def rerun(case: Case, reason: str) -> str:
     return f'python tests/ops/fuzz.py --case "{case.line}"  # {reason}'
 
 
+def following(index: int, jobs: int) -> int:
+    """Return the case after another one of a worker: of its kernel, or the first of its next kernel."""
+    index += 1
+    return index if index % CASES_OF_A_KERNEL else index + (jobs - 1) * CASES_OF_A_KERNEL
+
+
 def work(options: argparse.Namespace) -> None:
-    """Check every ``jobs``-th case and report each; a process whose GPU context is lost ends."""
+    """Check the cases of every ``jobs``-th kernel and report each; a process whose GPU context is lost ends."""
     torch.set_num_threads(1)
     index = options.worker
     while time.time() < options.until:
@@ -92,7 +98,7 @@ def work(options: argparse.Namespace) -> None:
         print(_DONE + json.dumps({"index": index, "reason": reason}), flush=True)
         if reason and torch.cuda.is_available():
             torch.cuda.synchronize()  # raises where the context is lost
-        index += options.jobs
+        index = following(index, options.jobs)
 
 
 class Tally:
@@ -132,7 +138,7 @@ class Tally:
 
 def supervise(first: int, options: argparse.Namespace, tally: Tally, args: list[str]) -> None:
     """Run one worker until the time is over, and start it again behind a case that ended it."""
-    index = first
+    index = first * CASES_OF_A_KERNEL
     while time.time() < options.until:
         command = [sys.executable, __file__, *args, "--worker", str(index), "--until", str(options.until)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -143,7 +149,7 @@ def supervise(first: int, options: argparse.Namespace, tally: Tally, args: list[
             if line.startswith(_DONE):
                 done = json.loads(line.removeprefix(_DONE))
                 tally.add(**done)
-                index = done["index"] + options.jobs
+                index = following(done["index"], options.jobs)
                 timer.cancel()
                 timer = threading.Timer(CASE_LIMIT_S, process.kill)
                 timer.start()
@@ -153,7 +159,7 @@ def supervise(first: int, options: argparse.Namespace, tally: Tally, args: list[
         if process.wait() == 0:
             return
         tally.add(index, f"the process ended with status {process.returncode}: {last}")
-        index += options.jobs
+        index = following(index, options.jobs)
 
 
 def main() -> None:
