@@ -10,13 +10,12 @@ release for Blackwell: kernels for Hopper take that one.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
-
-import torch
 
 FIRST_RIGHT = (12, 9)
 TOOLS = ("ptxas", "ptxas_blackwell")  # as Triton's settings name them
@@ -45,10 +44,12 @@ def _assembler(tool: Any, is_default: bool) -> Assembler:
 
 def _driver_major() -> int:
     """Return the major CUDA release of the driver, which does not load machine code of a later one."""
-    if not torch.cuda.is_available():  # nothing is run here
-        return FIRST_RIGHT[0] + 1
-    version: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    return version // 1000
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:  # there is none: nothing is run here
+        return 99
+    return version.value // 1000
 
 
 @lru_cache
