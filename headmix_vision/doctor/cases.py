@@ -34,8 +34,8 @@ _FAMILIES: dict[str, tuple[Callable[..., Options], Callable[..., Problem]]] = {
 }
 FAMILIES = tuple(_FAMILIES)
 DTYPES = tuple(LIMITS)
-# Families of each eleven cases; a prime number, so that each of several processes, which take turns, gets all of them.
-_MIXTURE = (*FAMILIES[:4], *FAMILIES, "mhla causal")
+# Families of each 13 cases; a prime number, so that each of several processes, which take turns, gets all of them.
+_MIXTURE = (*FAMILIES[:4], *FAMILIES, "mhla pairwise", "mhla causal", "mhla pairwise")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ B batch, N tokens, C channels or inputs, H heads, G output heads, D head dim.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -27,13 +28,15 @@ from headmix_vision.ops import grid_conv, mix_heads
 
 
 def draw_grid_conv(rng: random.Random, index: int, small: bool) -> Options:
-    """Draw a call of `grid_conv`."""
+    """Draw a call of `grid_conv`; the reference keeps the input once for each tap."""
     grid = draw_grid(rng, 300 if small else 1500)
     channels = rng.choice((rng.randint(1, 20), rng.randint(21, 200), rng.randint(201, 400), 8 * rng.randint(1, 50)))
+    extents = tuple(rng.choice((1, 3, 5)) for _ in grid["shape"])
+    numbers = grid_of(grid).num_tokens * channels
     return {
         **grid,
-        "extents": tuple(rng.choice((1, 3, 5)) for _ in grid["shape"]),
-        "batch": draw_copies(rng, 1e6 / grid_of(grid).num_tokens / channels, heads=1)["batch"],
+        "extents": extents,
+        "batch": draw_copies(rng, min(1e6, 4e7 / math.prod(extents)) / numbers, heads=1)["batch"],
         "channels": channels,
         "bias": rng.random() < 0.7,
         "weight": rng.choice(WEIGHT_TYPES),
