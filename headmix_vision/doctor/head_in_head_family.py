@@ -35,7 +35,7 @@ def draw_head_in_head(rng: random.Random, kernel: random.Random, index: int, sma
     value_dim = draw_value_dim(kernel, dim)
     return {
         **grid,
-        **draw_copies(rng, 2e7 / grid_of(grid).num_tokens / max(dim, value_dim) ** 2),
+        **draw_copies(rng, 1e7 / grid_of(grid).num_tokens / max(dim, value_dim) ** 2),
         "dim": dim,
         "value_dim": value_dim,
         "r": r,

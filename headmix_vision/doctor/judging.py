@@ -67,7 +67,7 @@ def judge(
     limits = limit * _LIMIT_SHARES
     for name, x, reference in zip(names, found, exact, strict=True):
         assert x.shape == reference.shape, f"{name} has shape {tuple(x.shape)}, not {tuple(reference.shape)}"
-    distances = [_sizes(x.double() - reference) for x, reference in zip(found, exact, strict=True)]
+    distances = [_sizes(_difference(x, reference)) for x, reference in zip(found, exact, strict=True)]
     scales = [_sizes(x).maximum(NEGLIGIBLE[dtype] * _sizes(torch.ones_like(x)) / limits) for x in exact]
     shares = [_share(d, s) for d, s in zip(distances, scales, strict=True)]
     if any(not share <= limit for share in shares):
@@ -75,6 +75,12 @@ def judge(
         scales = [s.maximum(_FACTOR * noise / limits) for s, noise in zip(scales, rounding, strict=True)]
         shares = [_share(d, s) for d, s in zip(distances, scales, strict=True)]
     return [Error(name, share, limit) for name, share in zip(names, shares, strict=True)]
+
+
+def _difference(x: Tensor, reference: Tensor) -> Tensor:
+    """Subtract the float64 result; infinity is right where it exceeds the largest number of the type."""
+    beyond = x.isinf() & (x.sign() == reference.sign()) & (reference.abs() > torch.finfo(x.dtype).max)
+    return torch.where(beyond, 0.0, x.double() - reference)
 
 
 def _sizes(x: Tensor) -> Tensor:

@@ -118,6 +118,8 @@ class Launch:
             import triton
 
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if "out of memory" in reason:  # the driver's, which loads the kernel
+                raise torch.OutOfMemoryError(reason) from error
             name = self.kernel.__name__
             raise KernelFailed(
                 f"{name} does not compile with triton {triton.__version__} on {gpu_behind(device).name}: {reason}"

@@ -36,11 +36,12 @@ TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 CASES_OF_A_SEED = 10**6
 CASE_LIMIT_S = 300  # no case takes as long, compilation included
 _DONE = "done: "  # begins the line by which a worker reports a case
+_LOST = 3  # status of a worker that reported its last case and cannot go on
 
 
 def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--seconds", type=float, default=300, help="time in which cases are started (default 300)")
     parser.add_argument("--jobs", type=int, default=cores, help="processes on the one GPU (default: one for each core)")
     parser.add_argument("--seed", type=int, default=0, help="other seeds draw other cases (default 0)")
@@ -97,9 +98,25 @@ def work(options: argparse.Namespace) -> None:
     while time.time() < options.until:
         reason = failure(drawn(options, index), options.impl)
         print(_DONE + json.dumps({"index": index, "reason": reason}), flush=True)
+<<<<<<< HEAD
         if reason and torch.cuda.is_available():
             torch.cuda.synchronize()  # raises where the context is lost
         index = following(index, options.jobs)
+=======
+        if torch.cuda.is_available() and not _give_back():
+            os._exit(_LOST)
+        index += options.jobs
+>>>>>>> drawn
+
+
+def _give_back() -> bool:
+    """Return cached GPU memory to the other processes; False if this one has lost its GPU context."""
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Tally:
@@ -159,8 +176,14 @@ def supervise(first: int, options: argparse.Namespace, tally: Tally, args: list[
         timer.cancel()
         if process.wait() == 0:
             return
+<<<<<<< HEAD
         tally.add(index, f"the process ended with status {process.returncode}: {last}")
         index = following(index, options.jobs)
+=======
+        if process.returncode != _LOST:
+            tally.add(index, f"the process ended with status {process.returncode}: {last}")
+            index += options.jobs
+>>>>>>> drawn
 
 
 def main() -> None:

@@ -118,6 +118,7 @@ def takes_backward(q: Layout, k: Layout, v: Layout, out: Layout, d_out: Layout, 
     rows = (q, k, v, out, d_out)
     return (
         q.shape[-1] == v.shape[-1]
+        and (settings.feature_map != "relu" or settings.eps <= tuning.HOPPER_EPS)
         and all(x.strides[1] * tuning.RESIDENT_TOKENS < 2**31 and max(x.strides) // 8 < 2**31 for x in rows)
         and _takes(settings, *rows)
         and _backward_tiles(q, settings) is not None
