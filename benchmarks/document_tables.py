@@ -35,6 +35,7 @@ from training_runs import REPOSITORY
 
 from headmix_vision.analysis.sweeps.runs import read_test
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
+from headmix_vision.doctor.known_gpus import COMPILED, KNOWN_GPUS, MEASURED
 from headmix_vision.files.origins import origin_path
 
 DOCS = REPOSITORY / "docs"
@@ -145,6 +146,15 @@ def claims(of: dict[str, str], links: str) -> str:
         commits = ", ".join(dict.fromkeys(call["commit"] for call in calls))
         lines.append([claim, command, f"[{name}.csv]({links}{name}.csv)", commits])
     return markdown_table(["claim", "command", "measured in", "commit"], lines)
+
+
+def gpus() -> str:
+    """The GPUs by what is known of the kernels there, with their compute capability or architecture."""
+    lines = [
+        [status, ", ".join(f"{x.cards} ({name})" for name, x in KNOWN_GPUS.items() if x.status == status)]
+        for status in (MEASURED, COMPILED)
+    ]
+    return markdown_table(["kernels", "GPUs"], [*lines, ["PyTorch form instead", "older ones, CPU"]])
 
 
 def numbers(rows: Sequence[Row], column: str) -> list[float]:
@@ -539,6 +549,7 @@ def explicit_heads() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "claims": partial(claims, CLAIMS, "docs/"),
     "further_claims": partial(claims, FURTHER_CLAIMS, ""),
+    "gpus": gpus,
     "attentions": attentions,
     "digits": digits,
     "attention_numbers": attention_numbers,

@@ -1,11 +1,29 @@
 """Vision models whose attention heads are mixed. Importing the package registers its models with timm.
 
+They are registered as soon as both packages are imported, in either order: this package alone imports in milliseconds.
 Without timm, `headmix_vision.ops` and `headmix_vision.layers` remain.
 """
 
-from importlib.util import find_spec
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-if find_spec("timm") is not None:
+if TYPE_CHECKING:
+    from headmix_vision import layers as layers
     from headmix_vision import models as models
+    from headmix_vision import ops as ops
 
 __version__ = "0.1.0"
+
+if sys.modules.get("timm") is not None:
+    import_module("headmix_vision.models")
+else:
+    from headmix_vision.registration import register_after_timm
+
+    register_after_timm()
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("layers", "models", "ops"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

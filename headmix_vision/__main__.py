@@ -1,19 +1,19 @@
-"""Run a script with the package's models registered: `python -m headmix_vision SCRIPT [ARGUMENTS ...]`.
+"""`python -m headmix_vision COMMAND`, as `headmix COMMAND`, and `python -m headmix_vision SCRIPT.py [ARGUMENTS ...]`.
 
-For scripts that take a timm model name but import nothing of ours, such as timm's `validate.py` or `benchmark.py`.
+The latter runs a script with the package's models registered, for scripts that take a timm model name but import
+nothing of ours, such as timm's `validate.py` or `benchmark.py`.
 """
 
 import runpy
 import sys
 from pathlib import Path
 
-import headmix_vision  # noqa: F401  (registers the models with timm)
+from headmix_vision.commands import COMMANDS, main
 from headmix_vision.errors import InputError, one_line_errors
 
 
-def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        sys.exit(f"{__doc__}")
+def run_script() -> None:
+    """Run the script that the first argument names, with the arguments behind it."""
     with one_line_errors():
         if not Path(sys.argv[1]).exists():
             raise InputError(f"script {sys.argv[1]} does not exist")
@@ -23,4 +23,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    given = sys.argv[1] if len(sys.argv) > 1 else ""
+    if given and given not in COMMANDS and (Path(given).suffix == ".py" or Path(given).exists()):
+        run_script()
+    else:
+        main()

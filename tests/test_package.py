@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import slips
+from test_wheel import COMMANDS
 
+from headmix_vision.commands import main
 from headmix_vision.errors import InputError, one_line_errors
 
 SCRIPT = """
@@ -24,11 +26,50 @@ def test_importing_loads_neither_generators_nor_training_nor_plotting():
         *("diffusers", "jsonargparse", "lightning", "matplotlib", "pandas", "rich", "sklearn", "tensorboard"),
         *("torch_fidelity", "torchmetrics", "transformers"),
     )
-    code = f"import sys, headmix_vision; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, headmix_vision.models; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-def test_a_script_runs_with_the_models_registered(tmp_path: Path, monkeypatch, capsys):
+def run_module(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["headmix_vision", *arguments])
+    runpy.run_module("headmix_vision", run_name="__main__")
+
+
+def test_the_list_of_commands_needs_no_torch():
+    code = (
+        "import sys\nfrom headmix_vision.commands import main\nmain(['--help'])\n"
+        "print([name for name in ('torch', 'timm', 'numpy') if name in sys.modules])"
+    )
+    *listed, loaded = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    assert loaded == "[]"
+    assert {line.split()[0] for line in listed if line.startswith("  ")} == {"doctor", *COMMANDS}
+
+
+def test_a_command_runs_by_either_name(capsys, monkeypatch):
+    main(["models", "deit_mhla_digits"])
+    listed = capsys.readouterr().out
+    assert listed.startswith("deit_mhla_digits")
+    run_module("models", "deit_mhla_digits", monkeypatch=monkeypatch)
+    assert capsys.readouterr().out == listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["modles"], "no command is called 'modles'; did you mean models? The commands are doctor, models, "),
+        (["xyz"], "no command is called 'xyz'. The commands are doctor, "),
+        ([], "name a command. The commands are doctor, "),
+        (["absent.py"], "script absent.py does not exist"),
+    ],
+)
+def test_an_unknown_command_ends_with_one_line(arguments, line, capsys, monkeypatch):
+    with pytest.raises(SystemExit, match="2"):
+        run_module(*arguments, monkeypatch=monkeypatch)
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {line}")
+
+
+def test_a_script_runs_with_the_models_registered(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "headmix_vision", script, "deit_mhla_digits", "--flag"]
@@ -37,19 +78,13 @@ def test_a_script_runs_with_the_models_registered(tmp_path: Path, monkeypatch, c
         "__main__",
         "['deit_mhla_digits', '--flag']\n",
     ]
-    monkeypatch.setattr("sys.argv", ["headmix_vision"])
-    with pytest.raises(SystemExit, match="SCRIPT"):
-        runpy.run_module("headmix_vision", run_name="__main__")
-    monkeypatch.setattr("sys.argv", ["headmix_vision", "absent.py"])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_module("headmix_vision", run_name="__main__")
-    assert capsys.readouterr().err == "error: script absent.py does not exist\n"
 
 
 FLOORS = [
     "files",
     "console",
     "ops",
+    "doctor",
     "layers",
     "models",
     "data",

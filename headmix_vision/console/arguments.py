@@ -4,11 +4,22 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from headmix_vision.checks import suggest
 
 _UNKNOWN = "unrecognized arguments: "
+
+
+def command_words() -> list[str]:
+    """Return the words that call this command: `headmix train-cls`, `headmix-train-cls` or `python train_cls.py`."""
+    program = Path(sys.argv[0])
+    if program.parts[-2:] == ("headmix_vision", "__main__.py"):
+        return ["python", "-m", "headmix_vision", *sys.argv[1:2]]
+    if program.name == "headmix":
+        return ["headmix", *sys.argv[1:2]]
+    return [program.name] if program.name.startswith("headmix-") else ["python", sys.argv[0]]
 
 
 class OneLineParser(argparse.ArgumentParser):

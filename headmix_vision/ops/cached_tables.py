@@ -1,11 +1,17 @@
-"""Caches index tables: built once for each device, whatever is going on when they are first asked for."""
+"""Caches index tables: built once for each device, whatever is going on when they are first asked for.
+
+A captured CUDA graph keeps the addresses of the tables that it reads: those are never dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from typing import ParamSpec, TypeVar, cast
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,4 +30,21 @@ def cached_tables(build: Callable[P, R], size: int = 256) -> Callable[P, R]:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(build, *args, **kwargs).result()
 
-    return cast(Callable[P, R], build_apart)
+    @wraps(build)
+    def find(*args: P.args, **kwargs: P.kwargs) -> R:
+        tables = build_apart(*args, **kwargs)  # type: ignore[arg-type]
+        keep_for_graphs(tables if isinstance(tables, tuple) else (tables,))
+        return tables
+
+    find.cache_info, find.cache_clear = build_apart.cache_info, build_apart.cache_clear  # type: ignore[attr-defined]
+    return cast(Callable[P, R], find)
+
+
+_kept: dict[int, Tensor] = {}
+
+
+def keep_for_graphs(tables: Iterable[Any]) -> None:
+    """Keep the tensors on a CUDA device as long as the process lives, if a CUDA graph is being captured."""
+    tensors = [x for x in tables if isinstance(x, Tensor) and x.is_cuda]
+    if tensors and torch.cuda.is_current_stream_capturing():
+        _kept.update((x.data_ptr(), x) for x in tensors)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import Gpu, gpu_behind
+from headmix_vision.ops.assembler import right_assembler
+from headmix_vision.ops.cached_tables import keep_for_graphs
+from headmix_vision.ops.kernels import INTERPRETED, Gpu, gpu_behind
 
 R = TypeVar("R")
 _MOST_PLANS = 512
@@ -57,6 +60,15 @@ def forget_plans() -> None:
         plan.cache_clear()
 
 
+class KernelFailed(RuntimeError):
+    """A kernel does not compile, or cannot be loaded; the message says which, where and why in one line."""
+
+
+INDEX_TYPES = (torch.int32, torch.int64)  # of tables
+# Of the compiler, for all kernels: contract a * b + c, which Triton 3.10 stops doing by itself.
+OPTIONS = {"enable_fp_fusion": True}
+
+
 class Launch:
     """A kernel with all of its arguments but the tensors, which are the first, and always of the same types.
 
@@ -71,6 +83,8 @@ class Launch:
         self.kernel, self.numbers, self.constants = kernel, tuple(numbers), dict(constants)
         self.grid = (*grid, 1, 1)[:3]
         self._compiled: dict[tuple[bool | None, ...], Any] = {}
+        if torch.version.hip is not None:
+            self.constants.pop("maxnreg", None)  # AMD's compiler takes no number of registers
         self._rest = (*self.numbers, *(constants[name] for name in kernel.arg_names if name in constants))
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -79,8 +93,35 @@ class Launch:
         compiled = self._compiled.get(aligned)
         if compiled is not None:
             compiled[self.grid](*tensors, *self._rest)
-        else:  # the interpreter compiles nothing
-            self._compiled[aligned] = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
+        else:
+            self._compiled[aligned] = self._compile_and_run(
+                tensors
+            )  # None from the interpreter, which compiles nothing
+        keep_for_graphs(x for x in tensors if x is not None and x.dtype in INDEX_TYPES)
+
+    def _compile_and_run(self, tensors: tuple[Tensor | None, ...]) -> Any:
+        """Launch the kernel by Triton's own way, and return what it compiled.
+
+        Raises:
+            KernelFailed: with the reason.
+        """
+        launch = self.kernel[self.grid]
+        if INTERPRETED:
+            return launch(*tensors, *self.numbers, **self.constants)
+        device = next(x.device for x in tensors if x is not None)
+        try:
+            with right_assembler() if gpu_behind(device).capability == (9, 0) else nullcontext():
+                return launch(*tensors, *self.numbers, **self.constants, **OPTIONS)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler raises
+            import triton
+
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            name = self.kernel.__name__
+            raise KernelFailed(
+                f"{name} does not compile with triton {triton.__version__} on {gpu_behind(device).name}: {reason}"
+            ) from error
 
 
 def alignment(*tensors: Layout) -> int:

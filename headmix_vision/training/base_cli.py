@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from headmix_vision.console.arguments import command_words
 from headmix_vision.console.processes import end_without_others, leave_group
 from headmix_vision.console.progress import is_terminal
 from headmix_vision.errors import InputError, end, one_line_errors
@@ -84,7 +85,10 @@ class RunCLI(LightningCLI):
             save_config_callback=StartRun,
             trainer_defaults={"use_distributed_sampler": False},
             parser_class=OptionParser,
-            parser_kwargs={"description": (self.__doc__ or "").partition("\n")[0]},
+            parser_kwargs={
+                "prog": " ".join(command_words()),
+                "description": (self.__doc__ or "").partition("\n")[0],
+            },
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             args=list(args),

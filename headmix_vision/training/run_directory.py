@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
+from headmix_vision.console.arguments import command_words
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import remove_temporaries
 from headmix_vision.files.locks import hold_lock
@@ -164,12 +165,9 @@ def _remove_empty_folders(run_dir: Path) -> None:
 
 def resume_command(run_dir: Path) -> str:
     """The command which continues the run, for the launcher in use."""
-    local_size, nodes = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE", "1")
-    installed = Path(sys.argv[0]).name.startswith("headmix-")
-    command = Path(sys.argv[0]).name if installed else sys.argv[0]
+    words = command_words()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        no_python = "--no-python " if installed else ""
-        command = f"torchrun --nnodes {nodes} --nproc-per-node {local_size} {no_python}{command}"
-    elif not installed:
-        command = f"python {command}"
-    return f"{command} fit -c {run_dir / CONFIG} --ckpt_path last"
+        local_size, nodes = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE", "1")
+        program = words[1:] if words[0] == "python" else ["--no-python", *words]
+        words = ["torchrun", "--nnodes", nodes, "--nproc-per-node", str(local_size), *program]
+    return f"{' '.join(words)} fit -c {run_dir / CONFIG} --ckpt_path last"

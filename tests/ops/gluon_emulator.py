@@ -15,6 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.runtime.jit import JITFunction
 
+from headmix_vision.ops.mhla import gluon_names
+
 NAN = float("nan")
 
 
@@ -119,10 +121,6 @@ class Memory:
 
     def permute(self, order):
         return self._view(self.places.permute(order))
-
-    def _reinterpret(self, dtype, shape, layout):
-        assert dtype == self.numbers.dtype and math.prod(shape) <= self.places.numel()
-        return Memory(self.numbers, self.fenced, self.places.min() + places_of(list(map(int, shape)), layout), layout)
 
     def load(self, layout):
         return self.numbers[self.places].as_subclass(Tile)
@@ -239,14 +237,20 @@ class Machine:
         self.allocated.append(memory)
         return memory
 
-    def thread_barrier(self):
+    def barrier(self):
         pass
+
+    @staticmethod
+    def reinterpret(memory, dtype, shape, layout):
+        shape = list(map(int, shape))
+        assert dtype == memory.numbers.dtype and math.prod(shape) <= memory.places.numel()
+        return Memory(memory.numbers, memory.fenced, memory.places.min() + places_of(shape, layout), layout)
 
     def fence_async_shared(self):
         for memory in self.allocated:
             memory.fenced.fill_(True)
 
-    def async_copy_global_to_shared(self, memory, pointer, mask=None):
+    def async_load(self, memory, pointer, mask=None):
         assert pointer.offset.shape == memory.shape
         self.copies.append((memory, pointer.load(mask, 0)))
         memory.store(torch.full(memory.shape, NAN, dtype=memory.numbers.dtype))
@@ -292,7 +296,7 @@ class Machine:
                     names[name] = x.value
                 elif name in ("gl", "tl", "async_copy"):
                     names[name] = self
-                elif name in vars(Machine) and hasattr(hopper, name):
+                elif name in vars(Machine) and (hasattr(hopper, name) or hasattr(gluon_names, name)):
                     names[name] = getattr(self, name)
             names["range"] = self.range
         return known[fn]

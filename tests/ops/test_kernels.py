@@ -1,5 +1,6 @@
 """Which form of an op runs where, and what a user is told when it is the slow one."""
 
+import gc
 import warnings
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenBlocks, kernels, mhla
+from headmix_vision.ops import TokenBlocks, assembler, kernels, mhla, token_blocks
+from headmix_vision.ops.launching import forget_plans
+from headmix_vision.ops.mhla import triton_tables
 
 from .helpers import make_inputs
 
@@ -35,20 +38,70 @@ def _inputs(dtype=torch.float32, **options):
     [
         (("GTX 1080", (6, 1), 48 << 10), "compute capability 6.1: the kernels need 8.0"),
         (("half a GPU", (8, 9), 48 << 10), "48 KB of shared memory: the kernels need 99 KB"),
-        (("B200", (10, 0), 227 << 10), "B200 of compute capability 10.0, where nobody has tested the kernels"),
+        (("B200", (10, 0), 227 << 10), r"B200 of compute capability 10.0, for which triton 3\.\d .* DISABLE_MMA_V5=1"),
+        (
+            ("MI300X", (9, 4), 64 << 10, 1, "gfx942"),
+            r"MI300X \(gfx942\): the kernels compile for it, but nobody has run",
+        ),
+        (("RX 6800", (10, 3), 64 << 10, 1, "gfx1030"), "the kernels have not been compiled for it, but nobody has run"),
         (None, "q is on cpu: the kernels need a CUDA device"),
     ],
 )
-def test_gpus_that_the_kernels_refuse(gpu, about, reason):
+def test_gpus_that_the_kernels_refuse(gpu, monkeypatch, about, reason):
+    monkeypatch.setattr(kernels, "triton_release", lambda: (3, 8))
     gpu(about and kernels.Gpu(*about))
     with pytest.raises(InputError, match=reason):
         mhla(*_inputs(), BLOCKS, impl="triton")
 
 
-def test_untested_gpus_on_demand(gpu, monkeypatch):
-    gpu(kernels.Gpu("B200", (10, 0), 227 << 10))
+@pytest.mark.parametrize("about", [("B200", (10, 0), 227 << 10), ("MI300X", (9, 4), 64 << 10, 1, "gfx942")])
+def test_untested_gpus_on_demand(gpu, monkeypatch, about):
+    gpu(kernels.Gpu(*about))
+    monkeypatch.setattr(kernels, "triton_release", lambda: (3, 8))
     monkeypatch.setenv(kernels.ALLOW_UNTESTED, "1")
     assert kernels.why_not_here(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "release", "variable"),
+    [((10, 0), (3, 9), None), ((10, 3), (3, 10), None), ((10, 0), (3, 6), "DISABLE_MMA_V5"), ((11, 0), (3, 6), None)],
+)
+def test_tensor_memory_is_right_with_a_new_triton_or_unused(gpu, monkeypatch, capability, release, variable):
+    gpu(kernels.Gpu("B200", capability, 227 << 10))
+    monkeypatch.setattr(kernels, "triton_release", lambda: release)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    assert kernels.why_not_here(torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(kernels.NO_KERNELS is not None, reason="needs triton")
+def test_hopper_gets_an_assembler_that_is_right(gpu, monkeypatch):
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    default = get_ptxas_version()
+    found = assembler.find_assembler()
+    assert found and found.version >= assembler.FIRST_RIGHT
+    assert found.is_default == (assembler.default_assembler((9, 0)).version >= assembler.FIRST_RIGHT)
+    with assembler.right_assembler():
+        assert assembler.default_assembler((9, 0)).path == found.path
+        assert "release {}.{}".format(*found.version) in get_ptxas_version()  # part of the key of cached code
+    assert get_ptxas_version() == default
+
+    gpu(kernels.Gpu("H100", (9, 0), 227 << 10))
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    assert kernels.why_not_here(torch.device("cpu")) is None
+    monkeypatch.setattr(assembler, "FIRST_RIGHT", (99, 0))
+    assembler.find_assembler.cache_clear()
+    with pytest.raises(InputError, match=r"H100, where triton .* has no ptxas that makes right .* TRITON_PTXAS_PATH"):
+        mhla(*_inputs(), BLOCKS, impl="triton")
+    assembler.find_assembler.cache_clear()
+
+
+def test_a_driver_does_not_load_code_of_a_later_assembler(monkeypatch):
+    monkeypatch.setattr(assembler, "_driver_major", lambda: 11)
+    assembler.find_assembler.cache_clear()
+    assert assembler.find_assembler() is None
+    assembler.find_assembler.cache_clear()
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (12, 0)])
@@ -57,16 +110,16 @@ def test_gpus_that_the_kernels_take(gpu, capability):
     assert kernels.why_not_here(torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("installed", ["3.5.1", "2.3.0"])
+@pytest.mark.parametrize("installed", ["3.4.1", "2.3.0"])
 def test_an_old_triton_is_named(monkeypatch, installed):
     import triton
 
     monkeypatch.setattr(triton, "__version__", installed)
-    assert f"they need triton 3.6 (torch 2.11), installed is {installed}" in kernels.why_no_kernels()
+    assert f"they need triton 3.5 (torch 2.9), installed is {installed}" in kernels.why_no_kernels()
 
 
 def test_the_slow_form_takes_the_place_of_kernels_with_one_warning():
-    implementations = {"torch": "slow", "triton": "fast"}
+    implementations = {"torch": "slow", "triton": "fast", "auto": "fast"}
 
     def choose(impl, reason, on_gpu=True):
         return kernels.select(impl, implementations, on_gpu, lambda: reason)
@@ -83,7 +136,7 @@ def test_the_slow_form_takes_the_place_of_kernels_with_one_warning():
 
 
 def test_the_warning_does_not_break_a_compiled_graph():
-    implementations = {"torch": torch.sin, "triton": torch.cos}
+    implementations = {"torch": torch.sin, "auto": torch.cos}
 
     @torch.compile(fullgraph=True, backend="eager")
     def model(x):
@@ -142,3 +195,22 @@ def test_who_looks_on_sees_ops_and_others_go_past_the_dispatcher():
     assert {"headmix_vision.mhla_forward.default", "headmix_vision.mhla_gradients.default"} <= set(seen.names)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         past.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["triton_pairwise", "triton_summary", "torch"])
+def test_index_tables_live_as_long_as_a_graph_that_reads_them(impl):
+    blocks = TokenBlocks.from_grid((9, 11), (2, 3))
+    q, k, v, mixing = (x.cuda().float() for x in make_inputs(blocks))
+    expected = mhla(q, k, v, mixing, blocks, impl=impl)  # warms up
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mhla(q, k, v, mixing, blocks, impl=impl)
+    forget_plans()
+    for tables in (token_blocks._cached_tables, triton_tables.places, triton_tables.parts):
+        tables.cache_clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    taken = [torch.full((1 << size,), -1, dtype=torch.int32, device="cuda") for size in range(6, 16) for _ in range(64)]
+    graph.replay()
+    assert torch.equal(out, expected), len(taken)

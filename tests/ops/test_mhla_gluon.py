@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from headmix_vision.ops import TokenBlocks, kernels, mhla
-from headmix_vision.ops.launching import layout
+from headmix_vision.ops.launching import KernelFailed, layout
 from headmix_vision.ops.mhla import gluon_launch, triton_tuning
 from headmix_vision.ops.mhla.settings import NORMALIZERS, Settings
+from headmix_vision.ops.mhla.triton_impl import mhla_triton
 from headmix_vision.ops.mhla.triton_launch_pairwise import pairwise_backward, pairwise_forward
 
 from .gluon_emulator import Emulated
@@ -166,3 +167,31 @@ def test_gradients_in_one_tensor(dim):
     apart, together = (pairwise_backward(q, k, v, mixing, out, inverse, d_out, x, settings) for x in (None, packed))
     assert torch.equal(torch.stack(apart[:3], 2), packed)
     assert torch.equal(apart.mixing, together.mixing)
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_portable_kernels_serve_where_one_does_not_compile(launched, monkeypatch, name):
+    """Under "auto" with one warning; asked for by name, an error says so."""
+
+    def fail():
+        raise KernelFailed(f"gluon_{name}_kernel does not compile with triton 4.0 on H100: no barrier")
+
+    monkeypatch.setattr(gluon_launch, "_left_out", False)
+    kernels._warned.clear()
+    given = gluon_launch._kernels()
+    failing = Emulated(getattr(given, name), fail)
+    monkeypatch.setattr(gluon_launch, "_kernels", lambda: given._replace(**{name: failing}))
+    blocks = TokenBlocks.from_grid((14, 14), (4, 4))
+    inputs, d_out = make(blocks)
+    with pytest.raises(KernelFailed, match="no barrier"):
+        run(lambda *x: mhla(*x, blocks, impl="triton_pairwise"), inputs, d_out)
+
+    def auto(*x):
+        return mhla_triton(*x, Settings(blocks), regime="pairwise", fallback=True)
+
+    with pytest.warns(UserWarning, match="no barrier; at 97 to 256 tokens the portable kernels take their place"):
+        run(auto, [x.float() for x in inputs], d_out.float())  # the portable kernels, which are interpreted
+        run(auto, inputs, d_out)
+    launched.clear()
+    run(auto, inputs, d_out)
+    assert launched == []

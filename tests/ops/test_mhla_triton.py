@@ -449,4 +449,4 @@ def test_meta_tensors_are_refused():
 
 def test_an_older_triton_is_named(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.4.1")
-    assert "they need triton 3.6 (torch 2.11), installed is 3.4.1" in why_no_kernels()
+    assert "they need triton 3.5 (torch 2.9), installed is 3.4.1" in why_no_kernels()

@@ -134,7 +134,7 @@ def test_a_loss_of_some_outputs():
 
 def test_opcheck():
     (*inputs, weights), _ = make(2, 2, 5, 3, 6, 8)
-    leaves = [x.requires_grad_() for x in inputs], weights.requires_grad_()
+    leaves = [x.requires_grad_() for x in inputs], weights.requires_grad_(), False
     torch.library.opcheck(torch.ops.headmix_vision.mix_heads.default, leaves)
 
 
@@ -214,3 +214,10 @@ def test_meta_tensors_and_transformations_are_refused():
         mix_heads([x.to("meta")], weights.to("meta"), impl="triton")
     with pytest.raises(ValueError, match=r"inputs\[0\] is under a transformation"):
         torch.func.vmap(lambda x: mix_heads([x], weights, impl="triton")[0])(x[None])
+
+
+def test_sums_of_many_parts_stay_within_the_grid():
+    """Only the first axis of a grid may exceed 65,535."""
+    launch, shares = triton_launch._sum_rows(torch.Size((3, 1 << 25, 4096)), torch.device("cpu"), torch.float32)
+    assert shares == launch.grid[0] == 1 << 17
+    assert max(launch.grid[1:]) < 65536

@@ -11,14 +11,20 @@ OPTIONS = "fit -c runs/digits/config.yaml --ckpt_path last"
 
 
 @pytest.mark.parametrize(
-    ("program", "alone", "launched"),
+    ("called", "alone", "launched"),
     [
-        ("train_cls.py", "python train_cls.py", "train_cls.py"),
-        ("/opt/env/bin/headmix-train-cls", "headmix-train-cls", "--no-python headmix-train-cls"),
+        (["train_cls.py"], "python train_cls.py", "train_cls.py"),
+        (["/opt/env/bin/headmix-train-cls"], "headmix-train-cls", "--no-python headmix-train-cls"),
+        (["/opt/env/bin/headmix", "train-cls"], "headmix train-cls", "--no-python headmix train-cls"),
+        (
+            ["/opt/headmix_vision/__main__.py", "train-cls"],
+            "python -m headmix_vision train-cls",
+            "-m headmix_vision train-cls",
+        ),
     ],
 )
-def test_it_is_that_of_the_program_and_launcher_in_use(program, alone, launched, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", [program, "fit"])
+def test_it_is_that_of_the_program_and_launcher_in_use(called, alone, launched, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", [*called, "fit"])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert resume_command(Path("runs/digits")) == f"{alone} {OPTIONS}"
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"reference": grid_conv_refe
 if NO_KERNELS is None:
     from headmix_vision.ops.grid_conv.triton_impl import grid_conv_triton
 
-    IMPLEMENTATIONS["triton"] = grid_conv_triton
+    IMPLEMENTATIONS |= {"triton": grid_conv_triton, "auto": partial(grid_conv_triton, fallback=True)}
 
 MAX_EXTENT = 5  # of the kernels: their loops over taps are unrolled
 

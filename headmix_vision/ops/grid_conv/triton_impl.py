@@ -14,35 +14,55 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headmix_vision.ops.eager import as_function, without_dispatcher
+from headmix_vision.ops.fallback import gradients_of, has_failed, stand_in
 from headmix_vision.ops.grid_conv import triton_launch as launch
+from headmix_vision.ops.grid_conv.torch_impl import grid_conv_torch
+from headmix_vision.ops.launching import KernelFailed
 from headmix_vision.ops.token_grid import TokenGrid
 
 
 def grid_conv_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool, fallback: bool = False
 ) -> Tensor:
-    """Compute :func:`headmix_vision.ops.grid_conv` in kernels."""
+    """Compute :func:`headmix_vision.ops.grid_conv` in kernels; for ``fallback`` see ``mhla_triton``."""
     shape = [*grid.shape]
-    out: Tensor = _call_forward(x, weight, bias, shape, grid.num_prefix_tokens, grid.repeats, residual, silu)
+    out: Tensor = _call_forward(x, weight, bias, shape, grid.num_prefix_tokens, grid.repeats, residual, silu, fallback)
     return out
 
 
 # Cached compiled graphs do not notice a change of an op's gradients: when their arguments change, rename the ops.
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], prefix: int, repeats: int, residual: bool,
-    silu: bool,
+    silu: bool, fallback: bool,
 ) -> Tensor:  # fmt: skip
     """Compute the convolved tokens."""
     out = x.new_empty(x.shape)
-    if x.numel():
-        first, planes = prefix * repeats, _planes(tuple(shape), repeats, weight.shape[2:])
-        x, tokens = launch.in_rows(x), out
-        if prefix:
-            out[:, :first] = F.silu(x[:, :first]) if silu else x[:, :first]
-            x, tokens = x[:, first:], out[:, first:]
-        with torch.cuda.device_of(x):
-            launch.conv(x, launch.taps_first(weight), bias, None, tokens, planes, residual, silu)
+    if x.numel() and not has_failed(*_kind(x, weight, fallback)):
+        try:
+            return _run_kernel(x, weight, bias, shape, prefix, repeats, residual, silu, out)
+        except KernelFailed as error:
+            stand_in(error, fallback, *_kind(x, weight, fallback))
+    grid = TokenGrid(tuple(shape), prefix, repeats)
+    return out.copy_(grid_conv_torch(x, weight, bias, grid, residual, silu)) if x.numel() else out
+
+
+def _run_kernel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], prefix: int, repeats: int, residual: bool,
+    silu: bool, out: Tensor,
+) -> Tensor:  # fmt: skip
+    first, planes = prefix * repeats, _planes(tuple(shape), repeats, weight.shape[2:])
+    x, tokens = launch.in_rows(x), out
+    if prefix:
+        out[:, :first] = F.silu(x[:, :first]) if silu else x[:, :first]
+        x, tokens = x[:, first:], out[:, first:]
+    with torch.cuda.device_of(x):
+        launch.conv(x, launch.taps_first(weight), bias, None, tokens, planes, residual, silu)
     return out
+
+
+def _kind(x: Tensor, weight: Tensor, fallback: bool) -> tuple[Any, ...]:
+    """Name what kernels depend on, for those that do not compile."""
+    return "grid_conv", x.device, x.dtype, weight.shape[2:], fallback
 
 
 @lru_cache
@@ -54,18 +74,40 @@ _forward_op = torch.library.custom_op("headmix_vision::grid_conv", _forward, mut
 
 
 @_forward_op.register_fake
-def _(x, weight, bias, shape, prefix, repeats, residual, silu):  # type: ignore[no-untyped-def]
+def _(x, weight, bias, shape, prefix, repeats, residual, silu, fallback):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape)
 
 
 def _gradients(
     d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], prefix: int, repeats: int,
-    residual: bool, silu: bool,
+    residual: bool, silu: bool, fallback: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of the input, of the weight and of a bias."""
     d_x, d_weight, d_bias = _like_gradients(x, weight, bias)
     if x.numel() == 0:
         return d_x, d_weight.zero_(), d_bias.zero_()
+    if not has_failed(*_kind(x, weight, fallback)):
+        try:
+            return _run_backward_kernels(
+                d_out, x, weight, bias, shape, prefix, repeats, residual, silu, d_x, d_weight, d_bias
+            )
+        except KernelFailed as error:
+            stand_in(error, fallback, *_kind(x, weight, fallback))
+    grid = TokenGrid(tuple(shape), prefix, repeats)
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return grid_conv_torch(x, weight, bias, grid, residual, silu)
+
+    inputs = [x, weight] if bias is None else [x, weight, bias]
+    for gradient, computed in zip((d_x, d_weight, d_bias), gradients_of(run, inputs, [d_out]), strict=False):
+        gradient.copy_(computed)
+    return d_x, d_weight, d_bias
+
+
+def _run_backward_kernels(
+    d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], prefix: int, repeats: int,
+    residual: bool, silu: bool, d_x: Tensor, d_weight: Tensor, d_bias: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     first, planes = prefix * repeats, _planes(tuple(shape), repeats, weight.shape[2:])
     x, d_out, taps, d_tokens = launch.in_rows(x), launch.in_rows(d_out), launch.taps_first(weight), d_x
     if prefix:
@@ -92,7 +134,7 @@ _call_gradients = without_dispatcher(_gradients_op, _gradients)
 
 
 @_gradients_op.register_fake
-def _(d_out, x, weight, bias, shape, prefix, repeats, residual, silu):  # type: ignore[no-untyped-def]
+def _(d_out, x, weight, bias, shape, prefix, repeats, residual, silu, fallback):  # type: ignore[no-untyped-def]
     return _like_gradients(x, weight, bias)
 
 

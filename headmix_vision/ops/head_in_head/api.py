@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from headmix_vision.ops import kernels
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
@@ -25,7 +24,7 @@ RWKV7_IMPLEMENTATIONS: dict[str, Callable[..., State]] = {
 if NO_KERNELS is None:
     from headmix_vision.ops.head_in_head.triton_impl import head_in_head_triton
 
-    IMPLEMENTATIONS["triton"] = head_in_head_triton
+    IMPLEMENTATIONS |= {"triton": head_in_head_triton, "auto": partial(head_in_head_triton, fallback=True)}
 SUB_HEADS = (1, 2, 4, 8)  # values of r that the kernels take
 
 
@@ -44,16 +43,7 @@ class HeadInHeadOutput(NamedTuple):
 def _why_not_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
     if mask.shape[-1] not in SUB_HEADS:
         return f"mask has r = {mask.shape[-1]} sub-heads: the kernels take {SUB_HEADS}"
-    return why_not_triton(q, v) or _why_not_here(q.device)
-
-
-@torch.compiler.assume_constant_result
-def _why_not_here(device: torch.device) -> str | None:
-    gpu = kernels.find_gpu(device)
-    assert gpu is not None, device
-    if gpu.capability[0] in kernels.TENSOR_MEMORY:
-        return f"q is on {gpu.name}, for which Triton 3.6 does not compile the backward pass of Head-in-Head"
-    return None
+    return why_not_triton(q, v)
 
 
 def head_in_head(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headmix_vision.ops.head_in_head import triton_backward as backward
 from headmix_vision.ops.head_in_head import triton_forward as forward
-from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, numerics
+from headmix_vision.ops.kernels import numerics, storage_dtype
 from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
 
 Tiles = dict[str, int]
@@ -66,7 +66,7 @@ def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
     """Allocate the buffers; without ``save`` the last two are left out, C = 0."""
     (B, N, H, Dk), Dv, r = q.shape, v.shape[-1], mask.shape[-1]
     T = chunk_tokens(r)
-    C, storage = -(-N // T), numerics(q.dtype).storage
+    C, storage = -(-N // T), storage_dtype(q.dtype)
     kept = C if save else 0
     return Saved(
         q.new_empty(B, H, C, 2, T, dtype=torch.float64 if q.dtype == torch.float32 else torch.float32),
@@ -91,14 +91,10 @@ def _mask_strides(mask: Layout) -> tuple[int, ...]:
 
 
 def _constants(k: Layout, mask: Layout, ordered: bool, align: int) -> dict[str, Any]:
-    compute, precision, _ = numerics(k.dtype)
-    if k.dtype == torch.float32:
-        precision = SMALL_FLOAT32_PRECISION
-    # On Hopper the ptxas 12.8 of Triton 3.6 gets products of bf16 with fewer than 64 columns wrong, also the six that
-    # make one of float32; with TRITON_PTXAS_PATH at ptxas 13.4 they are right.
-    r, D, keys = mask.shape[-1], k.shape[-1], max(64, _columns(k.shape[-1]))
+    compute, precision = numerics(k.dtype, k.gpu, crowded=True)
+    r, D = mask.shape[-1], k.shape[-1]
     return dict(
-        T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=keys, ORDERED=ordered,
+        T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=_columns(D), ORDERED=ordered,
         COMPUTE=compute, PRECISION=precision, ALIGN=align,
     )  # fmt: skip
 
@@ -127,6 +123,9 @@ def _values(k: Layout, v: Layout, mask: Layout, tiles: Tiles) -> dict[str, Any]:
 
 
 def _scan_tiles(heads: int, v: Layout, mask: Layout) -> Tiles:
+    if v.gpu.has_tensor_memory:
+        # With stages Triton lets a product begin with the state before the decay has scaled it (triton #10993).
+        return SCAN | Tiles(num_stages=1)
     if mask.shape[-1] > 1 or heads * -(-v.shape[-1] // SCAN["VALUES"]) <= v.gpu.processors:
         return SCAN
     return CROWDED_SCAN

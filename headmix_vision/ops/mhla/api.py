@@ -19,6 +19,7 @@ if NO_KERNELS is None:
     from headmix_vision.ops.mhla.triton_impl import mhla_triton
 
     IMPLEMENTATIONS["triton"] = mhla_triton
+    IMPLEMENTATIONS["auto"] = partial(mhla_triton, fallback=True)
     IMPLEMENTATIONS |= {f"triton_{regime}": partial(mhla_triton, regime=regime) for regime in REGIMES}
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import INTERPRETED
-from headmix_vision.ops.launching import Launch, Layout, alignment, planned
+from headmix_vision.ops.kernels import INTERPRETED, warn_once
+from headmix_vision.ops.launching import KernelFailed, Launch, Layout, alignment, forget_plans, planned
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mhla.triton_launch import (
@@ -33,22 +33,42 @@ class Kernels(NamedTuple):
     wide_backward: Any
 
 
+COST = "at 97 to 256 tokens the portable kernels take their place, with 0.7 to 1.0 of the speed"
+
+
 @lru_cache
 def _kernels() -> Kernels | None:
-    """Return the kernels, or None: Gluon is part of Triton, but no public interface yet. Its import takes time."""
+    """Return the kernels, or None with a warning for a Triton whose Gluon lacks what they use. Importing takes time."""
     try:
         from headmix_vision.ops.mhla.gluon_pairwise_backward import gluon_backward_kernel
         from headmix_vision.ops.mhla.gluon_pairwise_forward import gluon_forward_kernel
         from headmix_vision.ops.mhla.gluon_wide_backward import gluon_wide_backward_kernel
-    except ImportError:
+    except ImportError as error:
+        import triton
+
+        warn_once(f"MHLA's kernels for Hopper need triton 3.6 or newer, got {triton.__version__} ({error}): {COST}.")
         return None
     return Kernels(gluon_forward_kernel, gluon_backward_kernel, gluon_wide_backward_kernel)
+
+
+_left_out = False
+
+
+def leave_out(error: KernelFailed, settings: Settings) -> None:
+    """Warn once that the portable kernels serve from now on, or raise where kernels were asked for by name."""
+    global _left_out
+    if not settings.fallback:
+        raise error
+    warn_once(f"{error}; {COST}.")
+    _left_out = True
+    forget_plans()
 
 
 def _takes(settings: Settings, *rows: Layout) -> bool:
     """Tell whether the kernels take such rows: bf16 in whole 16 bytes, on a Hopper GPU; they are not causal."""
     return (
         not INTERPRETED
+        and not (_left_out and settings.fallback)
         and not settings.causal
         and rows[0].gpu.capability == (9, 0)
         and rows[0].gpu.shared_memory >= tuning.HOPPER_KB << 10

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from headmix_vision.ops.mhla.gluon_names import async_load, barrier, reinterpret
 from headmix_vision.ops.mhla.gluon_tiles import (
     add_product,
     choose,
@@ -50,7 +51,7 @@ def _copy_rows(target, base, rows, stride):
     D: gl.constexpr = target.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     pointers, mask = point_to_rows(base, target.shape[0], D, LAYOUT, stride, rows)
-    async_copy.async_copy_global_to_shared(target, pointers, mask)
+    async_load(target, pointers, mask)
 
 
 @gluon.jit
@@ -233,7 +234,7 @@ def _tile(
     fence_async_shared()
     if not ALONE:
         last = _finish(last, left)
-    gl.thread_barrier()
+    barrier()
     if PARTS == 2:
         return (first[0], last[0]), (first[1], last[1]), (first[2], last[2]), sums
     else:
@@ -362,7 +363,7 @@ def gluon_backward_kernel(
     e_parts = ()
     for _ in gl.static_range(MB // COLUMNS):
         e_parts = e_parts + (gl.allocate_shared_memory(dtype, [PARTS, ROWS, COLUMNS], shared_layout(COLUMNS)),)
-    e_tiles = e_parts[0]._reinterpret(dtype, [KEYS // BQ, BQ, COLUMNS], shared_layout(COLUMNS))
+    e_tiles = reinterpret(e_parts[0], dtype, [KEYS // BQ, BQ, COLUMNS], shared_layout(COLUMNS))
     m_tiles = gl.allocate_shared_memory(dtype, [TILES, MB, BQ], shared_layout(BQ))
     memory = (k_parts, v_parts, q_raw, g_raw, q_tiles, g_tiles, shifts, d_scores, e_tiles, e_parts, m_tiles)
     q, k, v = (q, q_b, q_n, q_h), (k, k_b, k_n, k_h), (v, v_b, v_n, v_h)
@@ -406,7 +407,7 @@ def gluon_backward_kernel(
             spread_mixing(m_tiles, mixing + head[1].to(gl.int64) * mixing_h, blocks, mixing_i, mixing_j, N, M, SHIFT)
             dm, dm_prefix = zeros(PARTS, ROWS, COLUMNS), _row_sums(PARTS * SHIFT, ROWS)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         _copy_keys(k_raw, next_head, B, k, N)  # with the first tile that is copied
         if VALUES_AHEAD:
             _copy_keys(v_raw, next_head, B, v, N)
@@ -440,7 +441,7 @@ def gluon_backward_kernel(
             p_dm = d_mixing + place.to(gl.int64) * (MB * MB)
             _store_mixing_gradient(p_dm, dm, dm_prefix, d_scores, e_parts, M)
         if not VALUES_AHEAD:
-            gl.thread_barrier()  # all warps have read the gradients that took the place of values
+            barrier()  # all warps have read the gradients that took the place of values
             _copy_keys(v_raw, next_head, B, v, N)
             async_copy.commit_group()
         elif TILES == 2:

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from headmix_vision.ops.mhla.gluon_names import async_load, barrier, reinterpret
 from headmix_vision.ops.mhla.gluon_tiles import features
 
 KEYS = gl.constexpr(32)  # of a product
@@ -56,7 +57,7 @@ def _copy_part(rows, base, STRIDE: gl.constexpr, N: gl.constexpr, D: gl.constexp
     column = START + gl.arange(0, rows.shape[1], gl.SliceLayout(0, layout))
     present = (row < N)[:, None] & (column < D)[None, :]
     pointers = base + (row.to(gl.int64)[:, None] * STRIDE + column.to(gl.int64)[None, :])
-    async_copy.async_copy_global_to_shared(rows, pointers, present)
+    async_load(rows, pointers, present)
 
 
 @gluon.jit
@@ -98,7 +99,7 @@ def _tile(part, stage, i, WIDTH: gl.constexpr):
     """View WIDTH rows from KEYS i on."""
     ROWS: gl.constexpr = part.shape[1]
     COLUMNS: gl.constexpr = part.shape[2]
-    tiles = part.index(stage)._reinterpret(gl.bfloat16, [ROWS // KEYS, KEYS, COLUMNS], part.layout)
+    tiles = reinterpret(part.index(stage), gl.bfloat16, [ROWS // KEYS, KEYS, COLUMNS], part.layout)
     return tiles.index(i).slice(0, WIDTH, 0)
 
 
@@ -277,7 +278,7 @@ def gluon_forward_kernel(
         p_out = out + (b * N * H + h) * DV
         p_inverse = inverse + (b * H + h) * N
         if PER_HEAD:
-            gl.thread_barrier()  # all warps are done with the last head's
+            barrier()  # all warps are done with the last head's
             _store_mixing(mixing_rows, blocks, mixing + h * mixing_h, mixing_i, mixing_j, N, M)
         following = head + gl.num_programs(0)
         next_b, next_h = (following // H).to(gl.int64), (following % H).to(gl.int64)
@@ -289,7 +290,7 @@ def gluon_forward_kernel(
         queries = _load_queries(q_rows, eps, FEATURE_MAP)
         _map(k_rows, k_mapped, eps, D, FEATURE_MAP)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         if following < heads:
             _copy(k_rows, 0, k + (next_b * k_b + next_h * k_h) * 8, K_N, N, D)
             _copy(q_rows, 0, q + (next_b * q_b + next_h * q_h) * 8, Q_N, N, D)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2, warpgroup_mma
 
 from headmix_vision.ops.mhla import triton_tiles
+from headmix_vision.ops.mhla.gluon_names import barrier, first_tile
 
 feature = gluon.jit(triton_tiles.feature.fn)
 
@@ -188,15 +189,15 @@ def sum_by_block(dm, d_scores, e_parts, first_part):
     LAYOUT: gl.constexpr = small_product_layout(MB, gl.num_warps())
     total = gl.zeros([MB, MB], gl.float32, LAYOUT)
     for part in gl.static_range(len(dm)):
-        transposed = d_scores[part]._reinterpret(gl.bfloat16, [MB, ROWS], shared_layout(ROWS))
+        transposed = first_tile(d_scores[part], MB, ROWS, shared_layout(ROWS))
         e_part = e_parts.index(first_part + part).load(gl.DotOperandLayout(1, LAYOUT, 2))
         rest = dm[part]
         for _ in gl.static_range(3):
             rounded = rest.to(gl.bfloat16)
             rest -= rounded.to(gl.float32)
-            gl.thread_barrier()
+            barrier()
             transposed.permute((1, 0)).store(rounded)
-            gl.thread_barrier()
+            barrier()
             total = mma_v2(transposed.load(gl.DotOperandLayout(0, LAYOUT, 2)), e_part, total)
     return total
 

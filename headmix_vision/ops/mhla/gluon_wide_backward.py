@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from headmix_vision.ops.mhla.gluon_names import async_load, barrier, first_tile, reinterpret
 from headmix_vision.ops.mhla.gluon_tiles import (
     add_product,
     choose,
@@ -77,7 +78,7 @@ def _columns(base, ROWS: gl.constexpr, COLUMNS: gl.constexpr, START: gl.constexp
 def _copy_columns(target, base, rows, stride, START: gl.constexpr, D: gl.constexpr):
     LAYOUT: gl.constexpr = copy_layout(target.shape[1], gl.num_warps())
     pointers, mask = _columns(base, target.shape[0], target.shape[1], START, D, LAYOUT, stride, rows)
-    async_copy.async_copy_global_to_shared(target, pointers, mask)
+    async_load(target, pointers, mask)
 
 
 @gluon.jit
@@ -291,7 +292,7 @@ def _tile(
     )  # fmt: skip
     fence_async_shared()
     added = added + (_finish(current, left),)
-    gl.thread_barrier()
+    barrier()
     return added
 
 
@@ -339,7 +340,7 @@ def _query_gradients(d_scores, k_parts, q_group, partial, stride, turn, d_q, row
 @gluon.jit
 def _store_through(memory, x, base, rows, stride, D: gl.constexpr):
     """Store gradients by way of shared memory, so that threads write whole rows."""
-    tile = memory.index(0)._reinterpret(gl.bfloat16, [x.shape[0], x.shape[1]], shared_layout(x.shape[1]))
+    tile = first_tile(memory, x.shape[0], x.shape[1], shared_layout(x.shape[1]))
     tile.store(x.to(gl.bfloat16))
     _store_columns(base, tile.load(tile_layout(x.shape[0], x.shape[1], gl.num_warps())), rows, stride, 0, D)
 
@@ -449,7 +450,7 @@ def gluon_wide_backward_kernel(
     for _ in gl.static_range(PARTS):
         d_scores = d_scores + (gl.allocate_shared_memory(dtype, [1, GROUP * BQ, ROWS], shared_layout(ROWS)),)
     e_parts = gl.allocate_shared_memory(dtype, [PASSES * PARTS, ROWS, MB], shared_layout(MB))
-    e_tiles = e_parts._reinterpret(dtype, [TILES, BQ, MB], shared_layout(MB))
+    e_tiles = reinterpret(e_parts, dtype, [TILES, BQ, MB], shared_layout(MB))
     m_tiles = gl.allocate_shared_memory(dtype, [TILES, MB, BQ], shared_layout(BQ))
     memory = (k_parts, v_parts, raw, q_tiles, g_tiles, shifts, d_scores, e_parts, e_tiles, m_tiles)
     q, k, v = (q, q_b, q_n, q_h), (k, k_b, k_n, k_h), (v, v_b, v_n, v_h)
@@ -491,7 +492,7 @@ def gluon_wide_backward_kernel(
                 if AHEAD:
                     _move(v_raw[part], _at(v_parts[part], 0))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             if AHEAD:
                 _copy_keys(k_raw, v_raw, next_pass, next_keys, B, k, v, N, D)
             p_dm = p_mixing_sums + turn * (KEYS * MB)
@@ -510,7 +511,7 @@ def gluon_wide_backward_kernel(
             dk = ()
             for part in gl.static_range(PARTS):
                 dk = dk + (_key_gradients(k_parts[part], sums[part], eps, FEATURE_MAP),)
-            gl.thread_barrier()  # all warps are done with keys, values and gradients of scores
+            barrier()  # all warps are done with keys, values and gradients of scores
             if not AHEAD:
                 _copy_keys(k_raw, v_raw, next_pass, next_keys, B, k, v, N, D)
             for part in gl.static_range(PARTS):

@@ -15,7 +15,7 @@ from headmix_vision.ops.token_blocks import TokenBlocks
 
 def mhla_reference(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
     """Compute :func:`headmix_vision.ops.mhla` in its N x N form."""
-    blocks, normalizer, feature_map, eps, _, causal = settings
+    blocks, normalizer, feature_map, eps, _, causal, _ = settings
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         q, k, v, mixing = (x.to(dtype) for x in (q, k, v, mixing))

@@ -34,7 +34,8 @@ _MANTISSA = 2.0**53
 class Settings(NamedTuple):
     """The settings of an MHLA call: all that it takes beside tensors; see :func:`headmix_vision.ops.mhla`.
 
-    ``regime`` names the algorithm of the kernels; other implementations do not read it.
+    ``regime`` names the algorithm of the kernels, and ``fallback`` says whether another form may take their place where
+    one does not compile; other implementations read neither.
     """
 
     blocks: TokenBlocks
@@ -43,6 +44,7 @@ class Settings(NamedTuple):
     eps: float = 1e-6
     regime: str = "summary"
     causal: bool = False
+    fallback: bool = False
 
     def pack(self) -> list[int]:
         """Write the settings as integers: torch.library passes these, symbolic sizes of a grid included."""
@@ -52,6 +54,7 @@ class Settings(NamedTuple):
             tuple(FEATURE_MAPS).index(self.feature_map),
             REGIMES.index(self.regime),
             int(self.causal),
+            int(self.fallback),
         )
         sizes = (grid.num_prefix_tokens, grid.repeats, *grid.shape, *self.blocks.block_grid)
         return [*choices, int(mantissa * _MANTISSA), exponent, *sizes]
@@ -59,7 +62,7 @@ class Settings(NamedTuple):
 
 def unpack(packed: Sequence[int]) -> Settings:
     """Read what :meth:`Settings.pack` wrote."""
-    normalizer, feature_map, regime, causal, mantissa, exponent, num_prefix_tokens, repeats, *axes = packed
+    normalizer, feature_map, regime, causal, fallback, mantissa, exponent, num_prefix_tokens, repeats, *axes = packed
     shape, block_grid = tuple(axes[: len(axes) // 2]), tuple(axes[len(axes) // 2 :])
     return Settings(
         TokenBlocks(TokenGrid(shape, num_prefix_tokens, repeats), block_grid),
@@ -68,6 +71,7 @@ def unpack(packed: Sequence[int]) -> Settings:
         math.ldexp(mantissa / _MANTISSA, exponent),
         REGIMES[regime],
         bool(causal),
+        bool(fallback),
     )
 
 

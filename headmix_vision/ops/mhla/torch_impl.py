@@ -22,7 +22,7 @@ CHUNK = 64  # tokens of a block that meet each other one by one, in causal atten
 
 def mhla_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
     """Compute :func:`headmix_vision.ops.mhla` from block summaries."""
-    blocks, normalizer, feature_map, eps, _, causal = settings
+    blocks, normalizer, feature_map, eps, _, causal, _ = settings
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         q, k, v, mixing = (x.to(dtype) for x in (q, k, v, mixing))

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from headmix_vision.ops.eager import as_function, without_dispatcher
-from headmix_vision.ops.kernels import numerics
+from headmix_vision.ops.fallback import gradients_of, has_failed, stand_in
+from headmix_vision.ops.kernels import storage_dtype
+from headmix_vision.ops.launching import KernelFailed
 from headmix_vision.ops.mhla import triton_launch_causal as causal
 from headmix_vision.ops.mhla import triton_launch_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_launch_summary as summary
 from headmix_vision.ops.mhla.regimes import choose_regime
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, needs_output, unpack, unpack_cached
-from headmix_vision.ops.mhla.torch_impl import source_block_denominator, to_blocks
+from headmix_vision.ops.mhla.torch_impl import mhla_torch, source_block_denominator, to_blocks
 from headmix_vision.ops.mhla.triton_launch import Gradients, gradient
 from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
 from headmix_vision.ops.packed_parts import are_traced_parts, split_parts
@@ -28,9 +30,19 @@ from headmix_vision.ops.token_blocks import BlocksOfRank
 
 
 def mhla_triton(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings, regime: str | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    settings: Settings,
+    regime: str | None = None,
+    fallback: bool = False,
 ) -> Tensor:
-    """Compute :func:`headmix_vision.ops.mhla` in one regime, "pairwise" or "summary", or in the cost model's choice."""
+    """Compute :func:`headmix_vision.ops.mhla` in one regime, "pairwise" or "summary", or in the cost model's choice.
+
+    With ``fallback`` other forms take the place of kernels that do not compile, with a warning.
+    """
+    settings = settings._replace(fallback=fallback)
     if isinstance(settings.blocks, BlocksOfRank):
         return mhla_triton_of_rank(q, k, v, mixing, settings)
     settings = settings._replace(
@@ -77,7 +89,7 @@ def _saved(q: Tensor, v: Tensor, settings: Settings) -> Saved:
     M = summary.count_summaries(settings) if settings.regime == "summary" else 0
     return Saved(
         q.new_empty(B, H, N if settings.normalizer else 0, dtype=torch.float32),
-        q.new_empty(B, H, M, D, v.shape[-1], dtype=numerics(q.dtype).storage),
+        q.new_empty(B, H, M, D, v.shape[-1], dtype=storage_dtype(q.dtype)),
         q.new_empty(B, H, M if settings.normalizer == "paper" else 0, D, dtype=torch.float32),
     )
 
@@ -91,17 +103,40 @@ def _forward(
     out, saved = v.new_empty(v.shape), _saved(q, v, call)
     if denominator is not None:
         torch.reciprocal(denominator, out=saved.inverse)
+    if out.numel() and not has_failed(*_kind(q, v, call)):
+        try:
+            with torch.cuda.device_of(q):
+                return out, *_run_kernels(q, k, v, mixing, out, saved, call)
+        except KernelFailed as error:
+            stand_in(error, call.fallback, *_kind(q, v, call))
     if out.numel():
-        with torch.cuda.device_of(q):
-            if call.regime == "pairwise":
-                pairwise.pairwise_forward(q, k, v, mixing, saved.inverse, out, call)
-            elif call.causal:
-                saved = Saved(saved.inverse, *causal.causal_forward(q, k, v, mixing, saved.inverse, out, call))
-            else:
-                summaries = summary.summarize(k, v, call)
-                summary.apply(q, summary.mix(summaries, mixing, call), saved.inverse, out, call)
-                saved = Saved(saved.inverse, *summaries)
+        out.copy_(_in_torch(q, k, v, mixing, denominator, call))
     return out, *saved
+
+
+def _run_kernels(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, saved: Saved, call: Settings) -> Saved:
+    """Fill ``out``, and return what the backward pass needs."""
+    if call.regime == "pairwise":
+        pairwise.pairwise_forward(q, k, v, mixing, saved.inverse, out, call)
+        return saved
+    if call.causal:
+        return Saved(saved.inverse, *causal.causal_forward(q, k, v, mixing, saved.inverse, out, call))
+    summaries = summary.summarize(k, v, call)
+    summary.apply(q, summary.mix(summaries, mixing, call), saved.inverse, out, call)
+    return Saved(saved.inverse, *summaries)
+
+
+def _kind(q: Tensor, v: Tensor, call: Settings) -> tuple[Any, ...]:
+    """Name what kernels depend on, for those that do not compile; explicit calls have kinds of their own."""
+    return "mhla", q.device, q.dtype, q.shape[-1], v.shape[-1], call.regime, call.causal, call.fallback
+
+
+def _in_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None, call: Settings) -> Tensor:
+    """Compute the output by the PyTorch form, with a given denominator [B, H, N] for "source_block"."""
+    if denominator is None:
+        return mhla_torch(q, k, v, mixing, call)
+    out = mhla_torch(q, k, v.float(), mixing, call._replace(normalizer=None))
+    return (out / denominator.transpose(1, 2)[..., None]).to(v.dtype)
 
 
 _forward_op = torch.library.custom_op("headmix_vision::mhla_forward", _forward, mutates_args=())
@@ -175,22 +210,62 @@ def _gradients(
         d_q, d_k, d_v = (gradient(x, d_qkv, part).zero_() for part, x in enumerate((q, k, v)))
         d_mixing = torch.zeros_like(mixing, memory_format=torch.contiguous_format)
         gradients = Gradients(d_q, d_k, d_v, d_mixing, torch.zeros_like(saved.inverse))
+    elif has_failed(*_kind(q, v, settings)):
+        gradients = _gradients_in_torch(d_out, q, k, v, mixing, saved, d_qkv, settings)
     else:
-        with torch.cuda.device_of(q):
-            summaries = summary.Summaries(saved.summary_matrix, saved.summary_vector)
-            if settings.regime == "pairwise":
-                assert out is not None
-                gradients = pairwise.pairwise_backward(q, k, v, mixing, out, saved.inverse, d_out, d_qkv, settings)
-            elif settings.causal:
-                assert out is not None
-                gradients = causal.causal_backward(
-                    q, k, v, mixing, out, summaries, saved.inverse, d_out, d_qkv, settings
-                )
-            else:
-                gradients = summary.summary_backward(q, k, v, mixing, summaries, saved.inverse, d_out, d_qkv, settings)
+        try:
+            with torch.cuda.device_of(q):
+                gradients = _run_backward_kernels(d_out, q, k, v, mixing, out, saved, d_qkv, settings)
+        except KernelFailed as error:
+            stand_in(error, settings.fallback, *_kind(q, v, settings))
+            gradients = _gradients_in_torch(d_out, q, k, v, mixing, saved, d_qkv, settings)
     given = settings.normalizer == "source_block"
     denominator = gradients.denominator if given else torch.empty_like(saved.inverse[..., :0])
     return gradients._replace(mixing=gradients.mixing.to(mixing.dtype), denominator=denominator)
+
+
+def _run_backward_kernels(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    out: Tensor | None,
+    saved: Saved,
+    d_qkv: Tensor | None,
+    settings: Settings,
+) -> Gradients:
+    summaries = summary.Summaries(saved.summary_matrix, saved.summary_vector)
+    if settings.regime == "pairwise":
+        assert out is not None
+        return pairwise.pairwise_backward(q, k, v, mixing, out, saved.inverse, d_out, d_qkv, settings)
+    if settings.causal:
+        assert out is not None
+        return causal.causal_backward(q, k, v, mixing, out, summaries, saved.inverse, d_out, d_qkv, settings)
+    return summary.summary_backward(q, k, v, mixing, summaries, saved.inverse, d_out, d_qkv, settings)
+
+
+def _gradients_in_torch(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    saved: Saved,
+    d_qkv: Tensor | None,
+    settings: Settings,
+) -> Gradients:
+    """Compute the gradients by the PyTorch form, from the inputs alone."""
+    inputs: list[Tensor] = [q, k, v, mixing]
+    if settings.normalizer == "source_block":
+        inputs.append(saved.inverse.reciprocal())
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None = None) -> Tensor:
+        return _in_torch(q, k, v, mixing, denominator, settings)
+
+    d_inputs = gradients_of(run, inputs, [d_out])
+    d_q, d_k, d_v = (gradient(x, d_qkv, part).copy_(d_inputs[part]) for part, x in enumerate((q, k, v)))
+    return Gradients(d_q, d_k, d_v, d_inputs[3], d_inputs[-1])  # the last is read only where it is the denominator's
 
 
 def _empty_denominator_gradient(inverse: Tensor, settings: list[int]) -> Tensor:

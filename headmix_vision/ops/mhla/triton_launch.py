@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import SMALL_FLOAT32_PRECISION, numerics
+from headmix_vision.ops.kernels import numerics
 from headmix_vision.ops.launching import Launch, Layout, planned
 from headmix_vision.ops.mhla import triton_tiles as shared
 from headmix_vision.ops.mhla import triton_tuning as tuning
@@ -60,9 +60,7 @@ def mixing_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def kernel_constants(q: Layout, v: Layout, settings: Settings, align: int) -> dict[str, Any]:
-    compute, precision, _ = numerics(q.dtype)
-    if q.dtype == torch.float32 and tuning.is_wide(max(q.shape[-1], v.shape[-1]), q.dtype):
-        precision = SMALL_FLOAT32_PRECISION
+    compute, precision = numerics(q.dtype, q.gpu, tuning.is_wide(max(q.shape[-1], v.shape[-1]), q.dtype))
     (d1, d2), (dv1, dv2) = tuning.head_parts(q.shape[-1]), tuning.head_parts(v.shape[-1])
     return dict(
         D=q.shape[-1], D1=d1, D2=d2, DV=v.shape[-1], DV1=dv1, DV2=dv2,

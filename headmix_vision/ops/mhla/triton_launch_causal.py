@@ -56,9 +56,6 @@ def _plan(
     B, N, H, _ = q.shape
     t = parts(settings.blocks, summary.parts_of_a_block(settings), q.device)
     c = choose_tiles(tuning.CAUSAL, q, v)
-    if tuning.head_parts(q.shape[-1])[0] != tuning.head_parts(v.shape[-1])[0]:
-        # ptxas 12.8 gets products of 64 rows wrong where both dims take turns in shared memory (machine_code.py).
-        c = c | {"BT": min(c["BT"], 32)}
     C, size = t.shape
     tiles = ceil(size, c["BT"])
     align = alignment(*rows)

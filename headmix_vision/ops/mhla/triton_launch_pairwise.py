@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
+from headmix_vision.ops.launching import KernelFailed, Launch, Layout, alignment, layout, planned
 from headmix_vision.ops.mhla import gluon_launch as hopper
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_tiles as shared
@@ -86,13 +86,14 @@ class ForwardPlan(NamedTuple):
     weights: Callable[[Tensor], Tensor]
     table: Tensor
     launch: Launch
+    for_hopper: bool = False
 
 
 @planned
 def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Settings) -> ForwardPlan:
     if hopper.takes_forward(q, k, v, settings):
         table = block_of_token(settings.blocks, q.device)
-        return ForwardPlan(lambda mixing: mixing, table, hopper.forward_launch(q, k, v, mixing, settings))
+        return ForwardPlan(lambda mixing: mixing, table, hopper.forward_launch(q, k, v, mixing, settings), True)
     B, N, H, D = q.shape
     resident = is_resident(max(D, v.shape[-1]), N, q.dtype, settings.causal)
     c = tuning.resident(tuning.RESIDENT_FORWARD, N) if resident else choose_tiles(tuning.PAIRWISE_FORWARD, q, v)
@@ -114,8 +115,16 @@ def pairwise_forward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, inverse: Tensor, out: Tensor, settings: Settings
 ) -> None:
     """Fill ``out`` [B, N, H, Dv] and, for the paper's normalizer, ``inverse`` [B, H, N]."""
-    weights, table, launch = _pairwise_forward(layout(q), layout(k), layout(v), layout(mixing), settings)
-    launch(q, k, v, weights(mixing), out, inverse, table)
+    layouts = layout(q), layout(k), layout(v), layout(mixing)
+    weights, table, launch, for_hopper = _pairwise_forward(*layouts, settings)
+    try:
+        launch(q, k, v, weights(mixing), out, inverse, table)
+    except KernelFailed as error:
+        if not for_hopper:
+            raise
+        hopper.leave_out(error, settings)
+        weights, table, launch, _ = _pairwise_forward(*layouts, settings)
+        launch(q, k, v, weights(mixing), out, inverse, table)
 
 
 class QueryPlan(NamedTuple):
@@ -218,7 +227,10 @@ def pairwise_backward(
     options = (layout(mixing), pack_size(packed), settings)
     layouts = *inputs, _, l_d_out = [layout(x) for x in (q, k, v, out, d_out)]
     if for_hopper := hopper.plan_backward(*layouts, *options):
-        return hopper.run_backward(for_hopper, q, k, v, mixing, out, inverse, d_out, packed, settings)
+        try:
+            return hopper.run_backward(for_hopper, q, k, v, mixing, out, inverse, d_out, packed, settings)
+        except KernelFailed as error:
+            hopper.leave_out(error, settings)
 
     plan = _pairwise_backward_query(*layouts, *options)
     d_q = gradient(q, packed, 0)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import numerics
+from headmix_vision.ops.kernels import numerics, storage_dtype
 from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tuning as tuning
@@ -102,7 +102,7 @@ def part_summaries(q: Tensor, v: Tensor, settings: Settings) -> Summaries:
     """
     B, _, H, D = q.shape
     C = settings.blocks.num_blocks * parts_of_a_block(settings)
-    dtype = numerics(q.dtype).storage if _summed_parts(settings) == 1 else torch.float32
+    dtype = storage_dtype(q.dtype) if _summed_parts(settings) == 1 else torch.float32
     vectors = C if settings.normalizer == "paper" else 0
     matrix = q.new_empty(B, H, C, D, v.shape[-1], dtype=dtype)
     return Summaries(matrix, q.new_empty(B, H, vectors, D, dtype=torch.float32))
@@ -113,7 +113,7 @@ def _sum_parts(of_parts: Summaries, q: Tensor, settings: Settings) -> Summaries:
     if split == 1:
         return of_parts
     matrix, vector = (x.unflatten(2, (-1, split)).sum(3) if x.numel() else x for x in of_parts)
-    return Summaries(matrix.to(numerics(q.dtype).storage), vector)
+    return Summaries(matrix.to(storage_dtype(q.dtype)), vector)
 
 
 @planned
@@ -144,7 +144,7 @@ def _mix(matrix: Layout, vector: Layout, mixing: Layout, transposed: bool, setti
     shares = max(ceil(column_tiles, c["per"]), ceil(vector.shape[-1], VECTOR_TILE))
     *head, row, source = mixing.strides
     strides = mixing_strides((*head, source, row) if transposed else mixing.strides)
-    compute, precision, _ = numerics(matrix.dtype)
+    compute, precision = numerics(matrix.dtype, mixing.gpu)
     constants = dict(
         REVERSED=not transposed,
         SIZE=size, VECTOR_SIZE=vector.shape[-1], VECTOR_TILE=VECTOR_TILE, CHUNKS=chunks if chunks <= MAX_CHUNKS else 0,
@@ -201,9 +201,6 @@ def _backward_query(q: Layout, d_out: Layout, pack: int, settings: Settings) -> 
     single = t.shape[1] <= c["BT"]
     if not single:
         c = choose_tiles(tuning.BACKWARD_QUERY_LONG, q, d_out)
-    if not tuning.head_parts(D)[1] == tuning.head_parts(d_out.shape[-1])[1] == 16:
-        # Beside parts of 64 columns ptxas 12.8 gets the products of 16 wrong (benchmarks/machine_code.py).
-        c = {name: value for name, value in c.items() if name not in ("STAGES", "DOTS", "DIVIDE")}
     align = alignment(q, d_out)
     sizes = (N, H, settings.blocks.num_blocks, len(t), parts_of_a_block(settings), t.shape[1])
     constants = _token_constants(q, d_out, settings, align, t, c, STAGES=0, DOTS=False, DIVIDE=single, PACK=pack)
@@ -243,7 +240,7 @@ def _mixing_gradient(R: Layout, r: Layout, mixing: Layout, settings: Settings) -
     c = tuning.mixing_gradient_tiles(M, R.dtype, R.gpu.shared_memory)
     row_tiles = ceil(M, c["BM"])
     splits = max(1, min(ceil(size, c["BF"] * 4), 1024 // (B * H * row_tiles * row_tiles)))
-    compute, precision, _ = numerics(R.dtype)
+    compute, precision = numerics(R.dtype, R.gpu)
     together = row_tiles == 1
     *head, row, column = mixing.strides
     constants = dict(

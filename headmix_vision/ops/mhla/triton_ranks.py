@@ -6,17 +6,20 @@ B batch, n tokens of this rank, H heads, m its blocks, D and Dv head dims. The k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headmix_vision.ops.eager import as_function, without_dispatcher
-from headmix_vision.ops.kernels import numerics
+from headmix_vision.ops.fallback import gradients_of, has_failed, stand_in
+from headmix_vision.ops.kernels import storage_dtype
+from headmix_vision.ops.launching import KernelFailed
 from headmix_vision.ops.mhla import triton_launch_summary as summary
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
-from headmix_vision.ops.mhla.settings import Settings, unpack
+from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, unpack
+from headmix_vision.ops.mhla.torch_impl import to_blocks, to_tokens
 from headmix_vision.ops.token_blocks import BlocksOfRank
 from headmix_vision.ops.token_ranks import TokenRanks
 
@@ -28,7 +31,7 @@ def mhla_triton_of_rank(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, setting
     packed = [blocks.ranks.rank, blocks.ranks.size, blocks.ranks.axis, *settings.pack()]
     matrix, vector = _call_summarize(k, v, packed)
     summaries = (matrix, vector) if settings.normalizer == "paper" else (matrix,)
-    mixed = mix_over_ranks(mixing, blocks, numerics(q.dtype).storage, *summaries)
+    mixed = mix_over_ranks(mixing, blocks, storage_dtype(q.dtype), *summaries)
     return _call_apply(q, *(*mixed, vector)[:2], packed)[0]
 
 
@@ -50,15 +53,44 @@ def _summarize(k: Tensor, v: Tensor, settings: list[int]) -> tuple[Tensor, Tenso
     call = _cached(tuple(settings))
     if v.numel() == 0:
         return _empty_summaries(k, v, call)
-    with torch.cuda.device_of(k):
-        return tuple(summary.summarize(k, v, call))  # type: ignore[return-value]
+    if not has_failed(*_kind(k, v.shape[-1], call)):
+        try:
+            with torch.cuda.device_of(k):
+                return tuple(summary.summarize(k, v, call))  # type: ignore[return-value]
+        except KernelFailed as error:
+            stand_in(error, call.fallback, *_kind(k, v.shape[-1], call))
+    return _summarize_in_torch(k, v, call)
+
+
+def _kind(x: Tensor, value_dim: int, call: Settings) -> tuple[Any, ...]:
+    """Name what kernels depend on, for those that do not compile."""
+    return "mhla of ranks", x.device, x.dtype, x.shape[-1], value_dim, call.fallback
+
+
+def _in_blocks(x: Tensor, call: Settings) -> Tensor:
+    """Gather the features of tokens in float32: [B, H, m, tokens, D]."""
+    return to_blocks(apply_feature_map(x.float(), call.feature_map, call.eps), call.blocks.tables(x))
+
+
+def _summarize_in_torch(k: Tensor, v: Tensor, call: Settings) -> tuple[Tensor, Tensor]:
+    keys, values = _in_blocks(k, call), to_blocks(v.float(), call.blocks.tables(v))
+    sums = keys.sum(-2) if call.normalizer == "paper" else keys[:, :, :0, 0]
+    return (keys.mT @ values).to(storage_dtype(k.dtype)), sums
+
+
+def _apply_in_torch(q: Tensor, matrix: Tensor, vector: Tensor, call: Settings) -> Tensor:
+    queries, tables = _in_blocks(q, call), call.blocks.tables(q)
+    out = to_tokens(queries @ matrix.float(), tables)
+    if call.normalizer == "paper":
+        out = out / to_tokens(queries @ vector.float()[..., None], tables)
+    return out.to(q.dtype)
 
 
 def _empty_summaries(k: Tensor, v: Tensor, call: Settings) -> tuple[Tensor, Tensor]:
     B, _, H, D = k.shape
     m = call.blocks.num_blocks
     vectors = m if call.normalizer == "paper" else 0
-    matrix = k.new_empty(B, H, m, D, v.shape[-1], dtype=numerics(k.dtype).storage)
+    matrix = k.new_empty(B, H, m, D, v.shape[-1], dtype=storage_dtype(k.dtype))
     return matrix, k.new_empty(B, H, vectors, D, dtype=torch.float32)
 
 
@@ -69,23 +101,34 @@ def _summary_gradients(
     if v.numel() == 0:
         return torch.empty_like(k), torch.empty_like(v)
     call = _cached(tuple(settings))
-    gradients = summary.Summaries(d_matrix.to(numerics(k.dtype).storage).contiguous(), d_vector.contiguous())
-    with torch.cuda.device_of(k):
-        return summary.backward_key(k, v, gradients, None, call)
+    if not has_failed(*_kind(k, v.shape[-1], call)):
+        gradients = summary.Summaries(d_matrix.to(storage_dtype(k.dtype)).contiguous(), d_vector.contiguous())
+        try:
+            with torch.cuda.device_of(k):
+                return summary.backward_key(k, v, gradients, None, call)
+        except KernelFailed as error:
+            stand_in(error, call.fallback, *_kind(k, v.shape[-1], call))
+    d_k, d_v = gradients_of(partial(_summarize_in_torch, call=call), [k, v], [d_matrix, d_vector])
+    return d_k, d_v
 
 
 def _apply(q: Tensor, matrix: Tensor, vector: Tensor, settings: list[int]) -> tuple[Tensor, Tensor]:
     """Compute the outputs [B, n, H, Dv] from mixed summaries, and inverse denominators [B, H, n]."""
     call = _cached(tuple(settings))
     out, inverse = _empty_outputs(q, matrix, call)
-    if out.numel():
-        with torch.cuda.device_of(q):
-            summary.apply(q, _mixed(q, matrix, vector), inverse, out, call)
-    return out, inverse
+    kind = _kind(q, out.shape[-1], call)
+    if out.numel() and not has_failed(*kind):
+        try:
+            with torch.cuda.device_of(q):
+                summary.apply(q, _mixed(q, matrix, vector), inverse, out, call)
+            return out, inverse
+        except KernelFailed as error:
+            stand_in(error, call.fallback, *kind)
+    return out.copy_(_apply_in_torch(q, matrix, vector, call)) if out.numel() else out, inverse
 
 
 def _mixed(q: Tensor, matrix: Tensor, vector: Tensor) -> summary.Summaries:
-    return summary.Summaries(matrix.to(numerics(q.dtype).storage).contiguous(), vector.contiguous())
+    return summary.Summaries(matrix.to(storage_dtype(q.dtype)).contiguous(), vector.contiguous())
 
 
 def _empty_outputs(q: Tensor, matrix: Tensor, call: Settings) -> tuple[Tensor, Tensor]:
@@ -101,9 +144,15 @@ def _output_gradients(
     if d_out.numel() == 0:
         return torch.empty_like(q), torch.empty_like(matrix), torch.empty_like(vector)
     call = _cached(tuple(settings))
-    with torch.cuda.device_of(q):
-        d_q, _, d_summaries = summary.backward_query(q, _mixed(q, matrix, vector), inverse, d_out, None, call)
-    return d_q, *d_summaries
+    if not has_failed(*_kind(q, d_out.shape[-1], call)):
+        try:
+            with torch.cuda.device_of(q):
+                d_q, _, d_summaries = summary.backward_query(q, _mixed(q, matrix, vector), inverse, d_out, None, call)
+            return d_q, *d_summaries
+        except KernelFailed as error:
+            stand_in(error, call.fallback, *_kind(q, d_out.shape[-1], call))
+    d_q, d_matrix, d_vector = gradients_of(partial(_apply_in_torch, call=call), [q, matrix, vector], [d_out])
+    return d_q, d_matrix, d_vector
 
 
 _summarize_op = torch.library.custom_op("headmix_vision::mhla_rank_summarize", _summarize, mutates_args=())

@@ -92,7 +92,7 @@ def summarize_kernel(
         next_token, next_present = members(table, part, 0, size, BT, FULL)
         k_next = load_rows(p_k, next_token * (k_n * ALIGN), next_present, k_d, D, D1, D2)
         v_next = load_rows(p_v, next_token * (v_n * ALIGN), next_present, v_d, DV, DV1, DV2)
-    for first in tl.range(0, BT if SINGLE else size, BT, num_stages=max(1, STAGES)):
+    for first in tl.range(0, BT if SINGLE else size, BT, num_stages=STAGES if STAGES > 0 else 1):
         if STAGES == 0:
             present, k_rows, v_rows = next_present, k_next, v_next
             if not SINGLE:
@@ -155,8 +155,7 @@ def mix_kernel(
     """Mix matrices and vectors: mixed summary i is the sum over blocks b of mixing[i, b] times summary b.
 
     A program mixes every ``shares``-th tile of columns. It keeps its weights on chip in CHUNKS tiles of BC blocks;
-    CHUNKS is 0 where they are too many. It mixes at most one tile of the vectors. (In a loop over tiles of 32
-    columns, sums for BC = 64 and 4 warps are wrong on Hopper with the ptxas 12.8 of Triton 3.6.)
+    CHUNKS is 0 where they are too many. It mixes at most one tile of the vectors.
     """
     pid = tl.program_id(0)
     if REVERSED:
@@ -279,7 +278,7 @@ def backward_query_kernel(
     mixed_matrix = cast_matrix(mixed_matrix, COMPUTE)
     matrix = zero_matrix(D1, D2, DV1, DV2)
     vector = zero_columns(D1, D2) if DOTS else zero_vector(D1, D2)
-    for first in tl.range(0, BT if SINGLE else size, BT, num_stages=max(1, STAGES)):
+    for first in tl.range(0, BT if SINGLE else size, BT, num_stages=STAGES if STAGES > 0 else 1):
         if STAGES == 0:
             token, present, q_raw, g_rows = next_token, next_present, q_next, g_next
         else:

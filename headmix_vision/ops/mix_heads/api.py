@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 if NO_KERNELS is None:
     from headmix_vision.ops.mix_heads.triton_impl import mix_heads_triton
 
-    IMPLEMENTATIONS["triton"] = mix_heads_triton
+    IMPLEMENTATIONS |= {"triton": mix_heads_triton, "auto": partial(mix_heads_triton, fallback=True)}
 
 
 def mix_heads(inputs: Sequence[Tensor], weights: Tensor, *, impl: str = "auto") -> tuple[Tensor, ...]:

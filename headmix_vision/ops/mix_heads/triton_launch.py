@@ -25,8 +25,8 @@ Tiles = dict[str, int]
 T = TypeVar("T")
 EXACT = torch.float32  # this type has exact products, which want smaller tiles, and short sums
 # The best of sweeps on an H200 for bfloat16, for few and for many heads, and what suits float32. BG and BH are the most
-# rows that tiles of output and of input heads have. Four warps have up to 32 output heads: beyond, their product is
-# another instruction, whose narrow forms Triton 3.6 gets wrong. A product of float32 adds its heads one by one, to an
+# rows that tiles of output and of input heads have. Four warps have up to 32 output heads: beyond, Hopper multiplies
+# by another instruction, for which no tiles were swept. A product of float32 adds its heads one by one, to an
 # error that grows with their number: it has LEAST_ROWS of them, and several products are added.
 FORWARD = (
     Tiles(BG=32, BH=32, COLUMNS=128, num_warps=1, num_stages=1),
@@ -152,7 +152,7 @@ def _sum_rows(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> tu
     C, rows, columns = shape
     shares = _ceil(rows, SUM_SHARE)
     constants = dict(BR=SUM_ROWS, BC=SUM_COLUMNS, num_warps=4)
-    grid = (_ceil(columns, SUM_COLUMNS), shares, C)
+    grid = (shares, _ceil(columns, SUM_COLUMNS), C)  # only the first may exceed 65,535
     return Launch(shared.sum_parts_kernel, grid, (rows, columns, SUM_SHARE), constants), shares
 
 

@@ -72,13 +72,13 @@ def dot_weights(weights, x, accumulator, SPLIT: tl.constexpr):
 @triton.jit
 def sum_parts_kernel(parts, out, rows, columns, share, BR: tl.constexpr, BC: tl.constexpr):
     """Sum each share of the rows of C matrices: float32 [C, rows, columns] -> [C, shares, columns]."""
-    column = tl.program_id(0) * BC + tl.arange(0, BC)
-    c, first = tl.program_id(2).to(tl.int64), tl.program_id(1) * share
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    c, first = tl.program_id(2).to(tl.int64), tl.program_id(0) * share
     end = tl.minimum(first + share, rows)
     total = tl.zeros((BR, BC), tl.float32)
     for start in range(first, end, BR):
         row = start + tl.arange(0, BR)
         pointers = parts + (c * rows + row[:, None]) * columns + column[None, :]
         total += tl.load(pointers, mask=(row < end)[:, None] & (column < columns)[None, :], other=0.0)
-    p_out = out + (c * tl.num_programs(1) + tl.program_id(1)) * columns + column
+    p_out = out + (c * tl.num_programs(0) + tl.program_id(0)) * columns + column
     tl.store(p_out, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < columns)

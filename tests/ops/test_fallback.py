@@ -1,0 +1,122 @@
+"""Where a kernel does not compile, the next form serves under impl="auto", and an explicit one says so."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, fallback, kernels, launching
+from headmix_vision.ops.grid_conv import api as grid_conv
+from headmix_vision.ops.head_in_head import api as head_in_head
+from headmix_vision.ops.launching import KernelFailed, Launch
+from headmix_vision.ops.mhla import api as mhla
+from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mix_heads import api as mix_heads
+
+pytestmark = pytest.mark.skipif(kernels.NO_KERNELS is not None, reason="needs the kernels")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCKS = TokenBlocks.from_grid((4, 5), (2, 2), 1)
+CASES = ("mhla", "mhla source_block", "mhla causal", "head_in_head", "head_in_head state", "grid_conv", "mix_heads")
+
+
+class NoCompiler:
+    """A kernel that does not compile."""
+
+    def __init__(self, name):
+        self.__name__ = name
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            raise RuntimeError("PassManager::run\nfailed")
+
+        return launch
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Let kernels with some letters in their names fail to compile."""
+    compile_and_run = Launch._compile_and_run
+
+    def break_(letters):
+        def run(self, tensors):
+            if letters not in self.kernel.__name__:
+                return compile_and_run(self, tensors)
+            self.kernel = NoCompiler(self.kernel.__name__)
+            with monkeypatch.context() as compiling:
+                compiling.setattr(launching, "INTERPRETED", False)
+                return compile_and_run(self, tensors)
+
+        monkeypatch.setattr(Launch, "_compile_and_run", run)
+
+    fallback.forget_failures()
+    kernels._warned.clear()
+    yield break_
+    fallback.forget_failures()
+
+
+def _call(case: str, impl: str) -> list[Tensor]:
+    """Return outputs and all gradients."""
+    torch.manual_seed(0)
+
+    def draw(*size):
+        return torch.rand(*size, device=DEVICE).requires_grad_()
+
+    name, _, option = case.partition(" ")
+    if name == "mhla":
+        inputs = [*(draw(2, 21, 2, 16) for _ in range(3)), draw(5, 5)]
+        normalizer = option if option == "source_block" else "paper"
+        settings = Settings(BLOCKS, normalizer, causal=option == "causal")
+        outputs = mhla.IMPLEMENTATIONS[impl](*inputs, settings)
+    elif name == "head_in_head":
+        inputs = [draw(1, 20, 2, 16) for _ in range(3)] + [draw(1, 20, 2), draw(1, 20, 2)]
+        log_decay = -inputs[4]
+        inputs.append(torch.eye(2, device=DEVICE).expand(2, 2, 2).clone().requires_grad_())
+        state = draw(1, 2, 16, 16) if option else None
+        scan = TokenScan.from_grid((4, 5), "column_major").tables(inputs[0]) if option else None
+        tensors = (*inputs[:4], log_decay, inputs[5], state)
+        outputs = head_in_head.IMPLEMENTATIONS[impl](*tensors, scan)
+        inputs += [state] if option else []
+        outputs = outputs if option else outputs[:1]
+    elif name == "grid_conv":
+        inputs = [draw(2, 21, 8), draw(8, 1, 3, 3), draw(8)]
+        outputs = grid_conv.IMPLEMENTATIONS[impl](*inputs, TokenGrid((4, 5), 1), True, True)
+    else:
+        inputs = [*(draw(2, 5, 2, 16) for _ in range(3)), draw(3, 4, 2)]
+        outputs = mix_heads.IMPLEMENTATIONS[impl](tuple(inputs[:3]), inputs[3])
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    return outputs + list(torch.autograd.grad(sum(x.square().sum() for x in outputs), inputs))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_the_pytorch_form_serves_and_is_named_once(broken, case, backward):
+    """All kernels fail, or one of the backward pass alone."""
+    expected = _call(case, "torch")
+    broken("_" if not backward else "gradient" if case == "grid_conv" else "backward")
+    reason = r"_kernel does not compile with triton .*: RuntimeError: PassManager::run failed; the slower PyTorch form"
+    with pytest.warns(UserWarning, match=reason):
+        found = _call(case, "auto")
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _call(case, "auto")
+    with pytest.raises(KernelFailed, match="_kernel does not compile with triton"):
+        _call(case, "triton")
+
+
+def test_compiled_graphs_fall_back_too(broken):
+    inputs = [*(torch.rand(2, 21, 2, 16, device=DEVICE).requires_grad_() for _ in range(3))]
+    mixing = torch.rand(5, 5, device=DEVICE, requires_grad=True)
+    call = mhla.IMPLEMENTATIONS["auto"]
+    broken("_")
+    model = torch.compile(lambda q, k, v, m: call(q, k, v, m, Settings(BLOCKS)), backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="slower PyTorch form"):
+        out = model(*inputs, mixing)
+        found = torch.autograd.grad(out.sum(), [*inputs, mixing])
+    expected = torch.autograd.grad(
+        mhla.IMPLEMENTATIONS["torch"](*inputs, mixing, Settings(BLOCKS)).sum(), [*inputs, mixing]
+    )
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
