@@ -25,7 +25,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,18 +37,19 @@ from machine_code import amd_resource_usage, disassemble, resource_usage, unwrit
 from measuring import write_csv
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, TokenScan, grid_conv, head_in_head, kernels, mhla, mix_heads
+from headmix_vision.ops.assembler import right_assembler
 from headmix_vision.ops.launching import forget_plans
 from headmix_vision.ops.mhla.triton_tuning import head_parts
 
-# NVIDIA GPUs by compute capability, AMD GPUs by architecture, with the bytes of shared memory that a program may have.
-# Sources: "Compute Capabilities" in the CUDA programming guide, and getAddressableLocalMemorySize in LLVM. A program on
-# gfx950 may have 160 KB: the kernels are held to the 64 KB of all other AMD GPUs.
+# NVIDIA GPUs by compute capability, AMD GPUs by architecture, with the bytes of shared memory that a program may have:
+# "Compute Capabilities" in the CUDA programming guide, getAddressableLocalMemorySize in LLVM. gfx950 has 160 KB, but the
+# ops hold themselves to what all AMD GPUs have.
 GPUS = {
     "8.0": kernels.Gpu("A100", (8, 0), 163 << 10),
     "8.6": kernels.Gpu("RTX 3090", (8, 6), 99 << 10),
@@ -59,9 +60,9 @@ GPUS = {
     "11.0": kernels.Gpu("Thor", (11, 0), 227 << 10),
     "12.0": kernels.Gpu("RTX 5090", (12, 0), 99 << 10),
     "12.1": kernels.Gpu("DGX Spark", (12, 1), 99 << 10),
-    "gfx942": kernels.Gpu("MI300X", (9, 4), 64 << 10),
-    "gfx950": kernels.Gpu("MI350X", (9, 5), 64 << 10),
-    "gfx1100": kernels.Gpu("RX 7900 XTX", (11, 0), 64 << 10),
+    "gfx942": kernels.Gpu("MI300X", (9, 4), kernels.AMD_SHARED_MEMORY, amd="gfx942"),
+    "gfx950": kernels.Gpu("MI350X", (9, 5), kernels.AMD_SHARED_MEMORY, amd="gfx950"),
+    "gfx1100": kernels.Gpu("RX 7900 XTX", (11, 0), kernels.AMD_SHARED_MEMORY, amd="gfx1100"),
 }
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Two head dims for each way in which kernels cut them: the largest multiple of 8 that is padded, and the largest. The
@@ -275,7 +276,11 @@ def recorded(gpu: kernels.Gpu) -> Iterator[dict[Launch, JITFunction]]:
         launches[launch] = kernel
 
     forget_plans()  # those for another GPU
-    with mock.patch.object(JITFunction, "run", record), mock.patch.object(kernels, "find_gpu", lambda device: gpu):
+    with (
+        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(kernels, "find_gpu", lambda device: gpu),
+        mock.patch.object(torch.version, "hip", gpu.amd or None),
+    ):
         yield launches
     forget_plans()
 
@@ -306,11 +311,11 @@ def describe(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any])
     return Launch(kernel.__name__, tuple(signature), tuple(constants), tuple(aligned), tuple(sorted(options.items())))
 
 
-def target_of(gpu_name: str) -> GPUTarget:
+def target_of(gpu: kernels.Gpu) -> GPUTarget:
     """Return Triton's name of a GPU; waves of AMD's CDNA (gfx9) have 64 threads, of RDNA 32."""
-    if gpu_name.startswith("gfx"):
-        return GPUTarget("hip", gpu_name, 64 if gpu_name.startswith("gfx9") else 32)
-    return GPUTarget("cuda", int(gpu_name.replace(".", "")), 32)
+    if gpu.amd:
+        return GPUTarget("hip", gpu.amd, 64 if gpu.amd.startswith("gfx9") else 32)
+    return GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
 
 
 def first_cause(error: BaseException) -> str:
@@ -327,8 +332,12 @@ def compile_launch(launch: Launch, kernel: JITFunction, target: GPUTarget) -> Ne
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned}
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(kernel, dict(launch.signature), constants, attributes)
+    options = dict(launch.options)
+    if unknown := options.keys() - vars(make_backend(target).parse_options(options)):
+        return Need(error=f"unknown options, which a launch refuses: {', '.join(sorted(unknown))}")
     try:
-        compiled = triton.compile(source, target=target, options=dict(launch.options))
+        with right_assembler() if target.arch == 90 else nullcontext():
+            compiled = triton.compile(source, target=target, options=options)
     except Exception as error:  # whatever a compiler raises is the finding
         return Need(error=first_cause(error))
     if target.backend == "hip":
@@ -389,7 +398,7 @@ def check(gpu_name: str, part: str, match: str, share: int, shares: int) -> Repo
     complete = gpu_name == "9.0" and part and not match
     missing = missing_hopper_kernels({launch.kernel for launch in launches}) if complete else []
     for launch, (kernel, case) in list(launches.items())[share::shares]:
-        need = compile_launch(launch, kernel, target_of(gpu_name))
+        need = compile_launch(launch, kernel, target_of(gpu))
         fits = not need.error and need.shared <= gpu.shared_memory
         rows.append(
             {"gpu": gpu_name, "kernel": launch.kernel, "type": case.dtype, "head_dim": case.dim, "case": case.name}
