@@ -11,7 +11,8 @@ GPU_JOBS ?= 16
 # The tests start Python often; what it has compiled is kept even where the environment says otherwise.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: install demo demo-video test test-slow test-refusals test-gpu compile-kernels compile-kernels-quick test-newest test-oldest lint format clean
+.PHONY: install demo demo-video test test-slow test-refusals test-gpu fuzz-gpu compile-kernels compile-kernels-quick \
+	test-newest test-oldest lint format clean
 
 install: $(INSTALLED)
 
@@ -56,9 +57,16 @@ test-slow: install
 test-refusals: install
 	$(PYTEST) -n $(JOBS) -k "refus or wrong or forged"
 
-# On a machine with a CUDA device: the kernels natively, all types and sizes against float64.
+# On a machine with a CUDA device: the kernels natively, all types and sizes against float64, 400 random cases included.
 test-gpu: install
 	$(PYTEST) tests/ops -n $(GPU_JOBS) -m "slow or not slow"
+
+# On a machine with a CUDA device: other random cases of all kernels, on all cores for so many seconds. Another SEED draws
+# other cases.
+SECONDS ?= 300
+SEED ?= 0
+fuzz-gpu: install
+	$(BIN)/python tests/ops/fuzz.py --seconds $(SECONDS) --seed $(SEED)
 
 # Every kernel for GPUs that need not be there: hours of a core; `benchmarks/compile_kernels.py --help` chooses a part.
 compile-kernels: install

@@ -37,8 +37,8 @@ DTYPES = tuple(LIMITS)
 # So many cases one after the other share what a kernel is compiled for (type, head dims, options): that takes most of
 # the time of a case. They differ in sizes, numbers and the memory layout of gradients.
 CASES_OF_A_KERNEL = 8
-# Families of each eleven kernels; eleven is prime, so that each of several processes, which take turns, gets them all.
-_MIXTURE = (*FAMILIES[:4], *FAMILIES, "mhla causal")
+# Families of each 13 kernels; 13 is prime, so that each of several processes, which take turns, gets all of them.
+_MIXTURE = (*FAMILIES[:4], *FAMILIES, "mhla pairwise", "mhla causal", "mhla pairwise")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def head_dim_range(dim: int) -> str:
 def draw_head_dim(rng: random.Random, index: int) -> int:
     """Draw a head dim: from all of 1 to 128 or, more often, from one range, which ``index`` cycles through."""
     low, high = (1, HEAD_DIMS[-1][1]) if rng.random() < 0.3 else HEAD_DIMS[index % len(HEAD_DIMS)]
-    dim = rng.randint(low, high)
+    dim = rng.choice((low, high)) if rng.random() < 0.2 else rng.randint(low, high)
     multiple = -(-dim // 8) * 8  # rows of these dims load in wide words
     return multiple if rng.random() < 0.3 and multiple <= high else dim
 

@@ -32,11 +32,22 @@ def draw_mhla(
     rng: random.Random, kernel: random.Random, index: int, small: bool, causal: bool, regimes: tuple[str, ...]
 ) -> Options:
     """Draw a call of `mhla`; the dense float64 form limits tokens, heads and batch."""
-    grid = draw_grid(rng, 300 if small else 1500)
+    short = regimes == ("pairwise",) and kernel.random() < 0.2
+    if short:  # a GPU may have kernels of their own for these
+        grid: Options = {
+            "shape": (rng.randint(7, 16), rng.randint(7, 16)),
+            "num_prefix_tokens": rng.choice((0, 1)),
+            "repeats": 1,
+        }
+        dim = kernel.choice((64, 72, 80))
+        value_dim = dim if kernel.random() < 0.8 else kernel.choice((64, 72, 80))
+    else:
+        grid = draw_grid(rng, 300 if small else 1500)
+        dim = draw_head_dim(kernel, index)
+        value_dim = draw_value_dim(kernel, dim)
     tokens = grid_of(grid).num_tokens
-    dim = draw_head_dim(kernel, index)
-    value_dim = draw_value_dim(kernel, dim)
-    many = not small and tokens <= 256 and rng.random() < 0.1  # heads than a GPU has multiprocessors
+    # More heads than a GPU has multiprocessors.
+    many = not small and tokens <= 256 and rng.random() < (0.3 if short else 0.1)
     most = min(320, 2e7 / tokens**2) if many else min(24, 8e6 / tokens**2, 1e6 / tokens / max(dim, value_dim))
     each_token = tokens <= 256 and rng.random() < 0.08
     longest = (16, 6, 4)[len(grid["shape"]) - 1]

@@ -5,6 +5,7 @@ B batch, N tokens, C channels or inputs, H heads, G output heads, D head dim.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -27,14 +28,16 @@ from headmix_vision.ops import grid_conv, mix_heads
 
 
 def draw_grid_conv(rng: random.Random, kernel: random.Random, index: int, small: bool) -> Options:
-    """Draw a call of `grid_conv`."""
+    """Draw a call of `grid_conv`; the reference keeps the input once for each tap."""
     grid = draw_grid(rng, 300 if small else 1500)
     sizes = kernel.randint(1, 20), kernel.randint(21, 200), kernel.randint(201, 400), 8 * kernel.randint(1, 50)
-    channels, extents = kernel.choice(sizes), [kernel.choice((1, 3, 5)) for _ in range(3)]
+    channels, drawn = kernel.choice(sizes), [kernel.choice((1, 3, 5)) for _ in range(3)]
+    extents = tuple(drawn[: len(grid["shape"])])
+    numbers = grid_of(grid).num_tokens * channels
     return {
         **grid,
-        "extents": tuple(extents[: len(grid["shape"])]),
-        "batch": draw_copies(rng, 1e6 / grid_of(grid).num_tokens / channels, heads=1)["batch"],
+        "extents": extents,
+        "batch": draw_copies(rng, min(1e6, 4e7 / math.prod(extents)) / numbers, heads=1)["batch"],
         "channels": channels,
         "bias": kernel.random() < 0.7,
         "weight": kernel.choice(WEIGHT_TYPES),

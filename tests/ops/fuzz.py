@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # for machines on which the package is not installed
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # the package of this clone, installed or not
 
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.tables import markdown_table
