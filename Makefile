@@ -11,7 +11,8 @@ GPU_JOBS ?= 16
 # The tests start Python often; what it has compiled is kept even where the environment says otherwise.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: install demo demo-video test test-slow test-refusals test-gpu fuzz-gpu compile-kernels test-newest test-oldest lint format clean
+.PHONY: install demo demo-video test test-slow test-refusals test-gpu fuzz-gpu compile-kernels compile-kernels-quick \
+	test-newest test-oldest lint format clean
 
 install: $(INSTALLED)
 
@@ -71,6 +72,17 @@ fuzz-gpu: install
 compile-kernels: install
 	$(BIN)/python benchmarks/compile_kernels.py --all
 
+# The kernels for Hopper and a few others, with the environment's Triton and with the newest: Gluon, in which some are
+# written, changes between releases. The newest is put beside the environment once; delete $(VENV)-triton for a newer.
+compile-kernels-quick: install $(VENV)-triton/.installed
+	$(BIN)/python benchmarks/compile_kernels.py --quick --jobs $(JOBS)
+	PYTHONPATH=$(CURDIR)/$(VENV)-triton $(BIN)/python benchmarks/compile_kernels.py --quick --jobs $(JOBS)
+
+$(VENV)-triton/.installed: | install
+	rm -rf $(VENV)-triton
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)-triton triton
+	touch $@
+
 # The tests with the newest and the oldest versions that pyproject.toml allows, each in an environment of its own
 # that is made afresh and deleted when they pass. TESTS chooses a part. The oldest need Python 3.10 to 3.12.
 test-newest test-oldest: test-%:
@@ -92,4 +104,4 @@ format: install
 	$(BIN)/ruff check --fix $(CHECKED)
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest $(VENV)-triton build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

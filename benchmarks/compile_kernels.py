@@ -1,11 +1,14 @@
 """Compile every kernel that the ops can choose for GPUs that need not be there, and read what it needs of them.
 
-    python benchmarks/compile_kernels.py                            # a part that takes a minute or two
+    python benchmarks/compile_kernels.py                            # a part that takes a minute or two for each GPU
+    python benchmarks/compile_kernels.py --quick                    # Hopper alone, in a minute of two cores
     python benchmarks/compile_kernels.py --all --csv needs.csv      # every type, head dim and regime: hours of a core
-    python benchmarks/compile_kernels.py --all --gpu 8.9 --match resident
+    python benchmarks/compile_kernels.py --all --gpu 8.9 gfx942 --match resident
 
-The ops run as they would on the GPU, up to the launches, which are recorded and compiled instead. The status is 1 if a
-kernel does not compile, needs more shared memory than a program may have there, or got machine code that is wrong.
+The ops run on CPU tensors as they would on the GPU. Their launches are recorded and compiled instead of run. The exit
+status is 1 if a kernel does not compile, needs more shared memory than a program may have, or got wrong machine code.
+It is also 1 if nothing was compiled, or if the ops left out a kernel that is written for the GPU. Another Triton, first
+on PYTHONPATH, compiles the same kernels.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ os.environ["TRITON_INTERPRET"] = "0"
 os.environ["HEADMIX_VISION_UNTESTED_GPUS"] = "1"  # to compile for a GPU is not to trust it
 
 import argparse
+import importlib
 import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,30 +33,44 @@ from unittest import mock
 
 import torch
 import triton
-from machine_code import disassemble, resource_usage, unwritten_registers
+from machine_code import amd_resource_usage, disassemble, resource_usage, unwritten_registers
 from measuring import write_csv
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, TokenScan, grid_conv, head_in_head, kernels, mhla, mix_heads
+from headmix_vision.ops.assembler import right_assembler
+from headmix_vision.ops.launching import forget_plans
+from headmix_vision.ops.mhla.triton_tuning import head_parts
 
-# Compute capability, and shared memory that a program may ask for: the CUDA programming guide, compute capabilities.
+# NVIDIA GPUs by compute capability, AMD GPUs by architecture, with the bytes of shared memory that a program may have:
+# "Compute Capabilities" in the CUDA programming guide, getAddressableLocalMemorySize in LLVM. gfx950 has 160 KB, but the
+# ops hold themselves to what all AMD GPUs have.
 GPUS = {
     "8.0": kernels.Gpu("A100", (8, 0), 163 << 10),
     "8.6": kernels.Gpu("RTX 3090", (8, 6), 99 << 10),
     "8.9": kernels.Gpu("RTX 4090", (8, 9), 99 << 10),
     "9.0": kernels.Gpu("H100", (9, 0), 227 << 10),
     "10.0": kernels.Gpu("B200", (10, 0), 227 << 10),
+    "10.3": kernels.Gpu("B300", (10, 3), 227 << 10),
+    "11.0": kernels.Gpu("Thor", (11, 0), 227 << 10),
     "12.0": kernels.Gpu("RTX 5090", (12, 0), 99 << 10),
+    "12.1": kernels.Gpu("DGX Spark", (12, 1), 99 << 10),
+    "gfx942": kernels.Gpu("MI300X", (9, 4), kernels.AMD_SHARED_MEMORY, amd="gfx942"),
+    "gfx950": kernels.Gpu("MI350X", (9, 5), kernels.AMD_SHARED_MEMORY, amd="gfx950"),
+    "gfx1100": kernels.Gpu("RX 7900 XTX", (11, 0), kernels.AMD_SHARED_MEMORY, amd="gfx1100"),
 }
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# One head dim for each way in which it is cut and padded; kernels see no other difference.
-HEAD_DIMS = (16, 24, 32, 40, 64, 72, 96, 112, 128)
-HIH_HEAD_DIMS = (24, 64, 72, 128)
+# Two head dims for each way in which kernels cut them: the largest multiple of 8 that is padded, and the largest. The
+# former also serve as value dims beside all others: tiles that take turns in shared memory have led ptxas astray.
+CUTS = [list(dims) for _, dims in itertools.groupby(range(1, kernels.MAX_DIM + 1), head_parts)]
+VALUE_DIMS = tuple(max(dim for dim in dims[:-1] or dims if dim % 8 == 0) for dims in CUTS)
+HEAD_DIMS = tuple(sorted({*VALUE_DIMS, *(dims[-1] for dims in CUTS)}))
+HIH_HEAD_DIMS = (16, 24, 64, 72, 128)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
             torch.int32: "*i32", torch.int64: "*i64"}  # fmt: skip
 
@@ -101,11 +119,11 @@ def hih_case(name: str, dtype: str, dim: int, r: int, heads: int = 1, *, per_tok
              ordered: bool = False, states: bool = False, value_dim: int | None = None) -> Case:  # fmt: skip
     def call() -> None:
         empty = partial(torch.empty, dtype=TYPES[dtype])
-        sizes = (1, 64, heads)
+        sizes = (1, 256, heads)  # four chunks at least, so that scans keep their loop
         leaves = [empty(*sizes, dim), empty(*sizes, dim), empty(*sizes, value_dim or dim)]
         leaves += [empty(*sizes).zero_(), empty(*sizes).zero_(), empty(*(sizes[:2] if per_token else ()), heads, r, r)]
         initial = empty(1, heads, dim, value_dim or dim).requires_grad_() if states else None
-        scan = TokenScan.from_grid((8, 8), "column_major") if ordered else None
+        scan = TokenScan.from_grid((16, 16), "column_major") if ordered else None
         out, final = head_in_head(*(x.requires_grad_() for x in leaves), initial_state=initial, scan=scan,
                                   output_final_state=states, impl="triton")  # fmt: skip
         outputs = [out, final] if states else [out]
@@ -130,6 +148,10 @@ def mhla_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
     )
     if not everything:
         return
+    for value_dim in VALUE_DIMS if dim in VALUE_DIMS else ():
+        for regime, causal in itertools.product(("pairwise", "summary"), (False, True)):
+            name = f"{'causal ' * causal}{regime}, values of {value_dim}"
+            yield case(name, grid=(9, 11), block_grid=(4, 3), regime=regime, causal=causal, value_dim=value_dim)
     yield case("pairwise, 256 tokens", grid=(16, 16), block_grid=(4, 4), regime="pairwise")
     if dim not in (64, 72, 128):
         return
@@ -149,7 +171,6 @@ def mhla_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
                 for causal in (False, True):
                     name = f"{'causal ' * causal}{regime}, {normalizer}, {feature_map}"
                     yield on(name, normalizer=normalizer, feature_map=feature_map, causal=causal)
-        yield on(f"{regime}, values of {192 - dim}", value_dim=192 - dim)
 
 
 def hih_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
@@ -163,7 +184,8 @@ def hih_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
             yield hih_case("many heads", dtype, dim, r, heads=1024)
         if everything and dim in (64, 128):
             yield hih_case("every option", dtype, dim, r, per_token=True, ordered=True, states=True)
-            yield hih_case(f"values of {192 - dim}", dtype, dim, r, value_dim=192 - dim)
+            for value_dim in (16, 32, 192 - dim):
+                yield hih_case(f"values of {value_dim}", dtype, dim, r, value_dim=value_dim)
 
 
 def mix_heads_case(dtype: str, dim: int, heads: int, out_heads: int, tokens: int, count: int = 3) -> Case:
@@ -215,10 +237,29 @@ def grid_conv_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
 PART = (("bfloat16", 64), ("float32", 128))
 
 
-def all_cases(everything: bool) -> Iterator[Case]:
-    """Yield all calls, or those that need most of a GPU."""
-    shapes = itertools.product(TYPES, HEAD_DIMS) if everything else PART
-    for dtype, dim in shapes:
+def short_cases(dtype: str, dim: int) -> Iterator[Case]:
+    """Yield sequences for which Hopper has kernels of its own: 64, 128 or 256 rows."""
+    for grid, block_grid, prefix in (((8, 8), (2, 2), 0), ((8, 15), (4, 4), 1), ((14, 14), (4, 4), 0)):
+        name = f"pairwise, {math.prod(grid) + prefix} tokens"
+        yield mhla_case(name, dtype, dim, grid, block_grid, "pairwise", prefix)
+
+
+def quick_cases() -> Iterator[Case]:
+    """Yield the kernels that only Hopper has, and some that every GPU has."""
+    yield from short_cases("bfloat16", 64)
+    yield from short_cases("bfloat16", 72)
+    yield mhla_case("pairwise, 512 tokens", "float32", 88, (16, 32), (4, 4), "pairwise")
+    yield mhla_case("summary, 64 blocks of 16", "bfloat16", 72, (32, 32), (8, 8), "summary")
+    yield hih_case("", "bfloat16", 64, 4)
+
+
+def all_cases(part: str) -> Iterator[Case]:
+    """Yield the calls of a part: "quick", "all", or "" for those that need most of a GPU."""
+    if part == "quick":
+        yield from quick_cases()
+        return
+    everything = part == "all"
+    for dtype, dim in itertools.product(TYPES, HEAD_DIMS) if everything else PART:
         yield from mhla_cases(dtype, dim, everything)
         yield from hih_cases(dtype, dim, everything)
         yield from mix_heads_cases(dtype, dim, everything)
@@ -234,8 +275,14 @@ def recorded(gpu: kernels.Gpu) -> Iterator[dict[Launch, JITFunction]]:
         launch = describe(kernel, args, kwargs)
         launches[launch] = kernel
 
-    with mock.patch.object(JITFunction, "run", record), mock.patch.object(kernels, "find_gpu", lambda device: gpu):
+    forget_plans()  # those for another GPU
+    with (
+        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(kernels, "find_gpu", lambda device: gpu),
+        mock.patch.object(torch.version, "hip", gpu.amd or None),
+    ):
         yield launches
+    forget_plans()
 
 
 def describe(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
@@ -264,19 +311,39 @@ def describe(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any])
     return Launch(kernel.__name__, tuple(signature), tuple(constants), tuple(aligned), tuple(sorted(options.items())))
 
 
-def compile_launch(launch: Launch, kernel: JITFunction, capability: tuple[int, int]) -> Need:
+def target_of(gpu: kernels.Gpu) -> GPUTarget:
+    """Return Triton's name of a GPU; waves of AMD's CDNA (gfx9) have 64 threads, of RDNA 32."""
+    if gpu.amd:
+        return GPUTarget("hip", gpu.amd, 64 if gpu.amd.startswith("gfx9") else 32)
+    return GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
+
+
+def first_cause(error: BaseException) -> str:
+    """Describe in a line what an error comes from: Triton adds the source code of each caller."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 200 else '... ' + text[-200:]}"
+
+
+def compile_launch(launch: Launch, kernel: JITFunction, target: GPUTarget) -> Need:
     names = kernel.arg_names
     constants = {(names.index(name),): value for name, value in launch.constants}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned}
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(kernel, dict(launch.signature), constants, attributes)
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    options = dict(launch.options)
+    if unknown := options.keys() - vars(make_backend(target).parse_options(options)):
+        return Need(error=f"unknown options, which a launch refuses: {', '.join(sorted(unknown))}")
     try:
-        compiled = triton.compile(source, target=target, options=dict(launch.options))
+        with right_assembler() if target.arch == 90 else nullcontext():
+            compiled = triton.compile(source, target=target, options=options)
     except Exception as error:  # whatever a compiler raises is the finding
-        return Need(error=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+        return Need(error=first_cause(error))
+    if target.backend == "hip":
+        return Need(compiled.metadata.shared, *amd_resource_usage(compiled.asm["amdgcn"]))
     cubin = compiled.asm["cubin"]
-    wrong = unwritten_registers(disassemble(cubin)) if capability == (9, 0) else []
+    wrong = unwritten_registers(disassemble(cubin)) if target.arch == 90 else []
     return Need(
         compiled.metadata.shared, *resource_usage(cubin), f"reads a register never written: {wrong[0]}" if wrong else ""
     )
@@ -301,57 +368,93 @@ def launches_of(
     return found, refused
 
 
-def check(
-    gpu_name: str, everything: bool, match: str, share: int, shares: int
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Compile a share of all launches on a GPU; also return what the ops refuse there."""
+def missing_hopper_kernels(launched: set[str]) -> list[str]:
+    """Name the kernels that are written for Hopper alone and were not launched, with the reason if it is known."""
+    missing = []
+    for path in sorted(Path(kernels.__file__).parent.glob("*/gluon_*.py")):
+        module = f"headmix_vision.ops.{path.parent.name}.{path.stem}"
+        try:
+            names = [name for name in vars(importlib.import_module(module)) if name.endswith("_kernel")]
+        except Exception as error:  # as an op sees it, which then takes other kernels
+            missing.append(f"{module} cannot be imported: {error}")
+            continue
+        missing += [f"{name} is never launched" for name in names if name not in launched]
+    return missing
+
+
+class Report(NamedTuple):
+    """What became of the launches on a GPU: a row for each, what the ops refuse, and which kernels they leave out."""
+
+    rows: list[dict[str, Any]]
+    refused: list[str]
+    missing: list[str]
+
+
+def check(gpu_name: str, part: str, match: str, share: int, shares: int) -> Report:
+    """Compile a share of all launches on a GPU."""
     gpu, rows = GPUS[gpu_name], []
     torch.set_num_threads(1)
-    launches, refused = launches_of(gpu, all_cases(everything), match)
+    launches, refused = launches_of(gpu, all_cases(part), match)
+    complete = gpu_name == "9.0" and part and not match
+    missing = missing_hopper_kernels({launch.kernel for launch in launches}) if complete else []
     for launch, (kernel, case) in list(launches.items())[share::shares]:
-        need = compile_launch(launch, kernel, gpu.capability)
+        need = compile_launch(launch, kernel, target_of(gpu))
         fits = not need.error and need.shared <= gpu.shared_memory
         rows.append(
             {"gpu": gpu_name, "kernel": launch.kernel, "type": case.dtype, "head_dim": case.dim, "case": case.name}
             | need._asdict() | {"limit": gpu.shared_memory, "fits": fits}
         )  # fmt: skip
-    return rows, refused
+    return Report(rows, refused, missing)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every type, head dim, regime and option")
-    parser.add_argument("--gpu", nargs="+", choices=tuple(GPUS), default=tuple(GPUS), help="compute capabilities")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--all", dest="part", action="store_const", const="all", default="",
+                       help="every type, head dim, regime and option")  # fmt: skip
+    parts.add_argument("--quick", dest="part", action="store_const", const="quick",
+                       help="the kernels of Hopper and a few others, for 9.0 alone")  # fmt: skip
+    parser.add_argument("--gpu", nargs="+", choices=tuple(GPUS), help="compute capabilities or AMD architectures")
     parser.add_argument("--match", default="", help="only launches whose kernel or case has this in its name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args()
     table: list[dict[str, Any]] = []
+    failed = False
+    print(f"triton {triton.__version__}", flush=True)
     with ProcessPoolExecutor(options.jobs) as pool:
-        for gpu in options.gpu:
+        for gpu in options.gpu or (("9.0",) if options.part == "quick" else GPUS):
             # each share records all launches again, which is quick beside their compilation
             shares = range(options.jobs)
-            futures = [pool.submit(check, gpu, options.all, options.match, i, options.jobs) for i in shares]
-            results = [future.result() for future in futures]
-            rows = [row for of_share, _ in results for row in of_share]
-            report(gpu, rows, refused=results[0][1])
-            table += rows
+            futures = [pool.submit(check, gpu, options.part, options.match, i, options.jobs) for i in shares]
+            reports = [future.result() for future in futures]
+            whole = reports[0]._replace(rows=[row for of_share in reports for row in of_share.rows])
+            failed |= not print_report(gpu, whole)
+            table += whole.rows
     if options.csv:
         write_csv(options.csv, table)
-    return int(any(not row["fits"] for row in table))
+    return int(failed)
 
 
-def report(gpu: str, rows: list[dict[str, Any]], refused: list[str]) -> None:
-    """Print how many kernels run on a GPU, those that do not, and what the ops refuse by name."""
-    largest, limit = max((row["shared"] for row in rows), default=0), GPUS[gpu].shared_memory
-    failed = [row for row in rows if not row["fits"]]
-    print(f"{gpu}: {len(rows)} kernels, the largest needs {largest / 1024:.1f} of {limit >> 10} KB;"
-          f" {len(failed)} do not run, {len(refused)} calls refused by name", flush=True)  # fmt: skip
-    for row in failed:
-        reason = row["error"] or f"needs {row['shared'] / 1024:.1f} KB"
-        print(f"  {row['kernel']}, {row['type']}, head dim {row['head_dim']} ({row['case']}): {reason}")
+def print_report(gpu: str, report: Report) -> bool:
+    """Print how many kernels run on a GPU, those that do not, and what the ops refuse; return whether all is well."""
+    rows, refused, missing = report
+    if not rows:
+        print(f"{gpu}: nothing was compiled: no launch matches, or the ops refuse all calls ({len(refused)})")
+    else:
+        largest, limit = max(row["shared"] for row in rows), GPUS[gpu].shared_memory
+        failed = [row for row in rows if not row["fits"]]
+        print(f"{gpu}: {len(rows)} kernels, the largest needs {largest / 1024:.1f} of {limit >> 10} KB;"
+              f" {len(failed)} do not run, {len(refused)} calls refused by name")  # fmt: skip
+    for row in rows:
+        if not row["fits"]:
+            reason = row["error"] or f"needs {row['shared'] / 1024:.1f} KB"
+            print(f"  {row['kernel']}, {row['type']}, head dim {row['head_dim']} ({row['case']}): {reason}")
+    for line in missing:
+        print(f"  missing: {line}")
     for line in refused:
-        print(f"  refused: {line}")
+        print(f"  refused: {line}", flush=True)
+    return bool(rows) and not missing and all(row["fits"] for row in rows)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,15 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def amd_resource_usage(listing: str) -> tuple[int, int]:
+    """Read registers and bytes of scratch memory of a thread from the metadata of an assembler listing."""
+    registers, scratch = (
+        re.search(rf"\.{name}:\s+(\d+)", listing) for name in ("vgpr_count", "private_segment_fixed_size")
+    )
+    assert registers and scratch, listing[-2000:]
+    return int(registers[1]), int(scratch[1])
+
+
 def disassemble(cubin: bytes) -> str:
     return _run("nvdisasm", "-c", cubin=cubin)
 

@@ -10,10 +10,26 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compile_kernels.py"
 
 
+def run(*arguments):
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False)
+
+
 def compile_for(*arguments):
-    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False)
+    done = run(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     return done.stdout
+
+
+def test_each_gpu_gets_tiles_of_its_own():
+    """The same process plans for an A100 first, where the kernel of short sequences fits."""
+    match = "pairwise_backward_key_kernel mhla pairwise, 197 tokens"
+    report = compile_for("--gpu", "8.0", "8.9", "--match", match, "--jobs", "1")
+    assert "8.0: 1 kernels" in report and "8.9: 2 kernels" in report
+
+
+def test_a_run_that_compiled_nothing_fails():
+    done = run("--gpu", "8.9", "--match", "resident_backward_key_kernel", "--jobs", "1")
+    assert done.returncode == 1 and "8.9: nothing was compiled" in done.stdout
 
 
 def test_training_fits_a_gpu_with_little_shared_memory():

@@ -1,6 +1,7 @@
 import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from headmix_vision.ops.launching import forget_plans
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> None:
-    """Spares Triton's interpreter work without effect, half of its time."""
+    """Spare Triton's interpreter work without effect, half of its time, and mend two of its releases."""
     if not INTERPRETED:
         return
     import triton.language as tl
@@ -22,6 +23,18 @@ def quick_interpreter() -> None:
     # It computes integers twice, for an assertion that is off.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    # Up to 3.6 it makes integers of arrays [x], for the bounds of range(), as NumPy 2.4 no longer does.
+    tl.core.tensor.__index__ = lambda self: int(self.handle.data.item())
+    # In 3.9 it spreads a truth value to integers, which its loads refuse as a mask.
+    spread = builder.create_splat
+
+    def create_splat(kind: Any, value: Any) -> Any:
+        handle = spread(kind, value)
+        if value.data.dtype == bool:
+            handle.data = handle.data.astype(bool)
+        return handle
+
+    builder.create_splat = create_splat
 
 
 @pytest.fixture(autouse=True)
