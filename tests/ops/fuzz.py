@@ -26,6 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))  # the package of this clone, installed or not
 
 from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console.scripts import gpu_names
 from headmix_vision.console.tables import markdown_table
 from headmix_vision.doctor.cases import CASES_OF_A_KERNEL, DTYPES, FAMILIES, Case, check, draw, numbered, read
 from headmix_vision.doctor.drawing import HEAD_DIMS, head_dim_range
@@ -34,16 +35,23 @@ from headmix_vision.ops.kernels import INTERPRETED
 
 TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 CASES_OF_A_SEED = 10**6
+PROCESS_BYTES = 5 << 29  # of GPU memory
 CASE_LIMIT_S = 300  # no case takes as long, compilation included
 _DONE = "done: "  # begins the line by which a worker reports a case
 _LOST = 3  # status of a worker that reported its last case and cannot go on
 
 
+def _most_jobs() -> int:
+    """Count the processes for which there are cores, and memory of the GPUs."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    return min(cores, sum(memory // PROCESS_BYTES for memory in gpus) or cores)
+
+
 def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--seconds", type=float, default=300, help="time in which cases are started (default 300)")
-    parser.add_argument("--jobs", type=int, default=cores, help="processes on the one GPU (default: one for each core)")
+    parser.add_argument("--jobs", type=int, default=_most_jobs(), help="processes (default: as many as fit)")
     parser.add_argument("--seed", type=int, default=0, help="other seeds draw other cases (default 0)")
     parser.add_argument("--family", choices=FAMILIES, help="draw cases of one op and form")
     parser.add_argument("--dtype", choices=TYPES, help="draw cases of one type")
@@ -98,15 +106,9 @@ def work(options: argparse.Namespace) -> None:
     while time.time() < options.until:
         reason = failure(drawn(options, index), options.impl)
         print(_DONE + json.dumps({"index": index, "reason": reason}), flush=True)
-<<<<<<< HEAD
-        if reason and torch.cuda.is_available():
-            torch.cuda.synchronize()  # raises where the context is lost
-        index = following(index, options.jobs)
-=======
         if torch.cuda.is_available() and not _give_back():
             os._exit(_LOST)
-        index += options.jobs
->>>>>>> drawn
+        index = following(index, options.jobs)
 
 
 def _give_back() -> bool:
@@ -156,10 +158,12 @@ class Tally:
 
 def supervise(first: int, options: argparse.Namespace, tally: Tally, args: list[str]) -> None:
     """Run one worker until the time is over, and start it again behind a case that ended it."""
-    index = first * CASES_OF_A_KERNEL
+    index, gpus = first * CASES_OF_A_KERNEL, gpu_names()
+    device = {"CUDA_VISIBLE_DEVICES": gpus[first % len(gpus)]} if gpus else {}
     while time.time() < options.until:
         command = [sys.executable, __file__, *args, "--worker", str(index), "--until", str(options.until)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, env=os.environ | device, **pipes)
         assert process.stdout is not None
         last, timer = "", threading.Timer(CASE_LIMIT_S, process.kill)
         timer.start()
@@ -176,14 +180,9 @@ def supervise(first: int, options: argparse.Namespace, tally: Tally, args: list[
         timer.cancel()
         if process.wait() == 0:
             return
-<<<<<<< HEAD
-        tally.add(index, f"the process ended with status {process.returncode}: {last}")
-        index = following(index, options.jobs)
-=======
         if process.returncode != _LOST:
             tally.add(index, f"the process ended with status {process.returncode}: {last}")
-            index += options.jobs
->>>>>>> drawn
+            index = following(index, options.jobs)
 
 
 def main() -> None:
