@@ -7,7 +7,8 @@ CHECKED := headmix_vision tests benchmarks examples train_cls.py train_gen.py sa
 
 # Processes of the tests, each with one thread.
 JOBS ?= 2
-GPU_JOBS ?= 16
+# Processes on one GPU; 16 need 141 GB, 80 GB suffice for 6.
+GPU_JOBS ?= 6
 # The tests start Python often; what it has compiled is kept even where the environment says otherwise.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 

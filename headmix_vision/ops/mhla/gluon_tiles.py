@@ -66,7 +66,7 @@ def feature_gradient(tile, gradient, eps, FEATURE_MAP: gl.constexpr):
     """Compute the gradient of rows from that of their features, and from the features, a tile of shared memory.
 
     To relu negative numbers count as zero if ``eps`` rounds them away: those above -4e-9, if it is 1e-6, and above
-    -4e-6, if it is HOPPER_EPS.
+    -3e-8, if it is HOPPER_EPS.
     """
     LAYOUT: gl.constexpr = gradient.type.layout
     if FEATURE_MAP == "relu":

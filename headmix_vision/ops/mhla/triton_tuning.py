@@ -125,7 +125,7 @@ HOPPER_WIDE = {
     ),
 }
 HOPPER_BLOCKS = 32
-HOPPER_EPS = 1e-3  # a larger one rounds more numbers below zero to it, whose slopes the backward kernels take for one
+HOPPER_EPS = 1e-5  # a larger one rounds more numbers below zero to it, whose slopes the backward kernels take for one
 HOPPER_KB = 227  # of shared memory, as every Hopper GPU has
 MIXING_TILE = 64  # blocks that one tile holds, beside the smaller tile of 16
 PREFETCH_RUN = 16  # shorter runs leave no registers for prefetched queries
