@@ -210,8 +210,8 @@ def _check_times(scheduler: SchedulerMixin, num_steps: int) -> None:
         raise InputError(f"{name} has {len(set(times))} different times for {num_steps} steps: take fewer steps")
     if not max(1, highest - NUM_TIMESTEPS / num_steps) <= times[0] <= highest or times[-1] < 0:
         raise InputError(
-            f"{name} with {scheduler.config.get('timestep_spacing')} spacing would go from time {times[0]:g} to"
-            f" {times[-1]:g} in {num_steps} steps, but it must begin near {highest}: take another number of steps"
+            f"{name} with {scheduler.config.get('timestep_spacing')} spacing takes times {times[0]:g} to {times[-1]:g}"
+            f" in {num_steps} steps; the first must be near {highest}, in noise: take another number of steps"
         )
     if isinstance(scheduler, diffusers.DDPMScheduler) and times[-1] > 0 and takes_variance(scheduler):
         raise InputError(f"{name} must end at time 0, its noise stays in the data otherwise: take linspace or leading")

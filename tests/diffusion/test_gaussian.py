@@ -432,7 +432,7 @@ def test_times_fall_from_noise_to_data_at_every_number_of_steps() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "steps", "message"),
     [
-        (create_scheduler("ddpm", DDPM), 1, "ddpm with linspace spacing would go from time 0 to 0 in 1 steps"),
+        (create_scheduler("ddpm", DDPM), 1, "ddpm with linspace spacing takes times 0 to 0 in 1 steps"),
         (create_scheduler("ddim", DDPM, spacing="leading"), 128, r"never 128; nearest: 125"),
         (DDIMScheduler(timestep_spacing="even"), 5, "is not supported|must be one of"),
         (DDPMScheduler(timestep_spacing="trailing", variance_type="learned_range"), 5, "must end at time 0"),
