@@ -114,6 +114,9 @@ def check_scheduler_config(scheduler: SchedulerMixin) -> None:
     steps = scheduler.config.get("num_train_timesteps")
     if steps != NUM_TIMESTEPS:
         raise InputError(f"num_train_timesteps of the scheduler must be {NUM_TIMESTEPS}, got {steps!r}")
+    spacing = scheduler.config.get("timestep_spacing", SPACINGS[0])
+    if spacing not in SPACINGS:
+        raise InputError(f"timestep_spacing of the scheduler must be one of {SPACINGS}, got {spacing!r}")
     defaults = inspect.signature(type(scheduler).__init__).parameters  # `lambda_min_clipped` is -inf by default
     for name, value in scheduler.config.items():
         if isinstance(value, float) and not math.isfinite(value) and value != defaults[name].default:
@@ -154,16 +157,17 @@ def set_steps(scheduler: SchedulerMixin, num_steps: int, device: torch.device | 
     Raises:
         InputError: If the scheduler cannot take so many steps.
     """
-    if isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
+    if isinstance(scheduler, _SPACED):
+        times = torch.tensor(spaced_times(scheduler.config.timestep_spacing, num_steps), device=device)
+        scheduler.set_timesteps(num_steps, device=device)
+        # diffusers' own times are one too many at some numbers of steps, with a last one of -1
+        scheduler.timesteps = times + scheduler.config.steps_offset
+    elif isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps).tolist(), device=device)
     else:
         if isinstance(scheduler, diffusers.FlowMatchHeunDiscreteScheduler):
             scheduler.sigma_min = 1 / NUM_TIMESTEPS  # diffusers' own is shifted already, and would be once more
         scheduler.set_timesteps(num_steps, device=device)
-    if isinstance(scheduler, _SPACED):
-        # those of diffusers are one too many at some numbers of steps, with a last one of -1
-        times = spaced_times(scheduler.config.timestep_spacing, num_steps)
-        scheduler.timesteps = torch.tensor(times, device=device) + scheduler.config.steps_offset
     if hasattr(scheduler, "set_begin_index"):
         # diffusers would look up where the first time is, and skip a step where rounded times are equal
         scheduler.set_begin_index(0)

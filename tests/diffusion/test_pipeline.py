@@ -15,7 +15,7 @@ from headmix_vision.diffusion import (
     create_scheduler,
 )
 from headmix_vision.diffusion.objectives import shifted
-from headmix_vision.diffusion.schedulers import set_steps
+from headmix_vision.diffusion.schedulers import check_scheduler_config, set_steps
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import load_autoencoder
 
@@ -84,6 +84,18 @@ def test_schedulers_of_ddpm_know_its_betas_and_what_is_predicted(scheduler):
         expected = create_objective(objective).alphas_cumprod.float()
         torch.testing.assert_close(made.alphas_cumprod, expected, rtol=1e-4, atol=0)
         assert made.config.prediction_type == theirs
+
+
+def test_configurations_of_schedulers_are_checked():
+    for objective in (ObjectiveConfig(), ObjectiveConfig(kind="ddpm")):
+        for name in ("dpm++", "unipc"):
+            check_scheduler_config(create_scheduler(name, objective))
+    for options, message in (
+        ({"timestep_spacing": "even"}, "timestep_spacing of the scheduler must be one of"),
+        ({"flow_shift": float("inf")}, "flow_shift of the scheduler must be finite, got inf"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_scheduler_config(diffusers.DPMSolverMultistepScheduler(**options))
 
 
 @pytest.mark.parametrize("scheduler", ["ddim", "ddpm"])
