@@ -67,7 +67,8 @@ def create_scheduler(
         )
     spacings = _FITTING_SPACINGS.get(name, ())
     if spacing is not None and spacing not in spacings:
-        allowed = f"takes {' or '.join(spacings)}" if spacings else "has none to choose"
+        others = " and ".join(_FITTING_SPACINGS)
+        allowed = f"takes {' or '.join(spacings)}" if spacings else f"has none to choose; {others} have"
         raise InputError(f"timestep spacing {spacing!r} given, but scheduler {name!r} {allowed}")
     class_name, options = _TABLE[name][objective.kind]
     cls = getattr(diffusers, class_name)
