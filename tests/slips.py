@@ -38,6 +38,7 @@ class Slip(NamedTuple):
 EPOCHS, STEPS = "tests/data/test_epochs.py tests/data/test_batches.py", "tests/training/test_steps.py"
 OBJECTIVES = "tests/diffusion/test_objectives.py"
 PIPELINE = "tests/diffusion/test_pipeline.py -k noise_levels or know_its or clipped"
+GAUSSIAN = "tests/diffusion/test_gaussian.py -k may_predict_v or may_be_shifted or every_number"
 DIT = "tests/models/test_dit.py -k dropout or initial or decayed or checkpointing_computes or unpickled"
 ZOO, CONVERT = "tests/models/test_zoo.py -k position or dropout or contiguous", "tests/models/test_convert.py"
 LAYER, CROP = "tests/layers/test_attention.py -k autocast", "tests/data/test_datasets.py -k adms or centre"
@@ -161,6 +162,13 @@ SLIPS = [
         'checkpoint["level_loss"][0]',
         STEPS,
     ),
+    Slip(
+        "warm-up counts shorter accumulations",
+        "training/base_module.py",
+        "math.ceil(batches / trainer.accumulate_grad_batches)",
+        "batches // trainer.accumulate_grad_batches",
+        "tests/training/test_fit.py -k warmup",
+    ),
     Slip("layer_decay reaches the optimizer", "training/base_module.py", "layer_decay=config.layer_decay,", "", STEPS),
     Slip("arguments reach the optimizer", "training/base_module.py", "**config.args,", "", STEPS),
     Slip("ragged validation", "training/classification_metrics.py", ", weight=len(targets)", "", STEPS),
@@ -217,8 +225,8 @@ SLIPS = [
     Slip(
         "shift reaches DPM++", "diffusion/schedulers.py", '"flow_shift": objective.shift', '"flow_shift": 1.0', PIPELINE
     ),
-    Slip("betas reach the sampler", "diffusion/schedulers.py", "objective.beta_start", "1e-4", PIPELINE),
-    Slip("betas reach the sampler", "diffusion/schedulers.py", "objective.beta_end", "0.02", PIPELINE),
+    Slip("betas reach the sampler", "diffusion/schedulers.py", ": objective.beta_start", ": 1e-4", PIPELINE),
+    Slip("betas reach the sampler", "diffusion/schedulers.py", ": objective.beta_end", ": 0.02", PIPELINE),
     Slip(
         "v-prediction", "diffusion/schedulers.py", '"v_prediction" if objective.prediction == "v" else ', "", PIPELINE
     ),
@@ -235,6 +243,10 @@ SLIPS = [
         "create_scheduler(None, ObjectiveConfig(kind=objective.kind)",
         RUNS,
     ),
+    Slip("DDIM steps to the next time", "diffusion/schedulers.py", "if isinstance(scheduler, _DDIM)", "if 0", GAUSSIAN),
+    Slip("no time below 0", "diffusion/schedulers.py", ".round()[:num_steps]", ".round()", GAUSSIAN),
+    Slip("equal first times", "diffusion/schedulers.py", "scheduler.set_begin_index(0)", "pass", GAUSSIAN),
+    Slip("Heun shifts once", "diffusion/schedulers.py", "scheduler.sigma_min = 1 / NUM_TIMESTEPS", "pass", GAUSSIAN),
     Slip("first step of the bound", "diffusion/objectives.py", "posterior[0] = posterior[1]", "pass", OBJECTIVES),
     Slip(
         "first step of the bound",

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from headmix_vision.checks import check_numbers
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
-from headmix_vision.diffusion.schedulers import is_flow, set_steps, takes_variance
+from headmix_vision.diffusion.schedulers import is_flow, set_steps, take_step, takes_variance
 from headmix_vision.errors import InputError
 
 CHANNELS = ("all", "first_three")
 MAX_GUIDANCE = 1000.0  # far beyond any picture; sums of larger ones leave float32
+_ROUNDING = 1e-6  # of noise levels in float32
 Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [B, C, *grid], times [B] in [0, 1000] and labels [B] to a prediction [B, C or 2C, *grid], float32.
 
@@ -87,8 +88,8 @@ class Guidance:
         return self.scale != 1
 
     def acts_at(self, level: float) -> bool:
-        """Tells whether guidance acts at a noise level."""
-        return self.enabled and self.interval[0] <= level <= self.interval[1]
+        """Return whether guidance acts at a noise level; both ends of the interval belong to it."""
+        return self.enabled and self.interval[0] - _ROUNDING <= level <= self.interval[1] + _ROUNDING
 
     def combine(self, conditional: Tensor, unconditional: Tensor) -> Tensor:
         """Combines two predictions [B, C, *grid], without the channels of a learned variance, into the guided one."""
@@ -172,7 +173,7 @@ def denoise(
     for i, t in enumerate(progress(scheduler.timesteps)):
         scaled = x if is_flow(scheduler) else scheduler.scale_model_input(x, t)
         prediction = predict(scaled, _noise_level(scheduler, i, t))
-        x = _with_prefix(scheduler.step(prediction, t, x, return_dict=False, **options)[0], prefix)
+        x = _with_prefix(take_step(scheduler, i, prediction, x, **options), prefix)
         if step_end is not None:
             x = _with_prefix(step_end(i, t, x), prefix)
         finite = prediction.isfinite().flatten(1).all(1) & x.isfinite().flatten(1).all(1)

@@ -94,9 +94,15 @@ class GeneratorPipeline(DiffusionPipeline):
         """What the network was trained for."""
         return ObjectiveConfig.from_dict(self.config.objective)
 
-    def set_scheduler(self, name: str | None) -> None:
-        """Chooses another scheduler by its name in :data:`~headmix_vision.diffusion.SCHEDULER_NAMES`."""
-        self.register_modules(scheduler=create_scheduler(name, self.objective, clip=self.vae is None))
+    def set_scheduler(self, name: str | None, spacing: str | None = None) -> None:
+        """Choose another scheduler by its name in :data:`~headmix_vision.diffusion.SCHEDULER_NAMES`.
+
+        Args:
+            name: the name; the objective's own scheduler when None.
+            spacing: which of the 1,000 times ddim and ddpm take: `trailing`, `linspace` or `leading`.
+        """
+        scheduler = create_scheduler(name, self.objective, clip=self.vae is None, spacing=spacing)
+        self.register_modules(scheduler=scheduler)
 
     def check_labels(
         self, class_labels: int | Sequence[int] | Tensor | None, count: int | None, guidance: Guidance

@@ -149,11 +149,16 @@ class SampledClips:
             )
         self.chosen = sampling.choose(long_enough)
 
+    @property
+    def copies(self) -> int:
+        """How often a clip is there, one copy after the other: twice where it is mirrored too."""
+        return 1 + self.sampling.mirror
+
     def __len__(self) -> int:
-        return len(self.chosen) * (1 + self.sampling.mirror)
+        return len(self.chosen) * self.copies
 
     def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
-        infos, copies = self.clips.infos, 1 + self.sampling.mirror
+        infos, copies = self.clips.infos, self.copies
         asked = [(self.chosen[clip], list(places)) for clip, places in groupby(indices, lambda place: place // copies)]
         wanted = {number: self.sampling.indices(number, infos[number].num_frames) for number, _ in asked}
         for (name, frames), (_, places) in zip(self.clips.read(wanted), asked, strict=True):

@@ -99,8 +99,8 @@ def fvd(
     a sixth of the clips), and the Fréchet distance of single frames (`frame_fid`), where the extractor has features of
     frames or `frame_extractor` makes them.
 
-    The controls have real clips on both sides, one half of them each, chosen by the seed: against the other half as it
-    is, with each clip frozen in its first frame, and with frames in an order by chance.
+    The controls have real clips on both sides, see `draw_halves`: against the other half as it is, with each clip
+    frozen in its first frame, and with frames in an order by chance.
 
     Args:
         scorer: Extractor of clips.
@@ -118,10 +118,9 @@ def fvd(
         InputError: Fewer than four real clips, a subset larger than a side, sizes that differ, or too few frames.
     """
     check_clips(real, fake)
-    half = len(real) // 2
     subset_size = kid_subset_size(min(len(real), len(fake)), subset_size)
-    order = torch.randperm(len(real), generator=torch.Generator().manual_seed(derive_seed(seed, _HALVES)))
-    kept, changed = order[:half], order[half : 2 * half]
+    kept, changed = draw_halves(real, seed)
+    half = len(kept)
     generated = _features(scorer, fake, frame_extractor)
     original = _features(scorer, real, frame_extractor, frozenset(changed.tolist()), seed)
 
@@ -144,6 +143,23 @@ def fvd(
             "blind_to_motion": ratio < SEES_MOTION,
         },
     }
+
+
+def draw_halves(clips: ClipSet, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw two disjoint halves of clips, equally many clips each; a clip and its mirror image stay together.
+
+    Args:
+        clips: The clips, N of them.
+        seed: Seed of the choice.
+
+    Returns:
+        Numbers of the clips of each half, int64 [N // 2], fewer where that is odd and clips are mirrored.
+    """
+    copies = clips.clips.copies
+    generator = torch.Generator().manual_seed(derive_seed(seed, _HALVES))
+    order = torch.randperm(len(clips) // copies, generator=generator)[:, None] * copies + torch.arange(copies)
+    half = len(order) // 2
+    return order[:half].flatten(), order[half : 2 * half].flatten()
 
 
 def check_clips(real: ClipSet, fake: ClipSet) -> None:

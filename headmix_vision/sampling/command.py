@@ -27,7 +27,7 @@ from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.denoising import CHANNELS
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
-from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES
+from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, SPACINGS
 from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.runs.directory import trainer_of
@@ -67,6 +67,7 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     add("--classes", help="labels that take turns, such as 0,3,7, or balanced: all of them (balanced)")
     add("--steps", type=int, default=50, help="sampling steps (%(default)s)")
     add("--scheduler", help=f"{', '.join(SCHEDULER_NAMES)} (that of the model)")
+    add("--spacing", choices=SPACINGS, help="timesteps of ddim and ddpm (ddim: trailing; ddpm: linspace, as DiT's)")
     add("--guidance", type=float, help=f"scale, 1 for none ({DEFAULT_GUIDANCE}, or 1 if the model has no choice)")
     add(
         "--guidance-interval",

@@ -38,6 +38,7 @@ class SamplingPlan:
         guidance: Classifier-free guidance.
         size: Height and width of an image in pixels; those of training when None.
         clips: What clips are like; those of training when None, and nothing for images.
+        spacing: Timestep spacing of ddim or ddpm; that of the scheduler when None.
     """
 
     seed: int
@@ -47,6 +48,7 @@ class SamplingPlan:
     guidance: Guidance
     size: tuple[int, int] | None
     clips: ClipPlan | None = None
+    spacing: str | None = None
 
     def labels(self, indices: Iterable[int]) -> list[int] | None:
         """Returns the labels of samples."""
@@ -66,7 +68,8 @@ class SamplingPlan:
         first, *known = self.guidances()
         guidance = f"guidance {first.scale:g}" + ("" if first.interval == (0.0, 1.0) else f" within {first.interval}")
         guidance += "".join(f" and {other.scale:g} where frames are known" for other in known)
-        return f"{self.scheduler}, {self.steps} steps, {guidance}, seed {self.seed}"
+        spacing = "" if self.spacing is None else f" ({self.spacing} spacing)"
+        return f"{self.scheduler}{spacing}, {self.steps} steps, {guidance}, seed {self.seed}"
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings as plain values for a JSON file."""

@@ -13,7 +13,7 @@ from PIL import Image
 
 from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
-from headmix_vision.diffusion.schedulers import scheduler_name
+from headmix_vision.diffusion.schedulers import scheduler_name, set_steps
 from headmix_vision.errors import InputError
 from headmix_vision.runs.directory import CHECKPOINTS
 from headmix_vision.sampling.draw import SamplingPlan
@@ -45,14 +45,18 @@ def make_plan(pipeline: GeneratorPipeline, options: argparse.Namespace) -> Sampl
     with named(f"--guidance-channels {options.guidance_channels}"):
         guidance = replace(guidance, channels=options.guidance_channels)
         pipeline.check_labels(None if classes is None else list(classes), None, guidance)
-    if options.scheduler is not None:
-        pipeline.set_scheduler(options.scheduler)
+    if options.scheduler is not None or options.spacing is not None:
+        name = scheduler_name(pipeline.scheduler) if options.scheduler is None else options.scheduler
+        pipeline.set_scheduler(name, options.spacing)
+    with named(f"--steps {options.steps}"):
+        set_steps(pipeline.scheduler, options.steps, "cpu")
     height, width = (None, None) if options.size is None else _pair(options.size, int, "--size")
     with named(f"--size {options.size}"):
         size = pipeline.image_size(height, width)
         if math.prod(size) > (Image.MAX_IMAGE_PIXELS or math.inf):
             raise InputError(f"Pillow reads images of at most {Image.MAX_IMAGE_PIXELS} pixels")
-    return SamplingPlan(options.seed, classes, options.steps, scheduler_name(pipeline.scheduler), guidance, size)
+    scheduler = scheduler_name(pipeline.scheduler)
+    return SamplingPlan(options.seed, classes, options.steps, scheduler, guidance, size, spacing=options.spacing)
 
 
 def parse_classes(text: str | None, num_classes: int) -> tuple[int, ...] | None:

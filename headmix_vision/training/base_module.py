@@ -4,7 +4,7 @@ import math
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from timm.optim import Muon, create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -26,9 +26,18 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW)  # fused on GPUs; fused SGD fails
 Compile = bool | Literal["blocks", "graphs"]
 
 
-def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int, steps_per_epoch: float) -> Scheduler:
-    """Makes the schedule of a run of so many optimizer steps; `steps_per_epoch` is infinite where it is unknown."""
-    warmup_steps = round(config.warmup_epochs * steps_per_epoch) if steps_per_epoch < math.inf else 0
+def count_epoch_steps(trainer: Trainer) -> float:
+    """Count the optimizer steps of an epoch; infinite where the number of batches is unknown.
+
+    Lightning also steps at the end of an epoch, with as many gradients as have been accumulated by then.
+    """
+    batches = trainer.num_training_batches
+    return batches if batches == math.inf else math.ceil(batches / trainer.accumulate_grad_batches)
+
+
+def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int, epoch_steps: float) -> Scheduler:
+    """Make the schedule of a run of so many optimizer steps; `epoch_steps` is infinite where it is unknown."""
+    warmup_steps = round(config.warmup_epochs * epoch_steps) if epoch_steps < math.inf else 0
     schedule, _ = create_scheduler_v2(
         optimizer,
         sched=config.sched,
@@ -184,10 +193,10 @@ class BaseModule(LightningModule):
         total_steps = self.trainer.estimated_stepping_batches
         if not 0 < total_steps < math.inf:
             raise InputError("the schedule needs the length of the run: set trainer.max_epochs or trainer.max_steps")
-        steps_per_epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
-        if math.isinf(steps_per_epoch) and self.schedule_config.warmup_epochs:
+        epoch_steps = count_epoch_steps(self.trainer)
+        if math.isinf(epoch_steps) and self.schedule_config.warmup_epochs:
             raise InputError("the length of an epoch is unknown: set schedule.warmup_epochs=0")
-        self.schedule = make_schedule(optimizer, self.schedule_config, int(total_steps), steps_per_epoch)
+        self.schedule = make_schedule(optimizer, self.schedule_config, int(total_steps), epoch_steps)
         self.schedule.step_update(max(0, self.trainer.global_step - 1))
         if not hasattr(self, "train_loss"):
             self.train_loss = torch.zeros(2)

@@ -12,12 +12,13 @@ from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.denoising import NonFiniteSamplesError
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
-from headmix_vision.diffusion.schedulers import create_scheduler
+from headmix_vision.diffusion.schedulers import create_scheduler, set_steps
 from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import downsampling, load_autoencoder
 from headmix_vision.runs.pipelines import pipeline_class
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch
+from headmix_vision.sampling.options import named
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 
 T = TypeVar("T")
@@ -43,9 +44,11 @@ class ImageSampler:
             InputError: If scheduler, steps or guidance do not fit the model; it names the group of options.
         """
         net: Any = module.net
-        create_scheduler(plan.scheduler, module.objective_config)  # type: ignore[arg-type]
+        scheduler = create_scheduler(plan.scheduler, module.objective_config)  # type: ignore[arg-type]
         if plan.steps > NUM_TIMESTEPS:
             raise InputError(f"{option}.steps must be at most {NUM_TIMESTEPS}, got {plan.steps}")
+        with named(f"{option}.steps={plan.steps}"):
+            set_steps(scheduler, plan.steps, "cpu")
         if plan.guidance.enabled and not net.has_null_class:
             raise InputError(f"{option}.guidance={plan.guidance.scale} needs a model with a null class: set it to 1")
 

@@ -1,4 +1,4 @@
-"""Sampling: schedulers against a known distribution, guidance, saving and loading, refusals."""
+"""Sampling: options of schedulers, guidance, saving and loading, refusals."""
 
 from dataclasses import asdict
 
@@ -8,7 +8,6 @@ import timm
 import torch
 
 from headmix_vision.diffusion import (
-    SCHEDULER_NAMES,
     Guidance,
     HeadMixDiTPipeline,
     ObjectiveConfig,
@@ -16,15 +15,11 @@ from headmix_vision.diffusion import (
     create_scheduler,
 )
 from headmix_vision.diffusion.objectives import shifted
-from headmix_vision.diffusion.schedulers import set_steps
+from headmix_vision.diffusion.schedulers import check_scheduler_config, set_steps
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import load_autoencoder
 
 MEAN, STD = {0: 0.5, 1: -0.5, 2: 0.0}, 0.2
-FITTING = [
-    *(("flow", name) for name in ("euler", "heun", "dpm++", "unipc")),
-    *(("ddpm", name) for name in ("ddim", "ddpm", "dpm++", "unipc")),
-]
 
 
 class Oracle(HeadMixDiT):
@@ -54,22 +49,7 @@ def generators(*seeds):
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
-@pytest.mark.parametrize(("kind", "scheduler"), FITTING)
-def test_every_scheduler_samples_the_distribution(kind, scheduler):
-    pipeline = oracle_pipeline(kind)
-    pipeline.set_scheduler(scheduler)
-    labels, steps = [0] * 20 + [1] * 20, 250 if scheduler in ("ddim", "ddpm") else 50
-    options = {"generator": torch.Generator().manual_seed(0), "output_type": "latent"}
-    samples = pipeline(labels, num_inference_steps=steps, **options).images
-    first, second = samples.chunk(2)
-    assert abs(first.mean() - MEAN[0]) < 0.02 and abs(second.mean() - MEAN[1]) < 0.02
-    # the last step to no noise narrows the distribution a little, the more the fewer steps
-    for part in (first, second):
-        assert part.std() == pytest.approx(STD, rel=0.1)
-
-
 def test_schedulers_are_those_of_the_table():
-    assert {name for _, name in FITTING} == set(SCHEDULER_NAMES)
     with pytest.raises(ValueError, match=r"unknown scheduler 'plms'; for this model: euler, heun, dpm\+\+, unipc"):
         create_scheduler("plms", ObjectiveConfig())
     with pytest.raises(ValueError, match=r"'ddim' does not fit a model trained with objective\.kind=flow"):
@@ -93,8 +73,7 @@ def test_noise_levels_of_sampling_are_shifted_as_in_training(scheduler):
         made = create_scheduler(scheduler, ObjectiveConfig(shift=shift))
         set_steps(made, 10, "cpu")
         levels[shift] = made.sigmas[made.sigmas > 0].double()
-    tolerance = 2e-2 if scheduler == "heun" else 2e-3  # diffusers' Heun shifts the lower end of its grid twice
-    torch.testing.assert_close(levels[4.0], shifted(levels[1.0], 4.0), rtol=0, atol=tolerance)
+    torch.testing.assert_close(levels[4.0], shifted(levels[1.0], 4.0), rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("scheduler", ["ddim", "ddpm", "dpm++", "unipc"])
@@ -105,6 +84,18 @@ def test_schedulers_of_ddpm_know_its_betas_and_what_is_predicted(scheduler):
         expected = create_objective(objective).alphas_cumprod.float()
         torch.testing.assert_close(made.alphas_cumprod, expected, rtol=1e-4, atol=0)
         assert made.config.prediction_type == theirs
+
+
+def test_configurations_of_schedulers_are_checked():
+    for objective in (ObjectiveConfig(), ObjectiveConfig(kind="ddpm")):
+        for name in ("dpm++", "unipc"):
+            check_scheduler_config(create_scheduler(name, objective))
+    for options, message in (
+        ({"timestep_spacing": "even"}, "timestep_spacing of the scheduler must be one of"),
+        ({"flow_shift": float("inf")}, "flow_shift of the scheduler must be finite, got inf"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_scheduler_config(diffusers.DPMSolverMultistepScheduler(**options))
 
 
 @pytest.mark.parametrize("scheduler", ["ddim", "ddpm"])
@@ -291,8 +282,10 @@ def test_wrong_input_is_refused(digits):
             diffusers.DDIMScheduler(prediction_type="v_prediction"),
             "'v_prediction', but the model predicts 'epsilon'",
         ),
+        ("ddpm", diffusers.DDIMScheduler(num_train_timesteps=500), "another noise schedule than the model"),
+        ("ddpm", diffusers.DDPMScheduler(beta_schedule="scaled_linear"), "another noise schedule than the model"),
     ],
-    ids=["no flow", "flow", "v"],
+    ids=["no flow", "flow", "v", "steps", "betas"],
 )
 def test_a_scheduler_that_takes_the_output_for_something_else_is_refused(kind, scheduler, message):
     objective = ObjectiveConfig(kind=kind)

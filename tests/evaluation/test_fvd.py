@@ -19,7 +19,7 @@ from headmix_vision.evaluation.clip_features import (
 )
 from headmix_vision.evaluation.clips import ClipSampling, open_clips
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
-from headmix_vision.evaluation.fvd import freeze, fvd, shuffle
+from headmix_vision.evaluation.fvd import draw_halves, freeze, fvd, shuffle
 from headmix_vision.evaluation.scores import Scorer
 
 from .clip_helpers import moving, write_network, write_samples
@@ -83,6 +83,16 @@ def test_both_sides_are_described(network: Path, sides: tuple[Path, Path], tmp_p
     assert result["warnings"] == []
     again = score(tmp_path, *common, "--mirror-real", "--batch-size", 7)
     assert again["scores"] == pytest.approx(result["scores"]) and again["controls"] == result["controls"]
+
+
+@pytest.mark.parametrize("count", [64, 63])
+def test_a_clip_and_its_mirror_image_are_in_one_half(count: int, sides: tuple[Path, Path]) -> None:
+    for mirror in (False, True):
+        clips = open_clips(str(sides[0]), "L", ClipSampling(frames=12, count=count, mirror=mirror))
+        kept, changed = (half.tolist() for half in draw_halves(clips, seed=5))
+        assert len(kept) == len(changed) == len({*kept, *changed}) / 2 == count // 2 * (1 + mirror)
+        names = [{name.removesuffix(", mirrored") for name, _ in clips.pictures.read(half)} for half in (kept, changed)]
+        assert not names[0] & names[1] and len(names[0]) == count // 2
 
 
 def test_latte_takes_every_third_frame_of_real_clips(network: Path, sides: tuple[Path, Path], tmp_path: Path) -> None:

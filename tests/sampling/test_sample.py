@@ -152,6 +152,25 @@ def test_options_reach_the_sampler(whole: Path, model: Path, tmp_path: Path) -> 
     assert run("--model", model, "--num", 2, "--steps", 2, "--dtype", "bfloat16", "--out", tmp_path / "half") == 0
 
 
+def test_the_spacing_of_timesteps_is_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ddpm, out = save_pipeline(tmp_path / "model", kind="ddpm"), tmp_path / "out"
+    command = ("--model", ddpm, "--num", 2, "--steps", 3, "--scheduler", "ddim")
+    assert run(*command, "--spacing", "linspace", "--out", out) == 0
+    metadata = json.loads((out / "metadata.json").read_text())
+    assert metadata["settings"]["spacing"] == metadata["settings"]["scheduler_config"]["timestep_spacing"] == "linspace"
+    assert "holds samples with spacing 'linspace'" in refused(capfd, *command, "--spacing", "trailing", "--out", out)
+    many = (*command[:4], "--steps", 128, "--spacing", "leading", "--scheduler", "ddim", "--out", tmp_path / "many")
+    assert "--steps 128: timestep spacing 'leading' takes" in refused(capfd, *many)
+    assert not (tmp_path / "many").exists()
+
+    assert run(*command, "--out", tmp_path / "old") == 0
+    assert not np.array_equal(pixels(out)["000000.png"], pixels(tmp_path / "old")["000000.png"])
+    metadata = json.loads((tmp_path / "old" / "metadata.json").read_text())
+    assert metadata["settings"].pop("spacing") is None  # folders of earlier versions do not hold it
+    (tmp_path / "old" / "metadata.json").write_text(json.dumps(metadata))
+    assert run(*command, "--num", 3, "--out", tmp_path / "old") == 0
+
+
 def test_another_seed_draws_other_samples(whole: Path, model: Path, tmp_path: Path) -> None:
     assert run("--model", model, "--num", 2, "--steps", 3, "--seed", 1, "--out", tmp_path / "out") == 0
     first, other = pixels(whole), pixels(tmp_path / "out")
@@ -181,6 +200,7 @@ def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
         (("--classes", "three"), "--classes must be 'balanced' or numbers"),
         (("--scheduler", "plms"), "unknown scheduler 'plms'; for this model: euler"),
         (("--scheduler", "ddim"), "does not fit a model trained with objective.kind=flow"),
+        (("--spacing", "linspace"), "timestep spacing 'linspace' given, but scheduler 'euler' has none to choose"),
         (("--size", "9,8"), "height must be a multiple of 2 pixels, got 9"),
         (("--size", "large"), "--size must be two numbers"),
         (("--guidance-interval", "0.8,0.2"), "low before high"),

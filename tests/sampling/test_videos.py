@@ -326,7 +326,7 @@ def test_each_command_takes_models_of_its_kind(model: Path, tmp_path: Path, capf
 
 
 def test_models_that_never_saw_known_frames(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ("--num", 1, "--steps", 1, "--first-frame", files / "good.png", "--out", tmp_path / "out")
+    options = ("--num", 1, "--steps", 2, "--first-frame", files / "good.png", "--out", tmp_path / "out")
     ddpm = save_pipeline(tmp_path / "ddpm", ObjectiveConfig(kind="ddpm"))
     assert "--first-frame needs a model trained with objective.kind=flow" in refused(capfd, "--model", ddpm, *options)
     plain = save_pipeline(tmp_path / "plain", ObjectiveConfig())

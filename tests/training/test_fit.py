@@ -160,6 +160,19 @@ def test_learning_rate_is_stepped_per_optimizer_step(reference_run: Path) -> Non
     assert rates == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(("batches", "accumulate"), [(5, 2), (3, 8)])
+def test_warmup_takes_the_steps_of_its_epochs(batches: int, accumulate: int, tmp_path: Path) -> None:
+    """Where the accumulation does not divide an epoch Lightning steps at the end of the epoch as well."""
+    trainer = {"trainer__limit_train_batches": batches, "trainer__accumulate_grad_batches": accumulate}
+    schedule = {"model__schedule": {"sched": "constant", "warmup_epochs": 1}, "trainer__max_epochs": 3}
+    config = write_config(tmp_path / "tiny.yaml", **trainer, **schedule, trainer__limit_val_batches=0)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
+    steps = [row for row in read_csv(tmp_path / "run" / "metrics.csv") if row["lr"]]
+    assert len(steps) == load(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"]
+    full = max(float(row["lr"]) for row in steps)
+    assert [float(row["lr"]) == full for row in steps] == [int(row["epoch"]) > 0 for row in steps]
+
+
 def test_command_line_wins_over_the_checkpoint_on_resuming(tmp_path: Path) -> None:
     config = write_config(tmp_path / "tiny.yaml", trainer__max_epochs=1)
     run_dir = tmp_path / "run"
