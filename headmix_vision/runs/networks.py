@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import pickle
 import re
@@ -16,8 +17,10 @@ from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypo
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.checks import suggest
+from headmix_vision.checks import pair, suggest
 from headmix_vision.errors import InputError
+from headmix_vision.files.fields import check_fields
+from headmix_vision.files.tensor_files import header_of
 from headmix_vision.models.headmix_dit_names import generator_class
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
 from headmix_vision.runs.checkpoints import (
@@ -67,7 +70,7 @@ def create_network(
             raise InputError("model.new_head is true, it must be false without model.checkpoint")
         return _create(name, arguments)
 
-    state = _start_weights(checkpoint)
+    state, size = _start_weights(checkpoint)
     check_finite(state, checkpoint)
     if name == LITE0_MODEL and "conv_stem.weight" not in state:
         state = lite0_state(state, checkpoint)
@@ -82,12 +85,20 @@ def create_network(
             f"{checkpoint} has {head.shape[0]} classes, the model {classes} (options model.num_classes, model.new_head)"
         )
     overlay = {"state_dict": state, "num_classes": classes}
+    usual: Any = get_pretrained_cfg_value(name, "input_size")
+    if size is not None and get_pretrained_cfg_value(name, "fixed_input_size"):
+        overlay["input_size"] = (usual[0], *pair("img_size", size))  # of the weights, not of the model
+        arguments["img_size"] = arguments.get("img_size") or usual[-2:]
     try:
         network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
+    except InputError:
+        raise
     except (RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
-    cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
+    config = cast("dict[str, Any]", network.pretrained_cfg)
+    config.pop("state_dict", None)
+    config["input_size"] = usual
     return network
 
 
@@ -211,9 +222,29 @@ def _unknown_argument(name: str, argument: str, known: set[str]) -> InputError:
     return InputError(f"unknown argument {argument!r} of model {name} (option model.model_args){hint}{allowed}")
 
 
-def _start_weights(checkpoint: str) -> dict[str, Tensor]:
+def export_arguments(path: Path) -> tuple[str, dict[str, Any]] | None:
+    """Reads the name and the arguments of a classifier that `headmix-export` wrote; None of other files.
+
+    Raises:
+        InputError: If the file is damaged.
+    """
+    header = header_of(path)
+    if "model_name" not in header:
+        return None
+    try:
+        return header["model_name"], check_fields(
+            f"model_args of {path}", json.loads(header.get("model_args", "{}")), {}
+        )
+    except json.JSONDecodeError as error:
+        raise InputError(f"model_args of {path} is damaged: {error}") from None
+
+
+def _start_weights(checkpoint: str) -> tuple[dict[str, Tensor], Any]:
+    """Reads start weights, and the size of the images that they were trained on, None where the file does not say."""
     if Path(checkpoint).suffix == ".ckpt":
-        return model_state(read_checkpoint(checkpoint))
+        read = read_checkpoint(checkpoint)
+        about = read[DESCRIPTION_KEY]
+        return model_state(read), _trained_size(about["name"], about)
     if not os.path.isfile(checkpoint):
         raise InputError(f"no checkpoint at {checkpoint} (option model.checkpoint)")
     try:
@@ -225,4 +256,10 @@ def _start_weights(checkpoint: str) -> dict[str, Tensor]:
         raise InputError(f"{checkpoint} is truncated or no safetensors file: {error}") from None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise InputError(f"{checkpoint} holds no weights by name")
-    return state
+    described = export_arguments(Path(checkpoint)) if Path(checkpoint).suffix == ".safetensors" else None
+    return state, described and _trained_size(*described)
+
+
+def _trained_size(name: str, arguments: dict[str, Any]) -> Any:
+    usual = get_pretrained_cfg_value(name, "input_size") if timm.is_model(name) else None
+    return arguments.get("img_size") or (usual and usual[-2:])

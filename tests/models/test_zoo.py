@@ -312,7 +312,8 @@ def test_checkpoint_path(tmp_path, suffix):
     save = safetensors.torch.save_file if suffix == ".safetensors" else torch.save
     save(model.state_dict(), path)
     for size in (64, 96):
-        loaded = create("deit_mhla_tiny", img_size=size, checkpoint_path=path).eval()
+        overlay = {"input_size": (3, 64, 64)}  # of the weights
+        loaded = create("deit_mhla_tiny", img_size=size, checkpoint_path=path, pretrained_cfg_overlay=overlay).eval()
         assert loaded(images(size=(size, size))).shape == (2, 7)
     torch.testing.assert_close(create("deit_mhla_tiny", checkpoint_path=path).eval()(images()), model(images()))
 
