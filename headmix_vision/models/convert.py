@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
+from headmix_vision.models.convert_mhla import is_released_mhla, rename_released_mhla
 from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
 from headmix_vision.models.stored_positions import carry_over, find_grid, named_grid, refuse_grid, state_dict_in
 
@@ -43,6 +45,8 @@ def convert_state_dict(
         converted = convert_state_dict(source, model)
         model.load_state_dict(converted.state_dict)
 
+    Weights of the released MHLA code load into models whose layers are made as its: an InputError names the arguments.
+
     A model without a head mix becomes one with it in the same way, and computes the same function until it is trained
     on, since a new mix starts as its core alone. The norm that models of explicit heads have on changes the function
     where it is new, that is over every core but ``"hih"``; ``output_norm=False`` leaves it out.
@@ -62,6 +66,10 @@ def convert_state_dict(
     """
     source: dict[str, Any] = state_dict_in(state_dict, "model", "state_dict")
     grid = source_grid or named_grid(source)
+    if is_released_mhla(source):
+        source = rename_released_mhla(source, model)
+        side = math.isqrt(source["pos_embed"].shape[1])  # the released grid is a square, without prefix tokens
+        grid = grid or (side, side)
     if "patch_embed.proj.weight" not in source or "blocks.0.attn.qkv.weight" not in source:
         raise InputError("state_dict has no patch_embed.proj.weight and blocks.0.attn.qkv.weight: not a timm ViT.")
     depth = len({name.split(".")[1] for name in source if name.startswith("blocks.")})

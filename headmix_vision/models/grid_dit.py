@@ -134,19 +134,22 @@ class GridDiT(ModelMixin, ConfigMixin):
         head_mix: str | None,
         core_args: dict[str, Any] | None,
         cpe: bool | str,
+        lepe: int,
+        input_norm: bool,
         output_gate: bool,
         output_norm: bool,
         qk_norm: bool,
         head_mix_args: dict[str, Any] | None,
         global_every: int,
         softmax_every: int,
+        sit_time: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         positions: str = "sincos",
     ) -> None:
         check_counts(1, in_channels=in_channels, embed_dim=embed_dim, depth=depth)
         check_counts(0, num_classes=num_classes)
-        check_flags(learned_variance=learned_variance)
+        check_flags(learned_variance=learned_variance, sit_time=sit_time)
         check_numbers(0, mlp_ratio=mlp_ratio)
         check_numbers(0, 1, class_dropout=class_dropout)
         if class_dropout == 1:
@@ -164,7 +167,7 @@ class GridDiT(ModelMixin, ConfigMixin):
         self.ranks: TokenRanks | None = None
 
         self.x_embedder = PatchEmbedding(patch, in_channels, embed_dim, **factory)
-        self.t_embedder = TimestepEmbedding(embed_dim, **factory)
+        self.t_embedder = TimestepEmbedding(embed_dim, sit_time=sit_time, **factory)
         labels = LabelEmbedding(num_classes, embed_dim, class_dropout, **factory) if num_classes else None
         self.y_embedder = labels
         self.blocks = nn.ModuleList(
@@ -181,6 +184,8 @@ class GridDiT(ModelMixin, ConfigMixin):
                     block_grid=block_grid,
                     qk_norm=qk_norm,
                     cpe=cpe,
+                    lepe=lepe,
+                    input_norm=input_norm,
                     output_norm=output_norm,
                     output_gate=output_gate,
                     qkv_bias=True,

@@ -32,10 +32,13 @@ class HeadMixDiT(GridDiT):
         head_mix: mix across feature heads, or None.
         block_grid: token blocks along height and width, for block-wise cores.
         core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
-        cpe, output_gate, output_norm, qk_norm: options of :class:`~headmix_vision.layers.HeadMixAttention`.
+        cpe, lepe, input_norm, output_gate, output_norm, qk_norm: options of
+            :class:`~headmix_vision.layers.HeadMixAttention`.
         head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
         global_every: k, at least 2, for a plain layer, without head mix and window, as the last of each k; 0 for none.
         softmax_every: k, at least 2, for a layer of the softmax core as the first of each k; 0 for none.
+        sit_time: embed ``1 - t / 1000``, the time of SiT from noise (0) to data (1), for its weights
+            (:func:`headmix_vision.models.convert_dit.convert_dit_state_dict`).
         device, dtype: of the parameters; they are no part of the configuration.
 
     Shape:
@@ -66,12 +69,15 @@ class HeadMixDiT(GridDiT):
         block_grid: int | tuple[int, int] = (4, 4),
         core_args: dict[str, Any] | None = None,
         cpe: bool = False,
+        lepe: int = 0,
+        input_norm: bool = False,
         output_gate: bool = False,
         output_norm: bool = False,
         qk_norm: bool = False,
         head_mix_args: dict[str, Any] | None = None,
         global_every: int = 0,
         softmax_every: int = 0,
+        sit_time: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -94,12 +100,15 @@ class HeadMixDiT(GridDiT):
             head_mix=head_mix,
             core_args=core_args,
             cpe=cpe,
+            lepe=lepe,
+            input_norm=input_norm,
             output_gate=output_gate,
             output_norm=output_norm,
             qk_norm=qk_norm,
             head_mix_args=head_mix_args,
             global_every=global_every,
             softmax_every=softmax_every,
+            sit_time=sit_time,
             device=device,
             dtype=dtype,
         )

@@ -57,7 +57,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
         head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
         global_every: k, at least 2, for a plain layer, without head mix and window, as the last of each k; 0 for none.
-        cpe, output_norm, output_gate: options of :class:`~headmix_vision.layers.HeadMixAttention`.
+        cpe, lepe, input_norm, output_norm, output_gate: options of :class:`~headmix_vision.layers.HeadMixAttention`.
         kwargs: arguments of timm's VisionTransformer, except ``attn_layer``, and ``patch_drop_rate``, which must be 0.
             ``qk_norm`` normalises over the full width.
 
@@ -76,6 +76,8 @@ class HeadMixVisionTransformer(VisionTransformer):
         head_mix_args: dict[str, Any] | None = None,
         global_every: int = 0,
         cpe: bool = False,
+        lepe: int = 0,
+        input_norm: bool = False,
         output_norm: bool = False,
         output_gate: bool = False,
         weight_init: Literal["skip", "reset", "jax", "jax_nlhb", "moco", ""] = "",
@@ -95,6 +97,8 @@ class HeadMixVisionTransformer(VisionTransformer):
                 block_grid=blocks,
                 num_prefix_tokens=self.num_prefix_tokens,
                 cpe=cpe,
+                lepe=lepe,
+                input_norm=input_norm,
                 output_norm=output_norm,
                 output_gate=output_gate,
             )

@@ -136,8 +136,14 @@ def create_generator(
     if checkpoint is not None:
         from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
 
-        ours = Path(checkpoint).suffix == ".ckpt"
-        state = model_state(read_checkpoint(checkpoint)) if ours else read_dit_weights(checkpoint)
+        if Path(checkpoint).suffix == ".ckpt":
+            read = read_checkpoint(checkpoint)
+            state = model_state(read)
+            stored = read[DESCRIPTION_KEY].get("architecture", {}).get("sit_time", False)
+            if stored != model.config["sit_time"]:
+                raise InputError(f"{checkpoint} has sit_time={stored}, the model not (option model.model_args)")
+        else:
+            state = read_dit_weights(checkpoint)
         check_finite(state, checkpoint)
         converted = convert_dit_state_dict(state, model)
         mixed = [entry for entry in converted.unused if ".attn.head_mix." in entry]

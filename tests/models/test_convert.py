@@ -158,7 +158,7 @@ def test_positions_of_a_grid_that_is_no_square():
     model = converted(source, create("vit_softmax_tiny", img_size=(64, 112)).eval())
     torch.testing.assert_close(model(images), source(images))
     for load in (lambda model, state: convert_state_dict(state, model), torch.nn.Module.load_state_dict):
-        with pytest.raises(ValueError, match="28 positions of patches, of a grid that nothing tells, .* has 4 x 4"):
+        with pytest.raises(ValueError, match=r"28 positions of patches, of a grid that nothing tells, .* has 4 x 4"):
             load(create("vit_softmax_tiny"), source.state_dict())
 
 
