@@ -26,6 +26,7 @@ from headmix_vision.layers.block_mixing import LOWER, UPPER, mixing_of_first
 from headmix_vision.layers.cores.linear import rotated_mhla
 from headmix_vision.models.convert import Conversion, check_shape, merge
 from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
+from headmix_vision.models.diffusers_features import found_by_diffusers
 from headmix_vision.models.stored_positions import state_dict_in
 from headmix_vision.ops import TokenBlocks, TokenGrid
 from headmix_vision.ops.arguments import as_axes
@@ -141,6 +142,7 @@ class WanMHLAProcessor(nn.Module):
         return attn.to_out[1](attn.to_out[0](out))
 
 
+@found_by_diffusers
 class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
     """A Wan video transformer whose self-attention is MHLA, in all layers or some; cross-attention is unchanged.
 

@@ -10,9 +10,11 @@ from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeli
 from torch import Tensor
 
 from headmix_vision.checks import check_counts, pair
+from headmix_vision.models.diffusers_features import as_output, found_by_diffusers
 from headmix_vision.models.grid_dit import GridDiT
 
 
+@found_by_diffusers
 class HeadMixDiT(GridDiT):
     """A class-conditional diffusion transformer with a choice of attention; weights are named as in the official DiT.
 
@@ -43,7 +45,8 @@ class HeadMixDiT(GridDiT):
 
     Shape:
         ``x`` [B, C, H, W], ``t`` [B] in [0, 1000] (or one number), ``y`` [B] int64 -> [B, C or 2C, H, W]; with the
-        learned variance the second C channels interpolate its logarithm.
+        learned variance the second C channels interpolate its logarithm. ``return_dict=True`` returns diffusers'
+        ``Transformer2DModelOutput``, False a tuple.
 
     Raises:
         InputError: if the input size is no multiple of the patch size or, in patches, below the block grid; if the
@@ -113,8 +116,8 @@ class HeadMixDiT(GridDiT):
             dtype=dtype,
         )
 
-    def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor:
-        return self._predict(x, t, y)
+    def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None, return_dict: bool | None = None) -> Any:
+        return as_output(self._predict(x, t, y), return_dict)
 
     def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
         """Change the number of token blocks and resample the mixing matrices."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from headmix_vision.checks import check_choice, check_counts, check_positive, triple
 from headmix_vision.errors import InputError
 from headmix_vision.layers.cores.mhla import MHLACore
+from headmix_vision.models.diffusers_features import as_output, found_by_diffusers
 from headmix_vision.models.grid_dit import POSITIONS, DiTBlock, GridDiT
 from headmix_vision.ops import MHLAState
 
@@ -40,6 +41,7 @@ class ClipState(NamedTuple):
         return self._replace(layers=tuple(layers))
 
 
+@found_by_diffusers
 class HeadMixVideoDiT(GridDiT):
     """A class-conditional diffusion transformer on clips: all tokens of space and time attend to each other.
 
@@ -138,8 +140,15 @@ class HeadMixVideoDiT(GridDiT):
             positions=positions,
         )
 
-    def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None, frame_rate: float | None = None) -> Tensor:
-        return self._predict(x, t, y, self._time_step(frame_rate))
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor | float,
+        y: Tensor | None = None,
+        frame_rate: float | None = None,
+        return_dict: bool | None = None,
+    ) -> Any:
+        return as_output(self._predict(x, t, y, self._time_step(frame_rate)), return_dict)
 
     @property
     def block_frames(self) -> int | None:
