@@ -23,7 +23,14 @@ from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.patch_convolution import PatchConv2d
 from headmix_vision.models.depth import attention_of_layer
 from headmix_vision.models.names import Variant, register_family
-from headmix_vision.models.stored_positions import GRID, carry_over, filter_pretrained, find_grid, refuse_grid
+from headmix_vision.models.stored_positions import (
+    GRID,
+    carry_over,
+    filter_pretrained,
+    find_grid,
+    is_size_given,
+    refuse_grid,
+)
 
 __all__ = ["HeadMixVisionTransformer"]  # timm appends the registered names
 
@@ -65,6 +72,8 @@ class HeadMixVisionTransformer(VisionTransformer):
         InputError: if the image size does not fit the patch size, the blocks do not fit the token grid, the heads do
             not divide the width, or an option is unknown or out of range.
     """
+
+    _is_loaded = False
 
     def __init__(
         self,
@@ -162,7 +171,9 @@ class HeadMixVisionTransformer(VisionTransformer):
         key, stored = prefix + "pos_embed", state_dict.get(prefix + "pos_embed")
         if stored is not None and self.pos_embed is not None:
             first, own = 0 if self.no_embed_class else self.num_prefix_tokens, self.patch_embed.grid_size
-            grid = find_grid(self, stored.shape[1] - first, named=metadata.get(GRID))
+            given = is_size_given(self) and not self._is_loaded  # of the file that timm loads into a new model
+            grid = find_grid(self, stored.shape[1] - first, named=metadata.get(GRID), of_config=given)
+            self._is_loaded = True
             if grid is None:
                 raise refuse_grid(stored.shape[1] - first, own, metadata.get(GRID))
             if grid != own:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 from timm.layers import resample_abs_pos_embed
 from timm.models import clean_state_dict, get_pretrained_cfg
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
@@ -21,6 +22,7 @@ from headmix_vision.checks import pair
 from headmix_vision.errors import InputError
 
 GRID = "grid"  # in the metadata of a module
+_GRID_OF_POSITIONS = "pos_embed_grid"  # among weights for `filter_pretrained`: timm's configurations keep no metadata
 Grid = tuple[int, int]
 
 
@@ -32,13 +34,22 @@ def state_dict_in(checkpoint: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return weights
 
 
+def name_grid(state_dict: dict[str, Tensor], img_size: Any) -> dict[str, Tensor]:
+    """Note among weights for :func:`filter_pretrained` of what size of images they are."""
+    kernel = state_dict.get("patch_embed.proj.weight")
+    if kernel is None or kernel.ndim != 4:
+        return state_dict
+    sizes = zip(pair("img_size", img_size), kernel.shape[2:], strict=True)
+    return {**state_dict, _GRID_OF_POSITIONS: torch.tensor([size // patch for size, patch in sizes])}
+
+
 def named_grid(state_dict: Mapping[str, Any]) -> Grid | None:
     """Return the token grid that the metadata of a state dict names."""
     return next((about[GRID] for about in getattr(state_dict, "_metadata", {}).values() if GRID in about), None)
 
 
 def find_grid(
-    model: VisionTransformer, count: int, named: Any = None, patch: Grid | None = None, of_config: bool = False
+    model: VisionTransformer, count: int, named: Any = None, patch: Grid | None = None, of_config: bool | None = False
 ) -> Grid | None:
     """Return the token grid of weights with ``count`` positions of patches; None where nothing tells it.
 
@@ -47,8 +58,8 @@ def find_grid(
         count: positions, without prefix tokens.
         named: the grid that the weights or the user name.
         patch: pixels of a patch of the weights along each axis; the model's own where it is None.
-        of_config: whether the configuration belongs to these weights. It also counts before the model's own grid if its
-            size of images is not that of the model's name, so that somebody has stated it.
+        of_config: whether the configuration belongs to these weights: it counts before the model's own grid then. None
+            where that is not known: nothing tells the grid if both have as many positions and differ.
     """
     own: Grid = model.patch_embed.grid_size
     if named is not None:
@@ -56,9 +67,11 @@ def find_grid(
         return grid if math.prod(grid) == count else None
     config = _grid_of_config(model, patch or model.patch_embed.patch_size)
     config = config if config and math.prod(config) == count else None
-    if config and (of_config or _is_stated(model)):
+    if config and (of_config or math.prod(own) != count):
         return config
-    return own if math.prod(own) == count else config
+    if math.prod(own) != count or (of_config is None and config not in (None, own)):
+        return None
+    return own
 
 
 def _grid_of_config(model: VisionTransformer, patch: Grid) -> Grid | None:
@@ -70,13 +83,17 @@ def _grid_of_config(model: VisionTransformer, patch: Grid) -> Grid | None:
     return height // patch[0], width // patch[1]
 
 
-def _is_stated(model: VisionTransformer) -> bool:
-    """Tell whether the configuration has another size of images than the model's name, or arguments beside it one."""
-    if (getattr(model, "pretrained_model_args", None) or {}).get("img_size"):
-        return True
-    config: Any = model.pretrained_cfg
+def is_size_stated(model: VisionTransformer) -> bool:
+    """Tell whether the configuration has another size of images than the model's name, which somebody has stated."""
+    config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     usual = get_pretrained_cfg(config.get("architecture") or "", allow_unregistered=True)
     return usual is not None and tuple(usual.input_size)[-2:] != tuple(config["input_size"])[-2:]
+
+
+def is_size_given(model: VisionTransformer) -> bool:
+    """Tell whether the configuration was given a size of images for weights that it does not name itself."""
+    config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    return is_size_stated(model) and not any(config.get(source) for source in ("url", "file", "hf_hub_id"))
 
 
 def refuse_grid(count: int, grid: Grid, named: Any = None) -> InputError:
@@ -113,14 +130,18 @@ class _WithoutPositions:
 def filter_pretrained(state_dict: Mapping[str, Any], model: VisionTransformer) -> dict[str, Any]:
     """Convert weights of timm's configurations as timm does; their grid is named in the metadata of the result."""
     source = state_dict_in(state_dict, "model", "state_dict")
+    noted = source.pop(_GRID_OF_POSITIONS, None)
     weights = OrderedDict(checkpoint_filter_fn(source, _WithoutPositions(model)))  # type: ignore[arg-type]
-    grid = named_grid(source)
-    if grid is None and "pos_embed" in weights:
+    grid = named_grid(source) if noted is None else tuple(noted.tolist())
+    if grid is None and "pos_embed" in weights and model.pos_embed is not None:
         kernel = source.get("patch_embed.proj.weight")
         patch = tuple(kernel.shape[-2:]) if kernel is not None and kernel.ndim == 4 else None
         first = 0 if model.no_embed_class else model.num_prefix_tokens
-        of_config = not cast("dict[str, Any]", model.pretrained_cfg).get("state_dict")
-        grid = find_grid(model, weights["pos_embed"].shape[1] - first, patch=patch, of_config=of_config)
+        given = "state_dict" in cast("dict[str, Any]", model.pretrained_cfg) and not is_size_stated(model)
+        count, own = weights["pos_embed"].shape[1] - first, model.patch_embed.grid_size
+        grid = find_grid(model, count, patch=patch, of_config=None if given else True)
+        if grid is None:
+            raise refuse_grid(count, own)
     if grid is not None:
         weights._metadata = {"": {GRID: grid}}  # type: ignore[attr-defined]
     return weights

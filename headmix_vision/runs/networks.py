@@ -17,12 +17,14 @@ from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypo
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.checks import pair, suggest
+from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.tensor_files import header_of
 from headmix_vision.models.headmix_dit_names import generator_class
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
+from headmix_vision.models.names import FAMILIES
+from headmix_vision.models.stored_positions import name_grid
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,
@@ -84,11 +86,9 @@ def create_network(
         raise InputError(
             f"{checkpoint} has {head.shape[0]} classes, the model {classes} (options model.num_classes, model.new_head)"
         )
+    if size is not None and any(name in variants for variants in FAMILIES.values()):
+        state = name_grid(state, size)
     overlay = {"state_dict": state, "num_classes": classes}
-    usual: Any = get_pretrained_cfg_value(name, "input_size")
-    if size is not None and get_pretrained_cfg_value(name, "fixed_input_size"):
-        overlay["input_size"] = (usual[0], *pair("img_size", size))  # of the weights, not of the model
-        arguments["img_size"] = arguments.get("img_size") or usual[-2:]
     try:
         network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
     except InputError:
@@ -96,9 +96,7 @@ def create_network(
     except (RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
-    config = cast("dict[str, Any]", network.pretrained_cfg)
-    config.pop("state_dict", None)
-    config["input_size"] = usual
+    cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
     return network
 
 

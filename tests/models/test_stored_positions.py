@@ -84,6 +84,35 @@ def test_checkpoint_path_takes_the_size_of_the_images_from_the_configuration(siz
     check(create(img_size=WIDE, checkpoint_path=path))
 
 
+def test_weights_of_the_model_itself_stay_as_they_are(tmp_path):
+    """The size that was given is that of the first weights; others with as many positions are the model's own."""
+    path = str(tmp_path / "weights.safetensors")
+    safetensors.torch.save_file(source().state_dict(), path)
+    model = create(img_size=SAME_COUNT, checkpoint_path=path, pretrained_cfg_overlay=OVERLAY)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(own)
+    check(model)
+    save_for_hf(source(), str(tmp_path), model_args={"img_size": list(WIDE), "depth": 1, "num_classes": 7})
+    again = timm.create_model(f"local-dir:{tmp_path}", img_size=SAME_COUNT)
+    again.load_state_dict(own)
+    check(again)
+
+
+@pytest.mark.parametrize("size", [SQUARE, (112, 448)])
+def test_an_export_of_the_usual_size(size, tmp_path):
+    """14 x 14 patches of a name whose models have as many; without the header nothing tells which grid they are of."""
+    weights, path = dict(source(img_size=224).state_dict()), str(tmp_path / "export.safetensors")
+    write_tensors(tmp_path / "export.safetensors", weights, {"model_name": OURS, "model_args": '{"depth": 1}'})
+    arguments = {"img_size": list(size), "model_args": {"depth": 1}}
+    check(create_network(OURS, 7, checkpoint=path, **arguments))
+    safetensors.torch.save_file(weights, path)
+    if size == SQUARE:
+        check(create_network(OURS, 7, checkpoint=path, **arguments))
+    else:
+        with pytest.raises(ValueError, match="hold 196 positions of patches, of a grid that nothing tells"):
+            create_network(OURS, 7, checkpoint=path, **arguments)
+
+
 def test_checkpoint_path_without_a_size_is_refused_and_never_square(tmp_path):
     path = str(tmp_path / "weights.safetensors")
     safetensors.torch.save_file(source().state_dict(), path)

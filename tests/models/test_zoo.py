@@ -499,6 +499,16 @@ def test_wrong_arguments_are_refused(arguments, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["deit_mhla_tiny", "dit_mhla_s_2", "dit_video_mhla_s_2"])
+def test_an_unknown_keyword_is_a_type_error_too(name):
+    for argument in ("not_a_model_arg", "img_size" if "dit_" in name[:4] else "input_size"):
+        for error in (TypeError, ValueError):
+            with pytest.raises(error, match=argument):
+                timm.create_model(name, **{argument: 8})
+    with pytest.raises(TypeError, match="core_args of 'mhla' has no 'epsilon'"):
+        timm.create_model(name, core_args={"epsilon": 1.0})
+
+
 def test_wrong_images_are_refused():
     model = create("deit_mhla_tiny")
     with pytest.raises(ValueError, match=r"images are 32x64 pixels, the model takes 64x64"):
