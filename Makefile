@@ -12,7 +12,7 @@ GPU_JOBS ?= 6
 # The tests start Python often; what it has compiled is kept even where the environment says otherwise.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: install demo demo-video test test-slow test-refusals test-gpu fuzz-gpu compile-kernels compile-kernels-quick \
+.PHONY: install demo demo-video test test-slow test-refusals test-peers test-gpu fuzz-gpu compile-kernels compile-kernels-quick \
 	test-newest test-oldest lint format clean
 
 install: $(INSTALLED)
@@ -57,6 +57,16 @@ test-slow: install
 # Wrong commands, calls and files alone: each ends in one line, and nothing is lost.
 test-refusals: install
 	$(PYTEST) -n $(JOBS) -k "refus or wrong or forged"
+
+# timm's own model tests on eight of our models. They come with its source distribution, which pip fetches. What they ask
+# for and we do not have stands in tests/peers/timm_suite.py, by name and with the reason.
+PEERS := build/peers
+test-peers: install
+	rm -rf $(PEERS)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-binary timm --no-deps --dest $(PEERS) \
+		timm==$$($(BIN)/python -c "import timm; print(timm.__version__)")
+	tar -xzf $(PEERS)/timm-*.tar.gz -C $(PEERS) --strip-components 1
+	PYTHONPATH=tests/peers $(PYTEST) -p timm_suite -c $(PEERS)/pyproject.toml -n $(JOBS) -rs $(PEERS)/tests/test_models.py
 
 # On a machine with a CUDA device: the kernels natively, all types and sizes against float64, 400 random cases included.
 test-gpu: install

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, UnknownKeywordError
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -119,9 +119,9 @@ def unknown_keyword(what: str, name: str, known: list[str]) -> str:
 
 
 def check_keywords(what: str, given: object, known: list[str]) -> None:
-    """Raise InputError for arguments that are no mapping of known names."""
+    """Raise InputError for arguments that are no mapping, and UnknownKeywordError, which is one, for unknown names."""
     if not isinstance(given, Mapping):
         raise InputError(f"{what} must be a mapping of names to values, got {given!r}.")
     for name in given:
         if name not in known:
-            raise InputError(unknown_keyword(what, str(name), known))
+            raise UnknownKeywordError(unknown_keyword(what, str(name), known))

@@ -22,6 +22,10 @@ class InputError(ValueError):
     """
 
 
+class UnknownKeywordError(InputError, TypeError):
+    """A keyword argument that a model does not take: Python and timm raise TypeError for one."""
+
+
 def explain(error: Exception) -> str:
     """Say what was raised: the message, with the type in front unless it is a plain ValueError or InputError."""
     enough = str(error) and type(error) in (ValueError, InputError)

@@ -167,6 +167,7 @@ CASES = {
         layer,
         {"shape": (3, 8), "block_grid": (3, 2), "cpe": True, "num_prefix_tokens": 2, "rotary": True, "axis": 1},
     ),
+    "layer, values convolved": (layer, {"block_grid": (3, 2), "lepe": 3, "num_prefix_tokens": 1, "input_norm": True}),
     "layer, rotary": (layer, {"block_grid": (3, 2), "rotary": True}),
     "layer, causal": (layer, {"block_grid": (3, 2), "rotary": True, "core_args": {"causal": "rows"}}),
     "layer, linear": (layer, {"core": "linear", "rotary": True, "qk_norm": True, "num_prefix_tokens": 1}),

@@ -204,18 +204,34 @@ class GeneratorPipeline(DiffusionPipeline):
         def transformer(x: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
             return self.transformer(x.to(self.transformer.dtype), t, y).float()
 
+        def predict(x: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+            if not self.transformer.is_cache_enabled:
+                return (network or transformer)(x, t, y)
+            with self.transformer.cache_context(f"{len(x)} samples"):  # more of them where guidance acts
+                return (network or transformer)(x, t, y)
+
+        def progress(times: Any) -> Any:
+            self._num_timesteps = len(times)
+            return self.progress_bar(times)
+
         def step_end(i: int, t: Any, latents: Tensor) -> Tensor:
             if callback is None:
                 return latents
             tensors = {name: latents for name in tensor_inputs}
             returned = callback(self, i, t, tensors)
+            if self._guidance_scale != guidance.scale:
+                raise InputError(
+                    f"a callback set _guidance_scale to {self._guidance_scale}, which does not act: give"
+                    " guidance_interval, the noise levels at which guidance acts"
+                )
             changed = returned.get("latents", latents) if isinstance(returned, dict) else latents
             if not (returned is None or isinstance(returned, dict)) or changed.shape != latents.shape:
                 raise InputError(f"callback_on_step_end must return a dictionary, with latents {list(latents.shape)}")
             return changed
 
+        self._guidance_scale = guidance.scale
         return denoise(
-            network or transformer,
+            predict,
             noise,
             self.scheduler,
             num_steps,
@@ -225,8 +241,18 @@ class GeneratorPipeline(DiffusionPipeline):
             generator=generator,
             prefix=prefix,
             step_end=step_end,
-            progress=self.progress_bar,
+            progress=progress,
         )
+
+    @property
+    def num_timesteps(self) -> int:
+        """Calls of the scheduler in the sampling that goes on, or was the last: what callbacks read."""
+        return self._num_timesteps
+
+    @property
+    def guidance_scale(self) -> float:
+        """Scale of guidance in the sampling that goes on, or was the last."""
+        return self._guidance_scale
 
     def image_size(self, height: int | None = None, width: int | None = None) -> tuple[int, int]:
         """Returns height and width of the images, or frames, in pixels; those of training where None is given."""

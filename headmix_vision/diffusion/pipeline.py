@@ -17,8 +17,10 @@ from headmix_vision.diffusion.denoising import Generators, Guidance
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline, StepCallback, require_finite
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import latent_scale
+from headmix_vision.models.diffusers_features import found_by_diffusers
 
 
+@found_by_diffusers
 class HeadMixDiTPipeline(GeneratorPipeline):
     """Images of given classes from a :class:`~headmix_vision.models.HeadMixDiT`.
 
@@ -85,7 +87,8 @@ class HeadMixDiTPipeline(GeneratorPipeline):
         guidance = Guidance(guidance_scale, guidance_interval, guidance_channels)  # type: ignore[arg-type]
         labels = self.check_labels(class_labels, num_images, guidance)
         count = len(labels) if labels is not None else num_images or 1
-        self._check_options(num_inference_steps, output_type, callback_on_step_end_tensor_inputs, generator, count)
+        inputs = getattr(callback_on_step_end, "tensor_inputs", callback_on_step_end_tensor_inputs)
+        self._check_options(num_inference_steps, output_type, inputs, generator, count)
         shape = (count, self.transformer.config.in_channels, *self._places(height, width))
         self.check_memory(count, height, width, guidance)
         latents = self._denoise(
@@ -95,7 +98,7 @@ class HeadMixDiTPipeline(GeneratorPipeline):
             num_inference_steps,
             generator,
             callback_on_step_end,
-            callback_on_step_end_tensor_inputs,
+            inputs,
         )
         images = self._finish(latents, output_type)
         self.maybe_free_model_hooks()

@@ -23,6 +23,7 @@ from headmix_vision.diffusion.schedulers import is_flow
 from headmix_vision.errors import InputError
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.models.autoencoders import latent_scale, time_downsampling
+from headmix_vision.models.diffusers_features import found_by_diffusers
 from headmix_vision.models.headmix_video_dit import ClipState
 
 
@@ -33,6 +34,7 @@ class VideoPipelineOutput(BaseOutput):
     frames: np.ndarray | Tensor | list[list[Image.Image]]
 
 
+@found_by_diffusers
 class HeadMixVideoDiTPipeline(GeneratorPipeline):
     """Videos of given classes from a :class:`~headmix_vision.models.HeadMixVideoDiT`.
 
@@ -119,7 +121,8 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
             later = replace(guidance, scale=later_guidance_scale)
             self.check_labels(class_labels, num_videos, later)
         count = len(labels) if labels is not None else num_videos or 1
-        self._check_options(num_inference_steps, output_type, callback_on_step_end_tensor_inputs, generator, count)
+        inputs = getattr(callback_on_step_end, "tensor_inputs", callback_on_step_end_tensor_inputs)
+        self._check_options(num_inference_steps, output_type, inputs, generator, count)
         rate = self.check_frame_rate(frame_rate)
         grid = self._latent_size(num_frames, height, width)
         self.check_memory(count, num_frames, height, width, guidance)
@@ -130,7 +133,7 @@ class HeadMixVideoDiTPipeline(GeneratorPipeline):
         place_rate = rate / self._frames_per_place
 
         def draw(noise: Tensor, guidance: Guidance, network: Network, prefix: Tensor | None = None) -> Tensor:
-            callback = callback_on_step_end, callback_on_step_end_tensor_inputs
+            callback = callback_on_step_end, inputs
             return self._denoise(
                 noise, labels, guidance, num_inference_steps, generator, *callback, prefix=prefix, network=network
             )

@@ -6,7 +6,7 @@ B batch, N tokens, C width, H heads, D = C / H head dim.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from headmix_vision.checks import check_choice, check_counts, check_flags, check
 from headmix_vision.errors import InputError
 from headmix_vision.layers.bare_modules import is_bare
 from headmix_vision.layers.cores import CORES
-from headmix_vision.layers.grid_convolution import POSITION_ENCODINGS, in_autocast_type
+from headmix_vision.layers.grid_convolution import POSITION_ENCODINGS, GridConvolution, in_autocast_type
 from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.layers.positions import Rotation
 from headmix_vision.layers.spec import LayerSpec
@@ -42,6 +42,9 @@ class HeadMixAttention(nn.Module):
         qk_norm: RMSNorm of queries and keys over the full width.
         cpe: depthwise convolutional positional encoding, of extent 3 along each axis, of the input; on a grid with time
             ``"factorised"`` convolves in space, then in time.
+        lepe: odd extent along each axis of a depthwise convolution of the values, added to the heads' outputs (LePE, as
+            in the released code of MHLA), not of prefix tokens; 0 for none. It takes no head mix.
+        input_norm: LayerNorm of the input, beside the one of the transformer block, as in the released code of MHLA.
         output_norm: RMSNorm of each head's output.
         output_gate: multiply the output by SiLU of a projection of the input, as in GLA.
         qkv_bias, proj_bias, scale_norm, attn_drop, proj_drop, norm_layer: as in timm's Attention.
@@ -70,6 +73,8 @@ class HeadMixAttention(nn.Module):
         head_mix_args: dict[str, Any] | None = None,
         qk_norm: bool = False,
         cpe: bool | str = False,
+        lepe: int = 0,
+        input_norm: bool = False,
         output_norm: bool = False,
         output_gate: bool = False,
         qkv_bias: bool = False,
@@ -95,7 +100,10 @@ class HeadMixAttention(nn.Module):
             _check_options("head_mix_args", head_mix, HEAD_MIXES[head_mix], head_mix_args)
         if not isinstance(cpe, bool) and cpe != "factorised":
             raise InputError(f"cpe must be true or false or 'factorised', got {cpe!r}.")
-        check_flags(qk_norm=qk_norm, output_norm=output_norm, output_gate=output_gate)
+        check_flags(qk_norm=qk_norm, input_norm=input_norm, output_norm=output_norm, output_gate=output_gate)
+        check_counts(0, lepe=lepe)
+        if lepe and (lepe % 2 == 0 or head_mix is not None):
+            raise InputError(f"lepe must be 0, or odd in a layer without a head mix, got {lepe}.")
         for count in as_axes("block_grid", block_grid):
             check_counts(1, block_grid=count)
         head_dim = dim // num_heads
@@ -106,7 +114,9 @@ class HeadMixAttention(nn.Module):
         spec = LayerSpec(dim, num_heads, head_dim, self.grid, tuple(block_grid), attn_drop, averages, device, dtype)
         factory = spec.factory
 
+        self.input_norm = nn.LayerNorm(dim, **factory) if input_norm else nn.Identity()
         self.cpe = POSITION_ENCODINGS[cpe](dim, len(self.grid.shape), **factory) if cpe else None
+        self.lepe = GridConvolution(dim, len(self.grid.shape), lepe, **factory) if lepe else None
         self.head_mix = None if head_mix is None else HEAD_MIXES[head_mix](spec, **(head_mix_args or {}))
         projected_heads = self.head_mix.projected_heads if self.head_mix else (num_heads,) * 3
         self.projected_dims = [heads * head_dim for heads in projected_heads]
@@ -118,9 +128,10 @@ class HeadMixAttention(nn.Module):
         self.folds = self.head_mix is not None and self.head_mix.folds and not qk_norm
         core_spec = self.head_mix.core_spec(spec) if self.head_mix else spec
         self.core = CORES[core](core_spec, **(core_args or {}))
-        if self.core.causal and cpe:
+        if self.core.causal and (cpe or lepe):
+            name, value = ("cpe", cpe) if cpe else ("lepe", lepe)
             causal = f"causal={self.core.causal!r}"
-            raise InputError(f"cpe={cpe!r} cannot be joined with {causal}: the convolution sees later tokens.")
+            raise InputError(f"{name}={value!r} cannot be joined with {causal}: the convolution sees later tokens.")
         self.output_norm = nn.RMSNorm(head_dim, eps=1e-6, **factory) if output_norm else nn.Identity()
         self.gate = nn.Linear(dim, dim, bias=False, **factory) if output_gate else None
         self.norm = (norm_layer or nn.LayerNorm)(dim, **factory) if scale_norm else nn.Identity()
@@ -138,7 +149,7 @@ class HeadMixAttention(nn.Module):
         total = 2 * tokens.num_tokens * sum(projection.weight.numel() for projection in projections)
         total += self.core.flops(tokens.repeat(self.repeats))
         total += 0 if self.head_mix is None else self.head_mix.flops(tokens)
-        return total + (0 if self.cpe is None else self.cpe.flops(tokens))
+        return total + sum(0 if conv is None else conv.flops(tokens) for conv in (self.cpe, self.lepe))
 
     def _project(self, x: Tensor) -> list[Tensor]:
         """Make queries, keys and values of the core's heads, [B, N * repeats, heads, D] each."""
@@ -208,10 +219,12 @@ class HeadMixAttention(nn.Module):
         tokens = self.grid if grid is None else replace(self.grid, shape=tuple(grid))
         ranks = self.ranks
         _check_tokens(x, tokens if ranks is None else ranks.local(tokens))
+        x = self.input_norm(x)
         if self.cpe is not None:
             x = _as_projections_read(x)
             x = self.cpe(x, tokens) if ranks is None else self.cpe.of_rank(x, tokens, ranks)
         q, k, v = self._project(x)
+        positions = None if self.lepe is None else self._convolve_values(v.flatten(2), tokens)
         if self.head_mix is not None:
             _assert_mixed(self.head_mix.core_heads, self.repeats * x.shape[1], q, k, v)
         needed: dict[str, Any] = {"x": x} if self.core.reads_input else {}
@@ -224,7 +237,7 @@ class HeadMixAttention(nn.Module):
             needed["rotation"] = rotation
         if ranks is not None:
             needed["ranks"] = ranks
-        return self._finish(x, self.core(q, k, v, tokens.repeat(self.repeats), **needed))
+        return self._finish(x, self.core(q, k, v, tokens.repeat(self.repeats), **needed), positions)
 
     def stream(
         self, x: Tensor, state: Any = None, grid: tuple[int, ...] | None = None, rotation: Rotation | None = None
@@ -248,16 +261,25 @@ class HeadMixAttention(nn.Module):
         if rotation is not None:
             self.core.check_rotation()
             rotated["rotation"] = rotation
+        x = self.input_norm(x)
         q, k, v = self._project(x)
         out, state = self.core.stream(q, k, v, tokens.repeat(self.repeats), state, **rotated)
         return self._finish(x, out), state
 
-    def _finish(self, x: Tensor, out: Tensor) -> Tensor:
-        """Make the layer's output of the heads' outputs."""
+    def _convolve_values(self, values: Tensor, tokens: TokenGrid) -> Tensor:
+        """Convolve values [B, N, C] on the grid, with zeros for prefix tokens."""
+        lepe, ranks = cast(GridConvolution, self.lepe), self.ranks
+        out = lepe(values, tokens) if ranks is None else lepe.of_rank(values, tokens, ranks)
+        first = (tokens if ranks is None else ranks.local(tokens)).num_prefix_tokens
+        return F.pad(out[:, first:], (0, 0, first, 0)) if first else out
+
+    def _finish(self, x: Tensor, out: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Make the layer's output of the heads' outputs, and of what is added to them, [B, N, C]."""
         if self.head_mix is not None:
             out = self.head_mix("after", out)
             _assert_mixed(self.num_heads, x.shape[1], out)
         out = self.output_norm(out).flatten(2)
+        out = out if positions is None else out + positions
         if self.gate is not None:
             out = out * F.silu(self.gate(x))
         return self.proj_drop(self.proj(self.norm(out)))

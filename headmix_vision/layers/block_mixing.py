@@ -62,6 +62,7 @@ class MixingMatrix(nn.Module):
         init: ``"locality"`` (the paper: ``1 - dist(i, j) / max_k dist(i, k)`` between block centres, rows normalised
             to sum 1; the prefix block is at distance 0 from every block and weighs all blocks alike) or ``"uniform"``.
         trainable: False keeps the initial weights as a buffer of the same name.
+        clip: False takes weights of any size and sign, as the released code does.
 
     Shape:
         ``forward() -> [M, M]`` or ``[H, M, M]``.
@@ -81,12 +82,13 @@ class MixingMatrix(nn.Module):
         trainable: bool = True,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
+        clip: bool = True,
     ) -> None:
         super().__init__()
         if num_heads is not None:
             check_counts(1, num_heads=num_heads)
         check_choice("mixing init", init, MIXING_INITS)
-        self.blocks, self.init = blocks, init
+        self.blocks, self.init, self.clip = blocks, init, clip
         heads = () if num_heads is None else (num_heads,)
         weight = torch.empty(*heads, blocks.num_blocks, blocks.num_blocks, device=device, dtype=dtype)
         if trainable:
@@ -107,7 +109,7 @@ class MixingMatrix(nn.Module):
         self.block_grid.copy_(torch.tensor(self.blocks.block_grid))
 
     def forward(self) -> Tensor:
-        return clip_keep_inward_gradient(self.weight)
+        return clip_keep_inward_gradient(self.weight) if self.clip else self.weight
 
     def set_blocks(self, blocks: TokenBlocks) -> None:
         """Adopt another partition; for another block grid, replace the parameter by its resampled weights."""

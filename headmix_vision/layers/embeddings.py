@@ -75,6 +75,7 @@ class TimestepEmbedding(nn.Module):
     Args:
         dim: width C of the output.
         num_frequencies: channels of the sinusoidal embedding.
+        sit_time: embed ``1 - t / 1000``, as SiT (arXiv 2401.08740) does.
 
     Shape:
         ``t`` [B], floating or integer -> [B, C].
@@ -84,11 +85,12 @@ class TimestepEmbedding(nn.Module):
         self,
         dim: int,
         num_frequencies: int = 256,
+        sit_time: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_frequencies = num_frequencies
+        self.num_frequencies, self.sit_time = num_frequencies, sit_time
         first = nn.Linear(num_frequencies, dim, device=device, dtype=dtype)
         self.mlp = nn.Sequential(first, nn.SiLU(), nn.Linear(dim, dim, device=device, dtype=dtype))
 
@@ -101,6 +103,7 @@ class TimestepEmbedding(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, t: Tensor) -> Tensor:
+        t = 1 - t / 1000 if self.sit_time else t
         waves = get_timestep_embedding(t, self.num_frequencies, flip_sin_to_cos=True, downscale_freq_shift=0)
         return self.mlp(waves.to(next(self.mlp.parameters()).dtype))
 

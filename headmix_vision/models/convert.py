@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
-from headmix_vision.models.headmix_vit import HeadMixVisionTransformer, is_square, resample_positions
+from headmix_vision.models.convert_mhla import is_released_mhla, rename_released_mhla
+from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
+from headmix_vision.models.stored_positions import carry_over, find_grid, named_grid, refuse_grid, state_dict_in
 
 
 class Conversion(NamedTuple):
@@ -26,7 +29,9 @@ class Conversion(NamedTuple):
     unused: list[str]
 
 
-def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransformer) -> Conversion:
+def convert_state_dict(
+    state_dict: dict[str, Any], model: HeadMixVisionTransformer, source_grid: tuple[int, int] | None = None
+) -> Conversion:
     """Map a state dict with timm's DeiT or ViT keys onto ``model``.
 
     All weights that both have are taken over: projections, MLPs, norms (the final norm moves to ``fc_norm`` when the
@@ -40,20 +45,31 @@ def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransform
         converted = convert_state_dict(source, model)
         model.load_state_dict(converted.state_dict)
 
+    Weights of the released MHLA code load into models whose layers are made as its: an InputError names the arguments.
+
     A model without a head mix becomes one with it in the same way, and computes the same function until it is trained
     on, since a new mix starts as its core alone. The norm that models of explicit heads have on changes the function
     where it is new, that is over every core but ``"hih"``; ``output_norm=False`` leaves it out.
 
     Args:
-        state_dict: weights of a timm ViT, or a checkpoint holding them under ``model`` or ``state_dict``.
+        state_dict: weights of a timm ViT, or a checkpoint holding them under ``model`` or ``state_dict``; prefixes of
+            DistributedDataParallel and torch.compile are left out.
         model: the model to fill; it is not changed.
+        source_grid: patches along height and width of the source. Where it is None, it is the grid that the state dict
+            of one of our models names, else the model's own if it has as many patches, else that of the model's
+            ``pretrained_cfg`` (224 x 224 pixels for most names) if it has as many.
 
     Raises:
-        InputError: if the source is no ViT with timm's keys, its width, depth, patch size or input channels differ, or
-            the model projects to fewer heads than the source
+        InputError: if the source is no ViT with timm's keys, its token grid is not known, its width, depth, patch size
+            or input channels differ, or the model projects to fewer heads than the source
             (:func:`~headmix_vision.models.compress_heads` makes these).
     """
-    source = dict(state_dict.get("model", state_dict.get("state_dict", state_dict)))
+    source: dict[str, Any] = state_dict_in(state_dict, "model", "state_dict")
+    grid = source_grid or named_grid(source)
+    if is_released_mhla(source):
+        source = rename_released_mhla(source, model)
+        side = math.isqrt(source["pos_embed"].shape[1])  # the released grid is a square, without prefix tokens
+        grid = grid or (side, side)
     if "patch_embed.proj.weight" not in source or "blocks.0.attn.qkv.weight" not in source:
         raise InputError("state_dict has no patch_embed.proj.weight and blocks.0.attn.qkv.weight: not a timm ViT.")
     depth = len({name.split(".")[1] for name in source if name.startswith("blocks.")})
@@ -68,7 +84,7 @@ def convert_state_dict(state_dict: dict[str, Any], model: HeadMixVisionTransform
     if source.get("head.weight", Tensor()).shape != getattr(model.head, "weight", Tensor()).shape:
         unused += [name for name in ("head.weight", "head.bias") if source.pop(name, None) is not None]
     if "pos_embed" in source and model.pos_embed is not None:
-        source["pos_embed"] = _convert_positions(source, model)
+        source["pos_embed"] = _convert_positions(source, model, grid)
 
     target = model.state_dict()
     for name in [name for name in source if name not in target]:
@@ -99,13 +115,14 @@ def check_shape(name: str, value: Tensor, wanted: Tensor, hint: str) -> None:
 def merge(source: dict[str, Tensor], target: dict[str, Tensor], unused: list[str]) -> Conversion:
     """Complete converted weights by those of the model, and name the new ones; integers, as sizes, are no weights."""
     new = [name for name, value in target.items() if name not in source and value.is_floating_point()]
-    return Conversion({**target, **source}, new, unused)
+    target.update(source)
+    return Conversion(target, new, unused)
 
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")  # in the order in which timm puts them before the patches
 
 
-def _convert_positions(source: dict[str, Any], model: HeadMixVisionTransformer) -> Tensor:
+def _convert_positions(source: dict[str, Any], model: HeadMixVisionTransformer, named: Any) -> Tensor:
     """Return positions for the model's tokens: those that they have in the source, resampled to the model's grid.
 
     Prefix tokens are told apart by kind. One that the source lacks keeps the model's position. A token without one, as
@@ -115,7 +132,7 @@ def _convert_positions(source: dict[str, Any], model: HeadMixVisionTransformer) 
         [1, tokens, C].
     """
     stored, target = source["pos_embed"], cast(Tensor, model.pos_embed).detach()
-    prefix = _num_prefix_positions(source, model.patch_embed.num_patches)
+    prefix, grid = _find_prefix_and_grid(source, model, named)
     kept, first, embedded = [], 0, 0
     for name in PREFIX_TOKENS:
         count = source[name].shape[1] if name in source else 0
@@ -129,22 +146,20 @@ def _convert_positions(source: dict[str, Any], model: HeadMixVisionTransformer) 
             embedded += own.shape[1]
         elif count:
             source[name] = source[name] + position
-    return torch.cat([*kept, resample_positions(stored[:, prefix:], model.patch_embed.grid_size)], dim=1)
+    return torch.cat([*kept, carry_over(stored[:, prefix:], grid, model.patch_embed.grid_size)], dim=1)
 
 
-def _num_prefix_positions(source: dict[str, Any], num_patches: int) -> int:
-    """Count the prefix tokens with a position of their own: the positions that a grid of patches leaves over."""
-    tokens, positions = (
-        sum(source[name].shape[1] for name in PREFIX_TOKENS if name in source),
-        source["pos_embed"].shape[1],
-    )
+def _find_prefix_and_grid(
+    source: dict[str, Any], model: HeadMixVisionTransformer, named: Any
+) -> tuple[int, tuple[int, int]]:
+    """Count the prefix tokens with a position of their own, all or none, and find the token grid of the others."""
+    tokens = sum(source[name].shape[1] for name in PREFIX_TOKENS if name in source)
+    positions = source["pos_embed"].shape[1]
     for prefix in (tokens, 0):
-        if positions - prefix == num_patches or is_square(positions - prefix):
-            return prefix
-    raise InputError(
-        f"pos_embed of {positions} positions holds neither a square grid nor the model's {num_patches} patches, "
-        f"with or without {tokens} prefix tokens."
-    )
+        grid = find_grid(model, positions - prefix, named, tuple(source["patch_embed.proj.weight"].shape[-2:]))
+        if grid is not None:
+            return prefix, grid
+    raise refuse_grid(positions - tokens, model.patch_embed.grid_size, named)
 
 
 def __getattr__(name: str) -> Any:

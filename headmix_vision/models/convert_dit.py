@@ -1,13 +1,18 @@
-"""Loads weights of the official DiT (facebookresearch key names), or of another of ours, into a mixed-head DiT.
+"""Loads weights of the official DiT (facebookresearch key names), of SiT, or of another of ours, into a mixed-head DiT.
 
-An image model's weights become those of a video model that is the same function of a still.
+SiT's weights have DiT's names and shapes, and mean something else: its time runs from noise (0) to data (1), and its
+velocity points to the data. An image model's weights become those of a video model that is the same function of a
+still.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pickle
+import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import cast
 
@@ -21,8 +26,10 @@ from headmix_vision.layers import MixingMatrix
 from headmix_vision.layers.block_mixing import locality_weights
 from headmix_vision.layers.embeddings import sincos_positions
 from headmix_vision.models.convert import Conversion, check_shape, merge
+from headmix_vision.models.convert_mhla import is_released_mhla, rename_released_mhla
 from headmix_vision.models.headmix_dit import HeadMixDiT
 from headmix_vision.models.headmix_video_dit import HeadMixVideoDiT
+from headmix_vision.models.stored_positions import state_dict_in
 from headmix_vision.ops import TokenBlocks
 
 # Fixed sine-cosine positions, which the official model stores and ours computes.
@@ -33,13 +40,15 @@ def read_dit_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read a local checkpoint of a DiT, such as the official ``DiT-XL-2-256x256.pt``.
 
     Nothing but tensors, plain values and command line arguments is unpickled. Of a training checkpoint the moving
-    average (``ema``) is taken.
+    average (``ema``) is taken. That weights are SiT's, as its arguments of training and its file names tell, is noted
+    in the metadata of the result.
 
     Args:
         path: a ``.safetensors`` file, or whatever ``torch.save`` wrote.
 
     Raises:
-        InputError: if there is no such file, or it holds no weights.
+        InputError: if there is no such file, it holds no weights, or SiT's of another path than the straight one, or of
+            another prediction than the velocity.
     """
     path = Path(path)
     if not path.is_file():
@@ -48,21 +57,43 @@ def read_dit_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         )
     try:
         if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
+            return _noting_sit(safetensors.torch.load_file(path), _has_name_of_sit(path))
         with torch.serialization.safe_globals([argparse.Namespace]):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
         raise InputError(f"{path} holds no readable weights: {str(error).splitlines()[0]}") from None
+    arguments = loaded.get("args") if isinstance(loaded, dict) else None
     for name in ("ema", "model", "state_dict"):
         if isinstance(loaded, dict) and isinstance(loaded.get(name), dict):
             loaded = loaded[name]
             break
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise InputError(f"{path} holds no state dict of tensors.")
-    return loaded
+    path_type, prediction = (getattr(arguments, name, None) for name in ("path_type", "prediction"))
+    if path_type not in (None, "Linear") or prediction not in (None, "velocity"):
+        raise InputError(
+            f"{path} holds weights of SiT of path_type={path_type!r} and prediction={prediction!r}: only those of"
+            " 'Linear' and 'velocity' can be converted."
+        )
+    return _noting_sit(loaded, path_type is not None or _has_name_of_sit(path))
 
 
-def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT | HeadMixVideoDiT) -> Conversion:
+_SIT = "sit"  # in the metadata of a state dict
+
+
+def _has_name_of_sit(path: Path) -> bool:
+    return re.search(r"(?<![a-z])sit(?![a-z])", path.name.lower()) is not None
+
+
+def _noting_sit(weights: dict[str, Tensor], is_sit: bool) -> dict[str, Tensor]:
+    noted = OrderedDict(weights)
+    noted._metadata = {"": {_SIT: is_sit}}  # type: ignore[attr-defined]
+    return noted
+
+
+def convert_dit_state_dict(
+    state_dict: dict[str, Tensor], model: HeadMixDiT | HeadMixVideoDiT, sit: bool | None = None
+) -> Conversion:
     """Map a state dict with the official DiT's keys onto ``model``.
 
     The names agree, so a model with the softmax core takes every weight and computes what the official model does.
@@ -76,18 +107,36 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT | He
         model.load_state_dict(converted.state_dict)
         print(converted.new_parameters)
 
+    Weights of SiT (arXiv 2401.08740) load into a model with ``sit_time=True`` and without a learned variance. The
+    velocity gets the sign of ours, so that the model is one of flow matching, and the half of the output that SiT does
+    not train is left out. SiT's samples are guided in three channels: ``guidance_channels="first_three"``. ::
+
+        model = timm.create_model("dit_softmax_xl_2", sit_time=True)
+        model.load_state_dict(convert_dit_state_dict(read_dit_weights("SiT-XL-2-256x256.pt"), model).state_dict)
+
     Args:
-        state_dict: weights of a DiT.
+        state_dict: weights of a DiT, or a checkpoint holding them under ``ema``, ``model`` or ``state_dict``; prefixes
+            of DistributedDataParallel and torch.compile are left out.
         model: the model to fill; it is not changed.
+        sit: whether official weights are SiT's. None takes what :func:`read_dit_weights` has noted, and what the second
+            half of the output tells: DiT trains it as the variance, SiT leaves it zero. Weights without that half are
+            SiT's if the model has ``sit_time=True``, and refused otherwise.
 
     Raises:
-        InputError: if the source is no DiT, its depth, width, patch size, channels, classes or variance differ, or the
+        InputError: if the source is no DiT, or LightningDiT; if it is SiT and the model not, or the other way round, or
+            nothing tells which it is; if its depth, width, patch size, channels, classes or variance differ, or the
             model projects to fewer heads than the source (:func:`~headmix_vision.models.compress_heads` makes these).
     """
-    source = dict(state_dict)
+    source: dict[str, Tensor] = state_dict_in(state_dict, "ema", "model", "state_dict")
+    if is_released_mhla(source):
+        source = rename_released_mhla(source, model)
     for name in ("x_embedder.proj.weight", "blocks.0.attn.qkv.weight", "final_layer.linear.weight"):
         if name not in source:
             raise InputError(f"state_dict has no {name}: not a DiT.")
+    _refuse_lightning(source)
+    if _POSITIONS in source:  # which our models do not store
+        noted = getattr(source, "_metadata", {}).get("", {}).get(_SIT) or None
+        _turn_sit(source, model, noted if sit is None else sit)
     if isinstance(model, HeadMixVideoDiT) and source["x_embedder.proj.weight"].ndim == 4:
         source = inflate_dit(source, model)
     depth = len({name.split(".")[1] for name in source if name.startswith("blocks.")})
@@ -102,6 +151,45 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT | He
     for name, value in source.items():
         check_shape(name, value, target[name], _HINTS.get(name.rpartition(".")[0], "width and MLP width must agree"))
     return merge(source, target, unused)
+
+
+_OF_LIGHTNING = {".mlp.w12.": "SwiGLU", "feat_rope.": "rotary positions", ".norm1.weight": "RMSNorm with weights"}
+
+
+def _refuse_lightning(source: dict[str, Tensor]) -> None:
+    """Raise InputError for parts of LightningDiT that the models here do not have."""
+    found = {what for part, what in _OF_LIGHTNING.items() for name in source if part in name}
+    if found:
+        raise InputError(
+            f"the weights are those of LightningDiT, with {', '.join(sorted(found))}: no model here has these parts."
+        )
+
+
+def _turn_sit(source: dict[str, Tensor], model: HeadMixDiT | HeadMixVideoDiT, sit: bool | None) -> None:
+    """Turn official weights, if they are SiT's, into those of a velocity from data to noise; refuse the wrong model."""
+    channels, kernel = source["x_embedder.proj.weight"].shape[1], source["x_embedder.proj.weight"].shape[2:]
+    last = {name: source[name] for name in ("final_layer.linear.weight", "final_layer.linear.bias")}
+    halves = len(last["final_layer.linear.bias"]) // (math.prod(kernel) * channels)
+    parts = {name: value.unflatten(0, (-1, halves, channels)) for name, value in last.items()}  # pixel, half, channel
+    if halves == 2 and sit is None:
+        first, second = (any(_is_filled(value[:, half]) for value in parts.values()) for half in (0, 1))
+        sit = first and not second
+    wanted = cast(bool, model.config["sit_time"])
+    sit = True if sit is None and wanted else sit
+    if sit is None:
+        raise InputError(
+            "the weights have the names of DiT and of SiT, and no variance that would tell them apart: make the model"
+            " with sit_time=True for those of SiT, or give sit=False to convert_dit_state_dict."
+        )
+    if sit != wanted or (sit and model.out_channels != channels):
+        name, variance = ("SiT", "without learned_variance") if sit else ("DiT", "with learned_variance=True")
+        raise InputError(f"the weights are those of {name}: make the model with sit_time={sit} and {variance}.")
+    if sit:
+        source.update({name: -value[:, 0].flatten(0, 1) for name, value in parts.items()})
+
+
+def _is_filled(value: Tensor) -> bool:
+    return value.is_meta or bool(value.any())
 
 
 def inflate_dit(state_dict: dict[str, Tensor], model: HeadMixVideoDiT) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from headmix_vision.checks import check_choice
 from headmix_vision.errors import InputError
 from headmix_vision.layers.block_mixing import MIXING_INITS
 from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
+from headmix_vision.models.diffusers_features import found_by_diffusers
 from headmix_vision.ops import TokenBlocks, mhla
 from headmix_vision.ops.arguments import as_axes
 
@@ -74,6 +75,7 @@ def _tell_grid(block: nn.Module, arguments: tuple[Any, ...]) -> None:
     cast(Any, block).attn1.call_grid = tuple(arguments[-2:])
 
 
+@found_by_diffusers
 class SanaMHLATransformer2DModel(ConvertedModel, SanaTransformer2DModel):
     """A Sana image transformer whose self-attention is MHLA, in all layers or some; weights are named as in diffusers.
 

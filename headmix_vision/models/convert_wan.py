@@ -26,6 +26,8 @@ from headmix_vision.layers.block_mixing import LOWER, UPPER, mixing_of_first
 from headmix_vision.layers.cores.linear import rotated_mhla
 from headmix_vision.models.convert import Conversion, check_shape, merge
 from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
+from headmix_vision.models.diffusers_features import found_by_diffusers
+from headmix_vision.models.stored_positions import state_dict_in
 from headmix_vision.ops import TokenBlocks, TokenGrid
 from headmix_vision.ops.arguments import as_axes
 
@@ -93,8 +95,8 @@ class WanMHLAProcessor(nn.Module):
         like: Tensor,
     ) -> None:
         super().__init__()
-        self.normalizer, self.clip_mixing, self.eps = normalizer, clip_mixing, eps
-        self.mixing = new_mixing(block_grid, token_grid, "locality", like)
+        self.normalizer, self.eps = normalizer, eps
+        self.mixing = new_mixing(block_grid, token_grid, "locality", like, clip_mixing)
         self.norm = nn.RMSNorm(dim // heads, eps=eps, device=like.device, dtype=like.dtype)
         self.gate = nn.Linear(dim, dim, device=like.device, dtype=like.dtype) if output_gate else None
         if self.gate is not None:
@@ -118,7 +120,7 @@ class WanMHLAProcessor(nn.Module):
         q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
         tokens = TokenGrid(grid)
         blocks = TokenBlocks.of_clip(tokens, self.mixing.blocks.block_grid)
-        mixing = mixing_of_first(self.mixing() if self.clip_mixing else self.mixing.weight, blocks)
+        mixing = mixing_of_first(self.mixing(), blocks)
         sums = v.float() if v.dtype == torch.float16 else v  # over a clip's tokens they pass the range of float16
         rotation = cos[0, :, 0, ::2], sin[0, :, 0, ::2]  # diffusers holds each angle twice
         out = rotated_mhla(
@@ -140,6 +142,7 @@ class WanMHLAProcessor(nn.Module):
         return attn.to_out[1](attn.to_out[0](out))
 
 
+@found_by_diffusers
 class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
     """A Wan video transformer whose self-attention is MHLA, in all layers or some; cross-attention is unchanged.
 
@@ -292,7 +295,7 @@ def convert_wan_mhla_state_dict(state_dict: Mapping[str, Any], model: WanMHLATra
         InputError: if the weights hold no MHLA, or LePE, which the model does not have; if layers, gate, blocks or any
             shape differ; if mixing weights are outside (0, 1) and the model clips them.
     """
-    source: dict[str, Any] = dict(state_dict.get("state_dict", state_dict))
+    source = state_dict_in(state_dict, "state_dict")
     lepe = [name for name in source if ".lepe." in name]
     if lepe:
         raise InputError(f"the weights have {lepe[0]}: a convolution of the values (LePE) is not supported.")

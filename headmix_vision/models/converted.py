@@ -59,8 +59,10 @@ def check_layers(layers: Sequence[int] | None, depth: int) -> list[int]:
     return sorted(set(layers))
 
 
-def new_mixing(block_grid: tuple[int, ...], token_grid: tuple[int, ...], init: str, like: Tensor) -> MixingMatrix:
+def new_mixing(
+    block_grid: tuple[int, ...], token_grid: tuple[int, ...], init: str, like: Tensor, clip: bool = True
+) -> MixingMatrix:
     """Make a mixing matrix on the device of ``like``, in float32 or, beside weights of float64, in that."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     blocks = TokenBlocks.from_grid(token_grid, block_grid)
-    return MixingMatrix(blocks, init=init, device=like.device, dtype=dtype)
+    return MixingMatrix(blocks, init=init, device=like.device, dtype=dtype, clip=clip)

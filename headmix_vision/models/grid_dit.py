@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from timm.layers import Mlp
 from torch import Tensor, nn
@@ -27,6 +25,7 @@ from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, 
 from headmix_vision.layers.patch_convolution import PatchConv2d, PatchConv3d
 from headmix_vision.layers.positions import Rotation, check_rotary, rotary_tables
 from headmix_vision.models.depth import attention_of_layer
+from headmix_vision.models.diffusers_features import FeaturedModel
 from headmix_vision.ops import TokenGrid, TokenRanks
 from headmix_vision.ops.token_ranks import even_axis
 
@@ -61,8 +60,10 @@ class DiTBlock(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=gelu, **factory)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim, **factory))
 
-    def forward(self, x: Tensor, c: Tensor, grid: tuple[int, ...], rotation: Rotation | None = None) -> Tensor:
-        return self._run(x, c, partial(self.attn, grid=grid, rotation=rotation))
+    def forward(
+        self, hidden_states: Tensor, c: Tensor, grid: tuple[int, ...], rotation: Rotation | None = None
+    ) -> Tensor:  # caches of diffusers look for the first name
+        return self._run(hidden_states, c, partial(self.attn, grid=grid, rotation=rotation))
 
     def stream(
         self, x: Tensor, c: Tensor, grid: tuple[int, ...], rotation: Rotation | None, state: Any
@@ -105,7 +106,7 @@ def _by_frame(modulation: Tensor) -> Tensor:
     return modulation[:, None, None] if modulation.ndim == 2 else modulation[:, :, None]
 
 
-class GridDiT(ModelMixin, ConfigMixin):
+class GridDiT(FeaturedModel):
     """What diffusion transformers on images and on videos share; weights are named as in the official DiT.
 
     A subclass registers the arguments of its constructor with diffusers and calls ``_build``, whose arguments are those
@@ -113,8 +114,6 @@ class GridDiT(ModelMixin, ConfigMixin):
     """
 
     ignore_for_config = ("device", "dtype")
-    _supports_gradient_checkpointing = True
-    _no_split_modules = ("DiTBlock",)
 
     def _build(
         self,
@@ -134,19 +133,22 @@ class GridDiT(ModelMixin, ConfigMixin):
         head_mix: str | None,
         core_args: dict[str, Any] | None,
         cpe: bool | str,
+        lepe: int,
+        input_norm: bool,
         output_gate: bool,
         output_norm: bool,
         qk_norm: bool,
         head_mix_args: dict[str, Any] | None,
         global_every: int,
         softmax_every: int,
+        sit_time: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         positions: str = "sincos",
     ) -> None:
         check_counts(1, in_channels=in_channels, embed_dim=embed_dim, depth=depth)
         check_counts(0, num_classes=num_classes)
-        check_flags(learned_variance=learned_variance)
+        check_flags(learned_variance=learned_variance, sit_time=sit_time)
         check_numbers(0, mlp_ratio=mlp_ratio)
         check_numbers(0, 1, class_dropout=class_dropout)
         if class_dropout == 1:
@@ -164,7 +166,7 @@ class GridDiT(ModelMixin, ConfigMixin):
         self.ranks: TokenRanks | None = None
 
         self.x_embedder = PatchEmbedding(patch, in_channels, embed_dim, **factory)
-        self.t_embedder = TimestepEmbedding(embed_dim, **factory)
+        self.t_embedder = TimestepEmbedding(embed_dim, sit_time=sit_time, **factory)
         labels = LabelEmbedding(num_classes, embed_dim, class_dropout, **factory) if num_classes else None
         self.y_embedder = labels
         self.blocks = nn.ModuleList(
@@ -181,6 +183,8 @@ class GridDiT(ModelMixin, ConfigMixin):
                     block_grid=block_grid,
                     qk_norm=qk_norm,
                     cpe=cpe,
+                    lepe=lepe,
+                    input_norm=input_norm,
                     output_norm=output_norm,
                     output_gate=output_gate,
                     qkv_bias=True,

@@ -10,9 +10,11 @@ from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeli
 from torch import Tensor
 
 from headmix_vision.checks import check_counts, pair
+from headmix_vision.models.diffusers_features import as_output, found_by_diffusers
 from headmix_vision.models.grid_dit import GridDiT
 
 
+@found_by_diffusers
 class HeadMixDiT(GridDiT):
     """A class-conditional diffusion transformer with a choice of attention; weights are named as in the official DiT.
 
@@ -32,15 +34,19 @@ class HeadMixDiT(GridDiT):
         head_mix: mix across feature heads, or None.
         block_grid: token blocks along height and width, for block-wise cores.
         core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
-        cpe, output_gate, output_norm, qk_norm: options of :class:`~headmix_vision.layers.HeadMixAttention`.
+        cpe, lepe, input_norm, output_gate, output_norm, qk_norm: options of
+            :class:`~headmix_vision.layers.HeadMixAttention`.
         head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
         global_every: k, at least 2, for a plain layer, without head mix and window, as the last of each k; 0 for none.
         softmax_every: k, at least 2, for a layer of the softmax core as the first of each k; 0 for none.
+        sit_time: embed ``1 - t / 1000``, the time of SiT from noise (0) to data (1), for its weights
+            (:func:`headmix_vision.models.convert_dit.convert_dit_state_dict`).
         device, dtype: of the parameters; they are no part of the configuration.
 
     Shape:
         ``x`` [B, C, H, W], ``t`` [B] in [0, 1000] (or one number), ``y`` [B] int64 -> [B, C or 2C, H, W]; with the
-        learned variance the second C channels interpolate its logarithm.
+        learned variance the second C channels interpolate its logarithm. ``return_dict=True`` returns diffusers'
+        ``Transformer2DModelOutput``, False a tuple.
 
     Raises:
         InputError: if the input size is no multiple of the patch size or, in patches, below the block grid; if the
@@ -66,12 +72,15 @@ class HeadMixDiT(GridDiT):
         block_grid: int | tuple[int, int] = (4, 4),
         core_args: dict[str, Any] | None = None,
         cpe: bool = False,
+        lepe: int = 0,
+        input_norm: bool = False,
         output_gate: bool = False,
         output_norm: bool = False,
         qk_norm: bool = False,
         head_mix_args: dict[str, Any] | None = None,
         global_every: int = 0,
         softmax_every: int = 0,
+        sit_time: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -94,18 +103,21 @@ class HeadMixDiT(GridDiT):
             head_mix=head_mix,
             core_args=core_args,
             cpe=cpe,
+            lepe=lepe,
+            input_norm=input_norm,
             output_gate=output_gate,
             output_norm=output_norm,
             qk_norm=qk_norm,
             head_mix_args=head_mix_args,
             global_every=global_every,
             softmax_every=softmax_every,
+            sit_time=sit_time,
             device=device,
             dtype=dtype,
         )
 
-    def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor:
-        return self._predict(x, t, y)
+    def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None, return_dict: bool | None = None) -> Any:
+        return as_output(self._predict(x, t, y), return_dict)
 
     def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
         """Change the number of token blocks and resample the mixing matrices."""

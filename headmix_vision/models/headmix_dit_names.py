@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from timm.models import build_model_with_cfg
 
 from headmix_vision.checks import check_keywords, keywords
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, UnknownKeywordError
 from headmix_vision.extras import require_extra
 from headmix_vision.models.names import Variant, register_family
 
@@ -86,7 +86,7 @@ _OUR_NAMES = {"img_size": "input_size", "in_chans": "in_channels"}
 def _create(variant: str, pretrained: bool = False, **kwargs: Any) -> HeadMixDiT | HeadMixVideoDiT:
     for theirs, ours in _OUR_NAMES.items():
         if theirs in kwargs:
-            raise InputError(f"{variant} takes {ours}, not {theirs}.")
+            raise UnknownKeywordError(f"{variant} takes {ours}, not {theirs}.")
     if kwargs.pop("features_only", False):
         raise InputError(f"{variant} is a generator: features_only does not apply.")
     require_extra("diffusion", variant)

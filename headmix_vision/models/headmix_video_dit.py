@@ -17,6 +17,7 @@ from torch import Tensor
 from headmix_vision.checks import check_choice, check_counts, check_positive, triple
 from headmix_vision.errors import InputError
 from headmix_vision.layers.cores.mhla import MHLACore
+from headmix_vision.models.diffusers_features import as_output, found_by_diffusers
 from headmix_vision.models.grid_dit import POSITIONS, DiTBlock, GridDiT
 from headmix_vision.ops import MHLAState
 
@@ -40,6 +41,7 @@ class ClipState(NamedTuple):
         return self._replace(layers=tuple(layers))
 
 
+@found_by_diffusers
 class HeadMixVideoDiT(GridDiT):
     """A class-conditional diffusion transformer on clips: all tokens of space and time attend to each other.
 
@@ -88,12 +90,15 @@ class HeadMixVideoDiT(GridDiT):
         block_grid: tuple[int, int, int] = (4, 4, 4),
         core_args: dict[str, Any] | None = None,
         cpe: bool | str = False,
+        lepe: int = 0,
+        input_norm: bool = False,
         output_gate: bool = False,
         output_norm: bool = False,
         qk_norm: bool = False,
         head_mix_args: dict[str, Any] | None = None,
         global_every: int = 0,
         softmax_every: int = 0,
+        sit_time: bool = False,
         frame_rate: float = 8.0,
         positions: str = "sincos",
         device: torch.device | str | None = None,
@@ -121,19 +126,29 @@ class HeadMixVideoDiT(GridDiT):
             head_mix=head_mix,
             core_args=core_args,
             cpe=cpe,
+            lepe=lepe,
+            input_norm=input_norm,
             output_gate=output_gate,
             output_norm=output_norm,
             qk_norm=qk_norm,
             head_mix_args=head_mix_args,
             global_every=global_every,
             softmax_every=softmax_every,
+            sit_time=sit_time,
             device=device,
             dtype=dtype,
             positions=positions,
         )
 
-    def forward(self, x: Tensor, t: Tensor | float, y: Tensor | None = None, frame_rate: float | None = None) -> Tensor:
-        return self._predict(x, t, y, self._time_step(frame_rate))
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor | float,
+        y: Tensor | None = None,
+        frame_rate: float | None = None,
+        return_dict: bool | None = None,
+    ) -> Any:
+        return as_output(self._predict(x, t, y, self._time_step(frame_rate)), return_dict)
 
     @property
     def block_frames(self) -> int | None:

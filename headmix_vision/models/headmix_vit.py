@@ -5,7 +5,6 @@ Everything outside the attention layer is timm's VisionTransformer; patches are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -13,9 +12,9 @@ from typing import Any, Literal, cast
 import torch
 import torch.fx
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.layers import PatchEmbed, get_act_layer, get_norm_layer, resample_abs_pos_embed
+from timm.layers import PatchEmbed, get_act_layer, get_norm_layer
 from timm.models import build_model_with_cfg
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from headmix_vision.checks import check_choice, check_counts, check_keywords, check_numbers, keywords, pair
@@ -24,6 +23,14 @@ from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.patch_convolution import PatchConv2d
 from headmix_vision.models.depth import attention_of_layer
 from headmix_vision.models.names import Variant, register_family
+from headmix_vision.models.stored_positions import (
+    GRID,
+    carry_over,
+    filter_pretrained,
+    find_grid,
+    is_size_given,
+    refuse_grid,
+)
 
 __all__ = ["HeadMixVisionTransformer"]  # timm appends the registered names
 
@@ -57,7 +64,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
         head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
         global_every: k, at least 2, for a plain layer, without head mix and window, as the last of each k; 0 for none.
-        cpe, output_norm, output_gate: options of :class:`~headmix_vision.layers.HeadMixAttention`.
+        cpe, lepe, input_norm, output_norm, output_gate: options of :class:`~headmix_vision.layers.HeadMixAttention`.
         kwargs: arguments of timm's VisionTransformer, except ``attn_layer``, and ``patch_drop_rate``, which must be 0.
             ``qk_norm`` normalises over the full width.
 
@@ -65,6 +72,8 @@ class HeadMixVisionTransformer(VisionTransformer):
         InputError: if the image size does not fit the patch size, the blocks do not fit the token grid, the heads do
             not divide the width, or an option is unknown or out of range.
     """
+
+    _is_loaded = False
 
     def __init__(
         self,
@@ -76,6 +85,8 @@ class HeadMixVisionTransformer(VisionTransformer):
         head_mix_args: dict[str, Any] | None = None,
         global_every: int = 0,
         cpe: bool = False,
+        lepe: int = 0,
+        input_norm: bool = False,
         output_norm: bool = False,
         output_gate: bool = False,
         weight_init: Literal["skip", "reset", "jax", "jax_nlhb", "moco", ""] = "",
@@ -95,6 +106,8 @@ class HeadMixVisionTransformer(VisionTransformer):
                 block_grid=blocks,
                 num_prefix_tokens=self.num_prefix_tokens,
                 cpe=cpe,
+                lepe=lepe,
+                input_norm=input_norm,
                 output_norm=output_norm,
                 output_gate=output_gate,
             )
@@ -146,36 +159,26 @@ class HeadMixVisionTransformer(VisionTransformer):
         # Sums keep the strides of their first term: those of a convolution would slow down the norms of all blocks.
         return super()._pos_embed(x).contiguous()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Resample a position embedding stored for another resolution, then load as usual."""
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save as usual, and name the token grid in the metadata of the state dict."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {})
+        if prefix[:-1] in metadata:
+            metadata[prefix[:-1]][GRID] = tuple(self.patch_embed.grid_size)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
+        """Resample a position embedding stored for another token grid, then load as usual."""
         key, stored = prefix + "pos_embed", state_dict.get(prefix + "pos_embed")
-        if stored is not None and self.pos_embed is not None and stored.shape[1] != self.pos_embed.shape[1]:
-            first = 0 if self.no_embed_class else self.num_prefix_tokens
-            grid = resample_positions(stored[:, first:], self.patch_embed.grid_size)
-            state_dict[key] = torch.cat([stored[:, :first], grid], dim=1)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def resample_positions(positions: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Resample the position embeddings of patches, [1, N, C], to another grid: [1, N', C].
-
-    N positions are taken to be of the grid itself if it has as many, else of a square.
-
-    Raises:
-        InputError: if N is no square.
-    """
-    count = positions.shape[1]
-    if count == math.prod(grid):
-        return positions
-    if not is_square(count):
-        raise InputError(f"{count} stored positions are no square grid, and the model's {grid} has {math.prod(grid)}.")
-    side = math.isqrt(count)
-    return resample_abs_pos_embed(positions, list(grid), [side, side], num_prefix_tokens=0)
-
-
-def is_square(count: int) -> bool:
-    """Tell whether a number of patches can be a square grid."""
-    return count > 0 and math.isqrt(count) ** 2 == count
+        if stored is not None and self.pos_embed is not None:
+            first, own = 0 if self.no_embed_class else self.num_prefix_tokens, self.patch_embed.grid_size
+            given = is_size_given(self) and not self._is_loaded  # of the file that timm loads into a new model
+            grid = find_grid(self, stored.shape[1] - first, named=metadata.get(GRID), of_config=given)
+            self._is_loaded = True
+            if grid is None:
+                raise refuse_grid(stored.shape[1] - first, own, metadata.get(GRID))
+            if grid != own:
+                state_dict[key] = torch.cat([stored[:, :first], carry_over(stored[:, first:], grid, own)], dim=1)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
 
 
 _COUNTS = ("in_chans", "embed_dim", "depth", "num_heads")
@@ -297,7 +300,7 @@ def _create_headmix_vit(variant: str, pretrained: bool = False, **kwargs: Any) -
         HeadMixVisionTransformer,
         variant,
         pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
+        pretrained_filter_fn=filter_pretrained,
         feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
         **kwargs,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import pickle
 import re
@@ -18,8 +19,12 @@ from torch import Tensor, nn
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
+from headmix_vision.files.fields import check_fields
+from headmix_vision.files.tensor_files import header_of
 from headmix_vision.models.headmix_dit_names import generator_class
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
+from headmix_vision.models.names import FAMILIES
+from headmix_vision.models.stored_positions import name_grid
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,
@@ -67,7 +72,7 @@ def create_network(
             raise InputError("model.new_head is true, it must be false without model.checkpoint")
         return _create(name, arguments)
 
-    state = _start_weights(checkpoint)
+    state, size = _start_weights(checkpoint)
     check_finite(state, checkpoint)
     if name == LITE0_MODEL and "conv_stem.weight" not in state:
         state = lite0_state(state, checkpoint)
@@ -81,9 +86,13 @@ def create_network(
         raise InputError(
             f"{checkpoint} has {head.shape[0]} classes, the model {classes} (options model.num_classes, model.new_head)"
         )
+    if size is not None and any(name in variants for variants in FAMILIES.values()):
+        state = name_grid(state, size)
     overlay = {"state_dict": state, "num_classes": classes}
     try:
         network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
+    except InputError:
+        raise
     except (RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
@@ -125,8 +134,14 @@ def create_generator(
     if checkpoint is not None:
         from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
 
-        ours = Path(checkpoint).suffix == ".ckpt"
-        state = model_state(read_checkpoint(checkpoint)) if ours else read_dit_weights(checkpoint)
+        if Path(checkpoint).suffix == ".ckpt":
+            read = read_checkpoint(checkpoint)
+            state = model_state(read)
+            stored = read[DESCRIPTION_KEY].get("architecture", {}).get("sit_time", False)
+            if stored != model.config["sit_time"]:
+                raise InputError(f"{checkpoint} has sit_time={stored}, the model not (option model.model_args)")
+        else:
+            state = read_dit_weights(checkpoint)
         check_finite(state, checkpoint)
         converted = convert_dit_state_dict(state, model)
         mixed = [entry for entry in converted.unused if ".attn.head_mix." in entry]
@@ -211,9 +226,29 @@ def _unknown_argument(name: str, argument: str, known: set[str]) -> InputError:
     return InputError(f"unknown argument {argument!r} of model {name} (option model.model_args){hint}{allowed}")
 
 
-def _start_weights(checkpoint: str) -> dict[str, Tensor]:
+def export_arguments(path: Path) -> tuple[str, dict[str, Any]] | None:
+    """Reads the name and the arguments of a classifier that `headmix-export` wrote; None of other files.
+
+    Raises:
+        InputError: If the file is damaged.
+    """
+    header = header_of(path)
+    if "model_name" not in header:
+        return None
+    try:
+        return header["model_name"], check_fields(
+            f"model_args of {path}", json.loads(header.get("model_args", "{}")), {}
+        )
+    except json.JSONDecodeError as error:
+        raise InputError(f"model_args of {path} is damaged: {error}") from None
+
+
+def _start_weights(checkpoint: str) -> tuple[dict[str, Tensor], Any]:
+    """Reads start weights, and the size of the images that they were trained on, None where the file does not say."""
     if Path(checkpoint).suffix == ".ckpt":
-        return model_state(read_checkpoint(checkpoint))
+        read = read_checkpoint(checkpoint)
+        about = read[DESCRIPTION_KEY]
+        return model_state(read), _trained_size(about["name"], about)
     if not os.path.isfile(checkpoint):
         raise InputError(f"no checkpoint at {checkpoint} (option model.checkpoint)")
     try:
@@ -225,4 +260,10 @@ def _start_weights(checkpoint: str) -> dict[str, Tensor]:
         raise InputError(f"{checkpoint} is truncated or no safetensors file: {error}") from None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise InputError(f"{checkpoint} holds no weights by name")
-    return state
+    described = export_arguments(Path(checkpoint)) if Path(checkpoint).suffix == ".safetensors" else None
+    return state, described and _trained_size(*described)
+
+
+def _trained_size(name: str, arguments: dict[str, Any]) -> Any:
+    usual = get_pretrained_cfg_value(name, "input_size") if timm.is_model(name) else None
+    return arguments.get("img_size") or (usual and usual[-2:])

@@ -15,7 +15,7 @@ from headmix_vision.files.tensor_files import header_of
 from headmix_vision.models.pretrained import CORRECT
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint
-from headmix_vision.runs.networks import create_network, load_network
+from headmix_vision.runs.networks import create_network, export_arguments, load_network
 
 
 def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False) -> tuple[nn.Module, dict[str, Any]]:
@@ -60,14 +60,10 @@ def load_export(path: Path) -> tuple[str, nn.Module]:
     Raises:
         InputError: If the file is damaged, its header names no classifier, or the weights do not fit it.
     """
-    header = header_of(path)
-    if "model_name" not in header:
+    described = export_arguments(path)
+    if described is None:
         raise InputError(f"{path} does not say of which model it is: it was not written by headmix-export")
-    name = header["model_name"]
-    try:
-        arguments = check_fields(f"model_args of {path}", json.loads(header.get("model_args", "{}")), {})
-    except json.JSONDecodeError as error:
-        raise InputError(f"model_args of {path} is damaged: {error}") from None
+    name, arguments = described
     if not timm.is_model(name):
         raise InputError(f"{path} is of the model {name!r}, which timm does not know here")
     if name.startswith("dit_"):

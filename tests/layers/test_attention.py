@@ -83,9 +83,12 @@ def test_linear_core_is_mhla_in_one_block():
 
 
 @pytest.mark.parametrize("core", CORE_NAMES)
-@pytest.mark.parametrize("options", [(), ("cpe",), ("qk_norm",), ("output_norm",), ("output_gate",), ("scale_norm",)])
-def test_every_option_changes_the_output_and_trains(core, options):
-    layer = make_layer(core, num_prefix_tokens=2, **dict.fromkeys(options, True))
+@pytest.mark.parametrize(
+    "name", ["cpe", "lepe", "input_norm", "qk_norm", "output_norm", "output_gate", "scale_norm", ""]
+)
+def test_every_option_changes_the_output_and_trains(core, name):
+    options = {name: 5 if name == "lepe" else True} if name else {}
+    layer = make_layer(core, num_prefix_tokens=2, **options)
     x = torch.randn(2, 32, 24)
     out = layer(x)
     out.square().sum().backward()
@@ -106,6 +109,31 @@ def test_cpe_is_a_depthwise_convolution_on_the_grid(axes):
     image = x[:, 2:].reshape(2, *grid, 6).movedim(-1, 1)
     assert torch.equal(out[:, :2], x[:, :2])
     torch.testing.assert_close(out[:, 2:].reshape(2, *grid, 6).movedim(-1, 1), image + cpe.proj(image))
+
+
+def test_lepe_adds_the_convolved_values_to_the_heads_of_the_grid():
+    layer, plain = make_layer(lepe=3, num_prefix_tokens=2), make_layer(num_prefix_tokens=2)
+    plain.load_state_dict({name: value for name, value in layer.state_dict().items() if "lepe" not in name})
+    x = torch.randn(2, 32, 24)
+    values = layer.qkv(x)[:, 2:, 48:].mT.unflatten(2, (5, 6))
+    convolved = torch.nn.functional.linear(layer.lepe.proj(values).flatten(2).mT, layer.proj.weight)
+    added = layer(x) - plain(x)
+    torch.testing.assert_close(added[:, 2:], convolved)
+    assert added[:, :2].abs().max() < 1e-6
+    assert layer.flops() - plain.flops() == 2 * 30 * 24 * 9
+
+
+@pytest.mark.parametrize("normalizer", ["source_block", None])
+def test_mixing_weights_of_any_sign(normalizer):
+    layer = make_layer(core_args={"mixing_clip": False, "normalizer": normalizer})
+    q, k, v = (torch.randn(2, 30, 3, 8) for _ in range(3))
+    blocks = layer.core.mixing.blocks
+    with torch.no_grad():
+        layer.core.mixing.weight[0, 1] = -3.0
+    expected = mhla(q, k, v, layer.core.mixing.weight, blocks, normalizer=normalizer, impl="reference")
+    torch.testing.assert_close(layer.core(q, k, v, layer.grid), expected)
+    layer.core.mixing.weight[0, 1].backward()
+    assert layer.core.mixing.weight.grad[0, 1] == 1
 
 
 def test_three_axes():
@@ -160,6 +188,8 @@ def test_autocast_keeps_accumulation_in_float32(core, op, monkeypatch):
         ({"head_mix": "mae"}, "head_mix must be None"),
         *(({"block_grid": blocks}, "one whole number for each axis") for blocks in (None, 4, "22", (2.0, 3))),
         *(({name: "no"}, f"{name} must be true or false, got 'no'") for name in ("qk_norm", "output_gate")),
+        *(({"lepe": value}, "lepe must be") for value in (2, -1, 2.5, True)),
+        ({"lepe": 3, "head_mix": "mea"}, "lepe must be 0, or odd in a layer without a head mix, got 3"),
         ({"cpe": "no"}, "cpe must be true or false or 'factorised', got 'no'"),
         ({"cpe": "factorised"}, "cpe='factorised' needs a grid of three axes, time first, got 2"),
         ({"core_args": {"mixing_trainable": "false"}}, "mixing_trainable must be true or false, got 'false'"),

@@ -261,7 +261,8 @@ def test_published_weights_are_mapped(wan, original, gate):
             parameter.normal_(generator=generator)
     weights = published(source, original)
     assert ("blocks.1.self_attn.block_attn.conv.weight" in weights) == original
-    converted = convert_wan_mhla_state_dict({"state_dict": weights}, target)
+    wrapped = {f"module.{name}": value for name, value in weights.items()}
+    converted = convert_wan_mhla_state_dict({"state_dict": wrapped}, target)
     assert (converted.new_parameters, converted.unused) == ([], [])
     target.load_state_dict(converted.state_dict)
     for name, value in source.state_dict().items():

@@ -312,7 +312,8 @@ def test_checkpoint_path(tmp_path, suffix):
     save = safetensors.torch.save_file if suffix == ".safetensors" else torch.save
     save(model.state_dict(), path)
     for size in (64, 96):
-        loaded = create("deit_mhla_tiny", img_size=size, checkpoint_path=path).eval()
+        overlay = {"input_size": (3, 64, 64)}  # of the weights
+        loaded = create("deit_mhla_tiny", img_size=size, checkpoint_path=path, pretrained_cfg_overlay=overlay).eval()
         assert loaded(images(size=(size, size))).shape == (2, 7)
     torch.testing.assert_close(create("deit_mhla_tiny", checkpoint_path=path).eval()(images()), model(images()))
 
@@ -496,6 +497,16 @@ def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         create("deit_mhla_tiny", **arguments)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["deit_mhla_tiny", "dit_mhla_s_2", "dit_video_mhla_s_2"])
+def test_an_unknown_keyword_is_a_type_error_too(name):
+    for argument in ("not_a_model_arg", "img_size" if "dit_" in name[:4] else "input_size"):
+        for error in (TypeError, ValueError):
+            with pytest.raises(error, match=argument):
+                timm.create_model(name, **{argument: 8})
+    with pytest.raises(TypeError, match="core_args of 'mhla' has no 'epsilon'"):
+        timm.create_model(name, core_args={"epsilon": 1.0})
 
 
 def test_wrong_images_are_refused():

@@ -28,7 +28,8 @@ class MHLACore(LinearCore):
 
     Args:
         spec: sizes of the layer, with the blocks along each axis of the grid.
-        mixing_init, mixing_trainable: ``init`` and ``trainable`` of :class:`~headmix_vision.layers.MixingMatrix`.
+        mixing_init, mixing_trainable, mixing_clip: ``init``, ``trainable`` and ``clip`` of
+            :class:`~headmix_vision.layers.MixingMatrix`.
         mixing_per_head: a mixing matrix for each head instead of one for all.
         causal: tokens see themselves and those before them in the order of the blocks, so that no row of blocks along
             the first axis, time in a clip, sees a later one. Prefix tokens see prefix tokens alone. ``"rows"``: tokens
@@ -46,12 +47,13 @@ class MHLACore(LinearCore):
         spec: LayerSpec,
         mixing_init: str = "locality",
         mixing_trainable: bool = True,
+        mixing_clip: bool = True,
         mixing_per_head: bool = False,
         causal: bool | str = False,
         **options: Any,
     ) -> None:
         super().__init__(spec, **options)
-        check_flags(mixing_trainable=mixing_trainable, mixing_per_head=mixing_per_head)
+        check_flags(mixing_trainable=mixing_trainable, mixing_clip=mixing_clip, mixing_per_head=mixing_per_head)
         if causal != "rows" and not isinstance(causal, bool):
             raise InputError(f"causal must be true or false or 'rows', got {causal!r}.")
         if causal is True and spec.grid.repeats > 1:
@@ -62,7 +64,7 @@ class MHLACore(LinearCore):
         self.causal, self.options["causal"] = causal, causal is True
         heads = spec.num_heads if mixing_per_head else None
         blocks = self._check_rows(TokenBlocks(spec.grid, spec.block_grid))
-        self.mixing = MixingMatrix(blocks, heads, mixing_init, mixing_trainable, **spec.factory)
+        self.mixing = MixingMatrix(blocks, heads, mixing_init, mixing_trainable, **spec.factory, clip=mixing_clip)
 
     def forward(
         self,
