@@ -13,9 +13,10 @@ from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.augmentation import eval_config, eval_transform
 from headmix_vision.data.clips import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
-from headmix_vision.data.datasets.base import PreparedSource, SplitRequest, Transform, readable
+from headmix_vision.data.datasets.base import PreparedSource, SplitRequest, Transform
 from headmix_vision.data.loading import as_it_is
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import readable
 
 _SEED = 0  # of the noise
 

@@ -13,11 +13,10 @@ import io
 import json
 import os
 import sys
-import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from PIL import Image
@@ -31,12 +30,12 @@ from headmix_vision.data.datasets.shards import FORMAT, INDEX, KINDS, TENSORS, d
 from headmix_vision.data.datasets.tables import natural_order
 from headmix_vision.data.loading import as_it_is
 from headmix_vision.errors import InputError, explain, one_line_errors
+from headmix_vision.files.pictures import picture_suffixes
+from headmix_vision.files.tars import Member, list_members
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.files.video import VIDEO_SUFFIXES, EncodedVideo, probe
 
-PICTURES = ("jpeg", "jpg", "png", "webp")
 _DIGITS = 6  # of a class's number; longer ones are texts
-VIDEOS = tuple(suffix.removeprefix(".") for suffix in VIDEO_SUFFIXES)
 
 
 class ShardContent(NamedTuple):
@@ -62,7 +61,9 @@ class ScannedShards(Dataset[ShardContent]):
     def __init__(self, paths: Sequence[Path], label: str | None, suffix: str | None, check: bool) -> None:
         self.paths = paths
         self.label = label
-        self.suffixes = PICTURES + VIDEOS if suffix is None else (suffix.removeprefix(".").lower(),)
+        self.suffixes = picture_suffixes() | VIDEO_SUFFIXES
+        if suffix is not None:
+            self.suffixes = frozenset({f".{suffix.removeprefix('.').lower()}"})
         self.check = check
 
     def __len__(self) -> int:
@@ -70,34 +71,30 @@ class ScannedShards(Dataset[ShardContent]):
 
     def __getitem__(self, index: int) -> ShardContent:
         path, content = self.paths[index], ShardContent([], [], [], [], [])
-        try:
-            with tarfile.open(path, "r:") as shard:
-                for key, files in _samples(shard):
-                    self._add(content, shard, f"{path}: {key}", files)
-                _check_end(shard)
-        except tarfile.TarError as error:
-            raise InputError(f"{path} is truncated or no tar file ({error})") from None
+        with path.open("rb") as shard:
+            for key, files in _samples(list_members(path)):
+                self._add(content, shard, f"{path}: {key}", files)
         return content
 
-    def _add(self, content: ShardContent, shard: tarfile.TarFile, name: str, files: dict[str, tarfile.TarInfo]) -> None:
+    def _add(self, content: ShardContent, shard: BinaryIO, name: str, files: dict[str, Member]) -> None:
         found = [suffix for suffix in files if suffix in self.suffixes]
         if len(found) > 1:
-            raise InputError(f"{name} has the files .{found[0]} and .{found[1]}: choose one by --suffix")
+            raise InputError(f"{name} has the files {found[0]} and {found[1]}: choose one by --suffix")
         fault = "no picture or video" if not found else None
         if found and self.check:
-            fault = _fault(name, found[0], _read(shard, files[found[0]]))
+            fault = _fault(name, found[0], files[found[0]].read(shard))
         if fault is not None:
             content.left_out.append(f"{name} ({fault})")
             return
-        content.offsets.append(files[found[0]].offset_data)
+        content.offsets.append(files[found[0]].offset)
         content.sizes.append(files[found[0]].size)
         content.suffixes.append(found[0])
         content.labels.append(self._label(shard, name, files))
 
-    def _label(self, shard: tarfile.TarFile, name: str, files: dict[str, tarfile.TarInfo]) -> str | None:
-        file = files.get("cls" if self.label is None else "json")
+    def _label(self, shard: BinaryIO, name: str, files: dict[str, Member]) -> str | None:
+        file = files.get(".cls" if self.label is None else ".json")
         try:
-            text = None if file is None else _read(shard, file).decode()
+            text = None if file is None else file.read(shard).decode()
             if self.label is None:
                 return text and text.strip()
             return str(json.loads(text or "")[self.label])
@@ -144,9 +141,11 @@ def write_index(
             advance(1)
     labels = [label for content in contents for label in content.labels]
     if not labels:
-        raise InputError(f"the shards of {folder} have no samples ({', '.join('.' + s for s in scanned.suffixes)})")
+        raise InputError(f"the shards of {folder} have no samples: no {suffix or 'pictures and no videos'}")
     targets, class_names = _number([None] * len(labels) if unlabelled else labels, folder)
-    is_clip = {suffix in VIDEOS for content in contents for suffix in content.suffixes}
+    suffixes = {suffix for content in contents for suffix in content.suffixes}
+    # a GIF is whichever the others are
+    is_clip = {suffix in VIDEO_SUFFIXES for suffix in suffixes - {".gif"} or suffixes}
     if len(is_clip) > 1:
         raise InputError(f"the shards of {folder} hold pictures and videos: choose by --suffix")
     index = {
@@ -168,37 +167,20 @@ def write_index(
     return index, [name for content in contents for name in content.left_out]
 
 
-def _samples(shard: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Files of each sample by ending; those of one name up to the first dot stand together."""
+def _samples(members: Iterable[Member]) -> Iterator[tuple[str, dict[str, Member]]]:
+    """Files of each sample by ending; those of one name up to the first dot stand together, but for hidden ones."""
 
-    def key(member: tarfile.TarInfo) -> str:
+    def key(member: Member) -> str:
         folder, name = os.path.split(member.name)
         return os.path.join(folder, name.partition(".")[0])
 
-    for name, members in groupby((member for member in shard if member.isreg()), key):
-        if os.path.basename(name):  # a hidden file has none
-            yield name, {os.path.basename(member.name).partition(".")[2].lower(): member for member in members}
-
-
-def _check_end(shard: tarfile.TarFile) -> None:
-    """Checks that a file ends where `tarfile` stopped, which it does at invalid headers and at zeros in the middle."""
-    shard.fileobj.seek(shard.offset)
-    if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise tarfile.ReadError("no end of the archive")
-    while rest := shard.fileobj.read(tarfile.RECORDSIZE):
-        if rest.strip(b"\0"):
-            raise tarfile.ReadError(f"more behind an end of the archive at byte {shard.offset}")
-
-
-def _read(shard: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = shard.extractfile(member)
-    assert file is not None  # a regular file
-    return file.read()
+    for name, files in groupby((member for member in members if not member.is_hidden), key):
+        yield name, {f".{os.path.basename(file.name).partition('.')[2].lower()}": file for file in files}
 
 
 def _fault(name: str, suffix: str, data: bytes) -> str | None:
     try:
-        if suffix in VIDEOS:
+        if suffix in VIDEO_SUFFIXES:
             probe(EncodedVideo(name, data))
         else:
             with Image.open(io.BytesIO(data)) as image:

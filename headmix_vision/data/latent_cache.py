@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from headmix_vision.checks import check_choice, check_counts
 from headmix_vision.console.progress import progress
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, readable, to_picture
+from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, to_picture
 from headmix_vision.data.datasets.latents import (
     FORMAT,
     MANIFEST,
@@ -34,6 +34,7 @@ from headmix_vision.data.loading import obey_parent
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, check_place, is_temporary
 from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.pictures import readable
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.models.autoencoders import Autoencoder
 

@@ -20,17 +20,16 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from headmix_vision.checks import check_counts, check_positive
+from headmix_vision.console.notes import say_left_out
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.base import (
     CHANNELS,
     BatchSource,
     Source,
-    readable,
     to_picture,
 )
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.clip_files import ClipInfo, Frames, find_clips, probe_clip, read_clip
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays, npz_labels
 from headmix_vision.evaluation.sample_sets import (
     DECODER_THREADS,
@@ -41,6 +40,9 @@ from headmix_vision.evaluation.sample_sets import (
     open_slice,
     samples_of,
 )
+from headmix_vision.files.clips import ClipInfo, Frames, probe_clip, read_clip
+from headmix_vision.files.listing import find_clips
+from headmix_vision.files.pictures import readable
 from headmix_vision.files.png import Item
 
 _CHOICE, _OFFSET = 0, 1  # what random numbers are for
@@ -215,7 +217,9 @@ class FolderClips(Clips):
 
     def __init__(self, path: Path) -> None:
         self.source = str(path)
-        self.paths = sorted(find_clips(path))
+        listing = find_clips(path)
+        say_left_out(path, len(listing.paths), "clips", listing.left_out)
+        self.paths, self.left_out = sorted(listing.paths), listing.left_out
         with ThreadPoolExecutor(DECODER_THREADS) as pool:
             self.infos = list(pool.map(probe_clip, self.paths))
         metadata = path.parent / SAMPLES_METADATA

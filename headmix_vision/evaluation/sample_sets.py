@@ -17,14 +17,17 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.checks import check_counts
+from headmix_vision.console.notes import say_left_out
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
-from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, check_depth, readable, to_picture
+from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, to_picture
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays
-from headmix_vision.files.png import Item, read_item, to_item
+from headmix_vision.files.listing import find_pictures
+from headmix_vision.files.pictures import decode, readable
+from headmix_vision.files.png import Item, to_item
 
 DECODER_THREADS = 8
 SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
@@ -84,6 +87,7 @@ class ImageSet:
             "count": len(self),
             "size": list(self.size),
             "crop": "adm_center" if self.image_size else None,
+            "left_out": dict(getattr(self.pictures, "left_out", {})),
         }
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Tensor]:
@@ -125,15 +129,10 @@ class Folder:
     kind = "folder"
 
     def __init__(self, path: Path) -> None:
-        from timm.data.readers.img_extensions import get_img_extensions
-
         self.source = str(path)
-        extensions = get_img_extensions()
-        self.paths = sorted(
-            file
-            for file in path.rglob("*")
-            if file.suffix.lower() in extensions and not file.is_dir() and not file.name.startswith(".")
-        )
+        listing = find_pictures(path)
+        say_left_out(path, len(listing.paths), "pictures", listing.left_out)
+        self.paths, self.left_out = listing.paths, listing.left_out
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -142,14 +141,7 @@ class Folder:
         with ThreadPoolExecutor(DECODER_THREADS) as pool:
             for start in range(0, len(indices), 4 * DECODER_THREADS):
                 paths = [self.paths[index] for index in indices[start : start + 4 * DECODER_THREADS]]
-                yield from zip(map(str, paths), pool.map(_decode, paths), strict=True)
-
-
-def _decode(path: Path) -> Item:
-    with readable(path), Image.open(path) as image:
-        item = read_item(image)
-        check_depth(image)
-    return item
+                yield from zip(map(str, paths), pool.map(decode, paths), strict=True)
 
 
 class TensorImages:

@@ -22,7 +22,11 @@ from headmix_vision.extras import require_extra
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.files.png import to_item
 
-VIDEO_SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm", ".wmv")
+VIDEO_SUFFIXES = frozenset((
+    ".3g2", ".3gp", ".asf", ".avi", ".divx", ".dv", ".f4v", ".flv", ".gif", ".m1v", ".m2ts", ".m2v", ".m4v", ".mjpeg",
+    ".mjpg", ".mkv", ".mov", ".mp4", ".mpe", ".mpeg", ".mpg", ".mts", ".mxf", ".ogv", ".qt", ".rm", ".rmvb", ".ts",
+    ".vob", ".webm", ".wmv", ".y4m",
+))  # fmt: skip
 WRITTEN_SUFFIXES = (".mp4", ".gif")
 _CRF = "17"  # of x264, hardly to be told from the original
 

@@ -10,10 +10,10 @@ import numpy as np
 from PIL import Image
 
 from headmix_vision.checks import check_counts
-from headmix_vision.data.datasets.base import readable, to_mode
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import readable, to_mode
 from headmix_vision.files.png import read_png
 from headmix_vision.files.video import read_video
 from headmix_vision.sampling.clips import ClipPlan

@@ -128,7 +128,7 @@ def test_missing_split(image_root: Path) -> None:
 def test_empty_class_folder(image_root: Path) -> None:
     (image_root / "train" / "bug").mkdir()
     (image_root / "train" / ".cache").mkdir()
-    with pytest.raises(ValueError, match=r"class folder '.*/train/bug' has no image \(.png, .jpg, .jpeg\)"):
+    with pytest.raises(ValueError, match=r"class folder '.*/train/bug' has no image"):
         attach(folder_data(image_root), **MODEL)
 
 
@@ -141,7 +141,7 @@ def test_image_outside_of_a_class_folder(image_root: Path) -> None:
 def test_no_image_at_all(image_root: Path) -> None:
     for file in (image_root / "val").rglob("*.png"):
         file.unlink()
-    with pytest.raises(ValueError, match="Found 0 images"):
+    with pytest.raises(ValueError, match=r"val. has no image$"):
         attach(folder_data(image_root), "validate", **MODEL)
 
 
@@ -258,7 +258,7 @@ def test_predict_takes_class_names_from_the_checkpoint(image_root: Path, tmp_pat
 
 def test_predict_without_images(image_root: Path, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match=r"has no image \(.png, .jpg, .jpeg\)"):
+    with pytest.raises(ValueError, match=r"has no image$"):
         attach(folder_data(image_root, predict_path=str(tmp_path / "none")), "predict", **MODEL)
     one = str(image_root / "val" / "ant" / "ant0.png")
     with pytest.raises(ValueError, match="1 images cannot be shared by 2 processes"):

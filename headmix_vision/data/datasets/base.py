@@ -5,9 +5,8 @@ C channels, * the axes of a sample's grid: height and width of an image, frames,
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
-from headmix_vision.errors import InputError, explain
+from headmix_vision.errors import InputError
 
 RawImage = Image.Image | Tensor
 """A PIL image of the wanted mode, or a float32 tensor [C, *grid] with values in [0, 1]."""
@@ -30,7 +29,6 @@ Use = Literal["classification", "generation", "scoring", "caching"]
 
 PIL_MODES = {1: "L", 3: "RGB"}
 CHANNELS = {mode: channels for channels, mode in PIL_MODES.items()}
-_EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 _STAT_THREADS = 16
 EVAL_SYNONYMS = ("validation", "val", "valid", "eval", "evaluation")
 TRAIN_SYNONYMS = ("train", "training")
@@ -242,31 +240,6 @@ class PreparedSource(Source):
         """Sample float32 [C, *grid] and label; another `draw` (epoch) may be another sample."""
 
 
-@contextmanager
-def readable(name: object) -> Iterator[None]:
-    """Name the picture in whatever a decoder raises; it raises whatever comes to mind on a damaged file.
-
-    Raises:
-        InputError: For any exception.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise InputError(f"{name} cannot be read ({explain(error)})") from None
-
-
-def check_depth(image: Image.Image) -> None:
-    """Raises ValueError for a picture of more than 8 bits, which Pillow would clip to white."""
-    if image.mode not in _EIGHT_BIT_MODES:
-        raise ValueError(f"it is of mode {image.mode}, images have 8 bits")
-
-
-def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """Converts a decoded picture to `L` or `RGB`; ValueError if it has more than 8 bits."""
-    check_depth(image)
-    return image.convert(mode)
-
-
 def canonical_split(split: str) -> str:
     """The name `train` or `validation` of a built-in data set's split, from any of timm's synonyms."""
     if split in TRAIN_SYNONYMS:
@@ -276,7 +249,7 @@ def canonical_split(split: str) -> str:
     raise InputError(f"split {split!r} does not exist, the data set has train and validation")
 
 
-def relative_sizes(paths: Sequence[str | os.PathLike[str]], folder: str) -> list[tuple[str, int]]:
+def relative_sizes(paths: Sequence[Path], folder: str | Path) -> list[tuple[str, int]]:
     """Names of files relative to a folder, and their sizes in bytes; many at a time, for the sake of network disks."""
     with ThreadPoolExecutor(_STAT_THREADS) as pool:
         sizes = list(pool.map(os.path.getsize, paths))

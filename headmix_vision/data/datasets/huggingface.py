@@ -6,9 +6,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names, to_mode
-from headmix_vision.data.datasets.timm_readers import TimmReader, create_timm_dataset, reader_class_names
+from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names
+from headmix_vision.data.datasets.timm_readers import create_timm_dataset, reader_class_names
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import to_mode
 
 
 def open_huggingface(request: SplitRequest) -> Source:
@@ -29,7 +30,7 @@ def open_huggingface(request: SplitRequest) -> Source:
 
 def _open_reader(name: str, root: str | None, request: SplitRequest) -> Source:
     reader = create_timm_dataset(name, root=root, split=request.split).reader
-    return TimmReader(reader, reader_class_names(reader) or number_names(reader.iter_targets()), request.mode)
+    return HubImages(reader, reader_class_names(reader) or number_names(reader.iter_targets()), request.mode)
 
 
 def _open_saved(root: Path, request: SplitRequest) -> Source:
@@ -45,6 +46,18 @@ def _open_saved(root: Path, request: SplitRequest) -> Source:
     images = saved[split].cast_column("image", datasets.Image(decode=False))
     names = getattr(images.features["label"], "names", None) or number_names(images["label"])
     return SavedImages(images, list(names), request.mode)
+
+
+class HubImages(Pictures):
+    """timm's reader of one split, without the retries of its data set, which no limit counts."""
+
+    def read(self, index: int) -> tuple[RawImage, int]:
+        stream, target = self.data[index]
+        with stream, Image.open(stream) as image:
+            return to_mode(image, self.mode), int(target)
+
+    def name(self, index: int) -> str:
+        return str(self.data.filename(index, absolute=True) or f"image {index}")
 
 
 class SavedImages(Pictures):

@@ -19,11 +19,13 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.data.clips import ClipConfig, crop_frames
-from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, Source, SplitRequest, to_mode, to_picture
+from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, Source, SplitRequest, to_picture
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
 from headmix_vision.files.fields import check_fields
+from headmix_vision.files.listing import ending, is_hidden
+from headmix_vision.files.pictures import to_mode
 from headmix_vision.files.tensor_files import open_tensors
 from headmix_vision.files.video import EncodedVideo, VideoInfo, probe, read_frames
 
@@ -252,7 +254,7 @@ class ShardClips(ClipSource):
 
 def find_shards(folder: Path) -> list[Path]:
     """Lists the tar files of a folder by name."""
-    return sorted(path for path in folder.glob("*.tar") if not path.name.startswith("."))
+    return sorted(path for path in folder.iterdir() if ending(path) == ".tar" and not is_hidden(path.name))
 
 
 def describe_shard(path: Path) -> dict[str, Any]:

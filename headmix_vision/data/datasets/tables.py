@@ -8,9 +8,9 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from headmix_vision.data.datasets.base import RawImage, SplitRequest
+from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.folders import split_candidates
-from headmix_vision.data.datasets.image_files import ImageFiles
+from headmix_vision.data.datasets.image_files import LabelledFiles
 from headmix_vision.errors import InputError
 
 TABLE = "images.csv"
@@ -18,7 +18,7 @@ TABLE = "images.csv"
 Row = dict[str, str]
 
 
-def open_table(request: SplitRequest) -> "LabelledFiles":
+def open_table(request: SplitRequest) -> LabelledFiles:
     """Open a split of a table of images: the file, or the folder that it lies in as `images.csv`.
 
     The classes are the values of the column that the name says, or of several: `table/style+group` has a class for each
@@ -50,27 +50,6 @@ def open_table(request: SplitRequest) -> "LabelledFiles":
 
 def _label(row: Row, columns: Sequence[str]) -> str:
     return " ".join(row[name] for name in columns)
-
-
-class LabelledFiles(ImageFiles):
-    """Image files with a label each.
-
-    Args:
-        paths: The files.
-        labels: The name of the class of each file.
-        class_names: The names of all classes, in the order of their numbers.
-        mode: PIL mode of the images, `L` or `RGB`.
-    """
-
-    def __init__(self, paths: Sequence[Path], labels: Sequence[str], class_names: list[str], mode: str) -> None:
-        super().__init__(paths, mode)
-        self.class_names = class_names
-        numbers = {name: number for number, name in enumerate(class_names)}
-        self._targets = [numbers[label] for label in labels]
-
-    def read(self, index: int) -> tuple[RawImage, int]:
-        """Image and target."""
-        return super().read(index)[0], self._targets[index]
 
 
 def read_table(path: Path) -> tuple[list[str], list[Row]]:

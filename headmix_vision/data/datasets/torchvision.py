@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names, to_mode
+from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset
+from headmix_vision.files.pictures import to_mode
 
 
 def open_torchvision(request: SplitRequest) -> Source:

@@ -7,21 +7,22 @@ splits: `path` (relative to the table's folder) and `label`, and, where there ar
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
 from torch import Tensor
 
+from headmix_vision.console.notes import say_left_out
 from headmix_vision.data.clips import ClipConfig, crop_frames
 from headmix_vision.data.datasets.base import EVAL_SYNONYMS, ClipSource, SplitRequest
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.data.datasets.tables import natural_order, read_table, rows_of_split
 from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
-from headmix_vision.files.video import VIDEO_SUFFIXES, VideoInfo, probe, read_frames
+from headmix_vision.files.clips import ClipInfo, probe_clip, read_clip
+from headmix_vision.files.listing import find_clips, find_frames, is_hidden, is_picture, is_video
 
 UNLABELLED = "unlabelled"
 _PROBE_THREADS = 8
@@ -63,12 +64,13 @@ def make_videos(videos: list[Video], folder: Path, request: SplitRequest) -> "Vi
     """Make the source of a list of videos; see `open_videos`."""
     if not request.grid:
         raise InputError(f"dataset {request.name!r} needs the number of frames of a clip")
-    if any(video.path.suffix.lower() in VIDEO_SUFFIXES for video in videos):
+    if any(is_video(video.path) for video in videos):
         require_extra("video", "reading a video")
-    frames = next((video.path for video in videos if video.path.is_dir()), None)
+    frames = next((video.path for video in videos if video.path.is_dir() or is_picture(video.path)), None)
     if frames is not None and request.clip.frame_rate is not None:
+        what = "a folder of frames" if frames.is_dir() else "an animated picture"
         raise InputError(
-            f"{frames} is a folder of frames, which states no frame rate: choose frames by a stride"
+            f"{frames} is {what}, which states no frame rate: choose frames by a stride"
             f" instead of the rate {request.clip.frame_rate:g}"
         )
     if request.variant == UNLABELLED:
@@ -103,31 +105,16 @@ class Videos(ClipSource):
         """As `ClipSource` says; ValueError for a video that is damaged, too short or too slow."""
         video = self.videos[index]
         try:
-            frames = self._read_folder(video, place) if video.path.is_dir() else self._read_file(video, place)
+            frames = read_clip(video.path, lambda info: self._choose(video, info, place))
             return crop_frames(frames, self.size, self.mode), self._targets.get(video.label, 0)
         except InputError as error:
             raise ValueError(str(error)) from None  # one of many: training skips it
 
-    def _read_file(self, video: Video, place: float) -> list[Image.Image]:
-        def choose(info: VideoInfo) -> list[int]:
-            return self._choose(video, info.num_frames, info.frame_rate, place)
-
-        return [Image.fromarray(frame) for frame in read_frames(video.path, choose)]
-
-    def _read_folder(self, video: Video, place: float) -> list[Image.Image]:
-        paths = _images(video.path)
-        frames: list[Image.Image] = []
-        for number in self._choose(video, len(paths), None, place):
-            with Image.open(paths[number]) as image:
-                image.load()
-                frames.append(image)
-        return frames
-
-    def _choose(self, video: Video, available: int, frame_rate: float | None, place: float) -> list[int]:
-        end = available if video.end is None else video.end
-        if end > available:
-            raise InputError(f"it has {available} frames, the table names frames up to {end}")
-        numbers = self.clip.frames(self.num_frames, end - video.start, frame_rate, place)
+    def _choose(self, video: Video, info: ClipInfo, place: float) -> list[int]:
+        end = info.num_frames if video.end is None else video.end
+        if end > info.num_frames:
+            raise InputError(f"it has {info.num_frames} frames, the table names frames up to {end}")
+        numbers = self.clip.frames(self.num_frames, end - video.start, info.frame_rate, place)
         return [video.start + number for number in numbers]
 
     def leave_out_unusable(self) -> list[str]:
@@ -139,11 +126,7 @@ class Videos(ClipSource):
 
     def _fault(self, video: Video) -> str | None:
         try:
-            if video.path.is_dir():
-                self._choose(video, len(_images(video.path)), None, 0)
-            else:
-                info = probe(video.path)
-                self._choose(video, info.num_frames, info.frame_rate, 0)
+            self._choose(video, probe_clip(video.path), 0)
         except (InputError, OSError) as error:
             return f"{video.path} ({error})"
         return None
@@ -156,7 +139,7 @@ class Videos(ClipSource):
         return [
             (
                 f"{os.path.relpath(video.path, self.folder)}[{video.start}:{'' if video.end is None else video.end}]",
-                len(_images(video.path)) if video.path.is_dir() else os.path.getsize(video.path),
+                len(find_frames(video.path)) if video.path.is_dir() else os.path.getsize(video.path),
             )
             for video in self.videos
         ]
@@ -182,9 +165,10 @@ def _find_split(request: SplitRequest) -> tuple[list[Video], Path]:
 
 def _find_videos(folder: Path) -> list[Video]:
     """Lists the videos below a folder by name, with the first folder on the way to each as its class."""
-    paths = list(_walk(folder))
-    if not paths:
-        raise InputError(f"{str(folder)!r} has no videos: no {', '.join(VIDEO_SUFFIXES)}, and no folder of frames")
+    listing = find_clips(folder)
+    listing.check_filled(f"{str(folder)!r}", "videos and no folders of frames")
+    say_left_out(folder, len(listing.paths), "videos", listing.left_out)
+    paths = listing.paths
     if paths == [folder]:
         raise InputError(f"{str(folder)!r} is a folder of frames itself, give the folder that it is in")
     parts = [path.relative_to(folder).parts for path in paths]
@@ -192,30 +176,9 @@ def _find_videos(folder: Path) -> list[Video]:
         return [Video(path) for path in paths]
     filled = {names[0] for names in parts}
     for entry in sorted(folder.iterdir()):
-        if entry.is_dir() and not entry.name.startswith(".") and entry.name not in filled:
-            raise InputError(f"class folder {str(entry)!r} has no video ({', '.join(VIDEO_SUFFIXES)}) and no frames")
+        if entry.is_dir() and not is_hidden(entry.name) and entry.name not in filled:
+            raise InputError(f"class folder {str(entry)!r} has no video and no frames")
     return [Video(path, names[0]) for path, names in zip(paths, parts, strict=True)]
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
-    files = [entry for entry in entries if entry.suffix.lower() in VIDEO_SUFFIXES and not entry.is_dir()]
-    yield from files
-    if not files and any(_is_image(entry) for entry in entries):
-        yield folder
-    for entry in entries:
-        if entry.is_dir():
-            yield from _walk(entry)
-
-
-def _is_image(path: Path) -> bool:
-    from timm.data.readers.img_extensions import get_img_extensions
-
-    return path.suffix.lower() in get_img_extensions()
-
-
-def _images(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if _is_image(path) and not path.name.startswith("."))
 
 
 def _read_table(path: Path, split: str, only_split: str) -> list[Video]:
