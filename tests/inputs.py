@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, features
 
 ENDINGS = ("png", "jpg", "JPG", "jpeg", "jfif", "webp", "WEBP", "tif", "tiff", "bmp", "gif")
 OTHERS = {"notes.txt": b"no picture", "list.TXT": b"no picture", "a.xmp": b"<x/>"}
@@ -55,3 +55,47 @@ def encode(image: Image.Image, file_format: str = "png", **options: Any) -> byte
     encoded = io.BytesIO()
     image.save(encoded, file_format, **options)
     return encoded.getvalue()
+
+
+def turned(image: Image.Image, orientation: int) -> bytes:
+    """A JPEG of a camera that was held otherwise: its pixels lie as the sensor saw them, EXIF says how."""
+    lying = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Pillow's transpositions, the inverse of what EXIF asks for
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = image.transpose(Image.Transpose(lying[orientation])) if orientation in lying else image
+    return encode(pixels, "jpeg", quality=100, subsampling=0, exif=exif.tobytes())
+
+
+def cut_out(image: Image.Image, hidden: tuple[int, int, int] = (255, 0, 255)) -> Image.Image:
+    """An RGBA picture, transparent in its left half, where the colours are garbage."""
+    pixels = np.asarray(image.convert("RGBA")).copy()
+    pixels[:, : pixels.shape[1] // 2] = (*hidden, 0)
+    return Image.fromarray(pixels)
+
+
+def kinds() -> dict[str, bytes]:
+    """A picture in every kind of file, by name."""
+    image, half, gray = photo(), cut_out(photo()), photo().convert("L")
+    deep = np.asarray(gray).astype(np.uint16) * 256 + 255
+    palette = image.quantize(64)
+    others = [photo(seed) for seed in (1, 2)]
+    files = {f"{number}.jpg": turned(image, number) for number in (1, 3, 6, 8)}
+    files |= {
+        "plain.png": encode(image),
+        "rgba.png": encode(half),
+        "rgba.webp": encode(half, "webp", lossless=True, exact=True),
+        "rgba.tif": encode(half, "tiff"),
+        "la.png": encode(half.convert("LA")),
+        "palette.png": encode(palette),
+        "key.png": encode(palette, transparency=3),
+        "deep.png": encode(Image.fromarray(deep)),
+        "deep.tif": encode(Image.fromarray(deep), "tiff"),
+        "cmyk.jpg": encode(image.convert("CMYK"), "jpeg", quality=100),
+        "gray.bmp": encode(gray, "bmp"),
+        "bits.png": encode(image.convert("1")),
+        "moving.gif": encode(palette, "gif", save_all=True, append_images=others),
+        "moving.webp": encode(half, "webp", lossless=True, save_all=True, append_images=others),
+    }
+    if features.check("avif"):
+        files["photo.avif"] = encode(image, "avif")
+    return files

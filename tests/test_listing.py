@@ -14,6 +14,7 @@ from headmix_vision.data.datasets.image_files import find_images
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_images
 from headmix_vision.files.listing import describe_left_out, find_clips, find_frames, find_pictures
+from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.png import write_png
 from headmix_vision.files.video import write_video
 
@@ -73,7 +74,7 @@ def test_a_link_into_another_class_is_of_both(tmp_path: Path) -> None:
         write_mixed(tmp_path / name, 2)
     (tmp_path / "dog" / "x.png").symlink_to("../cat/000.png")
     (tmp_path / "dog" / "y.png").symlink_to("000.png")
-    source = open_class_folders(tmp_path, "RGB")
+    source = open_class_folders(tmp_path, Decoding())
     assert [source.read(index)[1] for index in range(len(source))] == [0, 0, 1, 1, 1]
 
 
@@ -82,7 +83,7 @@ def test_classes_are_sorted_as_timm_does(tmp_path: Path) -> None:
 
     for name in ("class10", "Class2", "class1", "b", "A"):
         write_mixed(tmp_path / name, 4)
-    ours, theirs = open_class_folders(tmp_path, "RGB"), create_reader("", str(tmp_path))
+    ours, theirs = open_class_folders(tmp_path, Decoding()), create_reader("", str(tmp_path))
     assert ours.class_names == list(theirs.class_to_idx) == ["A", "b", "class1", "Class2", "class10"]
     assert [ours.name(index) for index in range(len(ours))] == [path for path, _ in theirs.samples]
 

@@ -34,6 +34,7 @@ from headmix_vision.data.datasets.moving_digits import MovingDigits
 from headmix_vision.data.datasets.videos import open_video_folder
 from headmix_vision.data.latent_cache import DTYPES, EvenClips, write_cache
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.files.pictures import check_background
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 
 
@@ -50,8 +51,8 @@ def open_images(images: str | None, request: SplitRequest) -> Source:
         raise InputError(f"--images {images} is no folder")
     files = find_images(images, "--images")
     if any(path.parent == folder for path in files):
-        return ImageFiles(files, request.mode)
-    return open_class_folders(folder, request.mode)
+        return ImageFiles(files, request.decoding)
+    return open_class_folders(folder, request.decoding)
 
 
 def open_clips(
@@ -89,7 +90,7 @@ def main(args: Sequence[str] | None = None) -> None:
         is_clips = _is_clips(options)
         dataset, split = options.dataset or ("videos" if is_clips else "folder"), options.split or "train"
         shape = (autoencoder.image_channels, options.image_size, options.image_size)
-        request = SplitRequest(dataset, split, shape, "caching", root=options.root)
+        request = SplitRequest(dataset, split, shape, "caching", root=options.root, background=options.background)
         clip = None
         if is_clips:
             request, clip = _ask_for_clips(options, request, autoencoder)
@@ -105,6 +106,7 @@ def main(args: Sequence[str] | None = None) -> None:
             image_size=options.image_size,
             origin=options.images or options.videos or " ".join(filter(None, (dataset, options.root, split))),
             clip=clip,
+            background=options.background,
             flip=options.flip,
             store=options.store,
             dtype=options.dtype,
@@ -165,6 +167,7 @@ def _check_sources(options: argparse.Namespace) -> None:
             raise InputError(f"{name} is for videos, there are images")
     if options.flip and not find_dataset(options.dataset or "folder", "caching").can_flip:
         raise InputError(f"--flip does not apply to {options.dataset}: mirrored clips move the other way")
+    check_background(options.background)
     if options.gray and options.vae != PIXELS:
         raise InputError(f"--gray goes with --vae {PIXELS} alone, --vae is {options.vae}")
 
@@ -192,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--image-size", type=int, default=256, help="centre crop in pixels (256)")
     parser.add_argument("--flip", action="store_true", help="store mirrored images too")
     parser.add_argument("--gray", action="store_true", help="one channel; with --vae none only")
+    parser.add_argument("--background", default="white", help="colour behind transparent pixels (white)")
     parser.add_argument("--store", choices=STORES, default="moments", help="sampled at load, or not")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float16", help="type on disk (float16)")
     parser.add_argument("--encoder-dtype", choices=tuple(DTYPES), default="float32", help="type to encode in")

@@ -74,7 +74,7 @@ class ClipConfig:
 DEFAULT_CLIP = ClipConfig()
 
 
-def crop_frames(frames: Sequence[Image.Image], size: Sequence[int], mode: str) -> Tensor:
+def crop_frames(frames: Sequence[Image.Image], size: Sequence[int]) -> Tensor:
     """Crops each frame as ADM does; float32 [C, T, H, W] in [0, 1]. An empty size leaves them as they are.
 
     Raises:
@@ -84,10 +84,9 @@ def crop_frames(frames: Sequence[Image.Image], size: Sequence[int], mode: str) -
     if len(sizes) > 1:
         (width, height), (other_width, other_height) = sizes[:2]
         raise InputError(f"it has frames of {width}x{height} and of {other_width}x{other_height} pixels")
-    pictures = [frame.convert(mode) for frame in frames]
     if size:
         height, width = size
-        pictures = [center_crop(picture, (height, width)) for picture in pictures]
-    pixels = np.stack([np.asarray(picture) for picture in pictures])
+        frames = [center_crop(frame, (height, width)) for frame in frames]
+    pixels = np.stack([np.asarray(frame) for frame in frames])
     pixels = pixels[..., None] if pixels.ndim == 3 else pixels
     return torch.from_numpy(pixels.transpose(3, 0, 1, 2).astype(np.float32)) / 255

@@ -33,6 +33,7 @@ from headmix_vision.data.loading import (
     obey_parent,
 )
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import check_background
 
 
 class DataModule(lightning.LightningDataModule):
@@ -72,6 +73,7 @@ class DataModule(lightning.LightningDataModule):
         shuffle_shards: Number of shards of which samples are mixed at a time, so that shards are read one group after
             the other; all when None.
         in_memory: Decode all pictures, of one size, when a split is opened, and keep them in memory.
+        background: Colour behind transparent pixels.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, splits with different classes, a
@@ -99,6 +101,7 @@ class DataModule(lightning.LightningDataModule):
         holdout_every: int | None = None,
         shuffle_shards: int | None = None,
         in_memory: bool = False,
+        background: str = "white",
     ) -> None:
         super().__init__()
         self.entry = find_dataset(dataset, self.use)
@@ -117,6 +120,7 @@ class DataModule(lightning.LightningDataModule):
             check_counts(1, shuffle_shards=shuffle_shards)
         if in_memory and (self.entry.is_stream or not self.entry.has_images or 2 not in self.entry.grid_axes):
             raise InputError(f"in_memory is true, it must be false for dataset {dataset!r}, which holds no image files")
+        check_background(background)
         self.dataset = dataset
         self.root = root
         self.train_split = train_split
@@ -131,6 +135,7 @@ class DataModule(lightning.LightningDataModule):
         self.holdout_every = holdout_every
         self.shuffle_shards = shuffle_shards
         self.in_memory = in_memory
+        self.background = background
         self._copies: torch.cuda.Stream | None = None
 
     @abstractmethod
@@ -188,6 +193,7 @@ class DataModule(lightning.LightningDataModule):
             self.use,
             root=self.root,
             num_classes=self._model_classes,
+            background=self.background,
             seed=self.seed,
             train_split=self.train_split,
             training=training,

@@ -9,7 +9,6 @@ other texts are numbered in their order. Samples without a picture or video are 
 """
 
 import argparse
-import io
 import json
 import os
 import sys
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from headmix_vision.checks import check_counts
@@ -30,7 +28,7 @@ from headmix_vision.data.datasets.shards import FORMAT, INDEX, KINDS, TENSORS, d
 from headmix_vision.data.datasets.tables import natural_order
 from headmix_vision.data.loading import as_it_is
 from headmix_vision.errors import InputError, explain, one_line_errors
-from headmix_vision.files.pictures import picture_suffixes
+from headmix_vision.files.pictures import Decoding, picture_suffixes
 from headmix_vision.files.tars import Member, list_members
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.files.video import VIDEO_SUFFIXES, EncodedVideo, probe
@@ -183,8 +181,7 @@ def _fault(name: str, suffix: str, data: bytes) -> str | None:
         if suffix in VIDEO_SUFFIXES:
             probe(EncodedVideo(name, data))
         else:
-            with Image.open(io.BytesIO(data)) as image:
-                image.load()
+            Decoding().first_frame(data)
     except Exception as error:  # decoders raise whatever comes to mind on a damaged file
         return explain(error)
     return None

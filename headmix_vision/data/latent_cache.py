@@ -105,6 +105,7 @@ def write_cache(
     image_size: int,
     origin: str,
     clip: dict[str, Any] | None = None,
+    background: str = "white",
     flip: bool = False,
     store: str = "moments",
     dtype: str = "float16",
@@ -125,6 +126,7 @@ def write_cache(
         origin: Where the images came from, for the record.
         clip: Of clips: `frames`, their number; `frame_rate` a second, None where it is not known or differs; and
             whatever else says how they were made, for the record.
+        background: Colour that was put behind transparent pixels, for the record.
         flip: Store the latents of mirrored images too.
         store: `moments` (mean and standard deviation) or `means`; an autoencoder without moments stores means.
         dtype: Type on disk: float32, float16 or bfloat16; pixels are uint8.
@@ -160,8 +162,7 @@ def write_cache(
     autoencoder.check_size(image_size, image_size)
     if clip is not None:
         autoencoder.check_frames(clip["frames"])
-    mode = PIL_MODES[autoencoder.image_channels]
-    images = CroppedImages(source, image_size, mode)
+    images = CroppedImages(source, image_size, PIL_MODES[autoencoder.image_channels])
     mean, std = autoencoder.moments(images[0][0][None] / 255)
     manifest = {
         "format": FORMAT,
@@ -181,6 +182,8 @@ def write_cache(
         rate = clip["frame_rate"]
         manifest |= {"clip": clip, "frame_rate": rate and rate / (autoencoder.time_downsampling or 1)}
     manifest["source"] = _source_hashes(source, manifest)
+    if source.files() is not None and not _is_of_earlier_decoding(out, background):
+        manifest["background"] = background
     if dry_run:
         _check_directory(out, manifest)
         return len(_missing(out, manifest, rank, world_size))
@@ -228,6 +231,18 @@ def _write_shards(
                 advance(len(labels))
             tensors = {key: torch.cat(values).contiguous() for key, values in parts.items()}
             write_tensors(out / shard_name(number), tensors, {"latents": json.dumps(described)})
+
+
+def _is_of_earlier_decoding(out: Path, background: str) -> bool:
+    """Tell, with a warning, whether a cache was begun before pictures were turned and put on a background."""
+    if not (out / MANIFEST).is_file() or "background" in read_manifest(out) or background != "white":
+        return False
+    warnings.warn(
+        f"{out} was begun by an earlier version, which did not turn photos by their EXIF and showed the colours of"
+        " transparent pixels; if there are such pictures, choose another --out",
+        stacklevel=2,
+    )
+    return True
 
 
 def _source_hashes(source: Source, manifest: dict[str, Any]) -> list[str]:

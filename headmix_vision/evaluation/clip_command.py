@@ -159,7 +159,7 @@ def _open(
 ) -> ClipSet:
     grid = None if like is None else (like.size[-2], like.size[-1])
     place = getattr(options, side)
-    return open_clips(place, extractor.mode, sampling, options.image_size, options.root, grid, clip)
+    return open_clips(place, extractor.mode, sampling, options.image_size, options.root, grid, clip, options.background)
 
 
 def _warn(options: argparse.Namespace, real: ClipSet, fake: ClipSet) -> None:

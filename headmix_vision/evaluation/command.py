@@ -34,6 +34,7 @@ from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, check
 from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer, check_judge, open_side
 from headmix_vision.evaluation.statistics import Statistics, write_statistics
 from headmix_vision.files.atomic import atomic_path, check_place
+from headmix_vision.files.pictures import check_background
 
 Side = ImageSet | Statistics
 
@@ -104,6 +105,7 @@ def _add_common(command: argparse.ArgumentParser, what: str, batch_size: int) ->
     command.add_argument("--out", type=Path, required=required, help="file to write; it must not exist")
     command.add_argument("--root", help="place of a data set that needs one")
     command.add_argument("--image-size", type=int, help=f"scale and centre-crop all {what} to this size first")
+    command.add_argument("--background", default="white", help="colour behind transparent pixels (white)")
     command.add_argument("--batch-size", type=int, default=batch_size, help=f"{what} at a time ({batch_size})")
     command.add_argument("--device", default=default_device(), help="where to run")
     command.add_argument("--dry-run", action="store_true", help="open and check everything, score nothing")
@@ -117,6 +119,7 @@ def _check_out(options: argparse.Namespace) -> None:
         raise InputError(f"{out} already exists; choose another --out or remove it")
     if out is not None:
         check_place(out)
+    check_background(options.background)
     if options.image_size is not None:
         check_counts(1, **{"--image-size": options.image_size})
 
@@ -142,6 +145,7 @@ def _run(options: argparse.Namespace, processes: Processes) -> dict[str, Any]:
             image_size=options.image_size,
             root=options.root,
             statistics=metric is not None and metric.takes_statistics,
+            background=options.background,
         )
         for name in names
     }

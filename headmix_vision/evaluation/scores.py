@@ -108,6 +108,7 @@ def open_side(
     image_size: int | None = None,
     root: str | None = None,
     statistics: bool = True,
+    background: str = "white",
 ) -> ImageSet | Statistics:
     """Opens one side of a comparison as a user names it: images, or the statistics of images.
 
@@ -119,6 +120,7 @@ def open_side(
         image_size: As in `open_images`; it does not concern statistics.
         root: Place of a data set that needs one.
         statistics: Whether statistics will do, as for the Fréchet distance.
+        background: Colour behind transparent pixels.
 
     Raises:
         InputError: Nothing there, nothing that can be read, statistics where images are needed or of another extractor.
@@ -127,7 +129,7 @@ def open_side(
     if not statistics or not holds_statistics(path):
         if path.suffix == ".safetensors" and path.is_file():
             raise InputError(f"{source} holds no images; statistics are enough for fid alone")
-        return open_images(source, extractor.mode, image_size, root)
+        return open_images(source, extractor.mode, image_size, root, background)
     read = read_statistics(path)
     _check_extractor(read, extractor)
     return read

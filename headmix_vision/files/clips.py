@@ -12,7 +12,7 @@ from PIL import Image
 
 from headmix_vision.errors import InputError, explain
 from headmix_vision.files.listing import find_frames, is_video
-from headmix_vision.files.pictures import decode, readable
+from headmix_vision.files.pictures import Decoding, open_picture, readable
 from headmix_vision.files.video import VideoInfo, probe, read_frames
 
 Frames = list[Image.Image]
@@ -28,30 +28,30 @@ class ClipInfo:
 
 
 def probe_clip(path: Path) -> ClipInfo:
-    """Read what is known of a clip without decoding it; InputError where it cannot be read."""
+    """Read what is known of a clip by its first frame; InputError where it cannot be read."""
     with _named(path):
         if is_video(path) and not path.is_dir():
             return _describe(probe(path))
         return _describe_pictures(path)[0]
 
 
-def read_clip(path: Path, indices: Sequence[int] | Callable[[ClipInfo], Sequence[int]]) -> Frames:
+def read_clip(path: Path, indices: Sequence[int] | Callable[[ClipInfo], Sequence[int]], decoding: Decoding) -> Frames:
     """Read frames of a clip by their numbers, or those that are chosen; InputError where they cannot be read."""
     with _named(path):
         if is_video(path) and not path.is_dir():
             chosen = (lambda info: indices(_describe(info))) if callable(indices) else indices
-            return [Image.fromarray(frame) for frame in read_frames(path, chosen)]
+            return [Image.fromarray(frame).convert(decoding.mode) for frame in read_frames(path, chosen)]
         info, files = _describe_pictures(path)
         numbers = indices(info) if callable(indices) else indices
         if path.is_dir():
-            return [_frames(files[number])[0] for number in numbers]
-        frames = _frames(path)
+            return [_first_frame(files[number], decoding) for number in numbers]
+        frames = decoding.frames(path)
         return [frames[number] for number in numbers]
 
 
-def _frames(path: Path) -> Frames:
-    item = decode(path)
-    return item if isinstance(item, list) else [item]
+def _first_frame(path: Path, decoding: Decoding) -> Image.Image:
+    with readable(path):
+        return decoding.first_frame(path)
 
 
 def _describe(info: VideoInfo) -> ClipInfo:
@@ -63,9 +63,10 @@ def _describe_pictures(path: Path) -> tuple[ClipInfo, list[Path]]:
     files = find_frames(path) if path.is_dir() else [path]
     if not files:
         raise InputError(f"{path} has no frames")
-    with readable(files[0]), Image.open(files[0]) as image:
+    with readable(files[0]), open_picture(files[0]) as image:
         count = len(files) if path.is_dir() else getattr(image, "n_frames", 1)
-        return ClipInfo(count, (image.height, image.width)), files
+        upright = Decoding().convert(image)
+        return ClipInfo(count, (upright.height, upright.width)), files
 
 
 @contextmanager

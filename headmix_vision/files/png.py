@@ -60,8 +60,8 @@ def read_png(path: str | os.PathLike[str]) -> np.ndarray:
         InputError: If the file is damaged.
     """
     with _opened(path) as image:
-        item = read_item(image)
-        pixels = np.stack([*map(np.asarray, item)]) if isinstance(item, list) else np.asarray(item)
+        is_clip = getattr(image, "is_animated", False) or FRAMES_NOTE in image.info
+        pixels = np.stack([*map(np.asarray, ImageSequence.Iterator(image))]) if is_clip else np.asarray(image)
         return pixels[..., None] if image.mode == "L" else pixels
 
 
@@ -95,11 +95,3 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
         # what Pillow raises on damaged files
         except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:
             raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from None
-
-
-def read_item(image: Image.Image) -> Item:
-    """Reads the pixels of an open file: the frames of an animated PNG as a list, any other picture as it is."""
-    if image.format == "PNG" and (getattr(image, "is_animated", False) or FRAMES_NOTE in image.info):
-        return [frame.copy() for frame in ImageSequence.Iterator(image)]
-    image.load()
-    return image

@@ -13,7 +13,7 @@ from headmix_vision.checks import check_counts
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
-from headmix_vision.files.pictures import readable, to_mode
+from headmix_vision.files.pictures import Decoding, readable
 from headmix_vision.files.png import read_png
 from headmix_vision.files.video import read_video
 from headmix_vision.sampling.clips import ClipPlan
@@ -135,8 +135,8 @@ def _read_start(
 def _read_image(path: str) -> np.ndarray:
     if not Path(path).is_file():
         raise InputError(f"--first-frame {path!r} is no file")
-    with readable(f"--first-frame {path}"), Image.open(path) as image:
-        return np.asarray(to_mode(image, "RGB"))[None]
+    with readable(f"--first-frame {path}"):
+        return np.asarray(Decoding().first_frame(path))[None]
 
 
 def _fitting(frames: np.ndarray, name: str, pipeline: HeadMixVideoDiTPipeline, size: tuple[int, int]) -> np.ndarray:

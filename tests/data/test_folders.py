@@ -13,6 +13,7 @@ from timm.data import create_transform
 from headmix_vision.data import Augmentation, ClassificationData, GenerationData
 from headmix_vision.data.datasets.image_files import ImageFiles
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import Decoding
 
 from .helpers import Recorder, attach, make_trainer, write_image
 
@@ -109,7 +110,7 @@ def test_files_are_named_relative_to_their_place(image_root: Path, tmp_path: Pat
     paths = sorted((image_root / "train").rglob("*.png"))
     assert sources[0] == [(str(path.relative_to(image_root / "train")), path.stat().st_size) for path in paths]
     assert sources[1] == [(f"pets/train/{name}", size) for name, size in sources[0]]
-    flat = ImageFiles(paths, "RGB").files()
+    flat = ImageFiles(paths, Decoding()).files()
     assert flat == sources[0]
 
 

@@ -54,6 +54,8 @@ def test_fid_of_folders(classifier: Path, folders: tuple[Path, Path], tmp_path: 
         "count": 90,
         "size": [8, 8],
         "crop": None,
+        "background": "white",
+        "left_out": {},
     }
     assert result["extractor"]["name"] == "deit_mhla_digits"
     assert len(result["extractor"]["sha256"]) == 64

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import Decoding
 
 RawImage = Image.Image | Tensor
 """A PIL image of the wanted mode, or a float32 tensor [C, *grid] with values in [0, 1]."""
@@ -83,6 +84,7 @@ class SplitRequest:
         root: Place of the data.
         num_classes: Number of classes of the model, for data that know none themselves.
         clip: Which frames of a video make a clip.
+        background: Colour behind transparent pixels.
         seed: Seed of what is drawn anew in every epoch, and of shuffled streams.
         train_split: Name of the training split: the one that a place without splits holds.
         training: Whether the split is trained on. This and the next two are for streams.
@@ -97,6 +99,7 @@ class SplitRequest:
     root: str | None = None
     num_classes: int = 0
     clip: ClipConfig = DEFAULT_CLIP
+    background: str = "white"
     seed: int = 0
     train_split: str = "train"
     training: bool = False
@@ -119,8 +122,8 @@ class SplitRequest:
         return self.shape[1:]
 
     @property
-    def mode(self) -> str:
-        """PIL mode of pictures with the wanted channels, `L` or `RGB`.
+    def decoding(self) -> Decoding:
+        """The pixels that pictures become, with the wanted channels.
 
         Raises:
             InputError: Pictures do not have so many channels.
@@ -129,7 +132,7 @@ class SplitRequest:
             raise InputError(
                 f"the network takes {self.channels} channels, images have 1 or 3: cache latents and set dataset=latents"
             )
-        return PIL_MODES[self.channels]
+        return Decoding(PIL_MODES[self.channels], self.background)
 
     @property
     def numbered_classes(self) -> list[str]:
@@ -186,13 +189,13 @@ class Pictures(Source):
     Args:
         data: The data set or reader.
         class_names: One name per label.
-        mode: PIL mode of the images, `L` or `RGB`.
+        decoding: The pixels that they become.
     """
 
-    def __init__(self, data: Any, class_names: list[str], mode: str) -> None:
+    def __init__(self, data: Any, class_names: list[str], decoding: Decoding) -> None:
         self.data = data
         self.class_names = class_names
-        self.mode = mode
+        self.decoding = decoding
 
     def __len__(self) -> int:
         return len(self.data)

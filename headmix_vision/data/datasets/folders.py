@@ -1,11 +1,9 @@
 """`folder`: a directory or tar file per split, with a directory of images per class."""
 
-import io
 import os
 from collections import Counter
 from pathlib import Path, PurePosixPath
 
-from PIL import Image
 from timm.utils.misc import natural_key
 
 from headmix_vision.console.notes import say_left_out
@@ -20,7 +18,7 @@ from headmix_vision.data.datasets.base import (
 from headmix_vision.data.datasets.image_files import LabelledFiles
 from headmix_vision.errors import InputError
 from headmix_vision.files.listing import HIDDEN, describe_left_out, ending, find_pictures, is_hidden, is_picture, takes
-from headmix_vision.files.pictures import to_mode
+from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.tars import Member, list_members
 
 
@@ -33,19 +31,19 @@ def open_folder(request: SplitRequest) -> Source:
     Raises:
         InputError: Nothing there, an empty class folder, or images outside of a class folder.
     """
-    root, mode = request.existing_root(), request.mode
+    root, decoding = request.existing_root(), request.decoding
     if request.split in ("", ".", ".."):
         raise InputError(f"split is {request.split!r}, it must be the name of a folder or tar file in {str(root)!r}")
     names = split_candidates(request.split)
     if root.is_file():
         if ending(root) != ".tar":
             raise InputError(f"root {str(root)!r} is a file, it must be a directory or a .tar")
-        return _open_tar(root, mode, names)
+        return _open_tar(root, decoding, names)
     for name in names:
         if (root / name).is_dir():
-            return open_class_folders(root / name, mode)
+            return open_class_folders(root / name, decoding)
         if (root / f"{name}.tar").is_file():
-            return _open_tar(root / f"{name}.tar", mode)
+            return _open_tar(root / f"{name}.tar", decoding)
     looked_for = ", ".join(f"{name}/" for name in names)
     raise InputError(f"root {str(root)!r} has no {request.split} split: looked for {looked_for} and the same with .tar")
 
@@ -56,7 +54,7 @@ def split_candidates(split: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((split, *synonyms)))
 
 
-def open_class_folders(folder: Path, mode: str) -> Source:
+def open_class_folders(folder: Path, decoding: Decoding) -> Source:
     """Open a directory with one sub-directory of images per class, numbered and sorted as timm does.
 
     Raises:
@@ -75,7 +73,7 @@ def open_class_folders(folder: Path, mode: str) -> Source:
     say_left_out(folder, len(listing.paths), "pictures", listing.left_out)
     paths = sorted(listing.paths, key=lambda path: natural_key(str(path)))
     labels = [_class_of(path) for path in paths]
-    return LabelledFiles(paths, labels, sorted({*labels}, key=natural_key), mode, folder)
+    return LabelledFiles(paths, labels, sorted({*labels}, key=natural_key), decoding, folder)
 
 
 def _class_of(path: Path) -> str:
@@ -83,7 +81,7 @@ def _class_of(path: Path) -> str:
     return path.parent.name
 
 
-def _open_tar(path: Path, mode: str, splits: tuple[str, ...] = ()) -> "TarImages":
+def _open_tar(path: Path, decoding: Decoding, splits: tuple[str, ...] = ()) -> "TarImages":
     pictures: list[Member] = []
     left_out: Counter[str] = Counter()
     for member in list_members(path, nested=True):
@@ -107,7 +105,7 @@ def _open_tar(path: Path, mode: str, splits: tuple[str, ...] = ()) -> "TarImages
     missing = sorted({*names} - {_class_in_tar(member) for member in pictures}, key=natural_key)
     if missing:
         raise InputError(f"class {missing[0]!r} has no image in {str(path)!r} {'/'.join(splits[:1])}".rstrip())
-    return TarImages(path, sorted(pictures, key=lambda member: natural_key(member.name)), names, mode)
+    return TarImages(path, sorted(pictures, key=lambda member: natural_key(member.name)), names, decoding)
 
 
 def _class_in_tar(member: Member) -> str:
@@ -122,13 +120,13 @@ class TarImages(Pictures):
         path: The tar file.
         members: The images.
         class_names: One name per label.
-        mode: PIL mode of the images, `L` or `RGB`.
+        decoding: The pixels that they become.
     """
 
     data: list[Member]
 
-    def __init__(self, path: Path, members: list[Member], class_names: list[str], mode: str) -> None:
-        super().__init__(members, class_names, mode)
+    def __init__(self, path: Path, members: list[Member], class_names: list[str], decoding: Decoding) -> None:
+        super().__init__(members, class_names, decoding)
         self.path = path
         numbers = {name: number for number, name in enumerate(class_names)}
         self._targets = [numbers[_class_in_tar(member)] for member in members]
@@ -136,8 +134,7 @@ class TarImages(Pictures):
     def read(self, index: int) -> tuple[RawImage, int]:
         with self.path.open("rb") as file:
             data = self.data[index].read(file)
-        with Image.open(io.BytesIO(data)) as image:
-            return to_mode(image, self.mode), self._targets[index]
+        return self.decoding.first_frame(data), self._targets[index]
 
     def files(self) -> list[tuple[str, int]]:
         """Names and sizes of the members."""

@@ -1,15 +1,11 @@
 """`hfds`, `hfds/NAME`: data sets of Hugging Face, in a local directory or by name."""
 
 import importlib
-import io
 from pathlib import Path
-
-from PIL import Image
 
 from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset, reader_class_names
 from headmix_vision.errors import InputError
-from headmix_vision.files.pictures import to_mode
 
 
 def open_huggingface(request: SplitRequest) -> Source:
@@ -30,7 +26,7 @@ def open_huggingface(request: SplitRequest) -> Source:
 
 def _open_reader(name: str, root: str | None, request: SplitRequest) -> Source:
     reader = create_timm_dataset(name, root=root, split=request.split).reader
-    return HubImages(reader, reader_class_names(reader) or number_names(reader.iter_targets()), request.mode)
+    return HubImages(reader, reader_class_names(reader) or number_names(reader.iter_targets()), request.decoding)
 
 
 def _open_saved(root: Path, request: SplitRequest) -> Source:
@@ -45,7 +41,7 @@ def _open_saved(root: Path, request: SplitRequest) -> Source:
             raise InputError(f"split {split!r} of {str(root)!r} has no column {column!r}: {saved[split].column_names}")
     images = saved[split].cast_column("image", datasets.Image(decode=False))
     names = getattr(images.features["label"], "names", None) or number_names(images["label"])
-    return SavedImages(images, list(names), request.mode)
+    return SavedImages(images, list(names), request.decoding)
 
 
 class HubImages(Pictures):
@@ -53,8 +49,8 @@ class HubImages(Pictures):
 
     def read(self, index: int) -> tuple[RawImage, int]:
         stream, target = self.data[index]
-        with stream, Image.open(stream) as image:
-            return to_mode(image, self.mode), int(target)
+        with stream:
+            return self.decoding.first_frame(stream), int(target)
 
     def name(self, index: int) -> str:
         return str(self.data.filename(index, absolute=True) or f"image {index}")
@@ -66,8 +62,7 @@ class SavedImages(Pictures):
     def read(self, index: int) -> tuple[RawImage, int]:
         item = self.data[index]
         stored = item["image"]
-        with Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"]) as image:
-            return to_mode(image, self.mode), int(item["label"])
+        return self.decoding.first_frame(stored["bytes"] or stored["path"]), int(item["label"])
 
     def name(self, index: int) -> str:
         return str(self.data[index]["image"]["path"] or f"image {index}")

@@ -4,13 +4,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image
-
 from headmix_vision.console.notes import say_left_out
 from headmix_vision.data.datasets.base import Pictures, RawImage, relative_sizes
 from headmix_vision.errors import InputError
 from headmix_vision.files.listing import find_pictures
-from headmix_vision.files.pictures import to_mode
+from headmix_vision.files.pictures import Decoding
 
 
 class ImageFiles(Pictures):
@@ -18,18 +16,17 @@ class ImageFiles(Pictures):
 
     Args:
         paths: The files.
-        mode: PIL mode of the images, `L` or `RGB`.
+        decoding: The pixels that they become.
         folder: What the names of files are relative to; the folder that all are in when None.
     """
 
-    def __init__(self, paths: Sequence[Path], mode: str, folder: Path | None = None) -> None:
-        super().__init__(paths, [], mode)
+    def __init__(self, paths: Sequence[Path], decoding: Decoding, folder: Path | None = None) -> None:
+        super().__init__(paths, [], decoding)
         self.folder = folder
 
     def read(self, index: int) -> tuple[RawImage, int]:
         """Image, and -1 for the target that it does not have."""
-        with Image.open(self.data[index]) as image:
-            return to_mode(image, self.mode), -1
+        return self.decoding.first_frame(self.data[index]), -1
 
     def files(self) -> list[tuple[str, int]]:
         """Names relative to the folder, and sizes."""
@@ -46,7 +43,7 @@ class LabelledFiles(ImageFiles):
         paths: The files.
         labels: The name of the class of each file.
         class_names: The names of all classes, in the order of their numbers.
-        mode: PIL mode of the images, `L` or `RGB`.
+        decoding: The pixels that they become.
         folder: What the names of files are relative to; the folder that all are in when None.
     """
 
@@ -55,10 +52,10 @@ class LabelledFiles(ImageFiles):
         paths: Sequence[Path],
         labels: Sequence[str],
         class_names: list[str],
-        mode: str,
+        decoding: Decoding,
         folder: Path | None = None,
     ) -> None:
-        super().__init__(paths, mode, folder)
+        super().__init__(paths, decoding, folder)
         self.class_names = class_names
         numbers = {name: number for number, name in enumerate(class_names)}
         self._targets = [numbers[label] for label in labels]

@@ -25,7 +25,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.listing import ending, is_hidden
-from headmix_vision.files.pictures import to_mode
+from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.tensor_files import open_tensors
 from headmix_vision.files.video import EncodedVideo, VideoInfo, probe, read_frames
 
@@ -62,7 +62,7 @@ def open_shards(request: SplitRequest) -> Source:
     if names == [str(number) for number in range(len(names))]:  # not every split has a sample of the last class
         names = [str(number) for number in range(max(len(names), request.num_classes))]
     if shards.kind == "images":
-        images = ShardImages(shards, names, request.mode)
+        images = ShardImages(shards, names, request.decoding)
         return ShardStills(images, request.grid[1:]) if still else images
     require_extra("video", "reading a video")
     return ShardClips(shards, names, request)
@@ -156,18 +156,17 @@ class ShardImages(Pictures):
     Args:
         shards: The shards.
         class_names: One name per label.
-        mode: PIL mode of the images, `L` or `RGB`.
+        decoding: The pixels that they become.
     """
 
     data: Shards
 
-    def __init__(self, shards: Shards, class_names: list[str], mode: str) -> None:
-        super().__init__(shards, class_names, mode)
+    def __init__(self, shards: Shards, class_names: list[str], decoding: Decoding) -> None:
+        super().__init__(shards, class_names, decoding)
         self.shard_sizes = shards.shard_sizes
 
     def read(self, index: int) -> tuple[RawImage, int]:
-        with Image.open(io.BytesIO(self.data.read(index))) as image:
-            return to_mode(image, self.mode), int(self.data.labels[index])
+        return self.decoding.first_frame(self.data.read(index)), int(self.data.labels[index])
 
     def name(self, index: int) -> str:
         return self.data.name(index)
@@ -185,12 +184,12 @@ class ShardStills(ShardImages):
     """
 
     def __init__(self, images: ShardImages, size: Sequence[int]) -> None:
-        super().__init__(images.data, images.class_names, images.mode)
+        super().__init__(images.data, images.class_names, images.decoding)
         self.size = size
 
     def read(self, index: int) -> tuple[RawImage, int]:
         image, target = super().read(index)
-        return crop_frames([to_picture(image)], self.size, self.mode), target
+        return crop_frames([to_picture(image)], self.size), target
 
 
 class ShardClips(ClipSource):
@@ -208,7 +207,7 @@ class ShardClips(ClipSource):
         self.class_names = class_names
         self.shard_sizes: list[int] | None = shards.shard_sizes
         self.num_frames, *self.size = request.grid
-        self.mode = request.mode
+        self.decoding = request.decoding
         self.clip: ClipConfig = request.clip
 
     def __len__(self) -> int:
@@ -218,8 +217,8 @@ class ShardClips(ClipSource):
         """As `ClipSource` says; ValueError for a video that is damaged, too short or too slow."""
         try:
             frames = read_frames(self._video(index), lambda info: self._choose(info, place))
-            pictures = [Image.fromarray(frame) for frame in frames]
-            return crop_frames(pictures, self.size, self.mode), int(self.shards.labels[self.kept[index]])
+            pictures = [Image.fromarray(frame).convert(self.decoding.mode) for frame in frames]
+            return crop_frames(pictures, self.size), int(self.shards.labels[self.kept[index]])
         except InputError as error:
             raise ValueError(str(error)) from None  # one of many: training skips it
 

@@ -32,6 +32,7 @@ class Stream(IterableDataset[tuple[Tensor, int]]):
     transform: Transform
 
     def __init__(self, request: SplitRequest) -> None:
+        self.decoding = request.decoding
         self.dataset = create_timm_dataset(
             request.name,
             seed=request.seed,
@@ -39,7 +40,8 @@ class Stream(IterableDataset[tuple[Tensor, int]]):
             split=request.split,
             is_training=request.training,
             batch_size=request.batch_size,
-            input_img_mode=request.mode,
+            # TensorFlow decodes for tfds/; the others are converted here
+            input_img_mode=self.decoding.mode if request.name.lower().startswith("tfds/") else "",
         )
         if len(self.dataset) == 0:
             raise InputError(
@@ -63,7 +65,7 @@ class Stream(IterableDataset[tuple[Tensor, int]]):
         words = (self.seed, int(self.epoch), self.rank, worker.id if worker else 0)
         for position, (image, target) in enumerate(self.dataset):
             with seeded(derive_seed(*words, position)):
-                image = self.transform(image)
+                image = self.transform(self.decoding.convert(image))
             yield image, int(target)
 
 

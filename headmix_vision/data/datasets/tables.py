@@ -44,7 +44,7 @@ def open_table(request: SplitRequest) -> LabelledFiles:
         [path.parent / row["path"] for row in kept],
         [_label(row, columns) for row in kept],
         sorted(labels, key=natural_order),
-        request.mode,
+        request.decoding,
     )
 
 

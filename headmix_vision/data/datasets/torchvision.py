@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset
-from headmix_vision.files.pictures import to_mode
 
 
 def open_torchvision(request: SplitRequest) -> Source:
     """Open a split of a torchvision data set that lies under the root."""
     opened = create_timm_dataset(request.name, root=str(request.existing_root()), split=request.split)
+    if hasattr(opened, "loader"):  # of files, of which torchvision's own forgets EXIF and transparency
+        opened.loader = request.decoding.first_frame
     names = getattr(opened, "classes", None) or number_names(getattr(opened, "targets", []))
-    return TorchvisionImages(opened, [_class_name(name) for name in names], request.mode)
+    return TorchvisionImages(opened, [_class_name(name) for name in names], request.decoding)
 
 
 def _class_name(name: str | Sequence[str]) -> str:
@@ -24,7 +25,7 @@ class TorchvisionImages(Pictures):
 
     def read(self, index: int) -> tuple[RawImage, int]:
         image, target = self.data[index]
-        return to_mode(image, self.mode), int(target)
+        return self.decoding.convert(image), int(target)
 
     def name(self, index: int) -> str:
         samples = getattr(self.data, "samples", None)

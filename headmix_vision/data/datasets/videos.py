@@ -23,6 +23,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
 from headmix_vision.files.clips import ClipInfo, probe_clip, read_clip
 from headmix_vision.files.listing import find_clips, find_frames, is_hidden, is_picture, is_video
+from headmix_vision.files.pictures import Decoding
 
 UNLABELLED = "unlabelled"
 _PROBE_THREADS = 8
@@ -75,7 +76,7 @@ def make_videos(videos: list[Video], folder: Path, request: SplitRequest) -> "Vi
         )
     if request.variant == UNLABELLED:
         videos = [Video(video.path, "", video.start, video.end) for video in videos]
-    return Videos(videos, folder, request.grid, request.mode, request.clip)
+    return Videos(videos, folder, request.grid, request.decoding, request.clip)
 
 
 class Videos(ClipSource):
@@ -85,15 +86,17 @@ class Videos(ClipSource):
         videos: The videos.
         folder: What their names are relative to.
         grid: T, or T, H and W: frames of a clip, and the size to which each is cropped.
-        mode: PIL mode of the frames, `L` or `RGB`.
+        decoding: The pixels that the frames become.
         clip: Which frames make a clip.
     """
 
-    def __init__(self, videos: Sequence[Video], folder: Path, grid: Sequence[int], mode: str, clip: ClipConfig) -> None:
+    def __init__(
+        self, videos: Sequence[Video], folder: Path, grid: Sequence[int], decoding: Decoding, clip: ClipConfig
+    ) -> None:
         self.videos = videos
         self.folder = folder
         self.num_frames, *self.size = grid
-        self.mode = mode
+        self.decoding = decoding
         self.clip = clip
         self.class_names = sorted({video.label for video in videos} - {""}, key=natural_order)
         self._targets = {name: number for number, name in enumerate(self.class_names)}
@@ -105,8 +108,8 @@ class Videos(ClipSource):
         """As `ClipSource` says; ValueError for a video that is damaged, too short or too slow."""
         video = self.videos[index]
         try:
-            frames = read_clip(video.path, lambda info: self._choose(video, info, place))
-            return crop_frames(frames, self.size, self.mode), self._targets.get(video.label, 0)
+            frames = read_clip(video.path, lambda info: self._choose(video, info, place), self.decoding)
+            return crop_frames(frames, self.size), self._targets.get(video.label, 0)
         except InputError as error:
             raise ValueError(str(error)) from None  # one of many: training skips it
 
