@@ -2,7 +2,10 @@
 
 import io
 import os
+import struct
 import tarfile
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import numpy as np
 from PIL import Image, features
 
 ENDINGS = ("png", "jpg", "JPG", "jpeg", "jfif", "webp", "WEBP", "tif", "tiff", "bmp", "gif")
+ATTACHED = 1024  # disposition of a cover picture
 OTHERS = {"notes.txt": b"no picture", "list.TXT": b"no picture", "a.xmp": b"<x/>"}
 
 
@@ -99,3 +103,48 @@ def kinds() -> dict[str, bytes]:
     if features.check("avif"):
         files["photo.avif"] = encode(image, "avif")
     return files
+
+
+def write_film(
+    path: Path,
+    frames: Sequence[np.ndarray],
+    durations: Sequence[int] = (),
+    rate: int = 24,
+    colours: dict[str, int] | None = None,
+    cover: np.ndarray | None = None,
+    codec: str = "libx264",
+) -> Path:
+    """A film of frames, uint8 [H, W, 3], each shown for so many ticks of 1 / rate, with a cover picture if given."""
+    import av
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        if cover is not None:
+            picture = container.add_stream("mjpeg", rate=1, width=cover.shape[1], height=cover.shape[0])
+            picture.pix_fmt, picture.disposition = "yuvj420p", ATTACHED
+        stream = container.add_stream(codec, rate=rate, width=frames[0].shape[1], height=frames[0].shape[0])
+        stream.pix_fmt, stream.options = "yuv420p", {"crf": "4", "g": "12"} if codec == "libx264" else {}
+        for name, value in (colours or {}).items():
+            setattr(stream.codec_context, name, value)
+        if cover is not None:
+            container.mux(picture.encode(av.VideoFrame.from_ndarray(cover, format="rgb24")))
+            container.mux(picture.encode())
+        shown = 0
+        for image, duration in zip(frames, durations or [1] * len(frames), strict=True):
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+            if colours is not None:
+                matrix = {1: 1, 6: 5}[colours["colorspace"]]
+                frame = frame.reformat(format="yuv420p", dst_colorspace=matrix, dst_color_range=colours["color_range"])
+            frame.pts, frame.time_base = shown, Fraction(1, rate)
+            container.mux(stream.encode(frame))
+            shown += duration
+        container.mux(stream.encode())
+    return path
+
+
+def show_turned(path: Path, right: tuple[int, int], down: tuple[int, int]) -> None:
+    """Set the display matrix of an mp4: where steps to the right and down in its pictures go, as (x, y)."""
+    data = path.read_bytes()
+    place = data.index(b"tkhd") + 44
+    matrix = struct.pack(">9i", right[0] << 16, right[1] << 16, 0, down[0] << 16, down[1] << 16, 0, 0, 0, 1 << 30)
+    path.write_bytes(data[:place] + matrix + data[place + len(matrix) :])

@@ -20,11 +20,19 @@ Frames = list[Image.Image]
 
 @dataclass(frozen=True)
 class ClipInfo:
-    """What is known of a clip before it is read: its frames, H and W, and frames a second, None where nobody says."""
+    """What is known of a clip before it is read.
+
+    Args:
+        num_frames: Frames.
+        size: H and W.
+        frame_rate: Frames a second, None where nobody says.
+        times: When each frame begins to show and the last one ends, None where they follow each other evenly.
+    """
 
     num_frames: int
     size: tuple[int, int]
     frame_rate: float | None = None
+    times: tuple[float, ...] | None = None
 
 
 def probe_clip(path: Path) -> ClipInfo:
@@ -40,7 +48,10 @@ def read_clip(path: Path, indices: Sequence[int] | Callable[[ClipInfo], Sequence
     with _named(path):
         if is_video(path) and not path.is_dir():
             chosen = (lambda info: indices(_describe(info))) if callable(indices) else indices
-            return [Image.fromarray(frame).convert(decoding.mode) for frame in read_frames(path, chosen)]
+            return [
+                Image.fromarray(frame).convert(decoding.mode)
+                for frame in read_frames(path, chosen, decoding.background)
+            ]
         info, files = _describe_pictures(path)
         numbers = indices(info) if callable(indices) else indices
         if path.is_dir():
@@ -55,7 +66,7 @@ def _first_frame(path: Path, decoding: Decoding) -> Image.Image:
 
 
 def _describe(info: VideoInfo) -> ClipInfo:
-    return ClipInfo(info.num_frames, (info.height, info.width), info.frame_rate)
+    return ClipInfo(info.num_frames, (info.height, info.width), info.frame_rate, info.times)
 
 
 def _describe_pictures(path: Path) -> tuple[ClipInfo, list[Path]]:

@@ -124,7 +124,7 @@ def _read_start(
         if clip.ndim != 4:
             raise InputError(f"--extend {path} is an image: give it as --first-frame")
     else:
-        clip, rate = read_video(path)
+        clip, rate = read_video(path, frame_rate)
     if abs(rate / frame_rate - 1) > _RATE_TOLERANCE:
         raise InputError(
             f"--extend {path} has {rate:g} frames a second, the videos {frame_rate:g}: give --fps {rate:g}"

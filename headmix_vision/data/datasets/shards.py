@@ -22,12 +22,11 @@ from headmix_vision.data.clips import ClipConfig, crop_frames
 from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, Source, SplitRequest, to_picture
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.errors import InputError
-from headmix_vision.extras import require_extra
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.listing import ending, is_hidden
 from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.tensor_files import open_tensors
-from headmix_vision.files.video import EncodedVideo, VideoInfo, probe, read_frames
+from headmix_vision.files.video import EncodedVideo, VideoInfo, probe, read_frames, require_av
 
 INDEX = "index.safetensors"
 FORMAT = 1
@@ -64,7 +63,7 @@ def open_shards(request: SplitRequest) -> Source:
     if shards.kind == "images":
         images = ShardImages(shards, names, request.decoding)
         return ShardStills(images, request.grid[1:]) if still else images
-    require_extra("video", "reading a video")
+    require_av("reading a video")
     return ShardClips(shards, names, request)
 
 
@@ -216,7 +215,7 @@ class ShardClips(ClipSource):
     def read_part(self, index: int, place: float) -> tuple[Tensor, int]:
         """As `ClipSource` says; ValueError for a video that is damaged, too short or too slow."""
         try:
-            frames = read_frames(self._video(index), lambda info: self._choose(info, place))
+            frames = read_frames(self._video(index), lambda info: self._choose(info, place), self.decoding.background)
             pictures = [Image.fromarray(frame).convert(self.decoding.mode) for frame in frames]
             return crop_frames(pictures, self.size), int(self.shards.labels[self.kept[index]])
         except InputError as error:
@@ -226,7 +225,7 @@ class ShardClips(ClipSource):
         return EncodedVideo(self.name(index), self.shards.read(self.kept[index]))
 
     def _choose(self, info: VideoInfo, place: float) -> list[int]:
-        return self.clip.frames(self.num_frames, info.num_frames, info.frame_rate, place)
+        return self.clip.frames(self.num_frames, info.num_frames, info.frame_rate, place, info.times)
 
     def leave_out_unusable(self) -> list[str]:
         """As `ClipSource` says."""

@@ -20,10 +20,10 @@ from headmix_vision.data.datasets.base import EVAL_SYNONYMS, ClipSource, SplitRe
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.data.datasets.tables import natural_order, read_table, rows_of_split
 from headmix_vision.errors import InputError
-from headmix_vision.extras import require_extra
 from headmix_vision.files.clips import ClipInfo, probe_clip, read_clip
 from headmix_vision.files.listing import find_clips, find_frames, is_hidden, is_picture, is_video
 from headmix_vision.files.pictures import Decoding
+from headmix_vision.files.video import require_av
 
 UNLABELLED = "unlabelled"
 _PROBE_THREADS = 8
@@ -66,7 +66,7 @@ def make_videos(videos: list[Video], folder: Path, request: SplitRequest) -> "Vi
     if not request.grid:
         raise InputError(f"dataset {request.name!r} needs the number of frames of a clip")
     if any(is_video(video.path) for video in videos):
-        require_extra("video", "reading a video")
+        require_av("reading a video")
     frames = next((video.path for video in videos if video.path.is_dir() or is_picture(video.path)), None)
     if frames is not None and request.clip.frame_rate is not None:
         what = "a folder of frames" if frames.is_dir() else "an animated picture"
@@ -117,7 +117,8 @@ class Videos(ClipSource):
         end = info.num_frames if video.end is None else video.end
         if end > info.num_frames:
             raise InputError(f"it has {info.num_frames} frames, the table names frames up to {end}")
-        numbers = self.clip.frames(self.num_frames, end - video.start, info.frame_rate, place)
+        times = info.times and info.times[video.start : end + 1]
+        numbers = self.clip.frames(self.num_frames, end - video.start, info.frame_rate, place, times)
         return [video.start + number for number in numbers]
 
     def leave_out_unusable(self) -> list[str]:
