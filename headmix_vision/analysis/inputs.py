@@ -110,6 +110,7 @@ def _read(
             root=request.root,
             num_classes=int(net.num_classes),
             background=request.background,
+            needs_labels=is_generator and int(net.num_classes) > 0,
             clip=ClipConfig(getattr(net, "frame_rate", None)),
         )
     )

@@ -65,6 +65,8 @@ class ClassificationData(DataModule):
         in_memory: Decode all pictures, of one size, before the training, and keep them in memory: of 10,000 of 64 x 64
             pixels 123 MB, in each process. No samples change.
         background: Colour behind the transparent pixels of pictures: white, black, another name or #rrggbb.
+        skip_unlabelled: Leave samples out whose label is missing, None, NaN or below 0, and count them; refused if
+            false.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, an empty class folder, splits with
@@ -94,6 +96,7 @@ class ClassificationData(DataModule):
         shuffle_shards: int | None = None,
         in_memory: bool = False,
         background: str = "white",
+        skip_unlabelled: bool = False,
     ) -> None:
         if crop_pct is not None:
             check_numbers(0, 1, crop_pct=crop_pct)
@@ -120,6 +123,7 @@ class ClassificationData(DataModule):
             shuffle_shards=shuffle_shards,
             in_memory=in_memory,
             background=background,
+            skip_unlabelled=skip_unlabelled,
         )
         if self.entry.is_stream and self.repeats > 1:
             raise InputError(f"augmentation.repeats is {self.repeats}, it must be 1 for dataset {dataset!r}")

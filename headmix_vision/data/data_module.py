@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.checks import check_counts, check_numbers
+from headmix_vision.checks import check_counts, check_flags, check_numbers
 from headmix_vision.data.batches import TrainBatchSampler, eval_batches
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
@@ -74,6 +74,7 @@ class DataModule(lightning.LightningDataModule):
             the other; all when None.
         in_memory: Decode all pictures, of one size, when a split is opened, and keep them in memory.
         background: Colour behind transparent pixels.
+        skip_unlabelled: Leave samples without a valid label out, and count them, instead of refusing them.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, splits with different classes, a
@@ -102,6 +103,7 @@ class DataModule(lightning.LightningDataModule):
         shuffle_shards: int | None = None,
         in_memory: bool = False,
         background: str = "white",
+        skip_unlabelled: bool = False,
     ) -> None:
         super().__init__()
         self.entry = find_dataset(dataset, self.use)
@@ -121,6 +123,7 @@ class DataModule(lightning.LightningDataModule):
         if in_memory and (self.entry.is_stream or not self.entry.has_images or 2 not in self.entry.grid_axes):
             raise InputError(f"in_memory is true, it must be false for dataset {dataset!r}, which holds no image files")
         check_background(background)
+        check_flags(skip_unlabelled=skip_unlabelled)
         self.dataset = dataset
         self.root = root
         self.train_split = train_split
@@ -136,6 +139,7 @@ class DataModule(lightning.LightningDataModule):
         self.shuffle_shards = shuffle_shards
         self.in_memory = in_memory
         self.background = background
+        self.skip_unlabelled = skip_unlabelled
         self._copies: torch.cuda.Stream | None = None
 
     @abstractmethod
@@ -194,6 +198,8 @@ class DataModule(lightning.LightningDataModule):
             root=self.root,
             num_classes=self._model_classes,
             background=self.background,
+            needs_labels=self.use == "classification" or self._model_classes > 0,
+            skip_unlabelled=self.skip_unlabelled,
             seed=self.seed,
             train_split=self.train_split,
             training=training,

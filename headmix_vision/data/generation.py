@@ -59,6 +59,8 @@ class GenerationData(DataModule):
         in_memory: Decode all pictures, of one size, before the training, and keep them in memory: of 10,000 of 64 x 64
             pixels 123 MB, in each process. No samples change.
         background: Colour behind the transparent pixels of pictures: white, black, another name or #rrggbb.
+        skip_unlabelled: Leave samples out whose label is missing, None, NaN or below 0, and count them; refused if
+            false.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, a training split smaller than one global
@@ -86,6 +88,7 @@ class GenerationData(DataModule):
         shuffle_shards: int | None = None,
         in_memory: bool = False,
         background: str = "white",
+        skip_unlabelled: bool = False,
     ) -> None:
         check_numbers(0, 1, hflip=hflip)
         super().__init__(
@@ -102,6 +105,7 @@ class GenerationData(DataModule):
             shuffle_shards=shuffle_shards,
             in_memory=in_memory,
             background=background,
+            skip_unlabelled=skip_unlabelled,
         )
         if hflip and not self.entry.has_images:
             raise InputError(f"hflip does not apply to {dataset}: cache_latents has flipped the images or not")

@@ -30,6 +30,7 @@ from headmix_vision.data.datasets.latents import (
     shard_length,
     shard_name,
 )
+from headmix_vision.data.labels import check_label
 from headmix_vision.data.loading import obey_parent
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, check_place, is_temporary
@@ -93,8 +94,13 @@ class CroppedImages(Dataset[tuple[Tensor, int]]):
         with readable(self.source.name(index)):
             image, label = self.source.read(index)
         if isinstance(image, Tensor) and image.ndim == 4:
-            return (image * 255).round().to(torch.uint8), max(label, 0)
-        return pil_to_tensor(center_crop(to_picture(image).convert(self.mode), self.size)), max(label, 0)
+            return (image * 255).round().to(torch.uint8), self._check(label, index)
+        return pil_to_tensor(center_crop(to_picture(image).convert(self.mode), self.size)), self._check(label, index)
+
+    def _check(self, label: int, index: int) -> int:
+        """Label 0 where there are no classes."""
+        names = self.source.class_names
+        return check_label(label, self.source.name(index), len(names)) if names else 0
 
 
 def write_cache(

@@ -29,6 +29,7 @@ from headmix_vision.data.datasets.base import (
     Source,
     to_picture,
 )
+from headmix_vision.data.labels import LabelRule
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays, npz_labels
@@ -36,6 +37,7 @@ from headmix_vision.evaluation.sample_sets import (
     DECODER_THREADS,
     SAMPLES,
     SAMPLES_METADATA,
+    UNLABELLED,
     ImageSet,
     describe_size,
     open_slice,
@@ -329,6 +331,7 @@ def open_clips(
     grid: tuple[int, int] | None = None,
     clip: ClipConfig = DEFAULT_CLIP,
     background: str = "white",
+    labels: LabelRule = UNLABELLED,
 ) -> ClipSet:
     """Opens clips for scoring.
 
@@ -343,6 +346,7 @@ def open_clips(
         grid: H and W to ask a data set for, where `image_size` does not say; its own when None.
         clip: Which frames of its videos make the clips of a data set.
         background: Colour behind transparent pixels.
+        labels: What is done with clips of a data set that have no valid label.
 
     Raises:
         InputError: Nothing there, no clips, a file that cannot be read, clips that are too short or of several sizes.
@@ -356,7 +360,7 @@ def open_clips(
         clips = NpzClips(path)
     else:
         grid = (image_size, image_size) if image_size else grid
-        clips = _open_dataset(source, mode, sampling, grid, root, clip, background)
+        clips = _open_dataset(source, mode, sampling, grid, root, clip, background, labels)
     if not clips.infos:
         raise InputError(f"{source} has no clips: no videos, no animated PNGs and no folders of frames")
     return ClipSet(SampledClips(clips, sampling), mode, image_size)
@@ -370,6 +374,7 @@ def _open_dataset(
     root: str | None,
     clip: ClipConfig,
     background: str,
+    labels: LabelRule,
 ) -> DatasetClips:
     channels = CHANNELS[mode]
     frames = None if sampling.frames is None else sampling.needed
@@ -379,7 +384,7 @@ def _open_dataset(
             raise InputError(f"{source}: --image-size must say how large its clips shall be")
         _, length, height, width = own.shape
         grid, frames = grid or (height, width), frames or length
-    opened = open_slice(source, (channels, frames, *grid), root, clip, background)
+    opened = open_slice(source, (channels, frames, *grid), root, clip, background, labels)
     return DatasetClips(source, *opened, frames, grid, background)
 
 

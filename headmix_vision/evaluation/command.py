@@ -26,6 +26,7 @@ from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import default_device, open_device
 from headmix_vision.console.processes import Processes, process_numbers
 from headmix_vision.console.progress import progress
+from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.evaluation.clip_command import CLIP_METRICS
 from headmix_vision.evaluation.extractors import open_extractor
@@ -86,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--real", required=compares, help="real images, or for fid their statistics")
         if name != "stats":
             command.add_argument("--fake", required=True, help="generated images, or for fid their statistics")
+            if METRICS[name].takes_labels:
+                about = "leave out, and count, images of a data set that have no valid label"
+                command.add_argument("--skip-unlabelled", action="store_true", help=about)
             if METRICS[name].takes_held_out:
                 command.add_argument("--held-out", required=True, help="real images that were not trained on")
         about = "inception, digits, lite0:PATH, or a run or weights file (inception)"
@@ -146,6 +150,7 @@ def _run(options: argparse.Namespace, processes: Processes) -> dict[str, Any]:
             root=options.root,
             statistics=metric is not None and metric.takes_statistics,
             background=options.background,
+            labels=LabelRule(metric is not None and metric.takes_labels, getattr(options, "skip_unlabelled", False)),
         )
         for name in names
     }

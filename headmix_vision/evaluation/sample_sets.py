@@ -8,6 +8,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, to_picture
+from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays
 from headmix_vision.files.listing import find_pictures
@@ -31,6 +33,8 @@ from headmix_vision.files.pictures import Decoding, readable
 from headmix_vision.files.png import Item, to_item
 
 DECODER_THREADS = 8
+UNLABELLED = LabelRule(needed=False)
+"""Rule of scores that take no labels."""
 SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
 _DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[-\d:]+)\])?")
 
@@ -209,7 +213,12 @@ class DatasetImages:
 
 
 def open_images(
-    source: str, mode: str, image_size: int | None = None, root: str | None = None, background: str = "white"
+    source: str,
+    mode: str,
+    image_size: int | None = None,
+    root: str | None = None,
+    background: str = "white",
+    labels: LabelRule = UNLABELLED,
 ) -> ImageSet:
     """Opens images or clips for scoring.
 
@@ -222,6 +231,7 @@ def open_images(
         image_size: As in `ImageSet`.
         root: Place of a data set that needs one.
         background: Colour behind transparent pixels.
+        labels: What is done with samples of a data set that have no valid label.
 
     Raises:
         InputError: Nothing there, no images, or fewer than a slice asks for.
@@ -236,7 +246,7 @@ def open_images(
             raise InputError(f"{source} has no images arr_0, it has {', '.join(npz_arrays(path))}")
         return ImageSet(NpzImages(path), mode, image_size)
     grid = (image_size, image_size) if image_size else ()
-    opened = open_slice(source, (CHANNELS[mode], *grid), root, background=background)
+    opened = open_slice(source, (CHANNELS[mode], *grid), root, background=background, labels=labels)
     return ImageSet(DatasetImages(source, *opened, background), mode, image_size)
 
 
@@ -265,6 +275,7 @@ def open_slice(
     root: str | None,
     clip: ClipConfig = DEFAULT_CLIP,
     background: str = "white",
+    labels: LabelRule = UNLABELLED,
 ) -> tuple[Source, slice]:
     """Opens a data set to score, `NAME[:SPLIT][SLICE]`: its split, and which of its samples are meant.
 
@@ -274,6 +285,7 @@ def open_slice(
         root: Place of a data set that needs one.
         clip: Which frames of a video make a clip.
         background: Colour behind transparent pixels.
+        labels: What is done with samples that have no valid label.
 
     Raises:
         InputError: No such data set, split or slice.
@@ -290,7 +302,7 @@ def open_slice(
     if bounds is None:
         raise InputError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
     request = SplitRequest(name, split or entry.scored_split, shape, "scoring", root, clip=clip, background=background)
-    samples = open_source(request)
+    samples = open_source(replace(request, needs_labels=labels.needed, skip_unlabelled=labels.skip))
     for bound in bounds[:2]:
         if bound is not None and abs(bound) > len(samples):
             raise InputError(f"{source}: there are {len(samples)} images, the slice goes beyond them")

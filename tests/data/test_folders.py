@@ -135,8 +135,10 @@ def test_empty_class_folder(image_root: Path) -> None:
 
 def test_image_outside_of_a_class_folder(image_root: Path) -> None:
     write_image(image_root / "train" / "stray.png", 0)
-    with pytest.raises(ValueError, match="images outside of a class folder"):
+    with pytest.raises(ValueError, match=r"train/stray.png has no label; 1 of 13 images of .* have no valid label"):
         attach(folder_data(image_root), **MODEL)
+    attach(data := folder_data(image_root, skip_unlabelled=True), **MODEL)
+    assert len(data._splits["train"]) == 12
 
 
 def test_no_image_at_all(image_root: Path) -> None:

@@ -5,7 +5,7 @@ C channels, * the axes of a sample's grid: height and width of an image, frames,
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding
 
@@ -85,6 +86,8 @@ class SplitRequest:
         num_classes: Number of classes of the model, for data that know none themselves.
         clip: Which frames of a video make a clip.
         background: Colour behind transparent pixels.
+        needs_labels: Whether every sample needs a valid label; where not, one without has class 0.
+        skip_unlabelled: Leave samples without a valid label out, and count them, instead of refusing them.
         seed: Seed of what is drawn anew in every epoch, and of shuffled streams.
         train_split: Name of the training split: the one that a place without splits holds.
         training: Whether the split is trained on. This and the next two are for streams.
@@ -100,6 +103,8 @@ class SplitRequest:
     num_classes: int = 0
     clip: ClipConfig = DEFAULT_CLIP
     background: str = "white"
+    needs_labels: bool = True
+    skip_unlabelled: bool = False
     seed: int = 0
     train_split: str = "train"
     training: bool = False
@@ -133,6 +138,11 @@ class SplitRequest:
                 f"the network takes {self.channels} channels, images have 1 or 3: cache latents and set dataset=latents"
             )
         return Decoding(PIL_MODES[self.channels], self.background)
+
+    @property
+    def label_rule(self) -> LabelRule:
+        """What is done with samples that have no valid label."""
+        return LabelRule(self.needs_labels, self.skip_unlabelled)
 
     @property
     def numbered_classes(self) -> list[str]:
@@ -257,11 +267,6 @@ def relative_sizes(paths: Sequence[Path], folder: str | Path) -> list[tuple[str,
     with ThreadPoolExecutor(_STAT_THREADS) as pool:
         sizes = list(pool.map(os.path.getsize, paths))
     return [(os.path.relpath(path, folder), size) for path, size in zip(paths, sizes, strict=True)]
-
-
-def number_names(targets: Iterable[int]) -> list[str]:
-    """Class names `0`, `1`, ... up to the largest target."""
-    return [str(i) for i in range(max((int(target) for target in targets), default=-1) + 1)]
 
 
 def to_picture(image: RawImage) -> Image.Image:

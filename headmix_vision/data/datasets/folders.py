@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from timm.utils.misc import natural_key
@@ -16,8 +17,18 @@ from headmix_vision.data.datasets.base import (
     SplitRequest,
 )
 from headmix_vision.data.datasets.image_files import LabelledFiles
+from headmix_vision.data.labels import Labels, fault_of, number_labels
 from headmix_vision.errors import InputError
-from headmix_vision.files.listing import HIDDEN, describe_left_out, ending, find_pictures, is_hidden, is_picture, takes
+from headmix_vision.files.listing import (
+    HIDDEN,
+    Listing,
+    describe_left_out,
+    ending,
+    find_pictures,
+    is_hidden,
+    is_picture,
+    takes,
+)
 from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.tars import Member, list_members
 
@@ -31,19 +42,19 @@ def open_folder(request: SplitRequest) -> Source:
     Raises:
         InputError: Nothing there, an empty class folder, or images outside of a class folder.
     """
-    root, decoding = request.existing_root(), request.decoding
+    root = request.existing_root()
     if request.split in ("", ".", ".."):
         raise InputError(f"split is {request.split!r}, it must be the name of a folder or tar file in {str(root)!r}")
     names = split_candidates(request.split)
     if root.is_file():
         if ending(root) != ".tar":
             raise InputError(f"root {str(root)!r} is a file, it must be a directory or a .tar")
-        return _open_tar(root, decoding, names)
+        return _open_tar(root, request, names)
     for name in names:
         if (root / name).is_dir():
-            return open_class_folders(root / name, decoding)
+            return open_class_folders(root / name, request)
         if (root / f"{name}.tar").is_file():
-            return _open_tar(root / f"{name}.tar", decoding)
+            return _open_tar(root / f"{name}.tar", request)
     looked_for = ", ".join(f"{name}/" for name in names)
     raise InputError(f"root {str(root)!r} has no {request.split} split: looked for {looked_for} and the same with .tar")
 
@@ -54,17 +65,24 @@ def split_candidates(split: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((split, *synonyms)))
 
 
-def open_class_folders(folder: Path, decoding: Decoding) -> Source:
+def find_class_folders(folder: Path) -> Listing:
+    """List the pictures of class folders; one that several links reach counts once in each class."""
+    return find_pictures(folder, group=_class_of)
+
+
+def open_class_folders(folder: Path, request: SplitRequest, listing: Listing | None = None) -> Source:
     """Open a directory with one sub-directory of images per class, numbered and sorted as timm does.
 
+    Args:
+        folder: The directory.
+        request: What is asked for.
+        listing: Its pictures, where they are known.
+
     Raises:
-        InputError: Images outside of a class folder, or an empty one.
+        InputError: Images outside of a class folder, unless they are to be skipped, or an empty class folder.
     """
-    listing = find_pictures(folder, group=_class_of)
+    listing = find_class_folders(folder) if listing is None else listing
     listing.check_filled(f"{str(folder)!r}", "image")
-    stray = next((path for path in listing.paths if path.parent == folder), None)
-    if stray is not None:
-        raise InputError(f"{str(folder)!r} has images outside of a class folder, for example {stray.name!r}")
     # timm forgets a class without images, which would shift all later class indices
     filled = {path.relative_to(folder).parts[0] for path in listing.paths}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
@@ -72,8 +90,15 @@ def open_class_folders(folder: Path, decoding: Decoding) -> Source:
             raise InputError(f"class folder {entry.path!r} has no image")
     say_left_out(folder, len(listing.paths), "pictures", listing.left_out)
     paths = sorted(listing.paths, key=lambda path: natural_key(str(path)))
-    labels = [_class_of(path) for path in paths]
-    return LabelledFiles(paths, labels, sorted({*labels}, key=natural_key), decoding, folder)
+    labels = ["" if path.parent == folder else _class_of(path) for path in paths]
+    kept, targets, names = _number(labels, lambda number: str(paths[number]), folder, request)
+    return LabelledFiles([paths[number] for number in kept], targets, names, request.decoding, folder)
+
+
+def _number(labels: list[str], name: Callable[[int], str], place: Path, request: SplitRequest) -> Labels:
+    """Number the classes of pictures by the names of their folders; those outside of one have no label."""
+    classes = sorted({label for label in labels if not fault_of(label)}, key=natural_key)
+    return number_labels(labels, name, place, request.label_rule, class_names=classes)
 
 
 def _class_of(path: Path) -> str:
@@ -81,7 +106,7 @@ def _class_of(path: Path) -> str:
     return path.parent.name
 
 
-def _open_tar(path: Path, decoding: Decoding, splits: tuple[str, ...] = ()) -> "TarImages":
+def _open_tar(path: Path, request: SplitRequest, splits: tuple[str, ...] = ()) -> "TarImages":
     pictures: list[Member] = []
     left_out: Counter[str] = Counter()
     for member in list_members(path, nested=True):
@@ -91,21 +116,21 @@ def _open_tar(path: Path, decoding: Decoding, splits: tuple[str, ...] = ()) -> "
             pictures.append(member)
     if not pictures:
         raise InputError(f"{str(path)!r} has no image; {describe_left_out(left_out)}")
-    stray = next((member for member in pictures if not _class_in_tar(member)), None)
-    if stray is not None:
-        raise InputError(f"{str(path)!r} has images outside of a class folder, for example {stray.name!r}")
     say_left_out(path, len(pictures), "pictures", left_out)
-    names = sorted({_class_in_tar(member) for member in pictures}, key=natural_key)
+    names = {_class_in_tar(member) for member in pictures} - {""}
     if splits:
         folders = [PurePosixPath(member.name).parts[:-2] for member in pictures]
         split = next((name for name in splits if any(name in parts for parts in folders)), None)
         if split is None:
             raise InputError(f"{str(path)!r} has none of the folders {', '.join(f'{name}/' for name in splits)}")
         pictures = [member for member, parts in zip(pictures, folders, strict=True) if split in parts]
-    missing = sorted({*names} - {_class_in_tar(member) for member in pictures}, key=natural_key)
+    missing = sorted(names - {_class_in_tar(member) for member in pictures}, key=natural_key)
     if missing:
         raise InputError(f"class {missing[0]!r} has no image in {str(path)!r} {'/'.join(splits[:1])}".rstrip())
-    return TarImages(path, sorted(pictures, key=lambda member: natural_key(member.name)), names, decoding)
+    pictures.sort(key=lambda member: natural_key(member.name))
+    labels = [_class_in_tar(member) for member in pictures]
+    kept, targets, class_names = _number(labels, lambda number: f"{path}: {pictures[number].name}", path, request)
+    return TarImages(path, [pictures[number] for number in kept], targets, class_names, request.decoding)
 
 
 def _class_in_tar(member: Member) -> str:
@@ -119,17 +144,18 @@ class TarImages(Pictures):
     Args:
         path: The tar file.
         members: The images.
+        targets: The class of each, a number.
         class_names: One name per label.
         decoding: The pixels that they become.
     """
 
     data: list[Member]
 
-    def __init__(self, path: Path, members: list[Member], class_names: list[str], decoding: Decoding) -> None:
+    def __init__(
+        self, path: Path, members: list[Member], targets: list[int], class_names: list[str], decoding: Decoding
+    ) -> None:
         super().__init__(members, class_names, decoding)
-        self.path = path
-        numbers = {name: number for number, name in enumerate(class_names)}
-        self._targets = [numbers[_class_in_tar(member)] for member in members]
+        self.path, self._targets = path, targets
 
     def read(self, index: int) -> tuple[RawImage, int]:
         with self.path.open("rb") as file:

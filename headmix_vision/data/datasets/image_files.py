@@ -41,7 +41,7 @@ class LabelledFiles(ImageFiles):
 
     Args:
         paths: The files.
-        labels: The name of the class of each file.
+        targets: The class of each file, a number.
         class_names: The names of all classes, in the order of their numbers.
         decoding: The pixels that they become.
         folder: What the names of files are relative to; the folder that all are in when None.
@@ -50,15 +50,14 @@ class LabelledFiles(ImageFiles):
     def __init__(
         self,
         paths: Sequence[Path],
-        labels: Sequence[str],
+        targets: Sequence[int],
         class_names: list[str],
         decoding: Decoding,
         folder: Path | None = None,
     ) -> None:
         super().__init__(paths, decoding, folder)
         self.class_names = class_names
-        numbers = {name: number for number, name in enumerate(class_names)}
-        self._targets = [numbers[label] for label in labels]
+        self._targets = targets
 
     def read(self, index: int) -> tuple[RawImage, int]:
         """Image and target."""

@@ -56,8 +56,11 @@ def open_shards(request: SplitRequest) -> Source:
     if shards.kind != wanted and not still:
         raise InputError(f"the shards of {folder} hold {shards.kind}, asked for {wanted}")
     names = shards.class_names
-    if not names and request.use == "classification":
-        raise InputError(f"the shards of {folder} have no labels: see headmix-index-shards --label")
+    if not names and request.needs_labels and request.use != "caching":
+        raise InputError(
+            f"the shards of {folder} have no labels: make the index again with headmix-index-shards --label, or train a"
+            " generator without classes by model.num_classes=0"
+        )
     if names == [str(number) for number in range(len(names))]:  # not every split has a sample of the last class
         names = [str(number) for number in range(max(len(names), request.num_classes))]
     if shards.kind == "images":
@@ -97,6 +100,9 @@ class Shards:
         self._ends = list(accumulate(self.shard_sizes))
         if not {len(self.offsets), len(self.sizes), len(self.labels)} == {sum(self.shard_sizes)}:
             raise InputError(f"{path} has {len(self.offsets)} samples, its shards have {sum(self.shard_sizes)}")
+        low, high = (int(self.labels.min()), int(self.labels.max())) if len(self.labels) else (0, 0)
+        if not 0 <= low <= high < max(len(self.class_names), 1):
+            raise InputError(f"{path}: labels are {low} to {high}, there are {len(self.class_names)} classes")
         self._check(shards)
 
     def _check(self, shards: list[dict[str, Any]]) -> None:
