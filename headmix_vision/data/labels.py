@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -50,16 +51,9 @@ def fault_of(label: object, num_classes: int = MOST_CLASSES) -> str | None:
         num_classes: Numbers must be below.
     """
     if isinstance(label, str):
-        text = label.strip()
-        if text in _MISSING:
-            return "has no label"
-        try:
-            number = float(text)
-        except ValueError:
+        label = _read(label)
+        if isinstance(label, str):
             return None
-        if text.isdecimal() and len(text) > DIGITS:
-            return None
-        label = int(text) if text.lstrip("-").isdecimal() else number
     if label is None or (isinstance(label, Real) and math.isnan(label)):
         return "has no label"
     if not isinstance(label, Integral):
@@ -67,6 +61,21 @@ def fault_of(label: object, num_classes: int = MOST_CLASSES) -> str | None:
     if label < 0:
         return f"has the label {label}, which is below 0"
     return None if label < num_classes else f"has the label {label}, which is above {num_classes - 1}"
+
+
+@lru_cache(maxsize=4096)
+def _read(text: str) -> str | float | None:
+    """Return the name or number that a text is, None where it says that there is none."""
+    text = text.strip()
+    if text in _MISSING:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    if not text.lstrip("-").isdecimal():
+        return number
+    return text if text.isdecimal() and len(text) > DIGITS else int(text)
 
 
 def check_label(label: Any, name: str, num_classes: int = MOST_CLASSES) -> int:
@@ -129,10 +138,12 @@ def number_labels(
     """
     are_names = any(isinstance(label, str) for label in labels)
     most = MOST_CLASSES if are_names or class_names is None else len(class_names)
-    kept = list(range(len(labels)))
     if rule.needed:
         kept = keep_labelled(labels, name, place, what, rule.skip, most)
-    valid = [None if fault_of(labels[number], most) else labels[number] for number in kept]
+        valid = [labels[number] for number in kept]
+    else:
+        kept = list(range(len(labels)))
+        valid = [None if fault_of(label, most) else label for label in labels]
     if class_names is None:
         found: set[Any] = {*valid} - {None}
         class_names = sorted(found, key=natural_order) if are_names else number_names(found)

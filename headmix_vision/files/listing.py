@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import NamedTuple
 
 from headmix_vision.errors import InputError
@@ -28,17 +28,17 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def ending(name: str | PurePath) -> str:
+def ending(name: str | os.PathLike[str]) -> str:
     """Ending of a file's name in small letters, with its dot."""
-    return PurePath(name).suffix.lower()
+    return os.path.splitext(name)[1].lower()
 
 
-def is_picture(name: str | PurePath) -> bool:
+def is_picture(name: str | os.PathLike[str]) -> bool:
     """Whether a file of this name is listed as a picture."""
     return ending(name) in picture_suffixes()
 
 
-def is_video(name: str | PurePath) -> bool:
+def is_video(name: str | os.PathLike[str]) -> bool:
     """Whether a file of this name is listed as a video."""
     return ending(name) in VIDEO_SUFFIXES
 
@@ -75,7 +75,7 @@ def describe_left_out(left_out: Counter[str]) -> str:
 
 
 class _File(NamedTuple):
-    path: Path
+    path: str
     place: str
     """Where it lies, all links resolved."""
     is_linked: bool
@@ -83,13 +83,13 @@ class _File(NamedTuple):
 
 
 class _Folder(NamedTuple):
-    path: Path
+    path: str
     place: str
     is_linked: bool
     files: list[_File]
 
 
-def find_pictures(folder: Path, group: Callable[[Path], Hashable] = lambda path: None) -> Listing:
+def find_pictures(folder: Path, group: Callable[[str], Hashable] = lambda path: None) -> Listing:
     """List the pictures below a folder in the order of their names.
 
     Args:
@@ -102,7 +102,8 @@ def find_pictures(folder: Path, group: Callable[[Path], Hashable] = lambda path:
     listing = Listing(folder)
     found = [file for inner in _walk(folder, listing.left_out) for file in inner.files]
     pictures = [file for file in found if takes(is_picture, file.path, listing.left_out)]
-    listing.paths = sorted(_unique(pictures, lambda file: (group(file.path), file.place), listing.left_out))
+    paths = _unique(pictures, lambda file: (group(file.path), file.place), listing.left_out)
+    listing.paths = [Path(path) for path in sorted(paths, key=lambda path: path.split(os.sep))]
     return listing
 
 
@@ -132,17 +133,17 @@ def find_clips(folder: Path) -> Listing:
             continue
         pictures = [file for file in inner.files if takes(is_picture, file.path, listing.left_out)]
         found += pictures if is_clip(pictures[0].path) else [_File(*inner[:3])]
-    listing.paths = _unique(found, lambda file: file.place, listing.left_out)
+    listing.paths = [Path(path) for path in _unique(found, lambda file: file.place, listing.left_out)]
     return listing
 
 
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[_Folder]:
     """Yield a folder and those below it with their files, in the order of names; count what is hidden or a loop."""
-    yield from _enter(folder, os.path.realpath(folder), False, (), left_out)
+    yield from _enter(str(folder), os.path.realpath(folder), False, (), left_out)
 
 
 def _enter(
-    folder: Path, place: str, is_linked: bool, around: tuple[str, ...], left_out: Counter[str]
+    folder: str, place: str, is_linked: bool, around: tuple[str, ...], left_out: Counter[str]
 ) -> Iterator[_Folder]:
     around = (*around, place)
     files: list[_File] = []
@@ -150,9 +151,9 @@ def _enter(
     with os.scandir(folder) as opened:
         entries = sorted(opened, key=lambda entry: entry.name)
     for entry in entries:
-        path, is_link = folder / entry.name, entry.is_symlink()
-        real = os.path.realpath(path) if is_link else os.path.join(place, entry.name)
-        found = _File(path, real, is_linked or is_link)
+        is_link = entry.is_symlink()
+        real = os.path.realpath(entry.path) if is_link else os.path.join(place, entry.name)
+        found = _File(os.path.join(folder, entry.name), real, is_linked or is_link)
         if is_hidden(entry.name):
             left_out[HIDDEN] += 1
         elif entry.is_dir():
@@ -169,7 +170,7 @@ def _enter(
             yield from _enter(*inner, around, left_out)
 
 
-def takes(belongs: Callable[[str | PurePath], bool], name: str | PurePath, left_out: Counter[str]) -> bool:
+def takes(belongs: Callable[[str], bool], name: str, left_out: Counter[str]) -> bool:
     """Tell whether a file of this name belongs to a listing; count it otherwise."""
     if belongs(name):
         return True
@@ -177,14 +178,14 @@ def takes(belongs: Callable[[str | PurePath], bool], name: str | PurePath, left_
     return False
 
 
-def _unique(files: list[_File], key: Callable[[_File], Hashable], left_out: Counter[str]) -> list[Path]:
+def _unique(files: list[_File], key: Callable[[_File], Hashable], left_out: Counter[str]) -> list[str]:
     """Keep one path to each file, in their order: its own rather than a link's; count the others."""
     best: dict[Hashable, _File] = {}
     for file in files:
-        known = best.get(key(file))
-        if known is None or (known.is_linked and not file.is_linked):
+        known = best.setdefault(key(file), file)
+        if known.is_linked and not file.is_linked:
             best[key(file)] = file
-    kept = [file.path for file in files if best[key(file)] is file]
-    if len(kept) < len(files):
-        left_out[_AGAIN] += len(files) - len(kept)
-    return kept
+    if len(best) < len(files):
+        left_out[_AGAIN] += len(files) - len(best)
+    kept = set(map(id, best.values()))
+    return [file.path for file in files if id(file) in kept]

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -136,7 +135,7 @@ def open_picture(file: Source) -> Iterator[Image.Image]:
         yield image
 
 
-def is_clip(path: Path) -> bool:
+def is_clip(path: str | os.PathLike[str]) -> bool:
     """Tell whether a picture is animated, or a clip of one frame that `write_png` wrote."""
     with readable(path), open_picture(path) as image:
         return _is_animated(image)

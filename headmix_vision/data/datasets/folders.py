@@ -84,26 +84,28 @@ def open_class_folders(folder: Path, request: SplitRequest, listing: Listing | N
     listing = find_class_folders(folder) if listing is None else listing
     listing.check_filled(f"{str(folder)!r}", "image")
     # timm forgets a class without images, which would shift all later class indices
-    filled = {path.relative_to(folder).parts[0] for path in listing.paths}
+    paths = sorted(listing.paths, key=lambda path: natural_key(str(path)))
+    texts = list(map(str, paths))
+    start = len(str(folder / "x")) - 1
+    filled = {text[start:].partition(os.sep)[0] for text in texts}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir() and not is_hidden(entry.name) and entry.name not in filled:
             raise InputError(f"class folder {entry.path!r} has no image")
     say_left_out(folder, len(listing.paths), "pictures", listing.left_out)
-    paths = sorted(listing.paths, key=lambda path: natural_key(str(path)))
-    labels = ["" if path.parent == folder else _class_of(path) for path in paths]
-    kept, targets, names = _number(labels, lambda number: str(paths[number]), folder, request)
+    labels = [_class_of(text) if os.sep in text[start:] else "" for text in texts]
+    kept, targets, names = _number(labels, texts.__getitem__, folder, request)
     return LabelledFiles([paths[number] for number in kept], targets, names, request.decoding, folder)
 
 
 def _number(labels: list[str], name: Callable[[int], str], place: Path, request: SplitRequest) -> Labels:
     """Number the classes of pictures by the names of their folders; those outside of one have no label."""
-    classes = sorted({label for label in labels if not fault_of(label)}, key=natural_key)
+    classes = sorted((label for label in {*labels} if not fault_of(label)), key=natural_key)
     return number_labels(labels, name, place, request.label_rule, class_names=classes)
 
 
-def _class_of(path: Path) -> str:
+def _class_of(path: str) -> str:
     """Label of a picture: the innermost folder that it is in."""
-    return path.parent.name
+    return os.path.basename(os.path.dirname(path))
 
 
 def _open_tar(path: Path, request: SplitRequest, splits: tuple[str, ...] = ()) -> "TarImages":
