@@ -4,7 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from inputs import ATTACHED, photo, show_turned, write_film
+from PIL import Image
 
+from headmix_vision.data.clips import ClipConfig
 from headmix_vision.errors import InputError
 from headmix_vision.files.video import VideoInfo, probe, read_frames, read_video, write_video
 
@@ -103,3 +106,124 @@ def test_refusals(frames: np.ndarray, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             write_video(tmp_path / name, frames, rate)
         assert not (tmp_path / name).exists()
+
+
+def test_frames_are_chosen_by_their_times(tmp_path: Path) -> None:
+    """One second of 24 frames, then three of 6."""
+    levels = [np.full((32, 48, 3), 20 + 5 * number, np.uint8) for number in range(42)]
+    shown = [*(number / 24 for number in range(24)), *(1 + number / 6 for number in range(18))]
+    for name, codec in (("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx")):
+        path = write_film(tmp_path / name, levels, [1] * 24 + [4] * 18, codec=codec)
+        info = probe(path)
+        assert info.times is not None and info.num_frames == 42 and abs(info.frame_rate - 41 / (4 - 1 / 6)) < 0.1
+        assert np.abs(np.subtract(info.times[:-1], shown)).max() < 2e-3
+        for place in (0.0, 0.5, 1.0):
+            chosen = ClipConfig(8.0).frames(16, 42, info.frame_rate, place, info.times)
+            wanted = shown[chosen[0]] + np.arange(16) / 8
+            gaps = np.diff([*shown, 4.0])[chosen]
+            assert (np.abs(np.take(shown, chosen) - wanted) <= gaps / 2 + 2e-3).all(), (name, place)
+            found = read_frames(path, chosen)[:, 16, 24, 0]
+            assert np.abs(found - (20.0 + 5 * np.array(chosen))).max() <= 3
+        assert ClipConfig(8.0).frames(16, 42, info.frame_rate, 1.0, info.times)[-1] >= 40
+        with pytest.raises(InputError, match=r"it lasts .* s, a clip needs 5 s"):
+            ClipConfig(8.0).frames(40, 42, info.frame_rate, 0.0, info.times)
+        assert ClipConfig(frame_stride=2).frames(3, 42, info.frame_rate, 0.0, info.times) == [0, 2, 4]
+        whole, rate = read_video(path, 12)
+        assert rate == 12 and abs(len(whole) - 48) <= 2 and (whole[12:14, 16, 24, 0] == whole[12, 16, 24, 0]).all()
+    gif = [levels[0]] * 6 + [levels[9]] * 2
+    write_video(tmp_path / "a.gif", np.stack(gif), 8)
+    assert np.array_equal(read_video(tmp_path / "a.gif", 8)[0][:, 0, 0, 0], [20] * 6 + [65] * 2)
+
+
+def test_rounded_times_follow_each_other_evenly(frames: np.ndarray, tmp_path: Path) -> None:
+    for name in ("a.mkv", "a.mp4", "a.ts", "a.flv"):
+        path = write_film(tmp_path / name, list(np.pad(frames, ((0, 0), (0, 1), (0, 1), (0, 0)))), rate=30)
+        assert probe(path) == VideoInfo(COUNT, 30, 32, 46)
+
+
+STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))
+
+
+@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_videos_are_turned_as_they_are_to_be_shown(turns: int, mirrored: bool, tmp_path: Path) -> None:
+    image = np.asarray(photo(size=(32, 48)))
+    path = write_film(tmp_path / "a.mp4", [image] * 3)
+    right, down = STEPS[turns], STEPS[(turns + 1) % 4]
+    show_turned(path, tuple(-step for step in right) if mirrored else right, down)  # type: ignore[arg-type]
+    expected = np.rot90(image[:, ::-1] if mirrored else image, -turns)
+    found = read_frames(path, [1])[0]
+    assert found.shape == expected.shape and np.abs(found - expected.astype(int)).mean() < 6
+    info = probe(path)
+    assert (info.height, info.width) == expected.shape[:2]
+
+
+def test_a_video_that_is_shown_askew_is_refused(tmp_path: Path) -> None:
+    path = write_film(tmp_path / "a.mp4", [np.asarray(photo(size=(32, 48)))] * 3)
+    show_turned(path, (1, 1), (-1, 1))
+    for read in (probe, read_video):
+        with pytest.raises(
+            InputError, match=r"a\.mp4 cannot be read as a video \(it is to be shown turned by other than"
+        ):
+            read(path)
+
+
+@pytest.mark.parametrize("colorspace", [1, 6])
+@pytest.mark.parametrize("color_range", [1, 2])
+def test_colours_follow_the_matrix_and_range_of_the_stream(colorspace: int, color_range: int, tmp_path: Path) -> None:
+    image = np.full((32, 48, 3), (200, 60, 30), np.uint8)
+    colours = {"colorspace": colorspace, "color_range": color_range}
+    path = write_film(tmp_path / "a.mp4", [image] * 3, colours=colours)
+    assert np.abs(read_frames(path, [0])[0] - image.astype(int)).max() <= 4
+
+
+def test_what_we_write_names_its_colours(tmp_path: Path) -> None:
+    import av
+
+    image = np.full((3, 32, 48, 3), (200, 60, 30), np.uint8)
+    write_video(tmp_path / "a.mp4", image, 8)
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        context = container.streams.video[0].codec_context
+        assert (context.colorspace, context.color_range) == (6, 1)
+    assert np.abs(read_video(tmp_path / "a.mp4")[0] - image.astype(int)).max() <= 4
+
+
+def test_a_cover_picture_is_not_the_video(tmp_path: Path) -> None:
+    import av
+
+    film, cover = [np.full((32, 48, 3), 100, np.uint8)] * 3, np.full((16, 16, 3), 250, np.uint8)
+    path = write_film(tmp_path / "a.mp4", film, cover=cover)
+    assert probe(path) == VideoInfo(3, 24, 32, 48) and abs(int(read_frames(path, [0])[0, 0, 0, 0]) - 100) < 4
+    with av.open(str(tmp_path / "song.mp4"), "w") as container:
+        picture = container.add_stream("mjpeg", rate=1, width=16, height=16)
+        picture.pix_fmt, picture.disposition = "yuvj420p", ATTACHED
+        sound = container.add_stream("aac", rate=44100)
+        container.mux(picture.encode(av.VideoFrame.from_ndarray(cover, format="rgb24")))
+        container.mux(picture.encode())
+        silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        silence.rate = 44100
+        container.mux([*sound.encode(silence), *sound.encode()])
+    with pytest.raises(InputError, match=r"song\.mp4 holds no video"):
+        probe(tmp_path / "song.mp4")
+
+
+def test_transparent_pixels_of_a_gif_show_the_background(tmp_path: Path) -> None:
+    frames = [Image.new("P", (16, 16), index) for index in (0, 1)]
+    for frame in frames:
+        frame.putpalette([200, 0, 0, 0, 200, 0])
+        frame.paste(2, (0, 0, 8, 16))
+    frames[0].save(
+        tmp_path / "a.gif", save_all=True, append_images=frames[1:], transparency=2, disposal=2, duration=100
+    )
+    for background, level in (("white", 255), ("black", 0)):
+        found = read_frames(tmp_path / "a.gif", [0, 1], background)
+        assert (found[:, :, :8] == level).all() and found[0, 0, 12].tolist() == [200, 0, 0]
+
+
+def test_an_old_pyav_is_refused(frames: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_video(tmp_path / "a.mp4", frames, 8)
+    monkeypatch.setattr("headmix_vision.files.video.version", lambda name: "16.1.0")
+    with pytest.raises(InputError, match=r"reading a video needs PyAV 17 or later, 16\.1\.0 is installed"):
+        probe(tmp_path / "a.mp4")
+    with pytest.raises(InputError, match=r"writing a video needs PyAV 17 or later"):
+        write_video(tmp_path / "b.mp4", frames, 8)

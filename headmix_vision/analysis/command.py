@@ -84,6 +84,7 @@ def _add_data_options(parser: argparse.ArgumentParser, images: int) -> None:
     add("--root", help="place of the data")
     add("--split", default="validation", help="split of the data (default: validation)")
     add("--images", type=int, default=images, help=f"images, evenly spaced over the split (default: {images})")
+    add("--background", default="white", help="colour behind transparent pixels (default: white)")
     add("--noise-level", type=float, default=0.5, help="of the images of a generator, 0 to 1 (default: 0.5)")
     add("--layers", type=int, nargs="+", help="numbers of attention layers, from 0 (default: all; maps: the last)")
     add("--device", default=default_device(), help="device that computes, in float64 (default: a GPU if there is one)")
@@ -119,7 +120,9 @@ def _open_models(options: argparse.Namespace) -> list[_Model]:
 def _open_inputs(options: argparse.Namespace, models: Sequence[_Model]) -> list[Inputs]:
     """Reads the images for each network, and takes both to the device."""
     device = open_device(options.device)
-    request = ImageRequest(options.data, options.root, options.split, options.images, options.noise_level)
+    request = ImageRequest(
+        options.data, options.root, options.split, options.images, options.noise_level, options.background
+    )
     inputs = [read_inputs(model.network, model.about, request) for model in models]
     for model in models:
         model.network.to(device)
@@ -131,6 +134,8 @@ def _open_inputs(options: argparse.Namespace, models: Sequence[_Model]) -> list[
 
 def _settings(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     names = ("data", "root", "split", "images", "noise_level", "layers", *names)
+    if options.background != "white":  # results of earlier versions do not name it
+        names = (*names, "background")
     return {name: getattr(options, name) for name in names}
 
 

@@ -13,9 +13,10 @@ from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.augmentation import eval_config, eval_transform
 from headmix_vision.data.clips import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
-from headmix_vision.data.datasets.base import PreparedSource, SplitRequest, Transform, readable
+from headmix_vision.data.datasets.base import PreparedSource, SplitRequest, Transform
 from headmix_vision.data.loading import as_it_is
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import check_background, readable
 
 _SEED = 0  # of the noise
 
@@ -30,6 +31,7 @@ class ImageRequest:
         split: Name of the split.
         count: So many images, evenly spaced over the split.
         noise_level: Noise of the images of a generator, 0 to 1.
+        background: Colour behind transparent pixels.
 
     Raises:
         InputError: If a number is out of range.
@@ -40,8 +42,10 @@ class ImageRequest:
     split: str
     count: int
     noise_level: float
+    background: str = "white"
 
     def __post_init__(self) -> None:
+        check_background(self.background)
         check_counts(1, images=self.count)
         check_numbers(0, 1, noise_level=self.noise_level)
 
@@ -105,6 +109,8 @@ def _read(
             "generation" if is_generator else "classification",
             root=request.root,
             num_classes=int(net.num_classes),
+            background=request.background,
+            needs_labels=is_generator and int(net.num_classes) > 0,
             clip=ClipConfig(getattr(net, "frame_rate", None)),
         )
     )

@@ -23,17 +23,19 @@ from typing import Any
 from headmix_vision.checks import check_counts
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import default_device, open_device
+from headmix_vision.console.notes import say_left_out
 from headmix_vision.console.processes import process_numbers
 from headmix_vision.data.clips import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import ClipSource, Source, SplitRequest
-from headmix_vision.data.datasets.folders import open_class_folders
-from headmix_vision.data.datasets.image_files import ImageFiles, find_images
+from headmix_vision.data.datasets.folders import find_class_folders, open_class_folders
+from headmix_vision.data.datasets.image_files import ImageFiles
 from headmix_vision.data.datasets.latents import STORES, count_shards, read_manifest
 from headmix_vision.data.datasets.moving_digits import MovingDigits
 from headmix_vision.data.datasets.videos import open_video_folder
 from headmix_vision.data.latent_cache import DTYPES, EvenClips, write_cache
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.files.pictures import check_background
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 
 
@@ -41,17 +43,19 @@ def open_images(images: str | None, request: SplitRequest) -> Source:
     """Open the images to encode: a folder (of class folders, or of images alone, which have label 0) or a data set.
 
     Raises:
-        InputError: Nothing there, or a data set that cannot be cached.
+        InputError: Nothing there, a data set that cannot be cached, or an image without a valid label.
     """
     if images is None:
         return open_source(request)
     folder = Path(images)
-    if not folder.is_dir():
-        raise InputError(f"--images {images} is no folder")
-    files = find_images(images, "--images")
-    if any(path.parent == folder for path in files):
-        return ImageFiles(files, request.mode)
-    return open_class_folders(folder, request.mode)
+    if not images or not folder.is_dir():
+        raise InputError(f"--images {images} is no folder" if images else "--images is '', it must be a folder")
+    listing = find_class_folders(folder)
+    listing.check_filled(f"--images {images!r}", "image")
+    if any(path.parent != folder for path in listing.paths):
+        return open_class_folders(folder, request, listing)
+    say_left_out(folder, len(listing.paths), "pictures", listing.left_out)
+    return ImageFiles(listing.paths, request.decoding)
 
 
 def open_clips(
@@ -89,7 +93,15 @@ def main(args: Sequence[str] | None = None) -> None:
         is_clips = _is_clips(options)
         dataset, split = options.dataset or ("videos" if is_clips else "folder"), options.split or "train"
         shape = (autoencoder.image_channels, options.image_size, options.image_size)
-        request = SplitRequest(dataset, split, shape, "caching", root=options.root)
+        request = SplitRequest(
+            dataset,
+            split,
+            shape,
+            "caching",
+            root=options.root,
+            background=options.background,
+            skip_unlabelled=options.skip_unlabelled,
+        )
         clip = None
         if is_clips:
             request, clip = _ask_for_clips(options, request, autoencoder)
@@ -105,6 +117,7 @@ def main(args: Sequence[str] | None = None) -> None:
             image_size=options.image_size,
             origin=options.images or options.videos or " ".join(filter(None, (dataset, options.root, split))),
             clip=clip,
+            background=options.background,
             flip=options.flip,
             store=options.store,
             dtype=options.dtype,
@@ -165,6 +178,7 @@ def _check_sources(options: argparse.Namespace) -> None:
             raise InputError(f"{name} is for videos, there are images")
     if options.flip and not find_dataset(options.dataset or "folder", "caching").can_flip:
         raise InputError(f"--flip does not apply to {options.dataset}: mirrored clips move the other way")
+    check_background(options.background)
     if options.gray and options.vae != PIXELS:
         raise InputError(f"--gray goes with --vae {PIXELS} alone, --vae is {options.vae}")
 
@@ -192,6 +206,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--image-size", type=int, default=256, help="centre crop in pixels (256)")
     parser.add_argument("--flip", action="store_true", help="store mirrored images too")
     parser.add_argument("--gray", action="store_true", help="one channel; with --vae none only")
+    parser.add_argument("--background", default="white", help="colour behind transparent pixels (white)")
+    parser.add_argument("--skip-unlabelled", action="store_true", help="leave out, and count, what has no valid label")
     parser.add_argument("--store", choices=STORES, default="moments", help="sampled at load, or not")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float16", help="type on disk (float16)")
     parser.add_argument("--encoder-dtype", choices=tuple(DTYPES), default="float32", help="type to encode in")

@@ -19,6 +19,7 @@ from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets.base import PIL_MODES, Transform
 from headmix_vision.data.datasets.image_files import ImageFiles, find_images
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import Decoding
 
 
 class ClassificationData(DataModule):
@@ -63,6 +64,9 @@ class ClassificationData(DataModule):
         shuffle_shards: Number of shards of which samples are mixed at a time; all if null.
         in_memory: Decode all pictures, of one size, before the training, and keep them in memory: of 10,000 of 64 x 64
             pixels 123 MB, in each process. No samples change.
+        background: Colour behind the transparent pixels of pictures: white, black, another name or #rrggbb.
+        skip_unlabelled: Leave samples out whose label is missing, None, NaN or below 0, and count them; refused if
+            false.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, an empty class folder, splits with
@@ -91,6 +95,8 @@ class ClassificationData(DataModule):
         holdout_every: int | None = None,
         shuffle_shards: int | None = None,
         in_memory: bool = False,
+        background: str = "white",
+        skip_unlabelled: bool = False,
     ) -> None:
         if crop_pct is not None:
             check_numbers(0, 1, crop_pct=crop_pct)
@@ -116,6 +122,8 @@ class ClassificationData(DataModule):
             holdout_every=holdout_every,
             shuffle_shards=shuffle_shards,
             in_memory=in_memory,
+            background=background,
+            skip_unlabelled=skip_unlabelled,
         )
         if self.entry.is_stream and self.repeats > 1:
             raise InputError(f"augmentation.repeats is {self.repeats}, it must be 1 for dataset {dataset!r}")
@@ -155,7 +163,8 @@ class ClassificationData(DataModule):
         trainer, files = self._attached_trainer(), find_images(self.predict_path, "data.predict_path")
         if len(files) < trainer.world_size:
             raise InputError(f"{len(files)} images cannot be shared by {trainer.world_size} processes")
-        self._files = ImageFiles(files[trainer.global_rank :: trainer.world_size], PIL_MODES[self._shape[0]])
+        decoding = Decoding(PIL_MODES[self._shape[0]], self.background)
+        self._files = ImageFiles(files[trainer.global_rank :: trainer.world_size], decoding)
         self.num_classes = self._model_classes
         self.class_names = [str(i) for i in range(self.num_classes)]  # until a checkpoint brings names
 

@@ -1,5 +1,6 @@
 """Decides which frames of a video make a clip, and crops them."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from headmix_vision.checks import check_counts, check_positive
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.errors import InputError
 
+_INSTANT_S = 1e-6
 _LEAST_SHARE = 0.99  # of the wanted frame rate: 29.97 frames a second serve as 30
 
 
@@ -44,7 +46,14 @@ class ClipConfig:
         """Frames a second of the clips of a video with `frame_rate`."""
         return self.frame_rate or frame_rate / (self.frame_stride or 1)
 
-    def frames(self, count: int, available: int, frame_rate: float | None, place: float) -> list[int]:
+    def frames(
+        self,
+        count: int,
+        available: int,
+        frame_rate: float | None,
+        place: float,
+        times: Sequence[float] | None = None,
+    ) -> list[int]:
         """Numbers of the frames of a clip.
 
         Args:
@@ -52,6 +61,8 @@ class ClipConfig:
             available: Frames of the video.
             frame_rate: Frames a second of the video; None where it states none.
             place: Where the clip begins, from 0, the first frame that it can begin with, to 1, the last one.
+            times: When each frame begins to show and the last one ends, in seconds, where they do not follow each other
+                evenly: those nearest to the times of the clip are taken.
 
         Raises:
             InputError: The video is too short, or its frame rate too low.
@@ -62,6 +73,8 @@ class ClipConfig:
                 raise InputError("it states no frame rate: choose frames by a stride instead of a rate")
             if frame_rate < _LEAST_SHARE * self.frame_rate:
                 raise InputError(f"it has {frame_rate:g} frames a second, fewer than the {self.frame_rate:g} of a clip")
+            if times is not None:
+                return self._frames_by_time(count, times, place)
             step = frame_rate / self.frame_rate
         offsets = [round(number * step) for number in range(count)]
         spare = available - offsets[-1]
@@ -70,11 +83,22 @@ class ClipConfig:
         start = min(int(place * spare), spare - 1)
         return [start + offset for offset in offsets]
 
+    def _frames_by_time(self, count: int, times: Sequence[float], place: float) -> list[int]:
+        assert self.frame_rate is not None
+        *shown, end = times
+        wanted = np.arange(count) / self.frame_rate
+        spare = bisect_right(shown, end - wanted[-1] - 1 / self.frame_rate + _INSTANT_S)
+        if spare < 1:
+            raise InputError(f"it lasts {end - times[0]:.3g} s, a clip needs {wanted[-1] + 1 / self.frame_rate:.3g} s")
+        start = min(int(place * spare), spare - 1)
+        nearest = np.interp(shown[start] + wanted, shown, np.arange(len(shown))).round()
+        return [int(number) for number in nearest]
+
 
 DEFAULT_CLIP = ClipConfig()
 
 
-def crop_frames(frames: Sequence[Image.Image], size: Sequence[int], mode: str) -> Tensor:
+def crop_frames(frames: Sequence[Image.Image], size: Sequence[int]) -> Tensor:
     """Crops each frame as ADM does; float32 [C, T, H, W] in [0, 1]. An empty size leaves them as they are.
 
     Raises:
@@ -84,10 +108,9 @@ def crop_frames(frames: Sequence[Image.Image], size: Sequence[int], mode: str) -
     if len(sizes) > 1:
         (width, height), (other_width, other_height) = sizes[:2]
         raise InputError(f"it has frames of {width}x{height} and of {other_width}x{other_height} pixels")
-    pictures = [frame.convert(mode) for frame in frames]
     if size:
         height, width = size
-        pictures = [center_crop(picture, (height, width)) for picture in pictures]
-    pixels = np.stack([np.asarray(picture) for picture in pictures])
+        frames = [center_crop(frame, (height, width)) for frame in frames]
+    pixels = np.stack([np.asarray(frame) for frame in frames])
     pixels = pixels[..., None] if pixels.ndim == 3 else pixels
     return torch.from_numpy(pixels.transpose(3, 0, 1, 2).astype(np.float32)) / 255

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.checks import check_counts, check_numbers
+from headmix_vision.checks import check_counts, check_flags, check_numbers
 from headmix_vision.data.batches import TrainBatchSampler, eval_batches
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
@@ -33,6 +33,7 @@ from headmix_vision.data.loading import (
     obey_parent,
 )
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import check_background
 
 
 class DataModule(lightning.LightningDataModule):
@@ -72,6 +73,8 @@ class DataModule(lightning.LightningDataModule):
         shuffle_shards: Number of shards of which samples are mixed at a time, so that shards are read one group after
             the other; all when None.
         in_memory: Decode all pictures, of one size, when a split is opened, and keep them in memory.
+        background: Colour behind transparent pixels.
+        skip_unlabelled: Leave samples without a valid label out, and count them, instead of refusing them.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, splits with different classes, a
@@ -99,6 +102,8 @@ class DataModule(lightning.LightningDataModule):
         holdout_every: int | None = None,
         shuffle_shards: int | None = None,
         in_memory: bool = False,
+        background: str = "white",
+        skip_unlabelled: bool = False,
     ) -> None:
         super().__init__()
         self.entry = find_dataset(dataset, self.use)
@@ -117,6 +122,8 @@ class DataModule(lightning.LightningDataModule):
             check_counts(1, shuffle_shards=shuffle_shards)
         if in_memory and (self.entry.is_stream or not self.entry.has_images or 2 not in self.entry.grid_axes):
             raise InputError(f"in_memory is true, it must be false for dataset {dataset!r}, which holds no image files")
+        check_background(background)
+        check_flags(skip_unlabelled=skip_unlabelled)
         self.dataset = dataset
         self.root = root
         self.train_split = train_split
@@ -131,6 +138,8 @@ class DataModule(lightning.LightningDataModule):
         self.holdout_every = holdout_every
         self.shuffle_shards = shuffle_shards
         self.in_memory = in_memory
+        self.background = background
+        self.skip_unlabelled = skip_unlabelled
         self._copies: torch.cuda.Stream | None = None
 
     @abstractmethod
@@ -188,6 +197,9 @@ class DataModule(lightning.LightningDataModule):
             self.use,
             root=self.root,
             num_classes=self._model_classes,
+            background=self.background,
+            needs_labels=self.use == "classification" or self._model_classes > 0,
+            skip_unlabelled=self.skip_unlabelled,
             seed=self.seed,
             train_split=self.train_split,
             training=training,

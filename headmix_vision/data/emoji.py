@@ -14,7 +14,6 @@ all of it is in one split. Of pictures that are equal to the bit, only the first
 import argparse
 import csv
 import hashlib
-import io
 import json
 import os
 import re
@@ -29,10 +28,10 @@ from PIL import Image
 
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.progress import progress
-from headmix_vision.data.datasets.base import readable
 from headmix_vision.data.datasets.tables import TABLE
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.files.atomic import atomic_folder, check_place
+from headmix_vision.files.pictures import Decoding, readable
 
 SIZE = 64
 SPLITS = ("train", "test", "validation", "train", "train")
@@ -309,12 +308,11 @@ def _thing(code: str) -> str:
 
 def draw(data: bytes) -> Image.Image:
     """Decodes a picture, puts it on white, makes it square, and scales it to `SIZE` pixels by Lanczos' filter."""
-    with Image.open(io.BytesIO(data)) as image:
-        shape = image.convert("RGBA")
+    shape = Decoding().first_frame(data)
     side = max(shape.size)
-    canvas = Image.new("RGBA", (side, side), "white")
-    canvas.alpha_composite(shape, ((side - shape.width) // 2, (side - shape.height) // 2))
-    return canvas.convert("RGB").resize((SIZE, SIZE), Image.Resampling.LANCZOS)
+    canvas = Image.new("RGB", (side, side), "white")
+    canvas.paste(shape, ((side - shape.width) // 2, (side - shape.height) // 2))
+    return canvas.resize((SIZE, SIZE), Image.Resampling.LANCZOS)
 
 
 def draw_all(packages: dict[str, Files]) -> list[Picture]:

@@ -58,6 +58,9 @@ class GenerationData(DataModule):
         shuffle_shards: Number of shards of which samples are mixed at a time; all if null.
         in_memory: Decode all pictures, of one size, before the training, and keep them in memory: of 10,000 of 64 x 64
             pixels 123 MB, in each process. No samples change.
+        background: Colour behind the transparent pixels of pictures: white, black, another name or #rrggbb.
+        skip_unlabelled: Leave samples out whose label is missing, None, NaN or below 0, and count them; refused if
+            false.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, a training split smaller than one global
@@ -84,6 +87,8 @@ class GenerationData(DataModule):
         stills: StillsConfig = DEFAULT_STILLS,
         shuffle_shards: int | None = None,
         in_memory: bool = False,
+        background: str = "white",
+        skip_unlabelled: bool = False,
     ) -> None:
         check_numbers(0, 1, hflip=hflip)
         super().__init__(
@@ -99,6 +104,8 @@ class GenerationData(DataModule):
             max_unreadable=max_unreadable,
             shuffle_shards=shuffle_shards,
             in_memory=in_memory,
+            background=background,
+            skip_unlabelled=skip_unlabelled,
         )
         if hflip and not self.entry.has_images:
             raise InputError(f"hflip does not apply to {dataset}: cache_latents has flipped the images or not")

@@ -5,104 +5,34 @@
 
 Files of one name that stand together in a tar file are a sample, as WebDataset has it: 000017.jpg, 000017.cls. Labels
 are the texts of .cls where there are such files, or what --label names; whole numbers count as the classes' numbers,
-other texts are numbered in their order. Samples without a picture or video are left out, and counted.
+other texts are numbered in their order. Samples without a picture or video are left out, and counted. A sample without
+a valid label among others is refused, unless --skip-unlabelled leaves it out.
 """
 
 import argparse
-import io
 import json
-import os
 import sys
-import tarfile
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from headmix_vision.checks import check_counts
 from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console.notes import say_left_out
 from headmix_vision.console.progress import progress
-from headmix_vision.data.datasets.base import number_names
 from headmix_vision.data.datasets.shards import FORMAT, INDEX, KINDS, TENSORS, describe_shard, find_shards
-from headmix_vision.data.datasets.tables import natural_order
+from headmix_vision.data.labels import LabelRule, Labels, keep_labelled, number_labels
 from headmix_vision.data.loading import as_it_is
-from headmix_vision.errors import InputError, explain, one_line_errors
+from headmix_vision.data.shard_content import ScannedShards, ShardContent
+from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.files.tensor_files import write_tensors
-from headmix_vision.files.video import VIDEO_SUFFIXES, EncodedVideo, probe
-
-PICTURES = ("jpeg", "jpg", "png", "webp")
-_DIGITS = 6  # of a class's number; longer ones are texts
-VIDEOS = tuple(suffix.removeprefix(".") for suffix in VIDEO_SUFFIXES)
-
-
-class ShardContent(NamedTuple):
-    """The samples of a shard: where their files begin, their bytes, endings and labels, and which are left out."""
-
-    offsets: list[int]
-    sizes: list[int]
-    suffixes: list[str]
-    labels: list[str | None]
-    left_out: list[str]
-
-
-class ScannedShards(Dataset[ShardContent]):
-    """The content of each shard, from the headers of its tar file.
-
-    Args:
-        paths: The shards.
-        label: Entry of each sample's .json that is its label; .cls where there are such files when None.
-        suffix: Ending of the files that are the samples; pictures and videos when None.
-        check: Decode each picture, and count the frames of each video; leave out what is damaged.
-    """
-
-    def __init__(self, paths: Sequence[Path], label: str | None, suffix: str | None, check: bool) -> None:
-        self.paths = paths
-        self.label = label
-        self.suffixes = PICTURES + VIDEOS if suffix is None else (suffix.removeprefix(".").lower(),)
-        self.check = check
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> ShardContent:
-        path, content = self.paths[index], ShardContent([], [], [], [], [])
-        try:
-            with tarfile.open(path, "r:") as shard:
-                for key, files in _samples(shard):
-                    self._add(content, shard, f"{path}: {key}", files)
-                _check_end(shard)
-        except tarfile.TarError as error:
-            raise InputError(f"{path} is truncated or no tar file ({error})") from None
-        return content
-
-    def _add(self, content: ShardContent, shard: tarfile.TarFile, name: str, files: dict[str, tarfile.TarInfo]) -> None:
-        found = [suffix for suffix in files if suffix in self.suffixes]
-        if len(found) > 1:
-            raise InputError(f"{name} has the files .{found[0]} and .{found[1]}: choose one by --suffix")
-        fault = "no picture or video" if not found else None
-        if found and self.check:
-            fault = _fault(name, found[0], _read(shard, files[found[0]]))
-        if fault is not None:
-            content.left_out.append(f"{name} ({fault})")
-            return
-        content.offsets.append(files[found[0]].offset_data)
-        content.sizes.append(files[found[0]].size)
-        content.suffixes.append(found[0])
-        content.labels.append(self._label(shard, name, files))
-
-    def _label(self, shard: tarfile.TarFile, name: str, files: dict[str, tarfile.TarInfo]) -> str | None:
-        file = files.get("cls" if self.label is None else "json")
-        try:
-            text = None if file is None else _read(shard, file).decode()
-            if self.label is None:
-                return text and text.strip()
-            return str(json.loads(text or "")[self.label])
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{name} has no label {self.label!r} ({explain(error)})") from None
+from headmix_vision.files.video import VIDEO_SUFFIXES
 
 
 def write_index(
@@ -110,6 +40,7 @@ def write_index(
     *,
     label: str | None = None,
     unlabelled: bool = False,
+    skip_unlabelled: bool = False,
     suffix: str | None = None,
     check: bool = False,
     workers: int = 0,
@@ -120,6 +51,7 @@ def write_index(
         folder: The folder.
         label: Entry of each sample's .json that is its label; .cls where there are such files when None.
         unlabelled: Leave the labels out.
+        skip_unlabelled: Leave samples without a valid label out, instead of refusing them.
         suffix: Ending of the files that are the samples, where there are several.
         check: Leave out pictures and videos that are damaged, for which all are read.
         workers: Processes that read shards.
@@ -128,8 +60,8 @@ def write_index(
         What the index says about the shards, and what was left out.
 
     Raises:
-        InputError: No shards, a damaged one, one without samples, samples with and without labels, or pictures among
-            videos.
+        InputError: No shards, a damaged one, one without samples, a sample without a valid label among others, labels
+            that stand apart from their samples, numbers among names, or pictures among videos.
     """
     check_counts(0, workers=workers)
     paths = find_shards(folder)
@@ -142,17 +74,23 @@ def write_index(
         for content in loader:
             contents.append(content)
             advance(1)
-    labels = [label for content in contents for label in content.labels]
-    if not labels:
-        raise InputError(f"the shards of {folder} have no samples ({', '.join('.' + s for s in scanned.suffixes)})")
-    targets, class_names = _number([None] * len(labels) if unlabelled else labels, folder)
-    is_clip = {suffix in VIDEOS for content in contents for suffix in content.suffixes}
+    total = sum(len(content.labels) for content in contents)
+    if not total:
+        raise InputError(f"the shards of {folder} have no samples: no {suffix or 'pictures and no videos'}")
+    say_left_out(folder, total, "samples", Counter(kind for content in contents for kind in content.hidden))
+    numbered = Labels(list(range(total)), [0] * total, [])
+    if not unlabelled and _are_labelled(contents, folder, label):
+        numbered = _number(contents, paths, folder, skip_unlabelled)
+        contents = _select(contents, numbered.kept)
+    suffixes = {suffix for content in contents for suffix in content.suffixes}
+    # a GIF is whichever the others are
+    is_clip = {suffix in VIDEO_SUFFIXES for suffix in suffixes - {".gif"} or suffixes}
     if len(is_clip) > 1:
         raise InputError(f"the shards of {folder} hold pictures and videos: choose by --suffix")
     index = {
         "format": FORMAT,
         "kind": KINDS[is_clip.pop()],
-        "class_names": class_names,
+        "class_names": numbered.class_names,
         "shards": [
             {"name": path.name, "samples": len(content.sizes), **describe_shard(path)}
             for path, content in zip(paths, contents, strict=True)
@@ -161,66 +99,66 @@ def write_index(
     columns = (
         [offset for content in contents for offset in content.offsets],
         [size for content in contents for size in content.sizes],
-        targets,
+        numbered.targets,
     )
     tensors = {name: torch.tensor(column) for name, column in zip(TENSORS, columns, strict=True)}
     write_tensors(folder / INDEX, tensors, {"shards": json.dumps(index)})
     return index, [name for content in contents for name in content.left_out]
 
 
-def _samples(shard: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Files of each sample by ending; those of one name up to the first dot stand together."""
-
-    def key(member: tarfile.TarInfo) -> str:
-        folder, name = os.path.split(member.name)
-        return os.path.join(folder, name.partition(".")[0])
-
-    for name, members in groupby((member for member in shard if member.isreg()), key):
-        if os.path.basename(name):  # a hidden file has none
-            yield name, {os.path.basename(member.name).partition(".")[2].lower(): member for member in members}
-
-
-def _check_end(shard: tarfile.TarFile) -> None:
-    """Checks that a file ends where `tarfile` stopped, which it does at invalid headers and at zeros in the middle."""
-    shard.fileobj.seek(shard.offset)
-    if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise tarfile.ReadError("no end of the archive")
-    while rest := shard.fileobj.read(tarfile.RECORDSIZE):
-        if rest.strip(b"\0"):
-            raise tarfile.ReadError(f"more behind an end of the archive at byte {shard.offset}")
+def _are_labelled(contents: list[ShardContent], folder: Path, label: str | None) -> bool:
+    """Tell whether samples have labels; refuse labels that stand apart from them, or an entry that none has."""
+    orphans = dict.fromkeys(key for content in contents for key in content.orphans)
+    faulty = {key for content in contents for key in content.faulty.values()}
+    labelled = any(value is not None for content in contents for value in content.labels)
+    apart = next((key for key in orphans if key in faulty or not labelled), None)
+    if apart is not None:
+        suffix = "cls" if label is None else "json"
+        raise InputError(
+            f"{apart}.{suffix} in the shards of {folder} stands apart from its picture or video: the files of a sample"
+            " must follow each other; write the shards again in the order of names, or see --unlabelled"
+        )
+    if label is not None and not labelled:
+        raise InputError(f"no sample in the shards of {folder} has the entry {label!r} in its .json")
+    return labelled
 
 
-def _read(shard: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = shard.extractfile(member)
-    assert file is not None  # a regular file
-    return file.read()
+def _number(contents: list[ShardContent], paths: Sequence[Path], folder: Path, skip: bool) -> Labels:
+    """Number the classes of samples with a valid label; refuse the others unless they are skipped."""
+    labels = [label for content in contents for label in content.labels]
+    starts = list(accumulate((len(content.labels) for content in contents), initial=0))
+
+    def name(index: int) -> str:
+        shard = bisect_right(starts, index) - 1
+        number = index - starts[shard]
+        return f"{paths[shard]}: {contents[shard].faulty.get(number, f'sample {number}')}"
+
+    kept = keep_labelled(labels, name, folder, "sample", skip)
+    texts = [index for index in kept if isinstance(labels[index], str)]
+    if texts and len(texts) < len(kept):
+        raise InputError(
+            f"{name(texts[0])} has the label {labels[texts[0]]!r}, {len(kept) - len(texts)} of {len(kept)} labels of"
+            f" {folder} are numbers: all must be numbers, or all names"
+        )
+    numbered = number_labels([labels[index] for index in kept], name, folder, LabelRule())
+    return numbered._replace(kept=kept)
 
 
-def _fault(name: str, suffix: str, data: bytes) -> str | None:
-    try:
-        if suffix in VIDEOS:
-            probe(EncodedVideo(name, data))
-        else:
-            with Image.open(io.BytesIO(data)) as image:
-                image.load()
-    except Exception as error:  # decoders raise whatever comes to mind on a damaged file
-        return explain(error)
-    return None
-
-
-def _number(labels: list[str | None], folder: Path) -> tuple[list[int], list[str]]:
-    """Numbers of the labels, and the names of the classes; all are 0, and there are no classes, without labels."""
-    names = {label for label in labels if label is not None}
-    if not names:
-        return [0] * len(labels), []
-    if None in labels:
-        raise InputError(f"{labels.count(None)} of {len(labels)} samples of {folder} have no label: see --unlabelled")
-    if all(name.isdecimal() and len(name) <= _DIGITS for name in names):
-        targets = [int(label or 0) for label in labels]
-        return targets, number_names(targets)
-    class_names = sorted(names, key=natural_order)
-    numbers: dict[str | None, int] = {name: number for number, name in enumerate(class_names)}
-    return [numbers[label] for label in labels], class_names
+def _select(contents: list[ShardContent], kept: list[int]) -> list[ShardContent]:
+    """Keep some of the samples of all shards."""
+    starts = list(accumulate((len(content.labels) for content in contents), initial=0))
+    chosen = []
+    for content, start, end in zip(contents, starts, starts[1:], strict=False):
+        stay = [index - start for index in kept[bisect_left(kept, start) : bisect_left(kept, end)]]
+        chosen.append(
+            content._replace(
+                offsets=[content.offsets[number] for number in stay],
+                sizes=[content.sizes[number] for number in stay],
+                suffixes=[content.suffixes[number] for number in stay],
+                labels=[content.labels[number] for number in stay],
+            )
+        )
+    return chosen
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -229,6 +167,8 @@ def main(args: Sequence[str] | None = None) -> None:
     with one_line_errors():
         if options["label"] is not None and options["unlabelled"]:
             raise InputError("--label and --unlabelled are both given")
+        if options["skip_unlabelled"] and options["unlabelled"]:
+            raise InputError("--skip-unlabelled and --unlabelled are both given")
         folder = options.pop("folder")
         index, left_out = write_index(folder, **options)
         for name in left_out:
@@ -247,6 +187,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="folder of the shards of a split")
     parser.add_argument("--label", help="entry of .json that is the label (the text of .cls)")
     parser.add_argument("--unlabelled", action="store_true", help="leave labels out")
+    parser.add_argument(
+        "--skip-unlabelled", action="store_true", help="leave out, and count, samples without a valid label"
+    )
     parser.add_argument("--suffix", help="ending of the files that are the samples, where there are several")
     parser.add_argument("--check", action="store_true", help="read all samples, and leave out damaged ones")
     parser.add_argument("--workers", type=int, default=4, help="processes that read shards (4)")

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from headmix_vision.checks import check_choice, check_counts
 from headmix_vision.console.progress import progress
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, readable, to_picture
+from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, to_picture
 from headmix_vision.data.datasets.latents import (
     FORMAT,
     MANIFEST,
@@ -30,10 +30,12 @@ from headmix_vision.data.datasets.latents import (
     shard_length,
     shard_name,
 )
+from headmix_vision.data.labels import check_label
 from headmix_vision.data.loading import obey_parent
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, check_place, is_temporary
 from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.pictures import readable
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.models.autoencoders import Autoencoder
 
@@ -92,8 +94,13 @@ class CroppedImages(Dataset[tuple[Tensor, int]]):
         with readable(self.source.name(index)):
             image, label = self.source.read(index)
         if isinstance(image, Tensor) and image.ndim == 4:
-            return (image * 255).round().to(torch.uint8), max(label, 0)
-        return pil_to_tensor(center_crop(to_picture(image).convert(self.mode), self.size)), max(label, 0)
+            return (image * 255).round().to(torch.uint8), self._check(label, index)
+        return pil_to_tensor(center_crop(to_picture(image).convert(self.mode), self.size)), self._check(label, index)
+
+    def _check(self, label: int, index: int) -> int:
+        """Label 0 where there are no classes."""
+        names = self.source.class_names
+        return check_label(label, self.source.name(index), len(names)) if names else 0
 
 
 def write_cache(
@@ -104,6 +111,7 @@ def write_cache(
     image_size: int,
     origin: str,
     clip: dict[str, Any] | None = None,
+    background: str = "white",
     flip: bool = False,
     store: str = "moments",
     dtype: str = "float16",
@@ -124,6 +132,7 @@ def write_cache(
         origin: Where the images came from, for the record.
         clip: Of clips: `frames`, their number; `frame_rate` a second, None where it is not known or differs; and
             whatever else says how they were made, for the record.
+        background: Colour that was put behind transparent pixels, for the record.
         flip: Store the latents of mirrored images too.
         store: `moments` (mean and standard deviation) or `means`; an autoencoder without moments stores means.
         dtype: Type on disk: float32, float16 or bfloat16; pixels are uint8.
@@ -159,8 +168,7 @@ def write_cache(
     autoencoder.check_size(image_size, image_size)
     if clip is not None:
         autoencoder.check_frames(clip["frames"])
-    mode = PIL_MODES[autoencoder.image_channels]
-    images = CroppedImages(source, image_size, mode)
+    images = CroppedImages(source, image_size, PIL_MODES[autoencoder.image_channels])
     mean, std = autoencoder.moments(images[0][0][None] / 255)
     manifest = {
         "format": FORMAT,
@@ -180,6 +188,8 @@ def write_cache(
         rate = clip["frame_rate"]
         manifest |= {"clip": clip, "frame_rate": rate and rate / (autoencoder.time_downsampling or 1)}
     manifest["source"] = _source_hashes(source, manifest)
+    if source.files() is not None and not _is_of_earlier_decoding(out, background):
+        manifest["background"] = background
     if dry_run:
         _check_directory(out, manifest)
         return len(_missing(out, manifest, rank, world_size))
@@ -227,6 +237,18 @@ def _write_shards(
                 advance(len(labels))
             tensors = {key: torch.cat(values).contiguous() for key, values in parts.items()}
             write_tensors(out / shard_name(number), tensors, {"latents": json.dumps(described)})
+
+
+def _is_of_earlier_decoding(out: Path, background: str) -> bool:
+    """Tell, with a warning, whether a cache was begun before pictures were turned and put on a background."""
+    if not (out / MANIFEST).is_file() or "background" in read_manifest(out) or background != "white":
+        return False
+    warnings.warn(
+        f"{out} was begun by an earlier version, which did not turn photos by their EXIF and showed the colours of"
+        " transparent pixels; if there are such pictures, choose another --out",
+        stacklevel=2,
+    )
+    return True
 
 
 def _source_hashes(source: Source, manifest: dict[str, Any]) -> list[str]:

@@ -10,13 +10,14 @@ from headmix_vision.checks import check_counts, check_positive
 from headmix_vision.console.processes import Processes
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE
+from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clip_features import ClipExtractor, open_clip_extractor
 from headmix_vision.evaluation.clips import ClipSampling, ClipSet, open_clips
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.fvd import PROTOCOLS, SEES_MOTION, Protocol, check_clips, fvd
 from headmix_vision.evaluation.moving_digits import DigitJudge, check_judged, check_labels, judge
-from headmix_vision.evaluation.sample_sets import check_root
+from headmix_vision.evaluation.sample_sets import UNLABELLED, check_root
 from headmix_vision.evaluation.scores import KID_SUBSETS, Progress, Scorer, check_sizes, kid_subset_size
 
 _OFFSETS = ("first", "random")
@@ -103,10 +104,10 @@ def run_moving_digits(options: argparse.Namespace, progress: Progress, processes
     extractor = DigitJudge(open_extractor(options.features, options.device))
     scorer = Scorer(extractor, options.batch_size, progress, processes)
     sampling = ClipSampling(frames=None, count=options.count)
-    fake = _open(options, "fake", extractor, sampling)
+    fake = _open(options, "fake", extractor, sampling, labels=LabelRule())
     frame_rate = options.fps or (fake.description["frame_rate"] or [FRAME_RATE])[0]
     sampling = ClipSampling(frames=fake.size[0], count=len(fake))
-    real = _open(options, "real", extractor, sampling, fake, ClipConfig(frame_rate))
+    real = _open(options, "real", extractor, sampling, fake, ClipConfig(frame_rate), LabelRule())
     check_root(options.root, real.clips.kind, fake.clips.kind)
     check_sizes(real, fake)
     sides = {"fake": fake, "real": real}
@@ -156,10 +157,13 @@ def _open(
     sampling: ClipSampling,
     like: ClipSet | None = None,
     clip: ClipConfig = DEFAULT_CLIP,
+    labels: LabelRule = UNLABELLED,
 ) -> ClipSet:
     grid = None if like is None else (like.size[-2], like.size[-1])
     place = getattr(options, side)
-    return open_clips(place, extractor.mode, sampling, options.image_size, options.root, grid, clip)
+    return open_clips(
+        place, extractor.mode, sampling, options.image_size, options.root, grid, clip, options.background, labels
+    )
 
 
 def _warn(options: argparse.Namespace, real: ClipSet, fake: ClipSet) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import getitem
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -20,27 +21,31 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from headmix_vision.checks import check_counts, check_positive
+from headmix_vision.console.notes import say_left_out
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.base import (
     CHANNELS,
     BatchSource,
     Source,
-    readable,
     to_picture,
 )
+from headmix_vision.data.labels import LabelRule
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.clip_files import ClipInfo, Frames, find_clips, probe_clip, read_clip
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays, npz_labels
 from headmix_vision.evaluation.sample_sets import (
     DECODER_THREADS,
     SAMPLES,
     SAMPLES_METADATA,
+    UNLABELLED,
     ImageSet,
     describe_size,
     open_slice,
     samples_of,
 )
+from headmix_vision.files.clips import ClipInfo, Frames, probe_clip, read_clip
+from headmix_vision.files.listing import find_clips
+from headmix_vision.files.pictures import Decoding, readable
 from headmix_vision.files.png import Item
 
 _CHOICE, _OFFSET = 0, 1  # what random numbers are for
@@ -105,11 +110,13 @@ class Clips(ABC):
         source: The name.
         kind: `folder`, `npz` or `dataset`.
         infos: What is known of each clip.
+        about: What else the result file says.
     """
 
     source: str
     kind: str
     infos: list[ClipInfo]
+    about: Mapping[str, Any] = MappingProxyType({})
 
     @abstractmethod
     def name(self, number: int) -> str:
@@ -136,7 +143,7 @@ class SampledClips:
         if sampling.frames is None:
             sampling = replace(sampling, frames=_length(clips))
         self.clips, self.sampling = clips, sampling
-        self.source, self.kind = clips.source, clips.kind
+        self.source, self.kind, self.about = clips.source, clips.kind, dict(clips.about)
         long_enough = [n for n, info in enumerate(clips.infos) if info.num_frames >= sampling.needed]
         self.skipped = len(clips.infos) - len(long_enough)
         if self.skipped and (not sampling.skip_short or not long_enough):
@@ -218,9 +225,12 @@ class FolderClips(Clips):
 
     kind = "folder"
 
-    def __init__(self, path: Path) -> None:
-        self.source = str(path)
-        self.paths = sorted(find_clips(path))
+    def __init__(self, path: Path, decoding: Decoding) -> None:
+        self.source, self.decoding = str(path), decoding
+        listing = find_clips(path)
+        say_left_out(path, len(listing.paths), "clips", listing.left_out)
+        self.paths = sorted(listing.paths)
+        self.about = {"background": decoding.background, "left_out": dict(listing.left_out)}
         with ThreadPoolExecutor(DECODER_THREADS) as pool:
             self.infos = list(pool.map(probe_clip, self.paths))
         metadata = path.parent / SAMPLES_METADATA
@@ -239,7 +249,8 @@ class FolderClips(Clips):
             for start in range(0, len(numbers), DECODER_THREADS):
                 some = numbers[start : start + DECODER_THREADS]
                 paths, indices = [self.paths[n] for n in some], [wanted[n] for n in some]
-                yield from zip(map(str, paths), pool.map(read_clip, paths, indices), strict=True)
+                clips = pool.map(read_clip, paths, indices, repeat(self.decoding))
+                yield from zip(map(str, paths), clips, strict=True)
 
     def labels(self, numbers: Sequence[int]) -> Tensor:
         """The classes of a folder of samples, which take turns."""
@@ -292,8 +303,10 @@ class DatasetClips(Clips):
 
     kind = "dataset"
 
-    def __init__(self, name: str, source: Source, indices: slice, frames: int, size: tuple[int, int]) -> None:
-        self.source, self.data = name, source
+    def __init__(
+        self, name: str, source: Source, indices: slice, frames: int, size: tuple[int, int], background: str
+    ) -> None:
+        self.source, self.data, self.about = name, source, {"background": background}
         self.numbers = range(len(source))[indices]
         self.infos = [ClipInfo(frames, size, getattr(source, "frame_rate", None))] * len(self.numbers)
 
@@ -322,6 +335,8 @@ def open_clips(
     root: str | None = None,
     grid: tuple[int, int] | None = None,
     clip: ClipConfig = DEFAULT_CLIP,
+    background: str = "white",
+    labels: LabelRule = UNLABELLED,
 ) -> ClipSet:
     """Opens clips for scoring.
 
@@ -335,27 +350,36 @@ def open_clips(
         root: Place of a data set that needs one.
         grid: H and W to ask a data set for, where `image_size` does not say; its own when None.
         clip: Which frames of its videos make the clips of a data set.
+        background: Colour behind transparent pixels.
+        labels: What is done with clips of a data set that have no valid label.
 
     Raises:
         InputError: Nothing there, no clips, a file that cannot be read, clips that are too short or of several sizes.
     """
     path = samples_of(source, "clips")
     if path.is_dir():
-        clips: Clips = FolderClips(path)
+        clips: Clips = FolderClips(path, Decoding(mode, background))
     elif path.is_file():
         if path.suffix != ".npz" or "arr_0" not in npz_arrays(path):
             raise InputError(f"{source} is a file, clips come from a folder, an .npz file with arr_0 or a data set")
         clips = NpzClips(path)
     else:
         grid = (image_size, image_size) if image_size else grid
-        clips = _open_dataset(source, mode, sampling, grid, root, clip)
+        clips = _open_dataset(source, mode, sampling, grid, root, clip, background, labels)
     if not clips.infos:
         raise InputError(f"{source} has no clips: no videos, no animated PNGs and no folders of frames")
     return ClipSet(SampledClips(clips, sampling), mode, image_size)
 
 
 def _open_dataset(
-    source: str, mode: str, sampling: ClipSampling, grid: tuple[int, int] | None, root: str | None, clip: ClipConfig
+    source: str,
+    mode: str,
+    sampling: ClipSampling,
+    grid: tuple[int, int] | None,
+    root: str | None,
+    clip: ClipConfig,
+    background: str,
+    labels: LabelRule,
 ) -> DatasetClips:
     channels = CHANNELS[mode]
     frames = None if sampling.frames is None else sampling.needed
@@ -365,7 +389,8 @@ def _open_dataset(
             raise InputError(f"{source}: --image-size must say how large its clips shall be")
         _, length, height, width = own.shape
         grid, frames = grid or (height, width), frames or length
-    return DatasetClips(source, *open_slice(source, (channels, frames, *grid), root, clip), frames, grid)
+    opened = open_slice(source, (channels, frames, *grid), root, clip, background, labels)
+    return DatasetClips(source, *opened, frames, grid, background)
 
 
 def _length(clips: Clips) -> int:

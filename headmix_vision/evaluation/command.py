@@ -26,6 +26,7 @@ from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import default_device, open_device
 from headmix_vision.console.processes import Processes, process_numbers
 from headmix_vision.console.progress import progress
+from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.evaluation.clip_command import CLIP_METRICS
 from headmix_vision.evaluation.extractors import open_extractor
@@ -34,6 +35,7 @@ from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, check
 from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer, check_judge, open_side
 from headmix_vision.evaluation.statistics import Statistics, write_statistics
 from headmix_vision.files.atomic import atomic_path, check_place
+from headmix_vision.files.pictures import check_background
 
 Side = ImageSet | Statistics
 
@@ -85,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--real", required=compares, help="real images, or for fid their statistics")
         if name != "stats":
             command.add_argument("--fake", required=True, help="generated images, or for fid their statistics")
+            if METRICS[name].takes_labels:
+                about = "leave out, and count, images of a data set that have no valid label"
+                command.add_argument("--skip-unlabelled", action="store_true", help=about)
             if METRICS[name].takes_held_out:
                 command.add_argument("--held-out", required=True, help="real images that were not trained on")
         about = "inception, digits, lite0:PATH, or a run or weights file (inception)"
@@ -104,6 +109,7 @@ def _add_common(command: argparse.ArgumentParser, what: str, batch_size: int) ->
     command.add_argument("--out", type=Path, required=required, help="file to write; it must not exist")
     command.add_argument("--root", help="place of a data set that needs one")
     command.add_argument("--image-size", type=int, help=f"scale and centre-crop all {what} to this size first")
+    command.add_argument("--background", default="white", help="colour behind transparent pixels (white)")
     command.add_argument("--batch-size", type=int, default=batch_size, help=f"{what} at a time ({batch_size})")
     command.add_argument("--device", default=default_device(), help="where to run")
     command.add_argument("--dry-run", action="store_true", help="open and check everything, score nothing")
@@ -117,6 +123,7 @@ def _check_out(options: argparse.Namespace) -> None:
         raise InputError(f"{out} already exists; choose another --out or remove it")
     if out is not None:
         check_place(out)
+    check_background(options.background)
     if options.image_size is not None:
         check_counts(1, **{"--image-size": options.image_size})
 
@@ -142,6 +149,8 @@ def _run(options: argparse.Namespace, processes: Processes) -> dict[str, Any]:
             image_size=options.image_size,
             root=options.root,
             statistics=metric is not None and metric.takes_statistics,
+            background=options.background,
+            labels=LabelRule(metric is not None and metric.takes_labels, getattr(options, "skip_unlabelled", False)),
         )
         for name in names
     }

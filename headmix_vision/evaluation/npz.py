@@ -2,9 +2,10 @@
 
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ class NpzImages:
     """
 
     kind = "npz"
+    about: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, path: Path) -> None:
         self.source = str(path)

@@ -6,9 +6,11 @@ are uint8 throughout, as files hold them.
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,16 +19,22 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.checks import check_counts
+from headmix_vision.console.notes import say_left_out
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
-from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, check_depth, readable, to_picture
+from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, to_picture
+from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays
-from headmix_vision.files.png import Item, read_item, to_item
+from headmix_vision.files.listing import find_pictures
+from headmix_vision.files.pictures import Decoding, readable
+from headmix_vision.files.png import Item, to_item
 
 DECODER_THREADS = 8
+UNLABELLED = LabelRule(needed=False)
+"""Rule of scores that take no labels."""
 SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
 _DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[-\d:]+)\])?")
 
@@ -36,6 +44,11 @@ class Pictures(Protocol):
 
     source: str
     kind: str
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What else the result file says."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -84,6 +97,7 @@ class ImageSet:
             "count": len(self),
             "size": list(self.size),
             "crop": "adm_center" if self.image_size else None,
+            **self.pictures.about,
         }
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Tensor]:
@@ -124,16 +138,12 @@ class Folder:
 
     kind = "folder"
 
-    def __init__(self, path: Path) -> None:
-        from timm.data.readers.img_extensions import get_img_extensions
-
-        self.source = str(path)
-        extensions = get_img_extensions()
-        self.paths = sorted(
-            file
-            for file in path.rglob("*")
-            if file.suffix.lower() in extensions and not file.is_dir() and not file.name.startswith(".")
-        )
+    def __init__(self, path: Path, decoding: Decoding) -> None:
+        self.source, self.decoding = str(path), decoding
+        listing = find_pictures(path)
+        say_left_out(path, len(listing.paths), "pictures", listing.left_out)
+        self.paths = listing.paths
+        self.about = {"background": decoding.background, "left_out": dict(listing.left_out)}
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -142,14 +152,11 @@ class Folder:
         with ThreadPoolExecutor(DECODER_THREADS) as pool:
             for start in range(0, len(indices), 4 * DECODER_THREADS):
                 paths = [self.paths[index] for index in indices[start : start + 4 * DECODER_THREADS]]
-                yield from zip(map(str, paths), pool.map(_decode, paths), strict=True)
+                yield from zip(map(str, paths), pool.map(self._decode, paths), strict=True)
 
-
-def _decode(path: Path) -> Item:
-    with readable(path), Image.open(path) as image:
-        item = read_item(image)
-        check_depth(image)
-    return item
+    def _decode(self, path: Path) -> Item:
+        with readable(path):
+            return self.decoding.item(path)
 
 
 class TensorImages:
@@ -160,6 +167,7 @@ class TensorImages:
     """
 
     kind = "memory"
+    about: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, pixels: Tensor, source: str = "memory") -> None:
         if pixels.dtype != torch.uint8 or pixels.ndim not in (4, 5) or pixels.shape[1] not in (1, 3):
@@ -183,8 +191,9 @@ class DatasetImages:
 
     kind = "dataset"
 
-    def __init__(self, name: str, images: Source, indices: slice) -> None:
+    def __init__(self, name: str, images: Source, indices: slice, background: str) -> None:
         self.source = name
+        self.about = {"background": background}
         self.images = images
         self.indices = range(len(images))[indices]
 
@@ -203,7 +212,14 @@ class DatasetImages:
         return torch.tensor([self.images.read(index)[1] for index in self.indices])
 
 
-def open_images(source: str, mode: str, image_size: int | None = None, root: str | None = None) -> ImageSet:
+def open_images(
+    source: str,
+    mode: str,
+    image_size: int | None = None,
+    root: str | None = None,
+    background: str = "white",
+    labels: LabelRule = UNLABELLED,
+) -> ImageSet:
     """Opens images or clips for scoring.
 
     Args:
@@ -214,13 +230,15 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
         mode: `L` or `RGB`.
         image_size: As in `ImageSet`.
         root: Place of a data set that needs one.
+        background: Colour behind transparent pixels.
+        labels: What is done with samples of a data set that have no valid label.
 
     Raises:
         InputError: Nothing there, no images, or fewer than a slice asks for.
     """
-    path = samples_of(source, "images")
+    path, decoding = samples_of(source, "images"), Decoding(mode, background)
     if path.is_dir():
-        return ImageSet(Folder(path), mode, image_size)
+        return ImageSet(Folder(path, decoding), mode, image_size)
     if path.is_file():
         if path.suffix != ".npz":
             raise InputError(f"{source} is a file, images come from a folder, an .npz file or a data set")
@@ -228,7 +246,8 @@ def open_images(source: str, mode: str, image_size: int | None = None, root: str
             raise InputError(f"{source} has no images arr_0, it has {', '.join(npz_arrays(path))}")
         return ImageSet(NpzImages(path), mode, image_size)
     grid = (image_size, image_size) if image_size else ()
-    return ImageSet(DatasetImages(source, *open_slice(source, (CHANNELS[mode], *grid), root)), mode, image_size)
+    opened = open_slice(source, (CHANNELS[mode], *grid), root, background=background, labels=labels)
+    return ImageSet(DatasetImages(source, *opened, background), mode, image_size)
 
 
 def samples_of(source: str, what: str) -> Path:
@@ -251,7 +270,12 @@ def check_root(root: str | None, *kinds: str) -> None:
 
 
 def open_slice(
-    source: str, shape: tuple[int, ...], root: str | None, clip: ClipConfig = DEFAULT_CLIP
+    source: str,
+    shape: tuple[int, ...],
+    root: str | None,
+    clip: ClipConfig = DEFAULT_CLIP,
+    background: str = "white",
+    labels: LabelRule = UNLABELLED,
 ) -> tuple[Source, slice]:
     """Opens a data set to score, `NAME[:SPLIT][SLICE]`: its split, and which of its samples are meant.
 
@@ -260,6 +284,8 @@ def open_slice(
         shape: (C, *grid) of its samples; (C,) where any size will do.
         root: Place of a data set that needs one.
         clip: Which frames of a video make a clip.
+        background: Colour behind transparent pixels.
+        labels: What is done with samples that have no valid label.
 
     Raises:
         InputError: No such data set, split or slice.
@@ -275,7 +301,8 @@ def open_slice(
     bounds = _bounds(match["slice"] or ":")
     if bounds is None:
         raise InputError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
-    samples = open_source(SplitRequest(name, split or entry.scored_split, shape, "scoring", root=root, clip=clip))
+    request = SplitRequest(name, split or entry.scored_split, shape, "scoring", root, clip=clip, background=background)
+    samples = open_source(replace(request, needs_labels=labels.needed, skip_unlabelled=labels.skip))
     for bound in bounds[:2]:
         if bound is not None and abs(bound) > len(samples):
             raise InputError(f"{source}: there are {len(samples)} images, the slice goes beyond them")

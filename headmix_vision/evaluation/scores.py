@@ -14,10 +14,11 @@ from torch import Tensor
 
 from headmix_vision.checks import check_counts
 from headmix_vision.console.processes import ALONE, Processes
+from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
-from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, describe_size, open_images
+from headmix_vision.evaluation.sample_sets import UNLABELLED, DatasetImages, ImageSet, describe_size, open_images
 from headmix_vision.evaluation.statistics import Statistics, holds_statistics, read_statistics
 
 Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
@@ -108,6 +109,8 @@ def open_side(
     image_size: int | None = None,
     root: str | None = None,
     statistics: bool = True,
+    background: str = "white",
+    labels: LabelRule = UNLABELLED,
 ) -> ImageSet | Statistics:
     """Opens one side of a comparison as a user names it: images, or the statistics of images.
 
@@ -119,6 +122,8 @@ def open_side(
         image_size: As in `open_images`; it does not concern statistics.
         root: Place of a data set that needs one.
         statistics: Whether statistics will do, as for the Fréchet distance.
+        background: Colour behind transparent pixels.
+        labels: What is done with samples of a data set that have no valid label.
 
     Raises:
         InputError: Nothing there, nothing that can be read, statistics where images are needed or of another extractor.
@@ -127,7 +132,7 @@ def open_side(
     if not statistics or not holds_statistics(path):
         if path.suffix == ".safetensors" and path.is_file():
             raise InputError(f"{source} holds no images; statistics are enough for fid alone")
-        return open_images(source, extractor.mode, image_size, root)
+        return open_images(source, extractor.mode, image_size, root, background, labels)
     read = read_statistics(path)
     _check_extractor(read, extractor)
     return read

@@ -21,7 +21,8 @@ from headmix_vision.files.atomic import atomic_path
 
 Item = Image.Image | list[Image.Image]
 """An image, or the frames of a clip."""
-_FRAMES = "headmix_vision frames"  # a note in the file, which tells a clip of one frame from an image
+FRAMES_NOTE = "headmix_vision frames"
+"""Name of a note in the file, which tells a clip of one frame from an image."""
 
 
 def to_item(pixels: np.ndarray) -> Item:
@@ -42,7 +43,7 @@ def write_png(path: str | os.PathLike[str], pixels: np.ndarray) -> None:
     if isinstance(item, list):
         item, *others = item
         note = PngInfo()
-        note.add_text(_FRAMES, str(len(pixels)))
+        note.add_text(FRAMES_NOTE, str(len(pixels)))
         # Without a duration: nothing here knows the frame rate, and Pillow merges equal frames that have one.
         options = {"save_all": True, "append_images": others, "pnginfo": note}
     # Encoded in memory: where the disk is full, Pillow says `encoder error -2`.
@@ -59,8 +60,8 @@ def read_png(path: str | os.PathLike[str]) -> np.ndarray:
         InputError: If the file is damaged.
     """
     with _opened(path) as image:
-        item = read_item(image)
-        pixels = np.stack([*map(np.asarray, item)]) if isinstance(item, list) else np.asarray(item)
+        is_clip = getattr(image, "is_animated", False) or FRAMES_NOTE in image.info
+        pixels = np.stack([*map(np.asarray, ImageSequence.Iterator(image))]) if is_clip else np.asarray(image)
         return pixels[..., None] if image.mode == "L" else pixels
 
 
@@ -78,8 +79,8 @@ def check_png(path: str | os.PathLike[str], shape: tuple[int, ...]) -> None:
     with _opened(path) as image:
         if (image.format, image.size) != ("PNG", (width, height)) or image.mode != ("L" if channels == 1 else "RGB"):
             raise InputError(f"{path} is {image.format} {image.mode} {image.width}x{image.height}")
-        if image.info.get(_FRAMES) != (str(frames[0]) if frames else None):
-            raise InputError(f"{path} has {image.info.get(_FRAMES, 'no')} frames of a clip")
+        if image.info.get(FRAMES_NOTE) != (str(frames[0]) if frames else None):
+            raise InputError(f"{path} has {image.info.get(FRAMES_NOTE, 'no')} frames of a clip")
         image.verify()
 
 
@@ -94,11 +95,3 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
         # what Pillow raises on damaged files
         except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:
             raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from None
-
-
-def read_item(image: Image.Image) -> Item:
-    """Reads the pixels of an open file: the frames of an animated PNG as a list, any other picture as it is."""
-    if image.format == "PNG" and (getattr(image, "is_animated", False) or _FRAMES in image.info):
-        return [frame.copy() for frame in ImageSequence.Iterator(image)]
-    image.load()
-    return image

@@ -1,40 +1,69 @@
 """Videos as files: read by frame number with PyAV, written as H.264 or GIF.
 
-T frames, H and W pixels, C channels (1 or 3); uint8, channels last. Frames are counted in the order of display, and
-they are given as they lie in the file: a note of a camera that it was turned is not applied.
+T frames, H and W pixels, C channels (1 or 3); uint8, channels last. Frames are counted in the order of display. They
+are turned as the file's display matrix says. Their colours follow the matrix and range that the stream names: BT.601 of
+limited range where it names none. A video is the first stream of its file that is not a cover picture.
 """
 
 import io
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from PIL import Image
 
 from headmix_vision.checks import check_positive
 from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
 from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.png import to_item
 
-VIDEO_SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm", ".wmv")
+VIDEO_SUFFIXES = frozenset((
+    ".3g2", ".3gp", ".asf", ".avi", ".divx", ".dv", ".f4v", ".flv", ".gif", ".m1v", ".m2ts", ".m2v", ".m4v", ".mjpeg",
+    ".mjpg", ".mkv", ".mov", ".mp4", ".mpe", ".mpeg", ".mpg", ".mts", ".mxf", ".ogv", ".qt", ".rm", ".rmvb", ".ts",
+    ".vob", ".webm", ".wmv", ".y4m",
+))  # fmt: skip
 WRITTEN_SUFFIXES = (".mp4", ".gif")
 _CRF = "17"  # of x264, hardly to be told from the original
+_INSTANT_S = 1e-6
+_OLDEST_AV = 17  # which converts the colours of BT.709 and of full range rightly
+# BT.601, limited range, primaries of BT.709 and the curve of sRGB, by their numbers in H.273
+_WRITTEN_COLOURS = {"colorspace": 6, "color_range": 1, "color_primaries": 1, "color_trc": 13}
 
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What a video file holds: frames, their average number a second, and their size in pixels."""
+    """What a video file holds.
+
+    Args:
+        num_frames: Frames.
+        frame_rate: Their average number a second.
+        height: Of a frame in pixels.
+        width: Of a frame in pixels.
+        times: When each frame begins to show, and when the last one ends, in seconds from the first; None where they
+            follow each other evenly.
+    """
 
     num_frames: int
     frame_rate: float
     height: int
     width: int
+    times: tuple[float, ...] | None = None
+
+    def frames_at(self, frame_rate: float) -> list[int]:
+        """Number the frames that show at the times of another rate, from the first to the end."""
+        times = self.times or [number / self.frame_rate for number in range(self.num_frames + 1)]
+        count = max(round(times[-1] * frame_rate), 1)
+        return [bisect_right(times[:-1], number / frame_rate + _INSTANT_S) - 1 for number in range(count)]
 
 
 @dataclass(frozen=True)
@@ -58,28 +87,38 @@ class _Packet:
 
     shown: int | None
     decoded: int | None
+    duration: int
     is_key: bool
 
 
 def probe(path: str | os.PathLike[str] | EncodedVideo) -> VideoInfo:
-    """Counts the frames of a video, without decoding them, and reads their rate and size.
+    """Counts the frames of a video, and reads their times, without decoding more than the first.
 
     Raises:
         InputError: The file is damaged, or holds no frames.
         OSError: It cannot be opened.
     """
     with _opened(path) as (container, stream):
-        return _info(path, stream, _packets(container, stream))
+        first = next(container.decode(stream), None)
+        if first is None:
+            raise InputError(f"{path} has no frames")
+        height, width, _ = _turn(np.empty((first.height, first.width, 0), np.uint8), first).shape
+    with _opened(path) as (container, stream):
+        return replace(_info(path, stream, _packets(container, stream)), height=height, width=width)
 
 
 def read_frames(
-    path: str | os.PathLike[str] | EncodedVideo, indices: Sequence[int] | Callable[[VideoInfo], Sequence[int]]
+    path: str | os.PathLike[str] | EncodedVideo,
+    indices: Sequence[int] | Callable[[VideoInfo], Sequence[int]],
+    background: str = "white",
 ) -> np.ndarray:
     """Reads frames by their numbers; decoding begins at the last key frame before the first of them.
 
     Args:
         path: The video, on a disk or in memory.
-        indices: Numbers of frames from 0, in any order, also repeated; or what chooses them.
+        indices: Numbers of frames from 0, in any order, also repeated; or what chooses them, for which height and
+            width are those before the frames are turned.
+        background: Colour behind transparent pixels.
 
     Returns:
         Uint8 [T, H, W, 3], in the order of `indices`.
@@ -96,10 +135,10 @@ def read_frames(
         if wrong:
             raise InputError(f"{path} has {info.num_frames} frames, there is no frame {wrong[0]}")
         wanted = sorted({*indices})
-        found = _seek_and_decode(container, stream, packets, wanted)
+        found = _seek_and_decode(container, stream, packets, wanted, background)
     if len(found) < len(wanted):
         with _opened(path) as (container, stream):
-            found = _decode_from_start(container, stream, wanted)
+            found = _decode_from_start(container, stream, wanted, background)
     missing = [index for index in wanted if index not in found]
     if missing:
         raise InputError(f"{path} is truncated: frame {missing[0]} of {info.num_frames} cannot be decoded")
@@ -108,9 +147,22 @@ def read_frames(
     return np.stack([found[index] for index in indices])
 
 
-def read_video(path: str | os.PathLike[str]) -> tuple[np.ndarray, float]:
-    """Reads all frames, uint8 [T, H, W, 3], and their number a second; raises as `read_frames` does."""
+def read_video(path: str | os.PathLike[str], frame_rate: float | None = None) -> tuple[np.ndarray, float]:
+    """Reads all frames of a video.
+
+    Args:
+        path: The video.
+        frame_rate: Of a video whose frames do not follow each other evenly, the frames that show at this rate.
+
+    Returns:
+        Frames, uint8 [T, H, W, 3], and their number a second.
+
+    Raises:
+        InputError: As `read_frames`.
+    """
     info = probe(path)
+    if info.times is not None and frame_rate is not None:
+        return read_frames(path, info.frames_at(frame_rate)), frame_rate
     return read_frames(path, range(info.num_frames)), info.frame_rate
 
 
@@ -143,37 +195,61 @@ def check_video_name(path: str | os.PathLike[str]) -> None:
     """Checks, before the work whose result it takes, that a video of this name can be written.
 
     Raises:
-        InputError: Its ending is none of `WRITTEN_SUFFIXES`, or PyAV is missing.
+        InputError: Its ending is none of `WRITTEN_SUFFIXES`, or PyAV is missing or too old.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in WRITTEN_SUFFIXES:
         raise InputError(f"{path} must end on one of {', '.join(WRITTEN_SUFFIXES)}")
     if suffix != ".gif":
-        require_extra("video", "writing a video")
+        require_av("writing a video")
+
+
+def require_av(what: str) -> None:
+    """Tell what to install, unless PyAV is there in a version that converts colours rightly.
+
+    Args:
+        what: What needs it, to begin the message.
+
+    Raises:
+        InputError: It is missing or too old.
+    """
+    require_extra("video", what)
+    found = version("av")
+    if int(found.partition(".")[0]) < _OLDEST_AV:
+        raise InputError(
+            f"{what} needs PyAV {_OLDEST_AV} or later, {found} is installed, which converts colours wrongly:"
+            " pip install 'headmix_vision[video]'"
+        )
 
 
 @contextmanager
 def _opened(path: str | os.PathLike[str] | EncodedVideo) -> Iterator[tuple[Any, Any]]:
     """Opens a file and its first video stream; whatever PyAV raises within names the file."""
-    require_extra("video", "reading a video")
+    require_av("reading a video")
     import av
+    from av.stream import Disposition
 
     with (path if isinstance(path, EncodedVideo) else Path(path)).open("rb") as file:
         try:
             with av.open(file) as container:
-                if not container.streams.video:
+                covers = Disposition.attached_pic | Disposition.timed_thumbnails
+                stream = next((one for one in container.streams.video if not one.disposition & covers), None)
+                if stream is None:
                     raise InputError(f"{path} holds no video")
-                stream = container.streams.video[0]
                 stream.codec_context.thread_count = 1  # data loaders read many files at once
                 yield container, stream
+        except InputError:
+            raise
         except (av.FFmpegError, OSError) as error:  # of the file that is open: an empty one is an OSError
             raise InputError(f"{path} cannot be read as a video ({type(error).__name__}: {error.strerror})") from None
+        except ValueError as error:
+            raise InputError(f"{path} cannot be read as a video ({error})") from None
 
 
 def _packets(container: Any, stream: Any) -> list[_Packet]:
     # Not the number in the header: some files have none, or a wrong one.
     return [
-        _Packet(packet.pts, packet.dts, packet.is_keyframe)
+        _Packet(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe)
         for packet in container.demux(stream)
         if packet.size and not packet.is_discard
     ]
@@ -182,19 +258,62 @@ def _packets(container: Any, stream: Any) -> list[_Packet]:
 def _info(path: str | os.PathLike[str] | EncodedVideo, stream: Any, packets: list[_Packet]) -> VideoInfo:
     if not packets:
         raise InputError(f"{path} has no frames")
-    rate = stream.average_rate or stream.guessed_rate
-    times = [packet.shown for packet in packets if packet.shown is not None]
-    if stream.codec_context.name == "gif" and len(times) > 1:  # whose stated rate is that of the first frames
-        rate = (len(times) - 1) / ((max(times) - min(times)) * stream.time_base)
+    rate, times = stream.average_rate or stream.guessed_rate, _times(packets)
+    if len(times) > 1:
+        ends = [*times, max(packet.shown + packet.duration for packet in packets if packet.shown == times[-1])]
+        is_gif = stream.codec_context.name == "gif"  # whose stated rate is that of the first frames
+        if is_gif or not _is_even(times):
+            rate = (len(times) - 1) / ((times[-1] - times[0]) * stream.time_base)
+        if not _is_even(ends if is_gif else times):  # other files seldom tell how long the last frame shows
+            shown = tuple(float((time - times[0]) * stream.time_base) for time in ends)
+            return VideoInfo(len(packets), float(rate), stream.height, stream.width, shown)
     if not rate:
         raise InputError(f"{path} states no frame rate")
     return VideoInfo(len(packets), float(rate), stream.height, stream.width)
 
 
-def _seek_and_decode(container: Any, stream: Any, packets: list[_Packet], wanted: list[int]) -> dict[int, np.ndarray]:
-    """Decodes frames by the times at which they are shown; those that are not found that way are left out."""
+def _is_even(times: list[int]) -> bool:
+    """Tell whether times are equally far apart, but for their rounding to whole numbers."""
+    step = (times[-1] - times[0]) / (len(times) - 1)
+    return all(abs(time - times[0] - step * number) <= 1 for number, time in enumerate(times))
+
+
+def _times(packets: list[_Packet]) -> list[int]:
+    """Times at which frames show, in their order; none where the file does not tell them all apart."""
     times = sorted(packet.shown for packet in packets if packet.shown is not None)
-    if len({*times}) < len(packets) or not wanted:
+    return times if len({*times}) == len(packets) else []
+
+
+def _to_array(frame: Any, background: str) -> np.ndarray:
+    """Pixels of a decoded frame, uint8 [H, W, 3], turned as they are to be shown."""
+    if not any(component.is_alpha for component in frame.format.components):
+        return _turn(frame.to_ndarray(format="rgb24"), frame)
+    image = Image.fromarray(frame.to_ndarray(format="rgba"))
+    return _turn(np.asarray(Decoding(background=background).convert(image)), frame)
+
+
+def _turn(pixels: np.ndarray, frame: Any) -> np.ndarray:
+    """Turn and mirror pixels [H, W, C] as the display matrix of a frame says."""
+    from av.sidedata.sidedata import Type
+
+    data = frame.side_data.get(Type.DISPLAYMATRIX)
+    if data is None:
+        return pixels
+    right, down = (np.sign(np.frombuffer(bytes(data), "=i4").reshape(3, 3)[axis, :2]) for axis in (0, 1))
+    if abs(right).sum() != 1 or abs(down).sum() != 1 or abs(right + down).sum() != 2:
+        raise ValueError("it is to be shown turned by other than a multiple of 90 degrees")
+    # where a step to the right and a step down of the stored picture go, as (x, y)
+    if right[0] == 0:
+        pixels, right, down = pixels.swapaxes(0, 1), down, right
+    return np.ascontiguousarray(pixels[:: down[1], :: right[0]])
+
+
+def _seek_and_decode(
+    container: Any, stream: Any, packets: list[_Packet], wanted: list[int], background: str
+) -> dict[int, np.ndarray]:
+    """Decodes frames by the times at which they are shown; those that are not found that way are left out."""
+    times = _times(packets)
+    if not times or not wanted:
         return {}
     numbers = {times[index]: index for index in wanted}
     # Frames that are shown before a key frame and coded after it may need the one before.
@@ -210,18 +329,18 @@ def _seek_and_decode(container: Any, stream: Any, packets: list[_Packet], wanted
     found: dict[int, np.ndarray] = {}
     for frame in container.decode(stream):
         if frame.pts in numbers:
-            found[numbers[frame.pts]] = frame.to_ndarray(format="rgb24")
+            found[numbers[frame.pts]] = _to_array(frame, background)
             if len(found) == len(numbers):
                 break
     return found
 
 
-def _decode_from_start(container: Any, stream: Any, wanted: list[int]) -> dict[int, np.ndarray]:
+def _decode_from_start(container: Any, stream: Any, wanted: list[int], background: str) -> dict[int, np.ndarray]:
     """Decodes frames by counting them."""
     found: dict[int, np.ndarray] = {}
     for number, frame in enumerate(container.decode(stream)):
         if number in wanted:
-            found[number] = frame.to_ndarray(format="rgb24")
+            found[number] = _to_array(frame, background)
         if number == wanted[-1]:
             break
     return found
@@ -237,6 +356,8 @@ def _encode_mp4(frames: np.ndarray, frame_rate: float) -> bytes:
         stream = container.add_stream("libx264", rate=Fraction(frame_rate).limit_denominator(1001))
         stream.height, stream.width = pixels.shape[1:3]
         stream.pix_fmt, stream.options = "yuv420p", {"crf": _CRF}
+        for name, number in _WRITTEN_COLOURS.items():
+            setattr(stream.codec_context, name, number)
         for image in pixels:
             frame = av.VideoFrame.from_ndarray(np.repeat(image, 3 // channels, axis=-1), format="rgb24")
             container.mux(stream.encode(frame))

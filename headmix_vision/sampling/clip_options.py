@@ -10,10 +10,10 @@ import numpy as np
 from PIL import Image
 
 from headmix_vision.checks import check_counts
-from headmix_vision.data.datasets.base import readable, to_mode
 from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import Decoding, readable
 from headmix_vision.files.png import read_png
 from headmix_vision.files.video import read_video
 from headmix_vision.sampling.clips import ClipPlan
@@ -124,7 +124,7 @@ def _read_start(
         if clip.ndim != 4:
             raise InputError(f"--extend {path} is an image: give it as --first-frame")
     else:
-        clip, rate = read_video(path)
+        clip, rate = read_video(path, frame_rate)
     if abs(rate / frame_rate - 1) > _RATE_TOLERANCE:
         raise InputError(
             f"--extend {path} has {rate:g} frames a second, the videos {frame_rate:g}: give --fps {rate:g}"
@@ -135,8 +135,8 @@ def _read_start(
 def _read_image(path: str) -> np.ndarray:
     if not Path(path).is_file():
         raise InputError(f"--first-frame {path!r} is no file")
-    with readable(f"--first-frame {path}"), Image.open(path) as image:
-        return np.asarray(to_mode(image, "RGB"))[None]
+    with readable(f"--first-frame {path}"):
+        return np.asarray(Decoding().first_frame(path))[None]
 
 
 def _fitting(frames: np.ndarray, name: str, pipeline: HeadMixVideoDiTPipeline, size: tuple[int, int]) -> np.ndarray:

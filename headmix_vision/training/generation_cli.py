@@ -44,7 +44,7 @@ class GenerationCLI(RunCLI):
         options, made = self.options, self.config_init[self.config.subcommand]
         sampler, seed = ImageSampler(options.model.vae), options.seed_everything
         samples = SampleGrids(run_dir / SAMPLES, made.samples, sampler, average, seed)
-        score = SampleFid(made.fid, sampler, average, options.data.root, seed)
+        score = SampleFid(made.fid, sampler, average, options.data.root, seed, options.data.background)
         curves = LearningCurves(
             run_dir / CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )

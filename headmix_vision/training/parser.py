@@ -9,6 +9,7 @@ from textwrap import dedent
 from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
+import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.checks import keywords, suggest, unknown_keyword
@@ -154,7 +155,17 @@ def with_config_of_run(args: list[str]) -> list[str]:
         return args
     config = Path(given.run_dir) / CONFIG
     if config.is_file():
-        return [*subcommand, "--config", str(config), *options]
+        return [*subcommand, "--config", str(config), *_rules_of_earlier_versions(config), *options]
     if training:
         return args
     raise InputError(f"there is no run in {given.run_dir}: {config} does not exist")
+
+
+def _rules_of_earlier_versions(config: Path) -> list[str]:
+    """Returns options by which a run is read as it was trained: tables left pictures out that had no label."""
+    try:
+        data = yaml.safe_load(config.read_text()).get("data", {})
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError):
+        return []  # which the parser refuses
+    is_table = isinstance(data, dict) and str(data.get("dataset", "")).startswith("table/")
+    return ["--data.skip_unlabelled", "true"] if is_table and "skip_unlabelled" not in data else []

@@ -164,7 +164,8 @@ def test_small_subgroups_are_no_classes(sources: list[Path], tmp_path: Path, mon
     monkeypatch.setattr("headmix_vision.data.emoji.LEAST_PICTURES", 30)
     build(sources, tmp_path / "emoji")
     assert {row["group"] for row in rows(tmp_path / "emoji") if row["subgroup"]} == {"travel-places"}
-    subgroups = [table(tmp_path / "emoji", "table/subgroup", split) for split in ("train", "validation", "test")]
+    splits = ("train", "validation", "test")
+    subgroups = [table(tmp_path / "emoji", "table/subgroup", split, skip_unlabelled=True) for split in splits]
     assert [source.class_names for source in subgroups] == [["sky-weather"]] * 3
     assert [len(source) for source in subgroups] == [18, 6, 6]
 
@@ -231,8 +232,9 @@ def test_a_second_process_is_told_before_it_draws(
     assert not list(tmp_path.iterdir())
 
 
-def table(folder: Path, name: str, split: str = "train") -> Source:
-    return open_source(SplitRequest(name, split, (3,), "generation", root=str(folder)))
+def table(folder: Path, name: str, split: str = "train", skip_unlabelled: bool = False) -> Source:
+    request = SplitRequest(name, split, (3,), "generation", root=str(folder), skip_unlabelled=skip_unlabelled)
+    return open_source(request)
 
 
 def test_columns_of_a_table_are_classes(emoji: Path) -> None:
@@ -252,11 +254,13 @@ def test_columns_of_a_table_are_classes(emoji: Path) -> None:
     ("text", "message"),
     [
         ("path,split\na.png,train\n", "has the columns path, split, there is no 'kind'"),
-        ("path,kind\n,cat\n", "has a row without a path"),
+        ("path,kind\n,cat\n", "line 2: path is missing"),
         ("path,split,kind\na.png,test,cat\n", "has no rows of the split 'train'"),
-        ("path,kind\na.png,\n", "has no rows of the split 'train'"),
+        ("path,kind\na.png,\n", "line 2 has no label; 1 of 1 images of .* have no valid label: mend them, or leave"),
+        ("path,kind,kind\na.png,cat,x\n", "images.csv, line 1: there are two columns 'kind'"),
+        ("path,kind\na.png,cat\nb.png,cat, black\n", "images.csv, line 3: 3 cells, there are 2 columns"),
     ],
-    ids=["column", "path", "split", "label"],
+    ids=["column", "path", "split", "label", "twice", "cells"],
 )
 def test_mistakes_in_a_table(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "images.csv").write_text(text)
@@ -264,9 +268,9 @@ def test_mistakes_in_a_table(text: str, message: str, tmp_path: Path) -> None:
         table(tmp_path, "table/kind")
 
 
-def test_a_table_without_splits_is_trained_on_and_rows_without_a_label_are_left_out(tmp_path: Path) -> None:
+def test_a_table_without_splits_is_trained_on_and_rows_without_a_label_can_be_left_out(tmp_path: Path) -> None:
     (tmp_path / "images.csv").write_text("path,kind\na.png,10\nb.png,\nc.png,9\n")
-    source = table(tmp_path, "table/kind")
+    source = table(tmp_path, "table/kind", skip_unlabelled=True)
     assert (len(source), source.class_names) == (2, ["9", "10"])
     assert [Path(source.name(index)).name for index in range(2)] == ["a.png", "c.png"]
 

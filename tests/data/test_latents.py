@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headmix_vision.data import cache_latents
 from headmix_vision.data.center_crop import center_crop
+from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.latents import MANIFEST, LatentShards, shard_name
@@ -29,6 +30,8 @@ from headmix_vision.files.tensor_files import header_of
 from headmix_vision.models.autoencoders import Autoencoder, LatentScale, load_autoencoder
 
 from .helpers import write_image
+
+REQUEST = SplitRequest("folder", "train", (3,), "caching")
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +150,7 @@ def test_interrupted_and_shared_runs_give_the_same_files(
 
 
 def test_finished_shards_are_not_encoded_again(images: Path, vae: Path, tmp_path: Path) -> None:
-    autoencoder, source = load_autoencoder(str(vae)), open_class_folders(images, "RGB")
+    autoencoder, source = load_autoencoder(str(vae)), open_class_folders(images, REQUEST)
     options = {"image_size": 12, "origin": "here", "shard_size": 4}
     assert write_cache(source, autoencoder, tmp_path / "out", **options) == 3
     (tmp_path / "out" / "shard-00001.safetensors").unlink()
@@ -408,13 +411,13 @@ def test_options_that_contradict_each_other(images: Path, tmp_path: Path, capsys
     first.write_bytes(b"")
     assert f"{first} cannot be read" in message()
     with pytest.raises(InputError, match=r"rank is 2, it must be in \[0, 2\)"):
-        source = open_class_folders(images, "RGB")
+        source = open_class_folders(images, REQUEST)
         options = {"image_size": 12, "origin": "here", "rank": 2, "world_size": 2}
         write_cache(source, Autoencoder(None), out, **options)
 
 
 def test_latents_that_are_not_finite_are_not_written(vae: Path, images: Path, tmp_path: Path) -> None:
-    autoencoder, source = load_autoencoder(str(vae)), open_class_folders(images, "RGB")
+    autoencoder, source = load_autoencoder(str(vae)), open_class_folders(images, REQUEST)
     autoencoder.module.quant_conv.weight.data *= 1e6  # beyond float16
     options = {"image_size": 12, "origin": "here", "shard_size": 4, "batch_size": 2}
     with pytest.raises(

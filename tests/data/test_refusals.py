@@ -4,14 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from headmix_vision.data import Augmentation, ClassificationData, GenerationData
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.data.datasets.image_files import ImageFiles, find_images
+from headmix_vision.data.datasets.image_files import find_images
 from headmix_vision.errors import InputError
 
 from .helpers import Recorder, attach, make_trainer
@@ -113,16 +111,6 @@ def test_splits_that_are_no_names(split: str, image_root: Path) -> None:
     data = ClassificationData("folder", str(image_root), train_split=split, batch_size=4, num_workers=0)
     with pytest.raises(InputError, match="it must be the name of a folder or tar file"):
         attach(data, img_size=16, in_chans=3, num_classes=3)
-
-
-def test_pictures_of_more_than_8_bits_are_not_clipped_to_white(tmp_path: Path) -> None:
-    path = tmp_path / "deep.png"
-    Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(path)
-    with pytest.raises(ValueError, match="it is of mode I;16, images have 8 bits"):
-        ImageFiles([path], "RGB").read(0)
-    for mode in ("1", "L", "P", "RGB", "RGBA", "CMYK"):
-        Image.new(mode, (4, 4)).save(path.with_suffix(".tif"))
-        assert ImageFiles([path.with_suffix(".tif")], "RGB").read(0)[0].mode == "RGB"
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])

@@ -115,13 +115,15 @@ def test_files_of_one_name_are_a_sample(tmp_path: Path) -> None:
     assert source.class_names == ["cat", "dog"] and index["shards"][0]["samples"] == 3
     assert [(number_of(image), label) for image, label in map(source.read, range(3))] == [(0, 1), (7, 0), (9, 1)]
     assert left_out == [f"{tmp_path / '0.tar'}: 00002 (no picture or video)"]
-    with pytest.raises(InputError, match=r"2 of 3 samples of .* have no label: see --unlabelled"):
+    with pytest.raises(InputError, match=r"0.tar: a folder/n* has no label; 2 of 3 samples of .* have no valid label"):
         write_index(tmp_path)
     write_index(tmp_path, unlabelled=True)
-    assert open_shards(tmp_path).class_names == [] and open_shards(tmp_path).read(1)[1] == 0
-    with pytest.raises(InputError, match=r"have no labels: see headmix-index-shards --label"):
-        open_shards(tmp_path, use="classification")
-    with pytest.raises(InputError, match=r"00000 has no label 'colour' \(KeyError: 'colour'\)"):
+    unlabelled = open_shards(tmp_path, needs_labels=False)
+    assert unlabelled.class_names == [] and unlabelled.read(1)[1] == 0
+    for use in ("classification", "generation"):
+        with pytest.raises(InputError, match=r"have no labels: make the index again with headmix-index-shards --label"):
+            open_shards(tmp_path, use=use)
+    with pytest.raises(InputError, match=r"no sample in the shards of .* has the entry 'colour' in its .json"):
         write_index(tmp_path, label="colour")
 
 
@@ -331,7 +333,7 @@ def clips(tmp_path: Path) -> Path:
 
 
 def test_clips_are_those_of_the_files(clips: Path) -> None:
-    source = open_shards(clips, (3, 4, 8, 8))
+    source = open_shards(clips, (3, 4, 8, 8), needs_labels=False)
     files = open_source(SplitRequest("videos", "train", (3, 4, 8, 8), "generation", root=str(clips / "videos")))
     for index, place in ((0, 0.0), (1, 0.7)):
         assert torch.equal(source.read_part(index, place)[0], files.read_part(index, place)[0])

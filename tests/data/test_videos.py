@@ -108,7 +108,7 @@ def test_tables(root: Path, tmp_path: Path) -> None:
         ("path\nclips/run/run0.mp4", None),
         ("file,label\nx,y", r"has the columns file, label; it must have path"),
         ("path,label\n,y", "line 2: path is missing"),
-        ("path,label\nx,", "line 2: label is missing"),
+        ("path,label\nx,", "line 2 has no label; 1 of 1 videos of .* have no valid label"),
         ("path,start\nx,1.5", "line 2: start is '1.5', it must be the number of a frame"),
         ("path,start,end\nx,4,4", "line 2: end is 4, it must be above start 4"),
         ("path,split\nx,val", "has no rows of the split 'train'"),

@@ -46,11 +46,13 @@ def run(*args: object) -> int:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    """The one line with which a command is refused, below those that tell how far it came."""
+    """The one line with which a command is refused, below those that tell how far it came and what it left out."""
     capsys.readouterr()
     assert run(*args) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    (line,) = (line for line in captured.err.splitlines() if not line.startswith("scoring: "))
+    (line,) = (
+        line for line in captured.err.splitlines() if not line.startswith("scoring: ") and " left out: " not in line
+    )
     assert line.startswith("error: ")
     return line

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from inputs import encode
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -62,8 +63,9 @@ def test_bad_images(
     assert f"{file} cannot be read" in message(corrupt)
 
     deep = write_digits(tmp_path / "deep", range(6))
-    Image.fromarray(np.zeros((8, 8), np.uint16)).save(deep / "0002.png")
-    assert f"{deep / '0002.png'} cannot be read (it is of mode I;16, images have 8 bits)" in message(deep)
+    (deep / "0002.png").write_bytes(encode(Image.fromarray(np.zeros((8, 8), np.float32)), "tiff"))
+    assert f"{deep / '0002.png'} cannot be read (its pixels are of mode F, they must have 8 or 16 bits" in message(deep)
+    assert "background is 'clear', it must be a colour such as white, black" in message(deep, "--background", "clear")
 
     mixed = write_digits(tmp_path / "mixed", range(6))
     Image.new("L", (9, 8)).save(mixed / "0004.png")

@@ -27,7 +27,7 @@ from headmix_vision.evaluation.extractors import (
 from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
 from headmix_vision.evaluation.scores import METRICS, Metric, Scorer, inception_score, kid, precision_recall
 
-from .helpers import digit_pixels, run, write_run
+from .helpers import digit_pixels, refused, run, write_digits, write_run
 
 
 def score(tmp_path: Path, *args: object) -> dict[str, Any]:
@@ -54,6 +54,8 @@ def test_fid_of_folders(classifier: Path, folders: tuple[Path, Path], tmp_path: 
         "count": 90,
         "size": [8, 8],
         "crop": None,
+        "background": "white",
+        "left_out": {},
     }
     assert result["extractor"]["name"] == "deit_mhla_digits"
     assert len(result["extractor"]["sha256"]) == 64
@@ -193,6 +195,20 @@ def test_accuracy_of_labelled_samples(classifier: Path, tmp_path: Path) -> None:
         for fake in (tmp_path / "real.npz", "digits:train[:40]")
     ]
     assert scored[0] == scored[1]
+
+
+def test_a_hidden_label_is_refused_where_labels_are_scored_and_nowhere_else(
+    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_digits(tmp_path / "images", range(11))
+    files = sorted((tmp_path / "images").iterdir())
+    lines = [f"images/{file.name},{label}" for file, label in zip(files, [*range(10), -1], strict=True)]
+    (tmp_path / "images.csv").write_text("\n".join(["path,digit", *lines]))
+    common = ("--fake", "table/digit:train", "--root", tmp_path, "--features", classifier)
+    line = refused(capsys, "accuracy", *common)
+    assert "images.csv, line 12 has the label -1, which is below 0; 1 of 11 images of" in line
+    assert score(tmp_path, "accuracy", *common, "--skip-unlabelled")["fake"]["count"] == 10
+    assert score(tmp_path, "fid", *common, "--real", tmp_path / "images")["fake"]["count"] == 11
 
 
 def test_neighbours_tell_copies_from_held_out_images(classifier: Path, tmp_path: Path) -> None:

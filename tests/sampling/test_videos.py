@@ -256,7 +256,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     for name, size in (("good", (8, 8)), ("wide", (8, 12))):
         Image.fromarray(np.zeros(size, np.uint8)).save(folder / f"{name}.png")
-    Image.fromarray(np.zeros((8, 8), np.uint16)).save(folder / "deep.png")
+    Image.fromarray(np.zeros((8, 8), np.float32)).save(folder / "deep.tif")
     (folder / "cut.png").write_bytes((folder / "good.png").read_bytes()[:44])
     (folder / "text.png").write_text("no picture")
     (folder / "text.mp4").write_text("no video")
@@ -287,7 +287,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--first-frame ''", "--first-frame '' is no file"),
         ("--first-frame text.png", "text.png cannot be read"),
         ("--first-frame cut.png", "cut.png cannot be read"),
-        ("--first-frame deep.png", "deep.png cannot be read (it is of mode I;16, images have 8 bits)"),
+        ("--first-frame deep.tif", "deep.tif cannot be read (its pixels are of mode F, they must have 8 or 16 bits"),
         ("--first-frame wide.png", "wide.png is 8x12 pixels, the videos are 8x8"),
         ("--first-frame good.png --frames 1", "--frames is 1, --first-frame"),
         ("--first-frame good.png --extend long.mp4 --frames 20", "give one of them"),

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from headmix_vision.training.parser import with_config_of_run
+
 from .helpers import read_csv, run
 
 
@@ -42,3 +44,16 @@ def test_missing_path(reference_run: Path, capfd: pytest.CaptureFixture[str]) ->
     args = ("predict", "-c", reference_run / "config.yaml", "--ckpt_path", "last")
     assert run(*args, "--data.predict_path", "nowhere") == 2
     assert "error: " in capfd.readouterr().err
+
+
+def test_an_evaluated_run_of_an_earlier_version_leaves_out_what_it_left_out(tmp_path: Path) -> None:
+    for text, more in (
+        ("data: {dataset: table/subgroup}", ["--data.skip_unlabelled", "true"]),
+        ("data: {dataset: table/subgroup, skip_unlabelled: false}", []),
+        ("data: {dataset: folder}", []),
+        ("data: [", []),
+    ):
+        (tmp_path / "config.yaml").write_text(text)
+        config = ["--config", str(tmp_path / "config.yaml")]
+        args = ["--run_dir", str(tmp_path)]
+        assert with_config_of_run(["test", *args]) == ["test", *config, *more, *args]

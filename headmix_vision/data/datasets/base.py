@@ -5,9 +5,8 @@ C channels, * the axes of a sample's grid: height and width of an image, frames,
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,7 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
-from headmix_vision.errors import InputError, explain
+from headmix_vision.data.labels import LabelRule
+from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import Decoding
 
 RawImage = Image.Image | Tensor
 """A PIL image of the wanted mode, or a float32 tensor [C, *grid] with values in [0, 1]."""
@@ -30,7 +31,6 @@ Use = Literal["classification", "generation", "scoring", "caching"]
 
 PIL_MODES = {1: "L", 3: "RGB"}
 CHANNELS = {mode: channels for channels, mode in PIL_MODES.items()}
-_EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 _STAT_THREADS = 16
 EVAL_SYNONYMS = ("validation", "val", "valid", "eval", "evaluation")
 TRAIN_SYNONYMS = ("train", "training")
@@ -85,6 +85,9 @@ class SplitRequest:
         root: Place of the data.
         num_classes: Number of classes of the model, for data that know none themselves.
         clip: Which frames of a video make a clip.
+        background: Colour behind transparent pixels.
+        needs_labels: Whether every sample needs a valid label; where not, one without has class 0.
+        skip_unlabelled: Leave samples without a valid label out, and count them, instead of refusing them.
         seed: Seed of what is drawn anew in every epoch, and of shuffled streams.
         train_split: Name of the training split: the one that a place without splits holds.
         training: Whether the split is trained on. This and the next two are for streams.
@@ -99,6 +102,9 @@ class SplitRequest:
     root: str | None = None
     num_classes: int = 0
     clip: ClipConfig = DEFAULT_CLIP
+    background: str = "white"
+    needs_labels: bool = True
+    skip_unlabelled: bool = False
     seed: int = 0
     train_split: str = "train"
     training: bool = False
@@ -121,8 +127,8 @@ class SplitRequest:
         return self.shape[1:]
 
     @property
-    def mode(self) -> str:
-        """PIL mode of pictures with the wanted channels, `L` or `RGB`.
+    def decoding(self) -> Decoding:
+        """The pixels that pictures become, with the wanted channels.
 
         Raises:
             InputError: Pictures do not have so many channels.
@@ -131,7 +137,12 @@ class SplitRequest:
             raise InputError(
                 f"the network takes {self.channels} channels, images have 1 or 3: cache latents and set dataset=latents"
             )
-        return PIL_MODES[self.channels]
+        return Decoding(PIL_MODES[self.channels], self.background)
+
+    @property
+    def label_rule(self) -> LabelRule:
+        """What is done with samples that have no valid label."""
+        return LabelRule(self.needs_labels, self.skip_unlabelled)
 
     @property
     def numbered_classes(self) -> list[str]:
@@ -188,13 +199,13 @@ class Pictures(Source):
     Args:
         data: The data set or reader.
         class_names: One name per label.
-        mode: PIL mode of the images, `L` or `RGB`.
+        decoding: The pixels that they become.
     """
 
-    def __init__(self, data: Any, class_names: list[str], mode: str) -> None:
+    def __init__(self, data: Any, class_names: list[str], decoding: Decoding) -> None:
         self.data = data
         self.class_names = class_names
-        self.mode = mode
+        self.decoding = decoding
 
     def __len__(self) -> int:
         return len(self.data)
@@ -242,31 +253,6 @@ class PreparedSource(Source):
         """Sample float32 [C, *grid] and label; another `draw` (epoch) may be another sample."""
 
 
-@contextmanager
-def readable(name: object) -> Iterator[None]:
-    """Name the picture in whatever a decoder raises; it raises whatever comes to mind on a damaged file.
-
-    Raises:
-        InputError: For any exception.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise InputError(f"{name} cannot be read ({explain(error)})") from None
-
-
-def check_depth(image: Image.Image) -> None:
-    """Raises ValueError for a picture of more than 8 bits, which Pillow would clip to white."""
-    if image.mode not in _EIGHT_BIT_MODES:
-        raise ValueError(f"it is of mode {image.mode}, images have 8 bits")
-
-
-def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """Converts a decoded picture to `L` or `RGB`; ValueError if it has more than 8 bits."""
-    check_depth(image)
-    return image.convert(mode)
-
-
 def canonical_split(split: str) -> str:
     """The name `train` or `validation` of a built-in data set's split, from any of timm's synonyms."""
     if split in TRAIN_SYNONYMS:
@@ -276,16 +262,11 @@ def canonical_split(split: str) -> str:
     raise InputError(f"split {split!r} does not exist, the data set has train and validation")
 
 
-def relative_sizes(paths: Sequence[str | os.PathLike[str]], folder: str) -> list[tuple[str, int]]:
+def relative_sizes(paths: Sequence[Path], folder: str | Path) -> list[tuple[str, int]]:
     """Names of files relative to a folder, and their sizes in bytes; many at a time, for the sake of network disks."""
     with ThreadPoolExecutor(_STAT_THREADS) as pool:
         sizes = list(pool.map(os.path.getsize, paths))
     return [(os.path.relpath(path, folder), size) for path, size in zip(paths, sizes, strict=True)]
-
-
-def number_names(targets: Iterable[int]) -> list[str]:
-    """Class names `0`, `1`, ... up to the largest target."""
-    return [str(i) for i in range(max((int(target) for target in targets), default=-1) + 1)]
 
 
 def to_picture(image: RawImage) -> Image.Image:

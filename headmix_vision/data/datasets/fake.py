@@ -25,7 +25,7 @@ class FakeImages(Source):
 
     def __init__(self, request: SplitRequest) -> None:
         self.split = canonical_split(request.split)
-        self.size = request.grid if request.mode == "L" else (*request.grid, 3)
+        self.size = request.grid if request.decoding.mode == "L" else (*request.grid, 3)
         self.class_names = request.numbered_classes
 
     def __len__(self) -> int:

@@ -1,13 +1,36 @@
 """`folder`: a directory or tar file per split, with a directory of images per class."""
 
 import os
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
 
-import numpy as np
+from timm.utils.misc import natural_key
 
-from headmix_vision.data.datasets.base import EVAL_SYNONYMS, TRAIN_SYNONYMS, Source, SplitRequest
-from headmix_vision.data.datasets.timm_readers import TimmReader, create_timm_dataset, reader_class_names
+from headmix_vision.console.notes import say_left_out
+from headmix_vision.data.datasets.base import (
+    EVAL_SYNONYMS,
+    TRAIN_SYNONYMS,
+    Pictures,
+    RawImage,
+    Source,
+    SplitRequest,
+)
+from headmix_vision.data.datasets.image_files import LabelledFiles
+from headmix_vision.data.labels import Labels, fault_of, number_labels
 from headmix_vision.errors import InputError
+from headmix_vision.files.listing import (
+    HIDDEN,
+    Listing,
+    describe_left_out,
+    ending,
+    find_pictures,
+    is_hidden,
+    is_picture,
+    takes,
+)
+from headmix_vision.files.pictures import Decoding
+from headmix_vision.files.tars import Member, list_members
 
 
 def open_folder(request: SplitRequest) -> Source:
@@ -19,19 +42,19 @@ def open_folder(request: SplitRequest) -> Source:
     Raises:
         InputError: Nothing there, an empty class folder, or images outside of a class folder.
     """
-    root, mode = request.existing_root(), request.mode
+    root = request.existing_root()
     if request.split in ("", ".", ".."):
         raise InputError(f"split is {request.split!r}, it must be the name of a folder or tar file in {str(root)!r}")
     names = split_candidates(request.split)
     if root.is_file():
-        if root.suffix != ".tar":
+        if ending(root) != ".tar":
             raise InputError(f"root {str(root)!r} is a file, it must be a directory or a .tar")
-        return _open_tar(root, mode, names)
+        return _open_tar(root, request, names)
     for name in names:
         if (root / name).is_dir():
-            return open_class_folders(root / name, mode)
+            return open_class_folders(root / name, request)
         if (root / f"{name}.tar").is_file():
-            return _open_tar(root / f"{name}.tar", mode)
+            return _open_tar(root / f"{name}.tar", request)
     looked_for = ", ".join(f"{name}/" for name in names)
     raise InputError(f"root {str(root)!r} has no {request.split} split: looked for {looked_for} and the same with .tar")
 
@@ -42,38 +65,108 @@ def split_candidates(split: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((split, *synonyms)))
 
 
-def open_class_folders(folder: Path, mode: str) -> Source:
-    """Open a directory with one sub-directory of images per class.
+def find_class_folders(folder: Path) -> Listing:
+    """List the pictures of class folders; one that several links reach counts once in each class."""
+    return find_pictures(folder, group=_class_of)
+
+
+def open_class_folders(folder: Path, request: SplitRequest, listing: Listing | None = None) -> Source:
+    """Open a directory with one sub-directory of images per class, numbered and sorted as timm does.
+
+    Args:
+        folder: The directory.
+        request: What is asked for.
+        listing: Its pictures, where they are known.
 
     Raises:
-        InputError: Images outside of a class folder, or an empty one.
+        InputError: Images outside of a class folder, unless they are to be skipped, or an empty class folder.
     """
-    # timm labels by leaf folder and forgets a class without images, which would shift all later class indices.
-    from timm.data.readers.img_extensions import get_img_extensions
-
-    reader = create_timm_dataset("", root=str(folder), search_split=False).reader
-    classes = set(reader.class_to_idx)
-    if "" in classes:
-        raise InputError(f"{str(folder)!r} has images outside of a class folder, for example {reader.filename(0)!r}")
-    filled = {Path(path).relative_to(folder).parts[0] for path, _ in reader.samples}
+    listing = find_class_folders(folder) if listing is None else listing
+    listing.check_filled(f"{str(folder)!r}", "image")
+    # timm forgets a class without images, which would shift all later class indices
+    paths = sorted(listing.paths, key=lambda path: natural_key(str(path)))
+    texts = list(map(str, paths))
+    start = len(str(folder / "x")) - 1
+    filled = {text[start:].partition(os.sep)[0] for text in texts}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.is_dir() and not entry.name.startswith(".") and entry.name not in filled:
-            raise InputError(f"class folder {entry.path!r} has no image ({', '.join(get_img_extensions())})")
-    return TimmReader(reader, reader_class_names(reader), mode)
+        if entry.is_dir() and not is_hidden(entry.name) and entry.name not in filled:
+            raise InputError(f"class folder {entry.path!r} has no image")
+    say_left_out(folder, len(listing.paths), "pictures", listing.left_out)
+    labels = [_class_of(text) if os.sep in text[start:] else "" for text in texts]
+    kept, targets, names = _number(labels, texts.__getitem__, folder, request)
+    return LabelledFiles([paths[number] for number in kept], targets, names, request.decoding, folder)
 
 
-def _open_tar(path: Path, mode: str, splits: tuple[str, ...] = ()) -> Source:
-    # cache_tarfiles off: an open tar file shared by forked workers would share one read position.
-    reader = create_timm_dataset("", root=str(path), search_split=False, cache_tarfiles=False).reader
+def _number(labels: list[str], name: Callable[[int], str], place: Path, request: SplitRequest) -> Labels:
+    """Number the classes of pictures by the names of their folders; those outside of one have no label."""
+    classes = sorted((label for label in {*labels} if not fault_of(label)), key=natural_key)
+    return number_labels(labels, name, place, request.label_rule, class_names=classes)
+
+
+def _class_of(path: str) -> str:
+    """Label of a picture: the innermost folder that it is in."""
+    return os.path.basename(os.path.dirname(path))
+
+
+def _open_tar(path: Path, request: SplitRequest, splits: tuple[str, ...] = ()) -> "TarImages":
+    pictures: list[Member] = []
+    left_out: Counter[str] = Counter()
+    for member in list_members(path, nested=True):
+        if member.is_hidden:
+            left_out[HIDDEN] += 1
+        elif takes(is_picture, member.name, left_out):
+            pictures.append(member)
+    if not pictures:
+        raise InputError(f"{str(path)!r} has no image; {describe_left_out(left_out)}")
+    say_left_out(path, len(pictures), "pictures", left_out)
+    names = {_class_in_tar(member) for member in pictures} - {""}
     if splits:
-        folders = [Path(sample[0].path).parts[:-2] for sample in reader.samples]
+        folders = [PurePosixPath(member.name).parts[:-2] for member in pictures]
         split = next((name for name in splits if any(name in parts for parts in folders)), None)
         if split is None:
             raise InputError(f"{str(path)!r} has none of the folders {', '.join(f'{name}/' for name in splits)}")
-        keep = np.array([split in parts for parts in folders])
-        reader.samples, reader.targets = reader.samples[keep], reader.targets[keep]
-    names = reader_class_names(reader)
-    missing = sorted(set(range(len(names))) - set(reader.targets.tolist()))
+        pictures = [member for member, parts in zip(pictures, folders, strict=True) if split in parts]
+    missing = sorted(names - {_class_in_tar(member) for member in pictures}, key=natural_key)
     if missing:
-        raise InputError(f"class {names[missing[0]]!r} has no image in {str(path)!r} {'/'.join(splits[:1])}".rstrip())
-    return TimmReader(reader, names, mode)
+        raise InputError(f"class {missing[0]!r} has no image in {str(path)!r} {'/'.join(splits[:1])}".rstrip())
+    pictures.sort(key=lambda member: natural_key(member.name))
+    labels = [_class_in_tar(member) for member in pictures]
+    kept, targets, class_names = _number(labels, lambda number: f"{path}: {pictures[number].name}", path, request)
+    return TarImages(path, [pictures[number] for number in kept], targets, class_names, request.decoding)
+
+
+def _class_in_tar(member: Member) -> str:
+    """Label of a picture: the innermost folder that it is in, or the tar file within the tar file."""
+    return PurePosixPath(os.path.splitext(member.archive)[0], member.name).parent.name
+
+
+class TarImages(Pictures):
+    """Images in a tar file, or in tar files within it, labelled by their folder.
+
+    Args:
+        path: The tar file.
+        members: The images.
+        targets: The class of each, a number.
+        class_names: One name per label.
+        decoding: The pixels that they become.
+    """
+
+    data: list[Member]
+
+    def __init__(
+        self, path: Path, members: list[Member], targets: list[int], class_names: list[str], decoding: Decoding
+    ) -> None:
+        super().__init__(members, class_names, decoding)
+        self.path, self._targets = path, targets
+
+    def read(self, index: int) -> tuple[RawImage, int]:
+        with self.path.open("rb") as file:
+            data = self.data[index].read(file)
+        return self.decoding.first_frame(data), self._targets[index]
+
+    def files(self) -> list[tuple[str, int]]:
+        """Names and sizes of the members."""
+        return [(member.name, member.size) for member in self.data]
+
+    def name(self, index: int) -> str:
+        return f"{self.path}: {self.data[index].name}"

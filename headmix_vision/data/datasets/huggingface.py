@@ -1,14 +1,15 @@
 """`hfds`, `hfds/NAME`: data sets of Hugging Face, in a local directory or by name."""
 
 import importlib
-import io
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from PIL import Image
-
-from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names, to_mode
-from headmix_vision.data.datasets.timm_readers import TimmReader, create_timm_dataset, reader_class_names
+from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest
+from headmix_vision.data.datasets.timm_readers import create_timm_dataset, reader_class_names
+from headmix_vision.data.labels import number_labels
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import Decoding
 
 
 def open_huggingface(request: SplitRequest) -> Source:
@@ -17,7 +18,8 @@ def open_huggingface(request: SplitRequest) -> Source:
     Such a directory was written by `save_to_disk` or can be read by `load_dataset`.
 
     Raises:
-        InputError: No such directory, split or column, or whatever the reader complains about.
+        InputError: No such directory, split or column, an image without a valid label, or whatever the reader complains
+            about.
     """
     if request.variant:
         return _open_reader(request.name, request.root, request)
@@ -29,7 +31,7 @@ def open_huggingface(request: SplitRequest) -> Source:
 
 def _open_reader(name: str, root: str | None, request: SplitRequest) -> Source:
     reader = create_timm_dataset(name, root=root, split=request.split).reader
-    return TimmReader(reader, reader_class_names(reader) or number_names(reader.iter_targets()), request.mode)
+    return _make(reader.dataset, reader_class_names(reader), name, request)
 
 
 def _open_saved(root: Path, request: SplitRequest) -> Source:
@@ -43,18 +45,53 @@ def _open_saved(root: Path, request: SplitRequest) -> Source:
         if column not in saved[split].column_names:
             raise InputError(f"split {split!r} of {str(root)!r} has no column {column!r}: {saved[split].column_names}")
     images = saved[split].cast_column("image", datasets.Image(decode=False))
-    names = getattr(images.features["label"], "names", None) or number_names(images["label"])
-    return SavedImages(images, list(names), request.mode)
+    return _make(images, getattr(images.features["label"], "names", None), str(root), request)
 
 
-class SavedImages(Pictures):
-    """One split written by Hugging Face's `save_to_disk`, which timm's reader cannot open."""
+def _make(data: Any, class_names: list[str] | None, place: str, request: SplitRequest) -> "HuggingFaceImages":
+    place = f"{place}, {request.split}"
+    kept, targets, names = number_labels(
+        list(data["label"]),
+        lambda number: f"{place}[{number}]",
+        place,
+        request.label_rule,
+        class_names=class_names or None,
+    )
+    return HuggingFaceImages(data, kept, targets, names, place, request.decoding)
+
+
+class HuggingFaceImages(Pictures):
+    """Images of one split, of which none is touched but the one that is read.
+
+    Args:
+        data: The split, with its images encoded.
+        rows: The row of each image.
+        targets: The class of each image, a number.
+        class_names: One name per label.
+        place: What messages call the split.
+        decoding: The pixels that they become.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        rows: Sequence[int],
+        targets: Sequence[int],
+        class_names: list[str],
+        place: str,
+        decoding: Decoding,
+    ) -> None:
+        super().__init__(data, class_names, decoding)
+        self.rows, self.targets, self.place = rows, targets, place
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def read(self, index: int) -> tuple[RawImage, int]:
-        item = self.data[index]
-        stored = item["image"]
-        with Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"]) as image:
-            return to_mode(image, self.mode), int(item["label"])
+        stored = self.data[self.rows[index]]["image"]
+        if stored is None:
+            raise ValueError("the image is missing")
+        return self.decoding.first_frame(stored["bytes"] or stored["path"]), self.targets[index]
 
     def name(self, index: int) -> str:
-        return str(self.data[index]["image"]["path"] or f"image {index}")
+        return f"{self.place}[{self.rows[index]}]"

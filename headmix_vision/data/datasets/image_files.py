@@ -1,13 +1,14 @@
-"""Image files without labels, for prediction and for latents."""
+"""Image files, with labels or, for prediction and for latents, without."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image
-
-from headmix_vision.data.datasets.base import Pictures, RawImage, relative_sizes, to_mode
+from headmix_vision.console.notes import say_left_out
+from headmix_vision.data.datasets.base import Pictures, RawImage, relative_sizes
 from headmix_vision.errors import InputError
+from headmix_vision.files.listing import find_pictures
+from headmix_vision.files.pictures import Decoding
 
 
 class ImageFiles(Pictures):
@@ -15,23 +16,52 @@ class ImageFiles(Pictures):
 
     Args:
         paths: The files.
-        mode: PIL mode of the images, `L` or `RGB`.
+        decoding: The pixels that they become.
+        folder: What the names of files are relative to; the folder that all are in when None.
     """
 
-    def __init__(self, paths: Sequence[Path], mode: str) -> None:
-        super().__init__(paths, [], mode)
+    def __init__(self, paths: Sequence[Path], decoding: Decoding, folder: Path | None = None) -> None:
+        super().__init__(paths, [], decoding)
+        self.folder = folder
 
     def read(self, index: int) -> tuple[RawImage, int]:
         """Image, and -1 for the target that it does not have."""
-        with Image.open(self.data[index]) as image:
-            return to_mode(image, self.mode), -1
+        return self.decoding.first_frame(self.data[index]), -1
 
     def files(self) -> list[tuple[str, int]]:
-        """Names relative to the folder that all files are in, and sizes."""
-        return relative_sizes(self.data, os.path.commonpath([path.parent for path in self.data]))
+        """Names relative to the folder, and sizes."""
+        return relative_sizes(self.data, self.folder or os.path.commonpath([path.parent for path in self.data]))
 
     def name(self, index: int) -> str:
         return str(self.data[index])
+
+
+class LabelledFiles(ImageFiles):
+    """Image files with a label each.
+
+    Args:
+        paths: The files.
+        targets: The class of each file, a number.
+        class_names: The names of all classes, in the order of their numbers.
+        decoding: The pixels that they become.
+        folder: What the names of files are relative to; the folder that all are in when None.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        targets: Sequence[int],
+        class_names: list[str],
+        decoding: Decoding,
+        folder: Path | None = None,
+    ) -> None:
+        super().__init__(paths, decoding, folder)
+        self.class_names = class_names
+        self._targets = targets
+
+    def read(self, index: int) -> tuple[RawImage, int]:
+        """Image and target."""
+        return super().read(index)[0], self._targets[index]
 
 
 def find_images(path: str, option: str) -> list[Path]:
@@ -40,8 +70,6 @@ def find_images(path: str, option: str) -> list[Path]:
     Raises:
         InputError: Nothing there, or no image in the folder.
     """
-    from timm.data.readers.img_extensions import get_img_extensions
-
     if not path:
         raise InputError(f"{option} is '', it must be an image file or a folder")
     root = Path(path)
@@ -49,8 +77,7 @@ def find_images(path: str, option: str) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise InputError(f"{option} {path!r} is neither a file nor a folder")
-    extensions = get_img_extensions()
-    files = sorted(file for file in root.rglob("*") if file.suffix.lower() in extensions and not file.is_dir())
-    if not files:
-        raise InputError(f"{option} {path!r} has no image ({', '.join(extensions)})")
-    return files
+    listing = find_pictures(root)
+    listing.check_filled(f"{option} {path!r}", "image")
+    say_left_out(root, len(listing.paths), "pictures", listing.left_out)
+    return listing.paths

@@ -8,8 +8,9 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from headmix_vision.data.datasets.base import BatchSource, RawImage, Source, readable, to_picture
+from headmix_vision.data.datasets.base import BatchSource, RawImage, Source, to_picture
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import readable
 
 _THREADS = 8
 

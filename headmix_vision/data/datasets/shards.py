@@ -19,13 +19,14 @@ from PIL import Image
 from torch import Tensor
 
 from headmix_vision.data.clips import ClipConfig, crop_frames
-from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, Source, SplitRequest, to_mode, to_picture
+from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, Source, SplitRequest, to_picture
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.errors import InputError
-from headmix_vision.extras import require_extra
 from headmix_vision.files.fields import check_fields
+from headmix_vision.files.listing import ending, is_hidden
+from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.tensor_files import open_tensors
-from headmix_vision.files.video import EncodedVideo, VideoInfo, probe, read_frames
+from headmix_vision.files.video import EncodedVideo, VideoInfo, probe, read_frames, require_av
 
 INDEX = "index.safetensors"
 FORMAT = 1
@@ -55,14 +56,17 @@ def open_shards(request: SplitRequest) -> Source:
     if shards.kind != wanted and not still:
         raise InputError(f"the shards of {folder} hold {shards.kind}, asked for {wanted}")
     names = shards.class_names
-    if not names and request.use == "classification":
-        raise InputError(f"the shards of {folder} have no labels: see headmix-index-shards --label")
+    if not names and request.needs_labels and request.use != "caching":
+        raise InputError(
+            f"the shards of {folder} have no labels: make the index again with headmix-index-shards --label, or train a"
+            " generator without classes by model.num_classes=0"
+        )
     if names == [str(number) for number in range(len(names))]:  # not every split has a sample of the last class
         names = [str(number) for number in range(max(len(names), request.num_classes))]
     if shards.kind == "images":
-        images = ShardImages(shards, names, request.mode)
+        images = ShardImages(shards, names, request.decoding)
         return ShardStills(images, request.grid[1:]) if still else images
-    require_extra("video", "reading a video")
+    require_av("reading a video")
     return ShardClips(shards, names, request)
 
 
@@ -96,6 +100,9 @@ class Shards:
         self._ends = list(accumulate(self.shard_sizes))
         if not {len(self.offsets), len(self.sizes), len(self.labels)} == {sum(self.shard_sizes)}:
             raise InputError(f"{path} has {len(self.offsets)} samples, its shards have {sum(self.shard_sizes)}")
+        low, high = (int(self.labels.min()), int(self.labels.max())) if len(self.labels) else (0, 0)
+        if not 0 <= low <= high < max(len(self.class_names), 1):
+            raise InputError(f"{path}: labels are {low} to {high}, there are {len(self.class_names)} classes")
         self._check(shards)
 
     def _check(self, shards: list[dict[str, Any]]) -> None:
@@ -154,18 +161,17 @@ class ShardImages(Pictures):
     Args:
         shards: The shards.
         class_names: One name per label.
-        mode: PIL mode of the images, `L` or `RGB`.
+        decoding: The pixels that they become.
     """
 
     data: Shards
 
-    def __init__(self, shards: Shards, class_names: list[str], mode: str) -> None:
-        super().__init__(shards, class_names, mode)
+    def __init__(self, shards: Shards, class_names: list[str], decoding: Decoding) -> None:
+        super().__init__(shards, class_names, decoding)
         self.shard_sizes = shards.shard_sizes
 
     def read(self, index: int) -> tuple[RawImage, int]:
-        with Image.open(io.BytesIO(self.data.read(index))) as image:
-            return to_mode(image, self.mode), int(self.data.labels[index])
+        return self.decoding.first_frame(self.data.read(index)), int(self.data.labels[index])
 
     def name(self, index: int) -> str:
         return self.data.name(index)
@@ -183,12 +189,12 @@ class ShardStills(ShardImages):
     """
 
     def __init__(self, images: ShardImages, size: Sequence[int]) -> None:
-        super().__init__(images.data, images.class_names, images.mode)
+        super().__init__(images.data, images.class_names, images.decoding)
         self.size = size
 
     def read(self, index: int) -> tuple[RawImage, int]:
         image, target = super().read(index)
-        return crop_frames([to_picture(image)], self.size, self.mode), target
+        return crop_frames([to_picture(image)], self.size), target
 
 
 class ShardClips(ClipSource):
@@ -206,7 +212,7 @@ class ShardClips(ClipSource):
         self.class_names = class_names
         self.shard_sizes: list[int] | None = shards.shard_sizes
         self.num_frames, *self.size = request.grid
-        self.mode = request.mode
+        self.decoding = request.decoding
         self.clip: ClipConfig = request.clip
 
     def __len__(self) -> int:
@@ -215,9 +221,9 @@ class ShardClips(ClipSource):
     def read_part(self, index: int, place: float) -> tuple[Tensor, int]:
         """As `ClipSource` says; ValueError for a video that is damaged, too short or too slow."""
         try:
-            frames = read_frames(self._video(index), lambda info: self._choose(info, place))
-            pictures = [Image.fromarray(frame) for frame in frames]
-            return crop_frames(pictures, self.size, self.mode), int(self.shards.labels[self.kept[index]])
+            frames = read_frames(self._video(index), lambda info: self._choose(info, place), self.decoding.background)
+            pictures = [Image.fromarray(frame).convert(self.decoding.mode) for frame in frames]
+            return crop_frames(pictures, self.size), int(self.shards.labels[self.kept[index]])
         except InputError as error:
             raise ValueError(str(error)) from None  # one of many: training skips it
 
@@ -225,7 +231,7 @@ class ShardClips(ClipSource):
         return EncodedVideo(self.name(index), self.shards.read(self.kept[index]))
 
     def _choose(self, info: VideoInfo, place: float) -> list[int]:
-        return self.clip.frames(self.num_frames, info.num_frames, info.frame_rate, place)
+        return self.clip.frames(self.num_frames, info.num_frames, info.frame_rate, place, info.times)
 
     def leave_out_unusable(self) -> list[str]:
         """As `ClipSource` says."""
@@ -252,7 +258,7 @@ class ShardClips(ClipSource):
 
 def find_shards(folder: Path) -> list[Path]:
     """Lists the tar files of a folder by name."""
-    return sorted(path for path in folder.glob("*.tar") if not path.name.startswith("."))
+    return sorted(path for path in folder.iterdir() if ending(path) == ".tar" and not is_hidden(path.name))
 
 
 def describe_shard(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from headmix_vision.data.datasets.base import SplitRequest, Transform
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset, reader_class_names
+from headmix_vision.data.labels import check_label
 from headmix_vision.data.seeding import derive_seed, seeded
 from headmix_vision.errors import InputError
 
@@ -32,6 +33,9 @@ class Stream(IterableDataset[tuple[Tensor, int]]):
     transform: Transform
 
     def __init__(self, request: SplitRequest) -> None:
+        if request.skip_unlabelled:
+            raise InputError(f"skip_unlabelled is true, it must be false for the stream {request.name!r}")
+        self.name, self.decoding = request.name, request.decoding
         self.dataset = create_timm_dataset(
             request.name,
             seed=request.seed,
@@ -39,7 +43,8 @@ class Stream(IterableDataset[tuple[Tensor, int]]):
             split=request.split,
             is_training=request.training,
             batch_size=request.batch_size,
-            input_img_mode=request.mode,
+            # TensorFlow decodes for tfds/; the others are converted here
+            input_img_mode=self.decoding.mode if request.name.lower().startswith("tfds/") else "",
         )
         if len(self.dataset) == 0:
             raise InputError(
@@ -62,9 +67,10 @@ class Stream(IterableDataset[tuple[Tensor, int]]):
         worker = get_worker_info()
         words = (self.seed, int(self.epoch), self.rank, worker.id if worker else 0)
         for position, (image, target) in enumerate(self.dataset):
+            target = check_label(target, f"image {position} of {self.name}")
             with seeded(derive_seed(*words, position)):
-                image = self.transform(image)
-            yield image, int(target)
+                image = self.transform(self.decoding.convert(image))
+            yield image, target
 
 
 class StreamLoader(DataLoader[Any]):

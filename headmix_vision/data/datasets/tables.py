@@ -5,12 +5,14 @@ says which rows are of which split.
 """
 
 import csv
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from headmix_vision.data.datasets.base import RawImage, SplitRequest
+from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.folders import split_candidates
-from headmix_vision.data.datasets.image_files import ImageFiles
+from headmix_vision.data.datasets.image_files import LabelledFiles
+from headmix_vision.data.labels import fault_of, natural_order, number_labels
 from headmix_vision.errors import InputError
 
 TABLE = "images.csv"
@@ -18,14 +20,15 @@ TABLE = "images.csv"
 Row = dict[str, str]
 
 
-def open_table(request: SplitRequest) -> "LabelledFiles":
+def open_table(request: SplitRequest) -> LabelledFiles:
     """Open a split of a table of images: the file, or the folder that it lies in as `images.csv`.
 
     The classes are the values of the column that the name says, or of several: `table/style+group` has a class for each
-    pair that occurs. Images without such a value are left out. All splits have the classes of the whole table.
+    pair that occurs. All splits have the classes of the whole table.
 
     Raises:
-        InputError: No table there, a column that it does not have, or no image of this split.
+        InputError: No table there, one with a mistake, a column that it does not have, no image of this split, or one
+            without a valid label.
     """
     root, columns = request.existing_root(), request.variant.split("+")
     path = root / TABLE if root.is_dir() else root
@@ -35,73 +38,65 @@ def open_table(request: SplitRequest) -> "LabelledFiles":
     missing = [name for name in ("path", *columns) if name not in header]
     if missing:
         raise InputError(f"{path} has the columns {', '.join(header)}, there is no {missing[0]!r}")
-    if not all(row["path"] for row in rows):
-        raise InputError(f"{path} has a row without a path")
-    labelled = [row for row in rows if all(row[name] for name in columns)]
-    labels = {_label(row, columns) for row in labelled}
-    kept = [row for _, row in rows_of_split(path, labelled, request.split, request.train_split)]
-    return LabelledFiles(
-        [path.parent / row["path"] for row in kept],
-        [_label(row, columns) for row in kept],
-        sorted(labels, key=natural_order),
-        request.mode,
+    for line, row in rows:
+        if not row["path"]:
+            raise InputError(f"{path}, line {line}: path is missing")
+    kept = rows_of_split(path, rows, request.split, request.train_split)
+    names = {label for _, row in rows if not fault_of(label := _label(row, columns))}
+    numbered = number_labels(
+        [_label(row, columns) for _, row in kept],
+        lambda number: f"{path}, line {kept[number][0]}",
+        path,
+        request.label_rule,
+        class_names=sorted(names, key=natural_order),
     )
+    paths = [path.parent / kept[number][1]["path"] for number in numbered.kept]
+    return LabelledFiles(paths, numbered.targets, numbered.class_names, request.decoding)
 
 
 def _label(row: Row, columns: Sequence[str]) -> str:
-    return " ".join(row[name] for name in columns)
+    """Join the labels of several columns; return the first one that is not valid, if there is one."""
+    values = [row[name] for name in columns]
+    return next((value for value in values if fault_of(value)), " ".join(values))
 
 
-class LabelledFiles(ImageFiles):
-    """Image files with a label each.
-
-    Args:
-        paths: The files.
-        labels: The name of the class of each file.
-        class_names: The names of all classes, in the order of their numbers.
-        mode: PIL mode of the images, `L` or `RGB`.
-    """
-
-    def __init__(self, paths: Sequence[Path], labels: Sequence[str], class_names: list[str], mode: str) -> None:
-        super().__init__(paths, mode)
-        self.class_names = class_names
-        numbers = {name: number for number, name in enumerate(class_names)}
-        self._targets = [numbers[label] for label in labels]
-
-    def read(self, index: int) -> tuple[RawImage, int]:
-        """Image and target."""
-        return super().read(index)[0], self._targets[index]
-
-
-def read_table(path: Path) -> tuple[list[str], list[Row]]:
-    """Reads the names of the columns and the rows, with an empty text for a cell that is missing.
+def read_table(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
+    """Read the names of the columns, and the rows with their line; a cell that is missing at the end is an empty text.
 
     Raises:
-        InputError: The file is no text or no table.
+        InputError: The file is no text or no table, or has a column twice or a row with more cells than columns.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
-            header = list(reader.fieldnames or ())
-            return header, [{name: (row[name] or "").strip() for name in header} for row in reader]
+            header = [name.strip() for name in reader.fieldnames or ()]
+            reader.fieldnames = header
+            twice = next((name for name, count in Counter(header).items() if count > 1), None)
+            if twice is not None:
+                raise InputError(f"{path}, line {reader.line_num}: there are two columns {twice!r}")
+            rows = []
+            for row in reader:
+                if None in row:
+                    count = len(header) + len(row[None])
+                    raise InputError(
+                        f"{path}, line {reader.line_num}: {count} cells, there are {len(header)} columns; a cell with a"
+                        ' comma is written in quotation marks, as "a, b"'
+                    )
+                rows.append((reader.line_num, {name: (row[name] or "").strip() for name in header}))
+            return header, rows
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} is no table: {error}") from None
 
 
-def rows_of_split(path: Path, rows: Sequence[Row], split: str, only_split: str) -> list[tuple[int, Row]]:
-    """Selects the rows of a split, each with its line in the file; a table without splits holds `only_split` alone.
+def rows_of_split(path: Path, rows: Sequence[tuple[int, Row]], split: str, only_split: str) -> list[tuple[int, Row]]:
+    """Select the rows of a split, each with its line in the file; a table without splits holds `only_split` alone.
 
     Raises:
         InputError: There are none.
     """
     names = split_candidates(split)
     default = split if split in split_candidates(only_split) else ""
-    kept = [(line, row) for line, row in enumerate(rows, start=2) if row.get("split", default) in names]
+    kept = [(line, row) for line, row in rows if row.get("split", default) in names]
     if not kept:
         raise InputError(f"{path} has no rows of the split {split!r}")
     return kept
-
-
-def natural_order(label: str) -> tuple[int, int | str]:
-    """Puts numbers in the order of numbers, and before other labels."""
-    return (0, int(label)) if label.isdecimal() else (1, label)

@@ -1,16 +1,35 @@
 """`torch/NAME`: data sets of torchvision, opened by timm."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest, number_names, to_mode
+from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset
+from headmix_vision.data.labels import MOST_CLASSES, LabelRule, check_label, number_labels
+from headmix_vision.files.pictures import Decoding
 
 
 def open_torchvision(request: SplitRequest) -> Source:
-    """Open a split of a torchvision data set that lies under the root."""
+    """Open a split of a torchvision data set that lies under the root.
+
+    Raises:
+        InputError: No such data set, or an image without a valid label.
+    """
     opened = create_timm_dataset(request.name, root=str(request.existing_root()), split=request.split)
-    names = getattr(opened, "classes", None) or number_names(getattr(opened, "targets", []))
-    return TorchvisionImages(opened, [_class_name(name) for name in names], request.mode)
+    if hasattr(opened, "loader"):  # of files, of which torchvision's own forgets EXIF and transparency
+        opened.loader = request.decoding.first_frame
+    names, labels = getattr(opened, "classes", None), getattr(opened, "targets", None)
+    names = names and [_class_name(name) for name in names]
+    kept: Sequence[int] = range(len(opened))
+    if labels is not None:
+        kept, _, names = number_labels(
+            [label.item() if hasattr(label, "item") else label for label in labels],
+            lambda number: _name(opened, number),
+            request.name,
+            request.label_rule,
+            class_names=names,
+        )
+    return TorchvisionImages(opened, kept, names or [], request.decoding, request.label_rule)
 
 
 def _class_name(name: str | Sequence[str]) -> str:
@@ -18,13 +37,36 @@ def _class_name(name: str | Sequence[str]) -> str:
     return name if isinstance(name, str) else ", ".join(name)
 
 
+def _name(data: Any, number: int) -> str:
+    samples = getattr(data, "samples", None)
+    return str(samples[number][0]) if samples else f"{type(data).__name__}[{number}]"
+
+
 class TorchvisionImages(Pictures):
-    """A torchvision data set of (PIL image, target) pairs."""
+    """A torchvision data set of (PIL image, target) pairs.
+
+    Args:
+        data: The data set.
+        kept: Which of its images are read.
+        class_names: One name per label.
+        decoding: The pixels that they become.
+        rule: What is done with an image that has no valid label.
+    """
+
+    def __init__(
+        self, data: Any, kept: Sequence[int], class_names: list[str], decoding: Decoding, rule: LabelRule
+    ) -> None:
+        super().__init__(data, class_names, decoding)
+        self.kept, self.rule = kept, rule
+
+    def __len__(self) -> int:
+        return len(self.kept)
 
     def read(self, index: int) -> tuple[RawImage, int]:
-        image, target = self.data[index]
-        return to_mode(image, self.mode), int(target)
+        image, target = self.data[self.kept[index]]
+        if self.rule.needed:
+            target = check_label(target, self.name(index), len(self.class_names) or MOST_CLASSES)
+        return self.decoding.convert(image), int(target)
 
     def name(self, index: int) -> str:
-        samples = getattr(self.data, "samples", None)
-        return str(samples[index][0]) if samples else f"{type(self.data).__name__}[{index}]"
+        return _name(self.data, self.kept[index])

@@ -7,21 +7,23 @@ splits: `path` (relative to the table's folder) and `label`, and, where there ar
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
 from torch import Tensor
 
-from headmix_vision.data.clips import ClipConfig, crop_frames
+from headmix_vision.console.notes import say_left_out
+from headmix_vision.data.clips import crop_frames
 from headmix_vision.data.datasets.base import EVAL_SYNONYMS, ClipSource, SplitRequest
 from headmix_vision.data.datasets.folders import split_candidates
-from headmix_vision.data.datasets.tables import natural_order, read_table, rows_of_split
+from headmix_vision.data.datasets.tables import read_table, rows_of_split
+from headmix_vision.data.labels import number_labels
 from headmix_vision.errors import InputError
-from headmix_vision.extras import require_extra
-from headmix_vision.files.video import VIDEO_SUFFIXES, VideoInfo, probe, read_frames
+from headmix_vision.files.clips import ClipInfo, probe_clip, read_clip
+from headmix_vision.files.listing import find_clips, find_frames, is_hidden, is_picture, is_video
+from headmix_vision.files.video import require_av
 
 UNLABELLED = "unlabelled"
 _PROBE_THREADS = 8
@@ -30,12 +32,16 @@ _COLUMNS = ("path", "label", "split", "start", "end")
 
 @dataclass(frozen=True)
 class Video:
-    """A video of a list: a file or a folder of frames, its label, and the frames that may be used."""
+    """A video of a list: a file or a folder of frames, its label, the frames that may be used, and where it is named.
+
+    The label is None for videos that are not labelled at all.
+    """
 
     path: Path
-    label: str = ""
+    label: str | None = None
     start: int = 0
     end: int | None = None
+    place: str = ""
 
 
 def open_videos(request: SplitRequest) -> "Videos":
@@ -63,17 +69,22 @@ def make_videos(videos: list[Video], folder: Path, request: SplitRequest) -> "Vi
     """Make the source of a list of videos; see `open_videos`."""
     if not request.grid:
         raise InputError(f"dataset {request.name!r} needs the number of frames of a clip")
-    if any(video.path.suffix.lower() in VIDEO_SUFFIXES for video in videos):
-        require_extra("video", "reading a video")
-    frames = next((video.path for video in videos if video.path.is_dir()), None)
+    if any(is_video(video.path) for video in videos):
+        require_av("reading a video")
+    frames = next((video.path for video in videos if video.path.is_dir() or is_picture(video.path)), None)
     if frames is not None and request.clip.frame_rate is not None:
+        what = "a folder of frames" if frames.is_dir() else "an animated picture"
         raise InputError(
-            f"{frames} is a folder of frames, which states no frame rate: choose frames by a stride"
+            f"{frames} is {what}, which states no frame rate: choose frames by a stride"
             f" instead of the rate {request.clip.frame_rate:g}"
         )
-    if request.variant == UNLABELLED:
-        videos = [Video(video.path, "", video.start, video.end) for video in videos]
-    return Videos(videos, folder, request.grid, request.mode, request.clip)
+    labels = [video.label for video in videos]
+    if request.variant == UNLABELLED or not any(label is not None for label in labels):
+        return Videos(videos, [0] * len(videos), [], folder, request)
+    kept, targets, names = number_labels(
+        labels, lambda number: videos[number].place, folder, request.label_rule, what="video"
+    )
+    return Videos([videos[number] for number in kept], targets, names, folder, request)
 
 
 class Videos(ClipSource):
@@ -81,84 +92,72 @@ class Videos(ClipSource):
 
     Args:
         videos: The videos.
-        folder: What their names are relative to.
-        grid: T, or T, H and W: frames of a clip, and the size to which each is cropped.
-        mode: PIL mode of the frames, `L` or `RGB`.
-        clip: Which frames make a clip.
+        targets: The class of each, a number.
+        class_names: The names of the classes.
+        folder: What the names of videos are relative to.
+        request: T, or T, H and W, the frames of a clip and the size to which each is cropped; the pixels that they
+            become; which frames make a clip.
     """
 
-    def __init__(self, videos: Sequence[Video], folder: Path, grid: Sequence[int], mode: str, clip: ClipConfig) -> None:
-        self.videos = videos
+    def __init__(
+        self,
+        videos: Sequence[Video],
+        targets: Sequence[int],
+        class_names: list[str],
+        folder: Path,
+        request: SplitRequest,
+    ) -> None:
+        self.videos = list(zip(videos, targets, strict=True))
         self.folder = folder
-        self.num_frames, *self.size = grid
-        self.mode = mode
-        self.clip = clip
-        self.class_names = sorted({video.label for video in videos} - {""}, key=natural_order)
-        self._targets = {name: number for number, name in enumerate(self.class_names)}
+        self.num_frames, *self.size = request.grid
+        self.decoding, self.clip = request.decoding, request.clip
+        self.class_names = class_names
 
     def __len__(self) -> int:
         return len(self.videos)
 
     def read_part(self, index: int, place: float) -> tuple[Tensor, int]:
         """As `ClipSource` says; ValueError for a video that is damaged, too short or too slow."""
-        video = self.videos[index]
+        video, target = self.videos[index]
         try:
-            frames = self._read_folder(video, place) if video.path.is_dir() else self._read_file(video, place)
-            return crop_frames(frames, self.size, self.mode), self._targets.get(video.label, 0)
+            frames = read_clip(video.path, lambda info: self._choose(video, info, place), self.decoding)
+            return crop_frames(frames, self.size), target
         except InputError as error:
             raise ValueError(str(error)) from None  # one of many: training skips it
 
-    def _read_file(self, video: Video, place: float) -> list[Image.Image]:
-        def choose(info: VideoInfo) -> list[int]:
-            return self._choose(video, info.num_frames, info.frame_rate, place)
-
-        return [Image.fromarray(frame) for frame in read_frames(video.path, choose)]
-
-    def _read_folder(self, video: Video, place: float) -> list[Image.Image]:
-        paths = _images(video.path)
-        frames: list[Image.Image] = []
-        for number in self._choose(video, len(paths), None, place):
-            with Image.open(paths[number]) as image:
-                image.load()
-                frames.append(image)
-        return frames
-
-    def _choose(self, video: Video, available: int, frame_rate: float | None, place: float) -> list[int]:
-        end = available if video.end is None else video.end
-        if end > available:
-            raise InputError(f"it has {available} frames, the table names frames up to {end}")
-        numbers = self.clip.frames(self.num_frames, end - video.start, frame_rate, place)
+    def _choose(self, video: Video, info: ClipInfo, place: float) -> list[int]:
+        end = info.num_frames if video.end is None else video.end
+        if end > info.num_frames:
+            raise InputError(f"it has {info.num_frames} frames, the table names frames up to {end}")
+        times = info.times and info.times[video.start : end + 1]
+        numbers = self.clip.frames(self.num_frames, end - video.start, info.frame_rate, place, times)
         return [video.start + number for number in numbers]
 
     def leave_out_unusable(self) -> list[str]:
         """As `ClipSource` says."""
         with ThreadPoolExecutor(_PROBE_THREADS) as pool:
-            faults = list(pool.map(self._fault, self.videos))
+            faults = list(pool.map(self._fault, (video for video, _ in self.videos)))
         self.videos = [video for video, fault in zip(self.videos, faults, strict=True) if fault is None]
         return [fault for fault in faults if fault is not None]
 
     def _fault(self, video: Video) -> str | None:
         try:
-            if video.path.is_dir():
-                self._choose(video, len(_images(video.path)), None, 0)
-            else:
-                info = probe(video.path)
-                self._choose(video, info.num_frames, info.frame_rate, 0)
+            self._choose(video, probe_clip(video.path), 0)
         except (InputError, OSError) as error:
             return f"{video.path} ({error})"
         return None
 
     def name(self, index: int) -> str:
-        return str(self.videos[index].path)
+        return str(self.videos[index][0].path)
 
     def files(self) -> list[tuple[str, int]]:
         """Names relative to the folder with the frames that may be used, and sizes: bytes, or frames of a folder."""
         return [
             (
                 f"{os.path.relpath(video.path, self.folder)}[{video.start}:{'' if video.end is None else video.end}]",
-                len(_images(video.path)) if video.path.is_dir() else os.path.getsize(video.path),
+                len(find_frames(video.path)) if video.path.is_dir() else os.path.getsize(video.path),
             )
-            for video in self.videos
+            for video, _ in self.videos
         ]
 
 
@@ -182,40 +181,21 @@ def _find_split(request: SplitRequest) -> tuple[list[Video], Path]:
 
 def _find_videos(folder: Path) -> list[Video]:
     """Lists the videos below a folder by name, with the first folder on the way to each as its class."""
-    paths = list(_walk(folder))
-    if not paths:
-        raise InputError(f"{str(folder)!r} has no videos: no {', '.join(VIDEO_SUFFIXES)}, and no folder of frames")
+    listing = find_clips(folder)
+    listing.check_filled(f"{str(folder)!r}", "videos and no folders of frames")
+    say_left_out(folder, len(listing.paths), "videos", listing.left_out)
+    paths = listing.paths
     if paths == [folder]:
         raise InputError(f"{str(folder)!r} is a folder of frames itself, give the folder that it is in")
     parts = [path.relative_to(folder).parts for path in paths]
-    if any(len(names) == 1 for names in parts):
+    if all(len(names) == 1 for names in parts):
         return [Video(path) for path in paths]
     filled = {names[0] for names in parts}
     for entry in sorted(folder.iterdir()):
-        if entry.is_dir() and not entry.name.startswith(".") and entry.name not in filled:
-            raise InputError(f"class folder {str(entry)!r} has no video ({', '.join(VIDEO_SUFFIXES)}) and no frames")
-    return [Video(path, names[0]) for path, names in zip(paths, parts, strict=True)]
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
-    files = [entry for entry in entries if entry.suffix.lower() in VIDEO_SUFFIXES and not entry.is_dir()]
-    yield from files
-    if not files and any(_is_image(entry) for entry in entries):
-        yield folder
-    for entry in entries:
-        if entry.is_dir():
-            yield from _walk(entry)
-
-
-def _is_image(path: Path) -> bool:
-    from timm.data.readers.img_extensions import get_img_extensions
-
-    return path.suffix.lower() in get_img_extensions()
-
-
-def _images(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if _is_image(path) and not path.name.startswith("."))
+        if entry.is_dir() and not is_hidden(entry.name) and entry.name not in filled:
+            raise InputError(f"class folder {str(entry)!r} has no video and no frames")
+    labels = ["" if len(names) == 1 else names[0] for names in parts]  # beside class folders there is no class
+    return [Video(path, label, place=str(path)) for path, label in zip(paths, labels, strict=True)]
 
 
 def _read_table(path: Path, split: str, only_split: str) -> list[Video]:
@@ -228,17 +208,17 @@ def _read_table(path: Path, split: str, only_split: str) -> list[Video]:
         raise InputError(f"{path} has the columns {', '.join(header)}; it must have path, and may have label, split,"
                          " start, end")  # fmt: skip
     kept = rows_of_split(path, rows, split, only_split)
-    return [_read_row(row, path, f"{path}, line {number}", "label" in header) for number, row in kept]
+    return [_read_row(row, path, f"{path}, line {number}") for number, row in kept]
 
 
-def _read_row(row: dict[str, str], table: Path, where: str, labelled: bool) -> Video:
+def _read_row(row: dict[str, str], table: Path, where: str) -> Video:
     values = {name: row.get(name, "") for name in _COLUMNS}
-    if not values["path"] or (labelled and not values["label"]):
-        raise InputError(f"{where}: {'label' if values['path'] else 'path'} is missing")
+    if not values["path"]:
+        raise InputError(f"{where}: path is missing")
     for name in ("start", "end"):
         if values[name] and not values[name].isdecimal():
             raise InputError(f"{where}: {name} is {values[name]!r}, it must be the number of a frame")
     start, end = int(values["start"] or 0), int(values["end"]) if values["end"] else None
     if end is not None and end <= start:
         raise InputError(f"{where}: end is {end}, it must be above start {start}")
-    return Video(table.parent / values["path"], values["label"], start, end)
+    return Video(table.parent / values["path"], row.get("label"), start, end, where)

@@ -35,15 +35,23 @@ class SampleFid(Callback):
         average: The callback with the moving average, if there is one.
         root: Place of the real images' data set, if it needs one.
         seed: Seed of the noise.
+        background: Colour behind transparent pixels of the real images.
     """
 
     def __init__(
-        self, config: FidConfig, sampler: ImageSampler, average: EmaWithWarmup | None, root: str | None, seed: int
+        self,
+        config: FidConfig,
+        sampler: ImageSampler,
+        average: EmaWithWarmup | None,
+        root: str | None,
+        seed: int,
+        background: str = "white",
     ) -> None:
         self.config = config
         self.sampler = sampler
         self.average = average
         self.root = root
+        self.background = background
         self.seed = seed
         self._extractor: FeatureExtractor | None = None
         self._real: Gaussian | None = None
@@ -69,7 +77,11 @@ class SampleFid(Callback):
         self.sampler.open()
         channels, height, width = self.sampler.image_shape(pl_module)
         real = open_side(
-            self.config.real, self._extractor, image_size=height if height == width else None, root=self.root
+            self.config.real,
+            self._extractor,
+            image_size=height if height == width else None,
+            root=self.root,
+            background=self.background,
         )
         black = ImageSet(TensorImages(torch.zeros(2, channels, height, width, dtype=torch.uint8)), self._extractor.mode)
         size = real.description.get("size", black.size)
