@@ -31,6 +31,7 @@ from measuring import read_csv
 from model_families import read_spelling
 from moving_digits_report import Report, open_table
 from moving_digits_runs import Runs
+from tested_versions import PAIRS
 from training_runs import REPOSITORY
 
 from headmix_vision.analysis.sweeps.runs import read_test
@@ -546,7 +547,13 @@ def explicit_heads() -> str:
     return markdown_table(header, lines)
 
 
+def versions() -> str:
+    """The supported pairs of torch and Triton, and how it is known that the kernels work with them."""
+    return markdown_table(["torch", "Triton", "kernels on Hopper", "known"], PAIRS)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "versions": versions,
     "claims": partial(claims, CLAIMS, "docs/"),
     "further_claims": partial(claims, FURTHER_CLAIMS, ""),
     "gpus": gpus,
