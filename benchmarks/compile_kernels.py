@@ -47,9 +47,9 @@ from headmix_vision.ops.assembler import right_assembler
 from headmix_vision.ops.launching import forget_plans
 from headmix_vision.ops.mhla.triton_tuning import head_parts
 
-# NVIDIA GPUs by compute capability, AMD GPUs by architecture, with the bytes of shared memory that a program may have:
-# "Compute Capabilities" in the CUDA programming guide, getAddressableLocalMemorySize in LLVM. gfx950 has 160 KB, but
-# the ops hold themselves to what all AMD GPUs have.
+# NVIDIA GPUs by compute capability, AMD GPUs by architecture, with the bytes of shared memory that a program may have.
+# Sources: "Compute Capabilities" in the CUDA programming guide, getAddressableLocalMemorySize in LLVM. A program on
+# gfx950 may have 160 KB, but the ops hold themselves to what all AMD GPUs have.
 GPUS = {
     "8.0": kernels.Gpu("A100", (8, 0), 163 << 10),
     "8.6": kernels.Gpu("RTX 3090", (8, 6), 99 << 10),

@@ -31,12 +31,12 @@ from measuring import read_csv
 from model_families import read_spelling
 from moving_digits_report import Report, open_table
 from moving_digits_runs import Runs
+from tested_versions import PAIRS
 from training_runs import REPOSITORY
 
 from headmix_vision.analysis.sweeps.runs import read_test
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.doctor.known_gpus import COMPILED, KNOWN_GPUS, MEASURED
-from headmix_vision.doctor.known_versions import PAIRS
 from headmix_vision.files.origins import origin_path
 
 DOCS = REPOSITORY / "docs"
@@ -156,13 +156,6 @@ def gpus() -> str:
         for status in (MEASURED, COMPILED)
     ]
     return markdown_table(["kernels", "GPUs"], [*lines, ["PyTorch form instead", "older ones, CPU"]])
-
-
-def versions() -> str:
-    """The pairs of torch and Triton, with the kernels that serve on Hopper and how they were checked."""
-    return markdown_table(
-        ["torch", "Triton", "MHLA up to 256 tokens on Hopper", "kernels"], [list(pair) for pair in PAIRS]
-    )
 
 
 def numbers(rows: Sequence[Row], column: str) -> list[float]:
@@ -554,11 +547,16 @@ def explicit_heads() -> str:
     return markdown_table(header, lines)
 
 
+def versions() -> str:
+    """The supported pairs of torch and Triton, and how it is known that the kernels work with them."""
+    return markdown_table(["torch", "Triton", "kernels on Hopper", "known"], PAIRS)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "versions": versions,
     "claims": partial(claims, CLAIMS, "docs/"),
     "further_claims": partial(claims, FURTHER_CLAIMS, ""),
     "gpus": gpus,
-    "versions": versions,
     "attentions": attentions,
     "digits": digits,
     "attention_numbers": attention_numbers,

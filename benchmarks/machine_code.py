@@ -59,9 +59,7 @@ def _written_and_read(operation: str, operands: str) -> tuple[set[int], set[int]
 def unwritten_registers(listing: str) -> list[str]:
     """List a Hopper kernel's reads of uniform registers that, on some path, no instruction before has written.
 
-    The ptxas 12.8 of Triton 3.6 makes such code: where two products take factors of different layouts from one place in
-    shared memory, it may compute addresses of the second from a register that it forgot to write. Sums are then wrong,
-    do not repeat, or end in an illegal address. Releases 12.9 and 13.5 do not.
+    ptxas 12.8 makes such code; see ``headmix_vision/ops/assembler.py``. Later releases do not.
     """
     code: list[tuple[str, str | None, str, str]] = []
     labels: dict[str, int] = {}

@@ -1,6 +1,10 @@
 """`document_tables.py`: the tables of the documents are those of their CSV files."""
 
+import re
+
 import pytest
+
+from headmix_vision.ops.kernels import OLDEST_TRITON
 
 
 def test_documents_say_what_their_csv_files_say(load, capsys):
@@ -34,3 +38,13 @@ def test_plots_of_times_name_their_lines(load, tmp_path):
         tables.PLOTS[name](tables.read(name), tmp_path / "plot.svg")
         plot = (tmp_path / "plot.svg").read_text()
         assert all(f">{label}</text>" in plot for label in (*labels, "memory's floor")) and len(plot) < 100_000
+
+
+def test_versions_begin_with_the_oldest_allowed_and_hold_the_pinned(load):
+    tables, versions = load("document_tables"), load("tested_versions")
+    oldest, *_ = versions.PAIRS
+    assert f'"torch>={oldest.torch}"' in (tables.REPOSITORY / "pyproject.toml").read_text()
+    assert oldest.triton == ".".join(map(str, OLDEST_TRITON))
+    pins = dict(re.findall(r"(?m)^(torch|triton)==(\d+\.\d+)", (tables.REPOSITORY / "constraints.txt").read_text()))
+    (pinned,) = (pair for pair in versions.PAIRS if (pair.torch, pair.triton) == (pins["torch"], pins["triton"]))
+    assert pinned.evidence == versions.RUN
