@@ -106,6 +106,12 @@ def gpu_behind(device: torch.device) -> Gpu:
 
 
 @torch.compiler.assume_constant_result
+def is_amd(device: torch.device) -> bool:
+    """Tell whether a device that the kernels can run on is an AMD GPU."""
+    return bool(gpu_behind(device).amd)
+
+
+@torch.compiler.assume_constant_result
 def why_not_here(device: torch.device, name: str = "q") -> str | None:
     """Return why no kernel can run on the device of a named argument, or None."""
     gpu = find_gpu(device)

@@ -123,8 +123,9 @@ def _values(k: Layout, v: Layout, mask: Layout, tiles: Tiles) -> dict[str, Any]:
 
 
 def _scan_tiles(heads: int, v: Layout, mask: Layout) -> Tiles:
-    if v.gpu.has_tensor_memory:
-        # With stages Triton lets a product begin with the state before the decay has scaled it (triton #10993).
+    if v.gpu.has_tensor_memory or v.gpu.amd:
+        # With stages Triton lets a product begin with the state before the decay has scaled it (triton #10993), where
+        # sums are in tensor memory; AMD's GPUs have no shared memory for stages.
         return SCAN | Tiles(num_stages=1)
     if mask.shape[-1] > 1 or heads * -(-v.shape[-1] // SCAN["VALUES"]) <= v.gpu.processors:
         return SCAN

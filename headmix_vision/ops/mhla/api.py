@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import NO_KERNELS, select, why_not_triton
+from headmix_vision.ops.kernels import NO_KERNELS, is_amd, select, why_not_triton
 from headmix_vision.ops.mhla.reference import mhla_reference
 from headmix_vision.ops.mhla.settings import REGIMES, Settings
 from headmix_vision.ops.mhla.torch_impl import mhla_torch
@@ -75,4 +76,11 @@ def mhla(
     """
     settings = Settings(blocks, normalizer, feature_map, eps, causal=causal)
     validate_mhla(q, k, v, mixing, settings, impl)
-    return select(impl, IMPLEMENTATIONS, q.is_cuda, lambda: why_not_triton(q, v))(q, k, v, mixing, settings)
+    run = select(impl, IMPLEMENTATIONS, q.is_cuda, lambda: why_not_triton(q, v) or _why_not_causal(q, v, causal))
+    return run(q, k, v, mixing, settings)
+
+
+def _why_not_causal(q: Tensor, v: Tensor, causal: bool) -> str | None:
+    if causal and q.dtype == torch.float32 and max(q.shape[-1], v.shape[-1]) > 64 and is_amd(q.device):
+        return "q is float32 of more than 64 head dims on an AMD GPU: causal kernels need 80 KB of shared memory there"
+    return None
