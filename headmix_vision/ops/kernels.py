@@ -230,8 +230,8 @@ def numerics(dtype: torch.dtype, gpu: Gpu, crowded: bool = False) -> Numerics:
 
     bf16 stays bf16; fp16 has too small a range for sums and is computed as float32 with 10-bit products. A product of
     float32 is a sum of three tf32 products. Where shared memory is ``crowded``, it is a sum of six bf16 products, which
-    is as exact and holds three halves of a number there instead of four; the interpreter does not know these. On AMD
-    GPUs products of float32 are exact.
+    is as exact and holds three halves of a number there instead of four; neither the interpreter nor Triton 3.5 knows
+    these. On AMD GPUs products of float32 are exact.
     """
     import triton.language as tl
 
@@ -241,4 +241,4 @@ def numerics(dtype: torch.dtype, gpu: Gpu, crowded: bool = False) -> Numerics:
         return Numerics(tl.float32, "ieee")
     if dtype == torch.float16:
         return Numerics(tl.float32, "tf32")
-    return Numerics(tl.float32, "bf16x6" if crowded and not INTERPRETED else "tf32x3")
+    return Numerics(tl.float32, "bf16x6" if crowded and not INTERPRETED and triton_release() >= (3, 6) else "tf32x3")

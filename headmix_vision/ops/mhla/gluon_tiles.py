@@ -44,7 +44,7 @@ def shared_layout(columns):
 
 @gluon.jit
 def _relu_of_negative(shift):
-    """Return the bf16 number before ``shift``, the feature of zero, which has slope one, as torch.clamp has there."""
+    """Return the bf16 number before ``shift``, the feature of zero, which has slope one."""
     return (shift.to(gl.float32) * (1 - 2**-8)).to(gl.bfloat16)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,7 +16,9 @@ from headmix_vision.ops.token_grid import TokenGrid
 
 FEATURE_MAPS: dict[str, Callable[[Tensor, float], Tensor]] = {
     # eps keeps the features, and so the normaliser, above zero.
-    "relu": lambda x, eps: x.clamp(min=0).add_(eps),
+    "relu": lambda x, eps: torch.where(x < 0, 0.0, x).add_(
+        eps
+    ),  # the slope of clamp at zero depends on torch's release
     "elu1": lambda x, eps: F.elu(x) + (1 + eps),
     "identity": lambda x, eps: x,
 }

@@ -130,7 +130,7 @@ def present_features(
 
 @triton.jit
 def feature_gradient(x, gradient, FEATURE_MAP: tl.constexpr):
-    """Compute the gradient of ``x`` from that of its features; at zero relu has slope one, as torch.clamp has."""
+    """Compute the gradient of ``x`` from that of its features; at zero relu has slope one."""
     x = x.to(tl.float32)
     if FEATURE_MAP == "relu":
         return tl.where(x >= 0, gradient, 0.0)
