@@ -202,6 +202,23 @@ def test_a_hugging_face_set_with_one_picture_missing_is_read(tmp_path: Path) -> 
         source.read(1)
 
 
+@needs_datasets
+@pytest.mark.parametrize("layout", ["saved", "parquet"])
+def test_a_hugging_face_set_without_labels_can_be_scored(layout: str, tmp_path: Path, monkeypatch: Any) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = datasets.Dataset.from_dict({"image": [photo(0), photo(1)]}).cast_column("image", datasets.Image())
+    (tmp_path / "set").mkdir()
+    if layout == "saved":
+        datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "set"))
+    else:
+        rows.to_parquet(str(tmp_path / "set" / "train-00000-of-00001.parquet"))
+    assert len(open_set("hfds", tmp_path / "set", "scoring", needs_labels=False)) == 2
+    with pytest.raises(InputError, match=r"has no column 'label'|train\[0\] has no label; 2 of 2 images"):
+        open_set("hfds", tmp_path / "set")
+
+
 def test_videos_without_a_label(tmp_path: Path) -> None:
     for place in ("train/run/a.mp4", "train/walk/b.mp4", "train/c.mp4"):
         write_film(tmp_path / place, [np.full((16, 16, 3), 90, np.uint8)] * 3)

@@ -47,6 +47,8 @@ def test_exif_that_cannot_be_read_says_nothing() -> None:
     damaged = whole[:place] + b"\xff" * 8 + whole[place + 8 :]
     assert pixels(damaged).shape == (32, 24, 3)
     assert pixels(turned(photo(), 9)).shape == (24, 32, 3)
+    xmp = b'<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/>'
+    assert pixels(encode(photo(), "jpeg", xmp=xmp)).shape == (32, 24, 3)
 
 
 @pytest.mark.parametrize("name", ["rgba.png", "rgba.webp", "rgba.tif", "la.png", "moving.webp"])
@@ -73,11 +75,12 @@ def test_opaque_pixels_keep_their_colours_and_half_transparent_ones_are_mixed() 
     assert (keyed[index == 3] == 255).all() and np.array_equal(keyed[index != 3], palette[index != 3])
 
 
-@pytest.mark.parametrize("name", ["deep.png", "deep.tif", "deep.pgm"])
+@pytest.mark.parametrize("name", ["deep.png", "deep.tif", "deep.jp2", "deep.pgm"])
 def test_the_upper_8_of_16_bits_are_taken(name: str) -> None:
     gray = np.asarray(photo().convert("L"))
     deep = (gray.astype(np.uint16) << 8) + np.arange(32, dtype=np.uint16) * 8
-    file = encode(Image.fromarray(deep), "tiff" if name.endswith("tif") else "png")
+    formats = {"tif": "tiff", "jp2": "jpeg2000"}
+    file = encode(Image.fromarray(deep), formats.get(name[-3:], "png"))
     if name.endswith("pgm"):
         file = b"P5 32 24 65535\n" + deep.astype(">u2").tobytes()
     assert np.array_equal(pixels(file, mode="L"), gray)
@@ -104,10 +107,12 @@ def test_colours_of_print_and_animated_pictures() -> None:
 
 
 def test_animated_pictures_are_clips_and_pages_are_not(tmp_path: Path) -> None:
-    pages = encode(photo(), "tiff", save_all=True, append_images=[photo(1)])
-    for name in ("moving.webp", "rgba.png", "moving.tif"):
-        (tmp_path / name).write_bytes(kinds().get(name, pages))
-    assert [is_clip(tmp_path / name) for name in ("moving.webp", "rgba.png", "moving.tif")] == [True, False, False]
+    files = {name: kinds()[name] for name in ("moving.webp", "rgba.png")}
+    for name, file_format in (("pages.tif", "tiff"), ("views.jpg", "mpo")):
+        files[name] = encode(photo(), file_format, save_all=True, append_images=[photo(1)])
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    assert [is_clip(tmp_path / name) for name in files] == [True, False, False, False]
     assert probe_clip(tmp_path / "moving.webp").num_frames == 3
     frames = read_clip(tmp_path / "moving.webp", lambda info: range(info.num_frames)[::-1], Decoding())
     assert [np.array_equal(frame, photo(seed)) for frame, seed in zip(frames, (2, 1), strict=False)] == [True, True]

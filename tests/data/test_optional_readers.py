@@ -8,9 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from inputs import turned, write_tar
 from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor
 
 from headmix_vision.data import Augmentation, ClassificationData
+from headmix_vision.data.datasets import open_split
+from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.data.datasets.streams import Stream
+from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import Decoding
 
 from .helpers import Recorder, attach, make_trainer
 
@@ -100,3 +107,25 @@ def test_webdataset_is_reproducible(tmp_path: Path) -> None:
         assert sorted(torch.cat([targets for _, targets in module.eval_batches]).tolist()) == [0] * 6 + [1] * 6
     with pytest.raises(ValueError, match="split 'dev'"):
         attach(ClassificationData(dataset="wds/", root=str(root), val_split="dev", batch_size=4), **MODEL)
+
+
+def test_webdataset_is_decoded_and_labelled_like_other_data(tmp_path: Path) -> None:
+    pytest.importorskip("webdataset")
+    lying = turned(make_image(0), 3)
+    for label in (b"1", b"-1"):
+        root = tmp_path / label.decode()
+        write_tar(root / "a.tar", [("0.jpg", lying), ("0.cls", label)])
+        split = {"name": "train", "num_samples": 1, "filenames": ["a.tar"], "shard_lengths": [1]}
+        (root / "info.json").write_text(json.dumps({"splits": {"train": split}}))
+        stream = open_split(SplitRequest("wds/", "train", (3, 20, 20), "classification", str(root), num_classes=2))
+        assert isinstance(stream, Stream)
+        stream.transform = pil_to_tensor
+        if label == b"-1":
+            with pytest.raises(InputError, match=r"image 0 of wds/ has the label -1, which is below 0"):
+                next(iter(stream))
+            continue
+        image, target = next(iter(stream))
+        assert target == 1 and torch.equal(image, pil_to_tensor(Decoding().first_frame(lying)))
+    with pytest.raises(InputError, match="skip_unlabelled is true, it must be false for the stream 'wds/'"):
+        request = SplitRequest("wds/", "train", (3, 20, 20), "classification", str(root), skip_unlabelled=True)
+        open_split(request)

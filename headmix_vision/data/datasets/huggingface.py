@@ -41,17 +41,17 @@ def _open_saved(root: Path, request: SplitRequest) -> Source:
         raise InputError(f"root {str(root)!r} holds a data set without splits, save a DatasetDict instead")
     if split not in saved:
         raise InputError(f"root {str(root)!r} has no split {split!r}, it has {', '.join(saved)}")
-    for column in ("image", "label"):
+    for column in ("image", *(("label",) if request.needs_labels else ())):
         if column not in saved[split].column_names:
             raise InputError(f"split {split!r} of {str(root)!r} has no column {column!r}: {saved[split].column_names}")
     images = saved[split].cast_column("image", datasets.Image(decode=False))
-    return _make(images, getattr(images.features["label"], "names", None), str(root), request)
+    return _make(images, getattr(images.features.get("label"), "names", None), str(root), request)
 
 
 def _make(data: Any, class_names: list[str] | None, place: str, request: SplitRequest) -> "HuggingFaceImages":
     place = f"{place}, {request.split}"
     kept, targets, names = number_labels(
-        list(data["label"]),
+        list(data["label"]) if "label" in data.column_names else [None] * len(data),
         lambda number: f"{place}[{number}]",
         place,
         request.label_rule,
