@@ -383,7 +383,7 @@ def missing_hopper_kernels(launched: set[str]) -> list[str]:
 
 
 class Report(NamedTuple):
-    """What became of the launches on a GPU: a row for each, what the ops refuse, and which kernels they leave out."""
+    """Outcome of the launches on a GPU: a row for each, refused calls, and kernels that were left out."""
 
     rows: list[dict[str, Any]]
     refused: list[str]

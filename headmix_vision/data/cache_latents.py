@@ -49,7 +49,7 @@ def open_images(images: str | None, request: SplitRequest) -> Source:
         return open_source(request)
     folder = Path(images)
     if not images or not folder.is_dir():
-        raise InputError(f"--images {images} is no folder" if images else "--images is '', it must be a folder")
+        raise InputError(f"--images {images} is not a folder" if images else "--images is '', it must be a folder")
     listing = find_class_folders(folder)
     listing.check_filled(f"--images {images!r}", "image")
     if any(path.parent != folder for path in listing.paths):

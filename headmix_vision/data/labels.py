@@ -18,7 +18,7 @@ _HINT = "mend them, or leave them out by --skip-unlabelled (in training --data.s
 
 
 class LabelRule(NamedTuple):
-    """What is done with samples that have no valid label.
+    """Treatment of samples without a valid label.
 
     Args:
         needed: Whether labels are needed at all; where they are not, a sample without one has class 0.

@@ -1,4 +1,4 @@
-"""What tar shards hold: files of one name that stand together are a sample, as WebDataset has it."""
+"""Contents of tar shards: neighbouring files of one name are a sample, as in WebDataset."""
 
 import json
 import os

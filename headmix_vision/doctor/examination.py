@@ -39,7 +39,7 @@ _MOST_PROCESSES = 16
 
 @dataclass(frozen=True)
 class Request:
-    """What to examine.
+    """Request for an examination.
 
     Attributes:
         device: the device.

@@ -1,4 +1,4 @@
-"""What is known of the kernels on each GPU, by compute capability or AMD architecture."""
+"""Evidence for the kernels on each GPU, by compute capability or AMD architecture."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ UNKNOWN = "unknown"
 
 
 class KnownGpu(NamedTuple):
-    """What is known of one architecture.
+    """Evidence for one architecture.
 
     Attributes:
         status: `MEASURED`, `COMPILED` or `UNKNOWN`.

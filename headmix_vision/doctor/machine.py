@@ -160,7 +160,7 @@ def _why_no_gpu() -> str:
 
 
 def _why_no_kernels(device: torch.device) -> str | None:
-    if device.type == "cpu":  # on which Triton's interpreter could run them, which is no test of numerics
+    if device.type == "cpu":  # on which Triton's interpreter could run them, which is not a test of numerics
         return "the kernels need a GPU"
     return why_no_kernel_takes(torch.empty(0, device=device), "a tensor")
 

@@ -1,4 +1,4 @@
-"""What an examination finds, and its form in JSON."""
+"""Findings of an examination, and their form in JSON."""
 
 from __future__ import annotations
 

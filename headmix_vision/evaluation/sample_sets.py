@@ -47,7 +47,7 @@ class Pictures(Protocol):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What else the result file says."""
+        """Further fields of the result file."""
         ...
 
     def __len__(self) -> int: ...

@@ -20,7 +20,7 @@ Frames = list[Image.Image]
 
 @dataclass(frozen=True)
 class ClipInfo:
-    """What is known of a clip before it is read.
+    """Facts about a clip before it is read.
 
     Args:
         num_frames: Frames.

@@ -45,7 +45,7 @@ def is_video(name: str | os.PathLike[str]) -> bool:
 
 @dataclass
 class Listing:
-    """What a folder holds.
+    """Contents of a folder.
 
     Args:
         folder: The folder.

@@ -42,7 +42,7 @@ _WRITTEN_COLOURS = {"colorspace": 6, "color_range": 1, "color_primaries": 1, "co
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What a video file holds.
+    """Contents of a video file.
 
     Args:
         num_frames: Frames.

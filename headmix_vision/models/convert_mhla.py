@@ -1,4 +1,4 @@
-"""Gives weights of the released MHLA code (github.com/DAGroup-PKU/MHLA), DeiT's and DiT's, the names of our layers.
+"""Convert weights of the released MHLA code (github.com/DAGroup-PKU/MHLA), DeiT and DiT, to our names.
 
 Its layers divide by the denominator of the source block, convolve the values (LePE), normalise their input once more
 and take mixing weights of any sign; ours do so by options. M blocks.

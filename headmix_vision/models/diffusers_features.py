@@ -1,4 +1,4 @@
-"""What features of diffusers ask of a model: its class by name, caching, adapters, fewer bits, compiling by block."""
+"""Features of diffusers that models support: class by name, caching, adapters, fp8 storage, compiling by block."""
 
 from __future__ import annotations
 

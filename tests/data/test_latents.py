@@ -230,7 +230,7 @@ def test_refusals(images: Path, vae: Path, tmp_path: Path, capsys: pytest.Captur
     assert "13x13 is no multiple of 2" in message(size=13)
     assert "is no directory, no hub id" in message("--vae", tmp_path / "absent")
     assert "neither config.json nor vae/config.json" in message("--vae", images)
-    assert "is no folder" in message("--images", tmp_path / "absent")
+    assert "is not a folder" in message("--images", tmp_path / "absent")
     (tmp_path / "empty").mkdir()
     assert "--images" in (line := message("--images", tmp_path / "empty")) and "has no image" in line
     assert "workers must be a whole number of at least 0, got -1" in message("--workers", -1)

@@ -141,7 +141,7 @@ class SplitRequest:
 
     @property
     def label_rule(self) -> LabelRule:
-        """What is done with samples that have no valid label."""
+        """Treatment of samples without a valid label."""
         return LabelRule(self.needs_labels, self.skip_unlabelled)
 
     @property

@@ -64,7 +64,7 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
     """Read the names of the columns, and the rows with their line; a cell that is missing at the end is an empty text.
 
     Raises:
-        InputError: The file is no text or no table, or has a column twice or a row with more cells than columns.
+        InputError: The file is not a text table, or has a column twice or a row with more cells than columns.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
