@@ -4,6 +4,7 @@ Each command imports its part of the package when it is called. A part whose pac
 with one line that names what to install. The arguments are those of the process when None.
 """
 
+import atexit
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,14 @@ def _importing() -> Iterator[None]:
             gc.enable()
     if len(sys.modules) > known:  # not in a later call, which would keep the garbage of the calls before
         gc.freeze()
+        if _names_leaks():
+            atexit.register(gc.unfreeze)
+
+
+def _names_leaks() -> bool:
+    """Tell whether a Triton is loaded that prints all that is not freed when the process ends, as 3.9 does."""
+    triton = sys.modules.get("triton")
+    return triton is not None and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 def train_cls(args: Sequence[str] | None = None) -> None:
