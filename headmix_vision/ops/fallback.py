@@ -15,27 +15,18 @@ from torch import Tensor
 from headmix_vision.ops.kernels import warn_once
 from headmix_vision.ops.launching import KernelFailed
 
-_failed: set[tuple[Hashable, ...]] = set()
+# Inputs for which kernels did not compile: the name of the op, and what its kernels depend on.
+FAILED: set[tuple[Hashable, ...]] = set()
 # What an op excludes while it runs, so that autograd does not record inside.
 _AUTOGRAD = ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")
-
-
-def has_failed(*inputs: Hashable) -> bool:
-    """Tell whether kernels did not compile for such inputs: the name of the op, and what its kernels depend on."""
-    return bool(_failed) and inputs in _failed
 
 
 def stand_in(error: KernelFailed, allowed: bool, *inputs: Hashable) -> None:
     """Warn once that the PyTorch form serves for such inputs, or raise the error where kernels were asked for."""
     if not allowed:
         raise error
-    _failed.add(inputs)
+    FAILED.add(inputs)
     warn_once(f"{error}; the slower PyTorch form takes their place (impl='auto')")
-
-
-def forget_failures() -> None:
-    """Try all kernels again."""
-    _failed.clear()
 
 
 def gradients_of(run: Callable[..., Any], inputs: Sequence[Tensor], d_outputs: Sequence[Tensor]) -> list[Tensor]:

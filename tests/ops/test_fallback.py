@@ -11,6 +11,7 @@ from headmix_vision.ops.grid_conv import api as grid_conv
 from headmix_vision.ops.head_in_head import api as head_in_head
 from headmix_vision.ops.launching import KernelFailed, Launch
 from headmix_vision.ops.mhla import api as mhla
+from headmix_vision.ops.mhla import triton_ranks
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mix_heads import api as mix_heads
 
@@ -49,10 +50,10 @@ def broken(monkeypatch):
 
         monkeypatch.setattr(Launch, "_compile_and_run", run)
 
-    fallback.forget_failures()
+    fallback.FAILED.clear()
     kernels._warned.clear()
     yield break_
-    fallback.forget_failures()
+    fallback.FAILED.clear()
 
 
 def _call(case: str, impl: str) -> list[Tensor]:
@@ -118,5 +119,29 @@ def test_compiled_graphs_fall_back_too(broken):
     expected = torch.autograd.grad(
         mhla.IMPLEMENTATIONS["torch"](*inputs, mixing, Settings(BLOCKS)).sum(), [*inputs, mixing]
     )
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("normalizer", ["paper", None])
+def test_the_ops_of_a_rank_have_their_pytorch_form(broken, normalizer):
+    blocks = TokenBlocks.from_grid((4, 6), (2, 2))
+    ranks = [0, 2, 1, *Settings(blocks, normalizer, fallback=True).pack()]
+    n, m = (getattr(triton_ranks._unpack(ranks).blocks, name) for name in ("num_tokens", "num_blocks"))
+    torch.manual_seed(0)
+    q, k, v = (torch.rand(2, n, 2, 16, device=DEVICE) for _ in range(3))
+
+    def results():
+        matrix, vector = triton_ranks._summarize(k, v, ranks)
+        out, inverse = triton_ranks._apply(q, matrix, vector, ranks)
+        d_keys = triton_ranks._summary_gradients(matrix, vector, k, v, ranks)
+        d_queries = triton_ranks._output_gradients(torch.ones_like(out), q, matrix, vector, inverse, ranks)
+        return [matrix, vector, out, *d_keys, *d_queries]
+
+    expected = results()
+    assert expected[0].shape == (2, 2, m, 16, 16)
+    broken("_")
+    with pytest.warns(UserWarning, match="slower PyTorch form"):
+        found = results()
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headmix_vision.ops.eager import as_function, without_dispatcher
-from headmix_vision.ops.fallback import gradients_of, has_failed, stand_in
+from headmix_vision.ops.fallback import FAILED, gradients_of, stand_in
 from headmix_vision.ops.grid_conv import triton_launch as launch
 from headmix_vision.ops.grid_conv.torch_impl import grid_conv_torch
 from headmix_vision.ops.launching import KernelFailed
@@ -37,7 +37,7 @@ def _forward(
 ) -> Tensor:  # fmt: skip
     """Compute the convolved tokens."""
     out = x.new_empty(x.shape)
-    if x.numel() and not has_failed(*_kind(x, weight, fallback)):
+    if x.numel() and not (FAILED and _kind(x, weight, fallback) in FAILED):
         try:
             return _run_kernel(x, weight, bias, shape, prefix, repeats, residual, silu, out)
         except KernelFailed as error:
@@ -86,7 +86,7 @@ def _gradients(
     d_x, d_weight, d_bias = _like_gradients(x, weight, bias)
     if x.numel() == 0:
         return d_x, d_weight.zero_(), d_bias.zero_()
-    if not has_failed(*_kind(x, weight, fallback)):
+    if not (FAILED and _kind(x, weight, fallback) in FAILED):
         try:
             return _run_backward_kernels(
                 d_out, x, weight, bias, shape, prefix, repeats, residual, silu, d_x, d_weight, d_bias

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.ops.eager import as_function, without_dispatcher
-from headmix_vision.ops.fallback import gradients_of, has_failed, stand_in
+from headmix_vision.ops.fallback import FAILED, gradients_of, stand_in
 from headmix_vision.ops.head_in_head import triton_launch as launch
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.launching import KernelFailed
@@ -55,7 +55,7 @@ def _forward(
     out, final, buffers = _outputs(q, v, mask, save)
     if q.shape[0] * q.shape[2] == 0:
         return out, final, *buffers
-    if not has_failed(*_kind(q, v, mask, fallback)):
+    if not (FAILED and _kind(q, v, mask, fallback) in FAILED):
         try:
             with torch.cuda.device_of(q):
                 launch.forward_pass(q, k, v, beta, log_decay, mask, initial_state, order, buffers, out, final)
@@ -114,7 +114,7 @@ def _backward_pass(
             torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, beta, log_decay, mask)
         )
         return d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial
-    if not has_failed(*_kind(q, v, mask, fallback)):
+    if not (FAILED and _kind(q, v, mask, fallback) in FAILED):
         try:
             with torch.cuda.device_of(q):
                 buffers = launch.Saved(decays, scores, inverse, states, corrections)

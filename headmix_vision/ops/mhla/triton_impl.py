@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.ops.eager import as_function, without_dispatcher
-from headmix_vision.ops.fallback import gradients_of, has_failed, stand_in
+from headmix_vision.ops.fallback import FAILED, gradients_of, stand_in
 from headmix_vision.ops.kernels import storage_dtype
 from headmix_vision.ops.launching import KernelFailed
 from headmix_vision.ops.mhla import triton_launch_causal as causal
@@ -103,7 +103,7 @@ def _forward(
     out, saved = v.new_empty(v.shape), _saved(q, v, call)
     if denominator is not None:
         torch.reciprocal(denominator, out=saved.inverse)
-    if out.numel() and not has_failed(*_kind(q, v, call)):
+    if out.numel() and not (FAILED and _kind(q, v, call) in FAILED):
         try:
             with torch.cuda.device_of(q):
                 return out, *_run_kernels(q, k, v, mixing, out, saved, call)
@@ -210,7 +210,7 @@ def _gradients(
         d_q, d_k, d_v = (gradient(x, d_qkv, part).zero_() for part, x in enumerate((q, k, v)))
         d_mixing = torch.zeros_like(mixing, memory_format=torch.contiguous_format)
         gradients = Gradients(d_q, d_k, d_v, d_mixing, torch.zeros_like(saved.inverse))
-    elif has_failed(*_kind(q, v, settings)):
+    elif FAILED and _kind(q, v, settings) in FAILED:
         gradients = _gradients_in_torch(d_out, q, k, v, mixing, saved, d_qkv, settings)
     else:
         try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.ops.eager import as_function, without_dispatcher
-from headmix_vision.ops.fallback import gradients_of, has_failed, stand_in
+from headmix_vision.ops.fallback import FAILED, gradients_of, stand_in
 from headmix_vision.ops.kernels import storage_dtype
 from headmix_vision.ops.launching import KernelFailed
 from headmix_vision.ops.mhla import triton_launch_summary as summary
@@ -53,7 +53,7 @@ def _summarize(k: Tensor, v: Tensor, settings: list[int]) -> tuple[Tensor, Tenso
     call = _cached(tuple(settings))
     if v.numel() == 0:
         return _empty_summaries(k, v, call)
-    if not has_failed(*_kind(k, v.shape[-1], call)):
+    if not (FAILED and _kind(k, v.shape[-1], call) in FAILED):
         try:
             with torch.cuda.device_of(k):
                 return tuple(summary.summarize(k, v, call))  # type: ignore[return-value]
@@ -101,7 +101,7 @@ def _summary_gradients(
     if v.numel() == 0:
         return torch.empty_like(k), torch.empty_like(v)
     call = _cached(tuple(settings))
-    if not has_failed(*_kind(k, v.shape[-1], call)):
+    if not (FAILED and _kind(k, v.shape[-1], call) in FAILED):
         gradients = summary.Summaries(d_matrix.to(storage_dtype(k.dtype)).contiguous(), d_vector.contiguous())
         try:
             with torch.cuda.device_of(k):
@@ -117,7 +117,7 @@ def _apply(q: Tensor, matrix: Tensor, vector: Tensor, settings: list[int]) -> tu
     call = _cached(tuple(settings))
     out, inverse = _empty_outputs(q, matrix, call)
     kind = _kind(q, out.shape[-1], call)
-    if out.numel() and not has_failed(*kind):
+    if out.numel() and not (FAILED and kind in FAILED):
         try:
             with torch.cuda.device_of(q):
                 summary.apply(q, _mixed(q, matrix, vector), inverse, out, call)
@@ -144,7 +144,7 @@ def _output_gradients(
     if d_out.numel() == 0:
         return torch.empty_like(q), torch.empty_like(matrix), torch.empty_like(vector)
     call = _cached(tuple(settings))
-    if not has_failed(*_kind(q, d_out.shape[-1], call)):
+    if not (FAILED and _kind(q, d_out.shape[-1], call) in FAILED):
         try:
             with torch.cuda.device_of(q):
                 d_q, _, d_summaries = summary.backward_query(q, _mixed(q, matrix, vector), inverse, d_out, None, call)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.ops.eager import as_function, without_dispatcher
-from headmix_vision.ops.fallback import gradients_of, has_failed, stand_in
+from headmix_vision.ops.fallback import FAILED, gradients_of, stand_in
 from headmix_vision.ops.launching import KernelFailed
 from headmix_vision.ops.mix_heads import triton_launch as launch
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
@@ -31,7 +31,7 @@ def _forward(inputs: list[Tensor], weights: Tensor, fallback: bool) -> list[Tens
     outs = _outputs(inputs, weights)
     if outs[0].numel() == 0:
         return outs
-    if not has_failed(*_kind(inputs, weights, fallback)):
+    if not (FAILED and _kind(inputs, weights, fallback) in FAILED):
         try:
             with torch.cuda.device_of(weights):
                 launch.mix(inputs, weights, outs)
@@ -101,7 +101,7 @@ def _fill_gradients(
     """Fill the gradients of the inputs, and return that of the weights."""
     if inputs[0].numel() == 0:
         return torch.zeros_like(weights, memory_format=torch.contiguous_format)
-    if not has_failed(*_kind(inputs, weights, fallback)):
+    if not (FAILED and _kind(inputs, weights, fallback) in FAILED):
         try:
             with torch.cuda.device_of(weights):
                 return launch.mix_backward(d_outs, inputs, weights, d_inputs, pack)
