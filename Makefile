@@ -79,15 +79,18 @@ SEED ?= 0
 fuzz-gpu: install
 	$(BIN)/python tests/ops/fuzz.py --seconds $(SECONDS) --seed $(SEED)
 
-# Every kernel for GPUs that need not be there: hours of a core; `benchmarks/compile_kernels.py --help` chooses a part.
-compile-kernels: install
+# Every kernel for GPUs that need not be there, with the environment's Triton and the newest: a day of a core.
+# `benchmarks/compile_kernels.py --help` chooses a part.
+compile-kernels: install $(VENV)-triton/.installed
 	$(BIN)/python benchmarks/compile_kernels.py --all
+	$(NEWEST_TRITON) $(BIN)/python benchmarks/compile_kernels.py --all
 
 # The kernels for Hopper and a few others, with the environment's Triton and with the newest: Gluon, in which some are
 # written, changes between releases. The newest is put beside the environment once; delete $(VENV)-triton for a newer.
+NEWEST_TRITON := PYTHONPATH=$(CURDIR)/$(VENV)-triton
 compile-kernels-quick: install $(VENV)-triton/.installed
 	$(BIN)/python benchmarks/compile_kernels.py --quick --jobs $(JOBS)
-	PYTHONPATH=$(CURDIR)/$(VENV)-triton $(BIN)/python benchmarks/compile_kernels.py --quick --jobs $(JOBS)
+	$(NEWEST_TRITON) $(BIN)/python benchmarks/compile_kernels.py --quick --jobs $(JOBS)
 
 $(VENV)-triton/.installed: | install
 	rm -rf $(VENV)-triton

@@ -1,7 +1,7 @@
 """Compile every kernel that the ops can choose for GPUs that need not be there, and read what it needs of them.
 
     python benchmarks/compile_kernels.py                            # a part that takes a minute or two for each GPU
-    python benchmarks/compile_kernels.py --quick                    # Hopper alone, in a minute of two cores
+    python benchmarks/compile_kernels.py --quick                    # a few for three GPUs: a minute of two cores
     python benchmarks/compile_kernels.py --all --csv needs.csv      # every type, head dim and regime: hours of a core
     python benchmarks/compile_kernels.py --all --gpu 8.9 gfx942 --match resident
 
@@ -22,7 +22,10 @@ import argparse
 import importlib
 import itertools
 import math
+import multiprocessing
+import re
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -64,6 +67,7 @@ GPUS = {
     "gfx950": kernels.Gpu("MI350X", (9, 5), kernels.AMD_SHARED_MEMORY, amd="gfx950"),
     "gfx1100": kernels.Gpu("RX 7900 XTX", (11, 0), kernels.AMD_SHARED_MEMORY, amd="gfx1100"),
 }
+QUICK_GPUS = ("9.0", "10.0", "gfx942")
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Two head dims for each way in which kernels cut them: the largest multiple of 8 that is padded, and the largest. The
 # former also serve as value dims beside all others: tiles that take turns in shared memory have led ptxas astray.
@@ -244,19 +248,20 @@ def short_cases(dtype: str, dim: int) -> Iterator[Case]:
         yield mhla_case(name, dtype, dim, grid, block_grid, "pairwise", prefix)
 
 
-def quick_cases() -> Iterator[Case]:
+def quick_cases(gpu_name: str) -> Iterator[Case]:
     """Yield the kernels that only Hopper has, and some that every GPU has."""
-    yield from short_cases("bfloat16", 64)
-    yield from short_cases("bfloat16", 72)
+    for dim in (64, 72) if gpu_name == "9.0" else ():
+        yield from short_cases("bfloat16", dim)
     yield mhla_case("pairwise, 512 tokens", "float32", 88, (16, 32), (4, 4), "pairwise")
     yield mhla_case("summary, 64 blocks of 16", "bfloat16", 72, (32, 32), (8, 8), "summary")
-    yield hih_case("", "bfloat16", 64, 4)
+    for r in (1, 4):
+        yield hih_case("", "bfloat16", 64, r)
 
 
-def all_cases(part: str) -> Iterator[Case]:
+def all_cases(part: str, gpu_name: str) -> Iterator[Case]:
     """Yield the calls of a part: "quick", "all", or "" for those that need most of a GPU."""
     if part == "quick":
-        yield from quick_cases()
+        yield from quick_cases(gpu_name)
         return
     everything = part == "all"
     for dtype, dim in itertools.product(TYPES, HEAD_DIMS) if everything else PART:
@@ -349,6 +354,29 @@ def compile_launch(launch: Launch, kernel: JITFunction, target: GPUTarget) -> Ne
     )
 
 
+def compile_apart(launch: Launch, kernel: JITFunction, target: GPUTarget) -> Need:
+    """Compile in a process of its own: some errors end it, and the reason is often on its standard error alone."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    with tempfile.TemporaryFile() as messages:
+
+        def work() -> None:
+            os.dup2(messages.fileno(), sys.stderr.fileno())
+            sender.send(compile_launch(launch, kernel, target))
+
+        process = fork.Process(target=work)
+        process.start()
+        sender.close()
+        try:
+            need = receiver.recv()
+        except EOFError:
+            need = Need(error="the compiler ended the process")
+        process.join()
+        messages.seek(0)
+        reason = re.search(r"error: (.*)|Assertion (.*) failed", messages.read().decode(errors="replace"))
+    return need._replace(error=f"{need.error}; {reason[0][:200]}") if need.error and reason else need
+
+
 def launches_of(
     gpu: kernels.Gpu, cases: Iterable[Case], match: str
 ) -> tuple[dict[Launch, tuple[JITFunction, Case]], list[str]]:
@@ -394,11 +422,11 @@ def check(gpu_name: str, part: str, match: str, share: int, shares: int) -> Repo
     """Compile a share of all launches on a GPU."""
     gpu, rows = GPUS[gpu_name], []
     torch.set_num_threads(1)
-    launches, refused = launches_of(gpu, all_cases(part), match)
+    launches, refused = launches_of(gpu, all_cases(part, gpu_name), match)
     complete = gpu_name == "9.0" and part and not match
     missing = missing_hopper_kernels({launch.kernel for launch in launches}) if complete else []
     for launch, (kernel, case) in list(launches.items())[share::shares]:
-        need = compile_launch(launch, kernel, target_of(gpu))
+        need = compile_apart(launch, kernel, target_of(gpu))
         fits = not need.error and need.shared <= gpu.shared_memory
         rows.append(
             {"gpu": gpu_name, "kernel": launch.kernel, "type": case.dtype, "head_dim": case.dim, "case": case.name}
@@ -407,14 +435,21 @@ def check(gpu_name: str, part: str, match: str, share: int, shares: int) -> Repo
     return Report(rows, refused, missing)
 
 
+def default_gpus() -> list[str]:
+    """Name the GPUs for which this Triton compiles all kernels, and rightly."""
+    new = kernels.triton_release() >= kernels.RIGHT_ON_TENSOR_MEMORY
+    return [name for name, gpu in GPUS.items() if new or not (gpu.amd or gpu.has_tensor_memory)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--all", dest="part", action="store_const", const="all", default="",
                        help="every type, head dim, regime and option")  # fmt: skip
     parts.add_argument("--quick", dest="part", action="store_const", const="quick",
-                       help="the kernels of Hopper and a few others, for 9.0 alone")  # fmt: skip
-    parser.add_argument("--gpu", nargs="+", choices=tuple(GPUS), help="compute capabilities or AMD architectures")
+                       help="the kernels of Hopper and a few others")  # fmt: skip
+    parser.add_argument("--gpu", nargs="+", choices=tuple(GPUS), default=default_gpus(),
+                        help="compute capabilities, AMD architectures; default: %(default)s")  # fmt: skip
     parser.add_argument("--match", default="", help="only launches whose kernel or case has this in its name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--csv", type=Path, help="also write the table here")
@@ -423,7 +458,9 @@ def main() -> int:
     failed = False
     print(f"triton {triton.__version__}", flush=True)
     with ProcessPoolExecutor(options.jobs) as pool:
-        for gpu in options.gpu or (("9.0",) if options.part == "quick" else GPUS):
+        for gpu in options.gpu:
+            if options.part == "quick" and gpu not in QUICK_GPUS:
+                continue
             # each share records all launches again, which is quick beside their compilation
             shares = range(options.jobs)
             futures = [pool.submit(check, gpu, options.part, options.match, i, options.jobs) for i in shares]
