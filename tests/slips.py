@@ -53,6 +53,9 @@ MIX_NAMES = "tests/models/test_zoo.py -k names or published or decay"
 SPREAD = "tests/training/test_spread_tokens.py -k as_one"
 PROCESSES, FIT = "tests/training/test_processes.py -k one_rank", "tests/training/test_fit.py -k seed"
 
+LISTING, PIXELS = "tests/test_folder_listing.py", "tests/test_decoding.py"
+FILMS, LABELS = "tests/test_video_files.py", "tests/test_labels.py"
+
 SLIPS = [
     # data
     Slip("order differs by epoch", "data/batches.py", "derive_seed(self.seed, epoch)", "self.seed", EPOCHS),
@@ -105,6 +108,24 @@ SLIPS = [
     Slip("crop of landscapes", "data/center_crop.py", "(image.width - width) // 2", "0", CROP),
     Slip("antialiasing of pixels", "data/fitting.py", 'antialias=mode == "bilinear"', "antialias=False", EPOCHS),
     Slip("hard pixels", "data/fitting.py", '"nearest" if multiple else "bilinear"', '"bilinear"', EPOCHS),
+    # files
+    Slip("companions of macOS", "files/listing.py", 'name.startswith(".")', 'name.startswith("..")', LISTING),
+    Slip("loops of links", "files/listing.py", "if inner.place in around:", "if inner.place in around[:1]:", LISTING),
+    Slip(
+        "photos are upright",
+        "files/pictures.py",
+        "6: Image.Transpose.ROTATE_270",
+        "6: Image.Transpose.ROTATE_90",
+        PIXELS,
+    ),
+    Slip("hidden colours", "files/pictures.py", "if image.has_transparency_data:", "if False:", PIXELS),
+    Slip("upper bits", "files/pictures.py", "pixels >> 8", "pixels & 255", PIXELS),
+    Slip(
+        "display matrix", "files/video.py", "pixels[:: down[1], :: right[0]]", "pixels[:: right[0], :: down[1]]", FILMS
+    ),
+    Slip("times of frames", "data/clips.py", "if times is not None:", "if times is None:", FILMS),
+    Slip("labels below 0", "data/labels.py", "if label < 0:", "if label < -1:", LABELS),
+    Slip("missing labels", "data/labels.py", '"", "None"', '"None"', LABELS),
     # steps of training
     Slip(
         "random numbers depend on the epoch",

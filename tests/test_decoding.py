@@ -114,7 +114,7 @@ def test_animated_pictures_are_clips_and_pages_are_not(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
     assert [is_clip(tmp_path / name) for name in files] == [True, False, False, False]
     assert probe_clip(tmp_path / "moving.webp").num_frames == 3
-    frames = read_clip(tmp_path / "moving.webp", lambda info: range(info.num_frames)[::-1], Decoding())
+    frames = read_clip(tmp_path / "moving.webp", lambda count, *_: range(count)[::-1], Decoding())
     assert [np.array_equal(frame, photo(seed)) for frame, seed in zip(frames, (2, 1), strict=False)] == [True, True]
     (tmp_path / "frames").mkdir()
     (tmp_path / "frames" / "0.jpg").write_bytes(turned(photo(), 6))

@@ -138,4 +138,6 @@ def test_clips_are_videos_animated_pictures_and_folders_of_frames(tmp_path: Path
     assert names(tmp_path, listing.paths) == ["films/a.MP4", "samples/0.png", "samples/1.png", "sky/part"]
     assert listing.left_out == {".jpg": 1, "hidden": 1, ".txt": 4, ".xmp": 2, "linked again": 1}
     shown = describe_left_out(listing.left_out)
+    (tmp_path / "sky" / "part" / "000.png").write_bytes(b"")  # still frames of one clip, which reading refuses
+    assert names(tmp_path, find_clips(tmp_path).paths) == names(tmp_path, listing.paths)
     assert shown == "9 other files left out: .txt 4, .xmp 2, .jpg 1, hidden 1, linked again 1"

@@ -1,5 +1,7 @@
 """Video files: frames by their numbers, in every container, and what is refused."""
 
+import gc
+import os
 from pathlib import Path
 
 import numpy as np
@@ -227,3 +229,16 @@ def test_an_old_pyav_is_refused(frames: np.ndarray, tmp_path: Path, monkeypatch:
         probe(tmp_path / "a.mp4")
     with pytest.raises(InputError, match=r"writing a video needs PyAV 17 or later"):
         write_video(tmp_path / "b.mp4", frames, 8)
+
+
+def test_reading_leaves_no_threads_to_processes_that_are_forked_later(frames: np.ndarray, tmp_path: Path) -> None:
+    path = write_film(tmp_path / "a.mp4", [np.asarray(photo(size=(32, 48)))] * 3)
+    show_turned(path, *STEPS[1:3])
+    before = len(os.listdir("/proc/self/task"))
+    gc.disable()  # which would end them in its own time
+    try:
+        for _ in range(3):
+            probe(path), read_frames(path, [0, 2])
+        assert len(os.listdir("/proc/self/task")) <= before
+    finally:
+        gc.enable()

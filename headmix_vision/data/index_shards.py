@@ -15,7 +15,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def _select(contents: list[ShardContent], kept: list[int]) -> list[ShardContent]
     """Keep some of the samples of all shards."""
     starts = list(accumulate((len(content.labels) for content in contents), initial=0))
     chosen = []
-    for content, start, end in zip(contents, starts, starts[1:], strict=False):
+    for content, (start, end) in zip(contents, pairwise(starts), strict=True):
         stay = [index - start for index in kept[bisect_left(kept, start) : bisect_left(kept, end)]]
         chosen.append(
             content._replace(

@@ -13,9 +13,11 @@ from PIL import Image
 from headmix_vision.errors import InputError, explain
 from headmix_vision.files.listing import find_frames, is_video
 from headmix_vision.files.pictures import Decoding, open_picture, readable
-from headmix_vision.files.video import VideoInfo, probe, read_frames
+from headmix_vision.files.video import probe, read_frames
 
 Frames = list[Image.Image]
+Choice = Callable[[int, float | None, tuple[float, ...] | None], Sequence[int]]
+"""Chooses the numbers of frames by how many there are, their rate and their times, as in `ClipInfo`."""
 
 
 @dataclass(frozen=True)
@@ -38,46 +40,42 @@ class ClipInfo:
 def probe_clip(path: Path) -> ClipInfo:
     """Read what is known of a clip by its first frame; InputError where it cannot be read."""
     with _named(path):
-        if is_video(path) and not path.is_dir():
-            return _describe(probe(path))
-        return _describe_pictures(path)[0]
-
-
-def read_clip(path: Path, indices: Sequence[int] | Callable[[ClipInfo], Sequence[int]], decoding: Decoding) -> Frames:
-    """Read frames of a clip by their numbers, or those that are chosen; InputError where they cannot be read."""
-    with _named(path):
-        if is_video(path) and not path.is_dir():
-            chosen = (lambda info: indices(_describe(info))) if callable(indices) else indices
-            return [
-                Image.fromarray(frame).convert(decoding.mode)
-                for frame in read_frames(path, chosen, decoding.background)
-            ]
-        info, files = _describe_pictures(path)
-        numbers = indices(info) if callable(indices) else indices
         if path.is_dir():
-            return [_first_frame(files[number], decoding) for number in numbers]
-        frames = decoding.frames(path)
-        return [frames[number] for number in numbers]
+            files = find_frames(path)
+            if not files:
+                raise InputError(f"{path} has no frames")
+            first = _first_frame(files[0], Decoding())
+            return ClipInfo(len(files), (first.height, first.width))
+        if is_video(path):
+            info = probe(path)
+            return ClipInfo(info.num_frames, (info.height, info.width), info.frame_rate, info.times)
+        with open_picture(path) as image:
+            first = Decoding().convert(image)
+            return ClipInfo(getattr(image, "n_frames", 1), (first.height, first.width))
+
+
+def read_clip(path: Path, indices: Sequence[int] | Choice, decoding: Decoding) -> Frames:
+    """Read frames of a clip by their numbers, or those that are chosen; InputError where they cannot be read."""
+
+    def choose(count: int, frame_rate: float | None = None, times: tuple[float, ...] | None = None) -> Sequence[int]:
+        return indices(count, frame_rate, times) if callable(indices) else indices
+
+    with _named(path):
+        if path.is_dir():
+            files = find_frames(path)
+            return [_first_frame(files[number], decoding) for number in choose(len(files))]
+        if is_video(path):
+            frames = read_frames(
+                path, lambda info: choose(info.num_frames, info.frame_rate, info.times), decoding.background
+            )
+            return [Image.fromarray(frame).convert(decoding.mode) for frame in frames]
+        pictures = decoding.frames(path)
+        return [pictures[number] for number in choose(len(pictures))]
 
 
 def _first_frame(path: Path, decoding: Decoding) -> Image.Image:
     with readable(path):
         return decoding.first_frame(path)
-
-
-def _describe(info: VideoInfo) -> ClipInfo:
-    return ClipInfo(info.num_frames, (info.height, info.width), info.frame_rate, info.times)
-
-
-def _describe_pictures(path: Path) -> tuple[ClipInfo, list[Path]]:
-    """Describe a folder of frames or an animated picture by its first frame; return its files too."""
-    files = find_frames(path) if path.is_dir() else [path]
-    if not files:
-        raise InputError(f"{path} has no frames")
-    with readable(files[0]), open_picture(files[0]) as image:
-        count = len(files) if path.is_dir() else getattr(image, "n_frames", 1)
-        upright = Decoding().convert(image)
-        return ClipInfo(count, (upright.height, upright.width)), files
 
 
 @contextmanager

@@ -48,12 +48,10 @@ class Listing:
     """Contents of a folder.
 
     Args:
-        folder: The folder.
         paths: Pictures, or clips: video files, animated pictures, folders of frames.
         left_out: Number of other files by ending or reason.
     """
 
-    folder: Path
     paths: list[Path] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
@@ -99,7 +97,7 @@ def find_pictures(folder: Path, group: Callable[[str], Hashable] = lambda path: 
     Raises:
         OSError: A folder that cannot be read.
     """
-    listing = Listing(folder)
+    listing = Listing()
     found = [file for inner in _walk(folder, listing.left_out) for file in inner.files]
     pictures = [file for file in found if takes(is_picture, file.path, listing.left_out)]
     paths = _unique(pictures, lambda file: (group(file.path), file.place), listing.left_out)
@@ -121,10 +119,9 @@ def find_clips(folder: Path) -> Listing:
     animated, otherwise they are the frames of one clip, for which the folder stands.
 
     Raises:
-        InputError: A picture that cannot be opened.
         OSError: A folder that cannot be read.
     """
-    listing = Listing(folder)
+    listing = Listing()
     found: list[_File] = []
     for inner in _walk(folder, listing.left_out):
         videos = [file for file in inner.files if is_video(file.path)]

@@ -8,7 +8,7 @@ import importlib
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -136,9 +136,10 @@ def open_picture(file: Source) -> Iterator[Image.Image]:
 
 
 def is_clip(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a picture is animated, or a clip of one frame that `write_png` wrote."""
-    with readable(path), open_picture(path) as image:
+    """Tell whether a picture is animated, or a clip of one frame that `write_png` wrote; not if it cannot be read."""
+    with suppress(Exception), open_picture(path) as image:  # reading it says why
         return _is_animated(image)
+    return False
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def probe(path: str | os.PathLike[str] | EncodedVideo) -> VideoInfo:
         first = next(container.decode(stream), None)
         if first is None:
             raise InputError(f"{path} has no frames")
-        height, width, _ = _turn(np.empty((first.height, first.width, 0), np.uint8), first).shape
+        height, width, _ = _Pixels().turn(np.empty((first.height, first.width, 0), np.uint8), first).shape
     with _opened(path) as (container, stream):
         return replace(_info(path, stream, _packets(container, stream)), height=height, width=width)
 
@@ -135,10 +135,10 @@ def read_frames(
         if wrong:
             raise InputError(f"{path} has {info.num_frames} frames, there is no frame {wrong[0]}")
         wanted = sorted({*indices})
-        found = _seek_and_decode(container, stream, packets, wanted, background)
+        found = _seek_and_decode(container, stream, packets, wanted, _Pixels(background))
     if len(found) < len(wanted):
         with _opened(path) as (container, stream):
-            found = _decode_from_start(container, stream, wanted, background)
+            found = _decode_from_start(container, stream, wanted, _Pixels(background))
     missing = [index for index in wanted if index not in found]
     if missing:
         raise InputError(f"{path} is truncated: frame {missing[0]} of {info.num_frames} cannot be decoded")
@@ -284,32 +284,54 @@ def _times(packets: list[_Packet]) -> list[int]:
     return times if len({*times}) == len(packets) else []
 
 
-def _to_array(frame: Any, background: str) -> np.ndarray:
-    """Pixels of a decoded frame, uint8 [H, W, 3], turned as they are to be shown."""
-    if not any(component.is_alpha for component in frame.format.components):
-        return _turn(frame.to_ndarray(format="rgb24"), frame)
-    image = Image.fromarray(frame.to_ndarray(format="rgba"))
-    return _turn(np.asarray(Decoding(background=background).convert(image)), frame)
+class _Pixels:
+    """Converts the decoded frames of a video to pixels, uint8 [H, W, 3], turned as they are to be shown.
+
+    Args:
+        background: Colour behind transparent pixels.
+    """
+
+    def __init__(self, background: str = "white") -> None:
+        from av.video.reformatter import VideoReformatter
+
+        self._background = background
+        # not that of each frame: its threads end with it, which garbage in a forked process would wait for
+        self._reformatter: Any = VideoReformatter()
+        self._matrix: np.ndarray | None = None
+
+    def __call__(self, frame: Any) -> np.ndarray:
+        has_alpha = any(component.is_alpha for component in frame.format.components)
+        form = "rgba" if has_alpha else "rgb24"
+        pixels = self._reformatter.reformat(frame, format=form, threads=1).to_ndarray()
+        if has_alpha:
+            pixels = np.asarray(Decoding(background=self._background).convert(Image.fromarray(pixels)))
+        return self.turn(pixels, frame)
+
+    def turn(self, pixels: np.ndarray, frame: Any) -> np.ndarray:
+        """Turn and mirror pixels [H, W, C] as the display matrix of the first frame says."""
+        if self._matrix is None:  # PyAV keeps a frame that it is asked of until the garbage is collected
+            self._matrix = _display_matrix(frame)
+        right, down = self._matrix
+        if right[0] == 0:
+            pixels, right, down = pixels.swapaxes(0, 1), down, right
+        return np.ascontiguousarray(pixels[:: down[1], :: right[0]])
 
 
-def _turn(pixels: np.ndarray, frame: Any) -> np.ndarray:
-    """Turn and mirror pixels [H, W, C] as the display matrix of a frame says."""
+def _display_matrix(frame: Any) -> np.ndarray:
+    """Find where a step to the right and a step down in a stored picture go when it is shown: [[x, y], [x, y]]."""
     from av.sidedata.sidedata import Type
 
     data = frame.side_data.get(Type.DISPLAYMATRIX)
     if data is None:
-        return pixels
-    right, down = (np.sign(np.frombuffer(bytes(data), "=i4").reshape(3, 3)[axis, :2]) for axis in (0, 1))
-    if abs(right).sum() != 1 or abs(down).sum() != 1 or abs(right + down).sum() != 2:
+        return np.eye(2, dtype=int)
+    matrix = np.sign(np.frombuffer(bytes(data), "=i4").reshape(3, 3)[:2, :2])
+    if (abs(matrix).sum(0) != 1).any() or (abs(matrix).sum(1) != 1).any():
         raise ValueError("it is to be shown turned by other than a multiple of 90 degrees")
-    # where a step to the right and a step down of the stored picture go, as (x, y)
-    if right[0] == 0:
-        pixels, right, down = pixels.swapaxes(0, 1), down, right
-    return np.ascontiguousarray(pixels[:: down[1], :: right[0]])
+    return matrix
 
 
 def _seek_and_decode(
-    container: Any, stream: Any, packets: list[_Packet], wanted: list[int], background: str
+    container: Any, stream: Any, packets: list[_Packet], wanted: list[int], to_pixels: _Pixels
 ) -> dict[int, np.ndarray]:
     """Decodes frames by the times at which they are shown; those that are not found that way are left out."""
     times = _times(packets)
@@ -329,18 +351,18 @@ def _seek_and_decode(
     found: dict[int, np.ndarray] = {}
     for frame in container.decode(stream):
         if frame.pts in numbers:
-            found[numbers[frame.pts]] = _to_array(frame, background)
+            found[numbers[frame.pts]] = to_pixels(frame)
             if len(found) == len(numbers):
                 break
     return found
 
 
-def _decode_from_start(container: Any, stream: Any, wanted: list[int], background: str) -> dict[int, np.ndarray]:
+def _decode_from_start(container: Any, stream: Any, wanted: list[int], to_pixels: _Pixels) -> dict[int, np.ndarray]:
     """Decodes frames by counting them."""
     found: dict[int, np.ndarray] = {}
     for number, frame in enumerate(container.decode(stream)):
         if number in wanted:
-            found[number] = _to_array(frame, background)
+            found[number] = to_pixels(frame)
         if number == wanted[-1]:
             break
     return found

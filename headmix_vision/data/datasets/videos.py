@@ -21,7 +21,7 @@ from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.data.datasets.tables import read_table, rows_of_split
 from headmix_vision.data.labels import number_labels
 from headmix_vision.errors import InputError
-from headmix_vision.files.clips import ClipInfo, probe_clip, read_clip
+from headmix_vision.files.clips import probe_clip, read_clip
 from headmix_vision.files.listing import find_clips, find_frames, is_hidden, is_picture, is_video
 from headmix_vision.files.video import require_av
 
@@ -120,17 +120,19 @@ class Videos(ClipSource):
         """As `ClipSource` says; ValueError for a video that is damaged, too short or too slow."""
         video, target = self.videos[index]
         try:
-            frames = read_clip(video.path, lambda info: self._choose(video, info, place), self.decoding)
+            frames = read_clip(video.path, lambda *known: self._choose(video, place, *known), self.decoding)
             return crop_frames(frames, self.size), target
         except InputError as error:
             raise ValueError(str(error)) from None  # one of many: training skips it
 
-    def _choose(self, video: Video, info: ClipInfo, place: float) -> list[int]:
-        end = info.num_frames if video.end is None else video.end
-        if end > info.num_frames:
-            raise InputError(f"it has {info.num_frames} frames, the table names frames up to {end}")
-        times = info.times and info.times[video.start : end + 1]
-        numbers = self.clip.frames(self.num_frames, end - video.start, info.frame_rate, place, times)
+    def _choose(
+        self, video: Video, place: float, count: int, frame_rate: float | None, times: tuple[float, ...] | None
+    ) -> list[int]:
+        end = count if video.end is None else video.end
+        if end > count:
+            raise InputError(f"it has {count} frames, the table names frames up to {end}")
+        times = times and times[video.start : end + 1]
+        numbers = self.clip.frames(self.num_frames, end - video.start, frame_rate, place, times)
         return [video.start + number for number in numbers]
 
     def leave_out_unusable(self) -> list[str]:
@@ -142,7 +144,8 @@ class Videos(ClipSource):
 
     def _fault(self, video: Video) -> str | None:
         try:
-            self._choose(video, probe_clip(video.path), 0)
+            info = probe_clip(video.path)
+            self._choose(video, 0, info.num_frames, info.frame_rate, info.times)
         except (InputError, OSError) as error:
             return f"{video.path} ({error})"
         return None
