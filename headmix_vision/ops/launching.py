@@ -97,7 +97,8 @@ class Launch:
             self._compiled[aligned] = self._compile_and_run(
                 tensors
             )  # None from the interpreter, which compiles nothing
-        keep_for_graphs(x for x in tensors if x is not None and x.dtype in INDEX_TYPES)
+        if tensors[0] is not None and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            keep_for_graphs(x for x in tensors if x is not None and x.dtype in INDEX_TYPES)
 
     def _compile_and_run(self, tensors: tuple[Tensor | None, ...]) -> Any:
         """Launch the kernel by Triton's own way, and return what it compiled.
