@@ -1,28 +1,20 @@
 """Puts small mistakes into a copy of the package, one by one, and says which test notices each.
 
-python tests/slips.py            # all of them, some minutes
-python tests/slips.py sampling   # those whose behaviour or file holds this word
+python tests/slips.py                       # the known ones, some minutes
+python tests/slips.py sampling              # those whose behaviour or file holds this word
+python tests/slips.py --draw 60 --seed 1    # mistakes that are drawn, an hour
 """
 
 import argparse
-import compileall
-import importlib
-import multiprocessing
-import os
-import py_compile
-import shutil
 import sys
 import tempfile
-from contextlib import redirect_stderr, redirect_stdout
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import pytest
+from slip_drawing import draw
+from slip_runs import ROOT, Copy, Verdict
 
-ROOT = Path(__file__).parents[1]
-# Loaded once; each slip has a fork, in which it is imported with the package.
-LIBRARIES = ("torch", "timm", "diffusers", "lightning.pytorch", "torchmetrics", "torch_fidelity", "sklearn.datasets")
+LIMIT_S = 300
 
 
 class Slip(NamedTuple):
@@ -413,6 +405,20 @@ SLIPS = [
         "scan.grid.repeats + (each.flip(0) if scan.reverse else each))",
         "tests/ops/test_token_blocks.py -k scans",
     ),
+    Slip(
+        "full tiles",
+        "ops/mhla/triton_launch_pairwise.py",
+        ' and t.num_places % c["BK"] == 0',
+        "",
+        "tests/ops/test_mhla_triton.py -k beyond",
+    ),
+    Slip(
+        "alignment of output gradients",
+        "ops/mix_heads/triton_launch.py",
+        "alignment(*inputs, *d_outs)",
+        "alignment(*inputs)",
+        "tests/ops/test_mix_heads_triton.py -k strides",
+    ),
     Slip("extent of a window", "ops/token_window.py", "<= extent // 2", "<= extent", WINDOW),
     Slip(
         "prefix tokens see all",
@@ -479,75 +485,43 @@ SLIPS = [
 ]
 
 
-def left_out(folder: str, names: list[str]) -> set[str]:
-    """Names what a copy of the repository does without."""
-    top = {".git", ".venv", "runs", "docs"} if Path(folder) == ROOT else set()
-    return {name for name in names if name in top or name == "__pycache__"}
+def arguments_of(tests: str) -> list[str]:
+    """Split files and the words after -k."""
+    files, _, words = tests.partition(" -k ")
+    return [*files.split(), *(["-k", words] if words else [])]
 
 
-class FirstFailure:
-    """Remembers the first test that fails, or the file that cannot be imported."""
-
-    name = ""
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        self.name = self.name or (report.nodeid if report.failed else "")
-
-    pytest_collectreport = pytest_runtest_logreport
-
-
-def run_tests(copy: Path, arguments: list[str], answer: Connection) -> None:
-    """Run tests of the copy in this process, which has loaded the libraries but not the package."""
-    os.chdir(copy)
-    sys.path.insert(0, str(copy))
-    os.environ["PYTHONPATH"] = str(copy)
-    sys.dont_write_bytecode = True
-    failure, options = FirstFailure(), ["-x", "-q", "-p", "no:cacheprovider"]
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        status = pytest.main([*options, *arguments], plugins=[failure])
-    answer.send(failure.name or ("NOT NOTICED" if status == 0 else f"BROKEN: status {status}"))
-
-
-def notice(slip: Slip, copy: Path) -> str:
-    """Put a slip into the copy, run its tests, take it back; returns the failing test, or what went wrong."""
-    path = copy / "headmix_vision" / slip.file
-    text = path.read_text()
-    if text.count(slip.old) != 1:
-        return f"STALE: {slip.old!r} is {text.count(slip.old)} times in the file"
-    path.write_text(text.replace(slip.old, slip.new))
-    files, _, words = slip.tests.partition(" -k ")
-    arguments = files.split() + (["-k", words] if words else [])
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, arguments, theirs))
-    process.start()
-    theirs.close()
-    try:
-        return str(ours.recv())
-    except EOFError:
-        return "BROKEN: the tests ended without a result"
-    finally:
-        process.join()
-        path.write_text(text)
+def run_known(copy: Copy, word: str) -> int:
+    """Run the known slips with a word, after their tests without a slip; returns how many go unnoticed."""
+    chosen = [slip for slip in SLIPS if word in slip.behaviour or word in slip.file]
+    for tests in dict.fromkeys(slip.tests for slip in chosen):
+        verdict = copy.run(arguments_of(tests), LIMIT_S)
+        if verdict.kind != "passed":
+            sys.exit(f"without a slip {tests}: {verdict}")
+    unnoticed = 0
+    for number, slip in enumerate(chosen, 1):
+        text = (ROOT / "headmix_vision" / slip.file).read_text()
+        if text.count(slip.old) == 1:
+            with copy.changed(slip.file, text.replace(slip.old, slip.new)):
+                verdict = copy.run(arguments_of(slip.tests), LIMIT_S)
+        else:
+            verdict = Verdict("broken", reason=f"{slip.old!r} is {text.count(slip.old)} times in the file")
+        unnoticed += not verdict.is_notice
+        print(f"{number:3d}/{len(chosen)} {slip.behaviour} ({slip.file}): {verdict}", flush=True)
+    print(f"{len(chosen) - unnoticed} of {len(chosen)} slips are noticed")
+    return unnoticed
 
 
 def main() -> None:
     """Run the slips that are asked for; ends with status 1 if one goes unnoticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("word", nargs="?", default="")
-    word = parser.parse_args().word
-    chosen = [slip for slip in SLIPS if word in slip.behaviour or word in slip.file]
-    unnoticed = 0
+    parser.add_argument("--draw", type=int, metavar="N", help="draw this number of mistakes instead of the known ones")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
-        compileall.compile_dir(copy, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
-        for library in LIBRARIES:
-            importlib.import_module(library)
-        for number, slip in enumerate(chosen, 1):
-            found = notice(slip, copy)
-            unnoticed += not found.startswith("tests/")
-            print(f"{number:3d}/{len(chosen)} {slip.behaviour} ({slip.file}): {found}", flush=True)
-    print(f"{len(chosen) - unnoticed} of {len(chosen)} slips are noticed")
+        copy = Copy(Path(folder))
+        unnoticed = draw(copy, options.draw, options.seed) if options.draw else run_known(copy, options.word)
     sys.exit(bool(unnoticed))
 
 
