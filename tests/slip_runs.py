@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
+Order = Callable[[Any], Any]
 LIBRARIES = ("torch", "timm", "diffusers", "lightning.pytorch", "torchmetrics", "torch_fidelity", "sklearn.datasets")
 
 
@@ -45,10 +46,10 @@ class Verdict(NamedTuple):
 
 
 class Observer:
-    """Sends the name of each test that starts, and the first failure, to the parent."""
+    """Sends the name of each test that starts, and each failure, to the parent."""
 
-    def __init__(self, answer: Connection, order: Callable[[Any], Any] | None) -> None:
-        self.answer, self.order, self.reported = answer, order, False
+    def __init__(self, answer: Connection, order: Order | None) -> None:
+        self.answer, self.order = answer, order
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         if self.order is not None:
@@ -62,18 +63,16 @@ class Observer:
         kind = (
             "broken" if call.excinfo.errisinstance((ImportError, SyntaxError)) or call.when == "collect" else "failed"
         )
-        if not self.reported:
-            self.answer.send((kind, node.nodeid, " ".join(call.excinfo.exconly().split())[:160]))
-        self.reported = True
+        self.answer.send((kind, node.nodeid, " ".join(call.excinfo.exconly().split())[:160]))
 
 
-def _run(copy: Path, arguments: list[str], order: Callable[[Any], Any] | None, module: str, answer: Connection) -> None:
+def _run(copy: Path, arguments: list[str], order: Order | None, module: str, answer: Connection) -> None:
     os.setsid()  # ended with everything that the tests start
     os.chdir(copy)
     sys.path.insert(0, str(copy))
     os.environ["PYTHONPATH"] = str(copy)
     sys.dont_write_bytecode = True
-    observer, options = Observer(answer, order), ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         if module:
             try:
@@ -81,9 +80,8 @@ def _run(copy: Path, arguments: list[str], order: Callable[[Any], Any] | None, m
             except Exception as error:
                 answer.send(("broken", "", f"{type(error).__name__}: {error}"[:160]))
                 return
-        status = pytest.main([*options, *arguments], plugins=[observer])
-    if not observer.reported:
-        answer.send(("passed",) if status == 0 else ("broken", "", f"pytest ended with status {status}"))
+        status = pytest.main([*options, *arguments], plugins=[Observer(answer, order)])
+    answer.send(("passed",) if status == 0 else ("broken", "", f"pytest ended with status {status}"))
 
 
 class Copy:
@@ -111,9 +109,7 @@ class Copy:
         finally:
             path.write_text(before)
 
-    def run(
-        self, arguments: list[str], limit_s: float, order: Callable[[Any], Any] | None = None, module: str = ""
-    ) -> Verdict:
+    def run(self, arguments: list[str], limit_s: float, order: Order | None = None, module: str = "") -> Verdict:
         """Run tests until the first failure.
 
         Args:
@@ -122,6 +118,22 @@ class Copy:
             order: sort key of the tests.
             module: imported first; where that fails no test runs.
         """
+        running = ""
+        for kind, *rest in self._messages(["-x", *arguments], limit_s, order, module):
+            if kind != "running":
+                return Verdict(kind, *(rest or [running]))
+            running = rest[0]
+        raise AssertionError("the last message is a verdict")
+
+    def failing(self, tests: list[str], limit_s: float) -> set[str]:
+        """Run tests to the end, and name those that do not pass."""
+        messages = list(self._messages(tests, limit_s)) if tests else []
+        return {rest[0] for kind, *rest in messages if kind in ("failed", "broken")}
+
+    def _messages(
+        self, arguments: list[str], limit_s: float, order: Order | None = None, module: str = ""
+    ) -> Iterator[tuple[str, ...]]:
+        """Run tests in a fork, and pass on what it sends; the last message is a verdict on the whole run."""
         ours, theirs = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("fork").Process(
             target=_run, args=(self.root, arguments, order, module, theirs)
@@ -131,16 +143,18 @@ class Copy:
         running, end = "", time.monotonic() + limit_s
         try:
             while ours.poll(max(0.0, end - time.monotonic())):
-                kind, *rest = ours.recv()
-                if kind != "running":
-                    return Verdict(kind, *rest)
-                running = rest[0]
-            return Verdict("too long", running)
+                message = ours.recv()
+                running = message[1] if message[0] == "running" else running
+                yield message
+                if message[0] == "passed":
+                    return
+            yield "too long", running
         except EOFError:
             process.join()
             if process.exitcode is not None and process.exitcode < 0 and running:
-                return Verdict("crashed", running, signal.Signals(-process.exitcode).name)
-            return Verdict("broken", running, f"the process ended with {process.exitcode}")
+                yield "crashed", running, signal.Signals(-process.exitcode).name
+            else:
+                yield "broken", running, f"the process ended with {process.exitcode}"
         finally:
             process.join(5)
             with suppress(ProcessLookupError):
