@@ -45,6 +45,12 @@ MIX_NAMES = "tests/models/test_zoo.py -k names or published or decay"
 SPREAD = "tests/training/test_spread_tokens.py -k as_one"
 PROCESSES, FIT = "tests/training/test_processes.py -k one_rank", "tests/training/test_fit.py -k seed"
 
+FID = "tests/training/test_sample_fid.py -k average or grids or fit"
+NEAREST = "tests/sampling/test_sample.py tests/sampling/test_videos.py -k nearest"
+MIRRORED, WAN = "tests/data/test_latents.py -k mirrored", "tests/models/test_convert_wan.py -k dense"
+HALF = "tests/models/test_convert_wan.py tests/models/test_convert_sana.py -k float16"
+TIMES, TURN = "tests/diffusion/test_gaussian.py -k lead_from", "tests/models/test_video_dit.py -k prefix_tokens"
+RATES = "tests/sampling/test_videos.py -k slow or nearly"
 LISTING, PIXELS = "tests/test_folder_listing.py", "tests/test_decoding.py"
 FILMS, LABELS = "tests/test_video_files.py", "tests/test_labels.py"
 
@@ -482,6 +488,112 @@ SLIPS = [
     Slip("antialiasing of features", "evaluation/extractors.py", ", antialias=True", "", SCORES),
     Slip("an interrupted write", "files/atomic.py", "yield temporary\n", "yield target\n", ATOMIC),
     Slip("an interrupted write", "files/atomic.py", "temporary.unlink(missing_ok=True)", "pass", ATOMIC),
+    # kinds of mistakes that went unnoticed once
+    Slip("val/fid is of the average", "training/callbacks/sample_fid.py", "average or pl_module", "pl_module", FID),
+    Slip(
+        "names of sample grids",
+        "training/callbacks/sample_grids.py",
+        '((pl_module, "raw"), (average, "ema"))',
+        '((pl_module, "ema"), (average, "raw"))',
+        FID,
+    ),
+    Slip(
+        "validation is of the average",
+        "training/callbacks/ema.py",
+        "    @property\n    def average",
+        "    def _swap_models(self, pl_module):\n        pass\n\n    @property\n    def average",
+        "tests/training/test_fit.py -k reproduces",
+    ),
+    Slip("rounding to pixels", "sampling/draw.py", "np.rint(images * 255)", "(images * 255)", NEAREST),
+    Slip(
+        "rounding to pixels",
+        "sampling/clips.py",
+        "np.rint(drawn[:, known:] * 255)",
+        "(drawn[:, known:] * 255)",
+        NEAREST,
+    ),
+    Slip("moments of mirrored images", "data/datasets/latents.py", 'f"std{suffix}"', '"std"', MIRRORED),
+    Slip(
+        "moments of mirrored images",
+        "data/latent_cache.py",
+        'stored[f"std{suffix}"] = std',
+        'stored[f"std{suffix}"] = stored.get("std", std)',
+        MIRRORED,
+    ),
+    Slip("float16 sums", "models/convert_wan.py", "v.float() if v.dtype == torch.float16 else v", "v", HALF),
+    Slip("float16 sums", "models/convert_sana.py", "torch.promote_types(v.dtype, torch.float32)", "v.dtype", HALF),
+    Slip(
+        "float16 sums",
+        "layers/cores/linear.py",
+        "        mixing = mixing / TokenBlocks(blocks.grid, blocks.block_grid).max_block_size",
+        "        pass",
+        "tests/models/test_video_dit.py -k low_precision",
+    ),
+    Slip(
+        "float16 outputs",
+        "models/convert_sana.py",
+        "out.clip(-65504, 65504) if out.dtype == torch.float16 else out",
+        "out",
+        HALF,
+    ),
+    Slip("eps of Wan", "models/convert_wan.py", "eps=self.eps,\n            impl", "eps=1e-6,\n            impl", WAN),
+    Slip("first time", "diffusion/schedulers.py", "highest - NUM_TIMESTEPS / num_steps)", "highest - 1000)", TIMES),
+    Slip("last time", "diffusion/schedulers.py", "times[-1] > 0 and takes", "times[-1] > 1 and takes", TIMES),
+    Slip("offset of times", "diffusion/schedulers.py", "times + scheduler.config.steps_offset", "times", TIMES),
+    Slip(
+        "scale of a sampler's noise",
+        "diffusion/denoising.py",
+        'float(getattr(scheduler, "init_noise_sigma", 1.0))',
+        "1.0",
+        "tests/diffusion/test_pipeline.py -k scale_of_their",
+    ),
+    Slip(
+        "bounds of guidance",
+        "diffusion/denoising.py",
+        "<= ends[0] <= ends[1] <= 1",
+        "<= ends[0] < ends[1] <= 1",
+        "tests/diffusion/test_pipeline.py -k extrapolates",
+    ),
+    Slip(
+        "bounds of betas",
+        "diffusion/objectives.py",
+        "self.beta_start <= self.beta_end",
+        "self.beta_start < self.beta_end",
+        OBJECTIVES,
+    ),
+    Slip("bounds of steps", "training/image_sampler.py", "plan.steps > NUM_", "plan.steps >= NUM_", FID),
+    Slip("bounds of frame rates", "sampling/clip_options.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES),
+    Slip(
+        "bounds of frame rates", "sampling/clip_options.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES
+    ),
+    Slip(
+        "prefix tokens do not turn",
+        "layers/positions.py",
+        "F.pad(cos, padding, value=1.0)",
+        "F.pad(cos, padding)",
+        TURN,
+    ),
+    Slip(
+        "prefix tokens do not turn",
+        "layers/positions.py",
+        "(0, 0, grid.num_prefix_tokens, 0)",
+        "(0, 0, 0, grid.num_prefix_tokens)",
+        TURN,
+    ),
+    Slip(
+        "classes in another order",
+        "data/data_module.py",
+        "if names == self.class_names:",
+        "if sorted(names) == sorted(self.class_names):",
+        "tests/data/test_resume.py -k class_list",
+    ),
+    Slip(
+        "classes in another order",
+        "evaluation/scores.py",
+        "known == wanted or",
+        "sorted(known or []) == sorted(wanted) or",
+        "tests/evaluation/test_refusals.py -k other_classes",
+    ),
 ]
 
 
