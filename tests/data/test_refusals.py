@@ -153,6 +153,11 @@ def test_options_of_another_kind(data: type, name: str, values: tuple[Any, ...])
             data(**{name: value})
 
 
+def test_by_default_nothing_is_augmented() -> None:
+    Augmentation().check()
+    assert Augmentation().is_idle
+
+
 @pytest.mark.parametrize("augmentation", [None, {"hflip": 0.5}])
 def test_an_augmentation_that_is_none(augmentation: Any) -> None:
     with pytest.raises(InputError, match="augmentation must be an Augmentation"):
