@@ -215,6 +215,9 @@ def test_matrices_beyond_the_memory_are_refused_before_they_are_computed(monkeyp
     with pytest.raises(InputError, match=rf"{message}\S+ GB available: take fewer query tokens, --queries \d+$"):
         record_attention(layer, torch.zeros(1, 512**2, 64))
     assert 0 < available_memory(torch.device("cpu")) < device_memory(torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.read_text", lambda _: "MemTotal: 9 kB\nMemAvailable: 7 kB\n")
+        assert available_memory(torch.device("cpu")) == 7 * 1024
 
     small, counted = HeadMixAttention(16, 2, core="linear", grid=(8, 8)), 2 * 64 * 8
     monkeypatch.setattr("headmix_vision.analysis.attention.available_memory", lambda device: 8 * 20 * counted)

@@ -24,6 +24,7 @@ from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.latents import MANIFEST, LatentShards, shard_name
 from headmix_vision.data.latent_cache import write_cache
+from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.tensor_files import header_of
@@ -121,6 +122,18 @@ def test_means_and_mirrored_images(images: Path, vae: Path, tmp_path: Path) -> N
     assert manifest["autoencoder"]["scale"] == 0.5 and manifest["autoencoder"]["shift"] == 0.25
     assert manifest["autoencoder"]["source"] == str(vae) and len(manifest["autoencoder"]["sha256"]) == 64
     assert manifest["crop"] == "adm_center" and manifest["image_size"] == 12 and manifest["flip"] is True
+
+
+def test_moments_of_a_mirrored_image_are_its_own(images: Path, vae: Path, tmp_path: Path) -> None:
+    cache(images, vae, tmp_path / "out", "--flip", "--dtype", "float32")
+    autoencoder = load_autoencoder(str(vae))
+    for probability, image in ((0.0, pixels(images, 2)), (1.0, pixels(images, 2).flip(-1))):
+        generator = torch.Generator().manual_seed(derive_seed(0, 5, 2))
+        torch.rand((), generator=generator)  # decides which of the two is taken
+        mean, std = autoencoder.moments(image)
+        expected = autoencoder.scale.apply(mean + std * torch.randn(std.shape, generator=generator))[0]
+        latent, _ = LatentShards(tmp_path / "out", flip=probability).read(2, draw=5)
+        torch.testing.assert_close(latent, expected)
 
 
 def test_interrupted_and_shared_runs_give_the_same_files(

@@ -143,7 +143,9 @@ def test_another_class_list_in_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     run_until_interrupt(Interrupt(path, 1))
     checkpoint = torch.load(path, weights_only=True)
-    checkpoint["ClassificationData"]["class_names"][3] = "drei"
-    torch.save(checkpoint, path)
-    with pytest.raises(ValueError, match="first differ in '3'"):
-        run(ckpt_path=path)
+    names = checkpoint["ClassificationData"]["class_names"]
+    for others, first in (([*names[:3], "drei", *names[4:]], "'3'"), (names[::-1], "'their order'")):
+        checkpoint["ClassificationData"]["class_names"] = others
+        torch.save(checkpoint, path)
+        with pytest.raises(ValueError, match=f"first differ in {first}"):
+            run(ckpt_path=path)
