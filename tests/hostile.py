@@ -69,14 +69,14 @@ def parser_of(command: str) -> Any:
         raise Captured(*given)
 
     originals = OneLineParser.parse_args, RunCLI.parse_arguments
-    OneLineParser.parse_args = lambda self, *_: capture(self, self)  # type: ignore[method-assign]
-    RunCLI.parse_arguments = lambda self, parser, _: capture(self, parser)  # type: ignore[method-assign]
+    OneLineParser.parse_args = lambda self, *_: capture(self, self)
+    RunCLI.parse_arguments = lambda self, parser, _: capture(self, parser)
     try:
         COMMANDS[command](["fit"])
     except Captured as caught:
         return caught.args[0]
     finally:
-        OneLineParser.parse_args, RunCLI.parse_arguments = originals  # type: ignore[method-assign]
+        OneLineParser.parse_args, RunCLI.parse_arguments = originals
 
 
 @cache
@@ -86,7 +86,7 @@ def options_of(words: tuple[str, ...]) -> list[argparse.Action]:
     for word in words[1:]:
         (choices,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
         parser = choices[word]
-    return [one for one in parser._actions if "--help" not in one.option_strings and "help" not in str(one.dest)]
+    return [one for one in parser._actions if not re.search("help|print_config", one.dest)]
 
 
 def command_of(line: Line) -> tuple[str, ...]:
@@ -347,7 +347,7 @@ def judge(case: Case, end: Ending, kit: Path, limit_s: float) -> set[str]:
     if case.damage and case.line in OURS and not re.search(r"\.(yaml|csv)$|^pipe/.*\.json$", case.damaged):
         files, printed = usual(case.line, kit, limit_s)
         differs = any(end.after.get(name) != files[name] for name in files if name != case.damaged)
-        if differs or not case.line.out and printed - set(end.stdout.splitlines()):
+        if differs or (not case.line.out and printed - set(end.stdout.splitlines())):
             return found | {"silent"}
     return found | {"harmless"}
 

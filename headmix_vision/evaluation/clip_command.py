@@ -70,7 +70,7 @@ def run_fvd(options: argparse.Namespace, progress: Progress, processes: Processe
     scorer = Scorer(extractor, options.batch_size, progress, processes)
     fake = _open(options, "fake", extractor, protocol.fake)
     real = _open(options, "real", extractor, protocol.real, fake)
-    check_root(options.root, real.clips.kind, fake.clips.kind)
+    check_root(options.root, options.real, options.fake)
     check_clips(real, fake)
     kid_subset_size(min(len(real), len(fake)), options.subset_size)
     _warn(options, real, fake)
@@ -108,7 +108,7 @@ def run_moving_digits(options: argparse.Namespace, progress: Progress, processes
     frame_rate = options.fps or (fake.description["frame_rate"] or [FRAME_RATE])[0]
     sampling = ClipSampling(frames=fake.size[0], count=len(fake))
     real = _open(options, "real", extractor, sampling, fake, ClipConfig(frame_rate), LabelRule())
-    check_root(options.root, real.clips.kind, fake.clips.kind)
+    check_root(options.root, options.real, options.fake)
     check_sizes(real, fake)
     sides = {"fake": fake, "real": real}
     labels = {name: clips.clips.clips.labels(clips.clips.chosen) for name, clips in sides.items()}

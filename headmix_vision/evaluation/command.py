@@ -154,7 +154,7 @@ def _run(options: argparse.Namespace, processes: Processes) -> dict[str, Any]:
         )
         for name in names
     }
-    check_root(options.root, *(side.description["kind"] for side in sides.values()))
+    check_root(options.root, *(getattr(options, name) for name in sides))
     try:
         return _score(options, scorer, sides)
     except _DryRun:

@@ -263,10 +263,11 @@ def samples_of(source: str, what: str) -> Path:
     return path / SAMPLES if (path / SAMPLES).is_dir() and (path / SAMPLES_METADATA).is_file() else path
 
 
-def check_root(root: str | None, *kinds: str) -> None:
-    """Raises InputError for the place of a data set where no side is one."""
-    if root is not None and "dataset" not in kinds:
-        raise InputError(f"--root is {root}, but no side is a data set")
+def check_root(root: str | None, *sources: str) -> None:
+    """Raise InputError for the place of a data set where no side is a data set that has one."""
+    names = [match["name"] for one in sources if not Path(one).exists() and (match := _DATASET.fullmatch(one))]
+    if root is not None and not any(find_dataset(name, "scoring").takes_root for name in names):
+        raise InputError(f"--root is {root}, but no side is a data set that lies at a place: leave --root out")
 
 
 def open_slice(
@@ -301,7 +302,8 @@ def open_slice(
     bounds = _bounds(match["slice"] or ":")
     if bounds is None:
         raise InputError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
-    request = SplitRequest(name, split or entry.scored_split, shape, "scoring", root, clip=clip, background=background)
+    place = root if entry.takes_root else None
+    request = SplitRequest(name, split or entry.scored_split, shape, "scoring", place, clip=clip, background=background)
     samples = open_source(replace(request, needs_labels=labels.needed, skip_unlabelled=labels.skip))
     for bound in bounds[:2]:
         if bound is not None and abs(bound) > len(samples):
