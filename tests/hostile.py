@@ -40,6 +40,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 import mutations
@@ -120,15 +121,78 @@ VALUES = {
     **{"text": "x\u2603y", "control": "a\x1b[31m\nb", "long": "x" * 5000, "list": "[1, 2]", "nested": "{a: {b: 1}}"},
     **{"fraction": "1.5", "negative": "-7", "zero": "0", "large": "1000000000", "huge": "1" + "0" * 30, "empty": ""},
     **{"nan": "nan", "inf": "inf", "directory": "folder", "absent": "no/such.file", "fifo": "fifo", "link": "loop"},
-    **{"device": "/dev/zero", "other": "cls.yaml", "call": str(mutations.CALL), "repeated": "1", "near": "near"},
+    **{
+        "device": "/dev/zero",
+        "other": "cls.yaml",
+        "call": str(mutations.CALL),
+        "repeated": "1",
+        "near": "",
+        "choice": "",
+    },
+    **{"small": "1e-320", "word": ""},
 }
+WORDS = [  # right somewhere, mostly not here
+    *(
+        "run",
+        "gen",
+        "clips",
+        "pipe",
+        "samples",
+        "samples/samples.npz",
+        "model.safetensors",
+        "stats.npz",
+        "cache",
+        "rank",
+    ),
+    *("run/checkpoints/last.ckpt", "gen/checkpoints/last.ckpt", "sharded", "tars/train", "tars/train/0.tar", "images"),
+    *("deit_mhla_digits", "dit_mhla_digits", "dit_video_mhla_digits", "resnet18", "deit_mhla_digits.x", "dit_s_2.y.z"),
+    *(
+        "digits",
+        "moving_digits",
+        "folder",
+        "latents",
+        "shards",
+        "table/label",
+        "torch/cifar10",
+        "videos",
+        "best",
+        "last",
+    ),
+    *(
+        "gpu",
+        "tpu",
+        "hpu",
+        "mps",
+        "16-mixed",
+        "bf16-true",
+        "transformer-engine",
+        "fsdp2",
+        "ddp_spawn",
+        "deepspeed",
+        "0,1",
+    ),
+    *(
+        "true",
+        "null",
+        "auto",
+        "-1",
+        "1",
+        "2",
+        "1.0",
+        "inception",
+        "i3d",
+        "lite0:cls.yaml",
+        "digits[:0]",
+        "digits:x[5:2]",
+    ),
+]
 
 
 def is_wrong(kind: str, takes: set[str], name: str) -> bool:
     """Tell whether a kind of value is certainly wrong for an option that takes some kinds."""
-    if kind in ("misspelt", "near") or takes == {"flag"}:
+    if kind == "misspelt" or takes == {"flag"}:
         return True
-    if kind in ("negative", "zero", "large", "huge", "repeated") or "object" in takes:
+    if kind in ("negative", "zero", "large", "huge", "small", "repeated", "choice", "word") or "object" in takes:
         return False
     if kind == "empty":
         return "none" not in takes or "str" in takes
@@ -177,9 +241,12 @@ def draw_case(lines: list[Line], kit: Path, seed: int, number: int) -> Case:
     for _ in range(rng.choice([1, 1, 1, 2])):
         option = rng.choice(options_of(command_of(line)))
         takes, kind = kinds_of(option), rng.choice([*VALUES, "misspelt"])
-        value = "near" if kind == "near" else VALUES.get(kind, "1")
-        if kind == "near" and option.choices:
-            value = f"{next(iter(option.choices))}x"
+        value = VALUES.get(kind, "1")
+        choices = [str(one) for one in option.choices or get_args(getattr(option, "_typehint", None)) or ["x"]]
+        if kind in ("near", "choice"):
+            value = rng.choice(choices) + "x" * (kind == "near")
+        if kind == "word":
+            value = rng.choice(WORDS)
         if not option.option_strings:
             words[len(command_of(line))] = value
             certain |= kind in ("fifo", "device", "link", "absent", "long", "control", "empty")
@@ -331,7 +398,8 @@ def judge(case: Case, end: Ending, kit: Path, limit_s: float) -> set[str]:
     changed = {name for name in end.before if end.after.get(name) != end.before[name]}
     if end.status == 0:
         changed |= end.after.keys() - end.before.keys()
-        changed = {name for name in changed if not any(f"{name}/".startswith((f"{o}/", f".{o}")) for o in own)}
+        parents = {str(parent) for place in own for parent in Path(place).parents}
+        changed = {name for name in changed - parents if not any(f"{name}/".startswith(f"{o}/") for o in own)}
     if changed - {mutations.MARK}:
         found.add("changed")
     lines = [line for line in end.stderr.splitlines() if line.strip()]

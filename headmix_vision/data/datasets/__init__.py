@@ -99,8 +99,8 @@ def open_split(request: SplitRequest) -> Source | Stream:
 
     Raises:
         InputError: The name is unknown or does not serve this use, its samples are images where clips are wanted or
-            the other way round, a place is given for samples that come with a package, a package is missing, or
-            whatever the data set complains about.
+            the other way round, a place or background is given for samples that come with a package, a package is
+            missing, or whatever the data set complains about.
         TypeError: The opener of the table returns something else.
     """
     entry = find_dataset(request.name, request.use)
@@ -113,6 +113,11 @@ def open_split(request: SplitRequest) -> Source | Stream:
     if request.root is not None and not entry.takes_root:
         raise InputError(
             f"dataset {request.name!r} needs no files and takes no root, got {request.root!r}: leave root out"
+        )
+    if request.background != "white" and not (entry.takes_root and entry.has_images):
+        raise InputError(
+            f"dataset {request.name!r} has no transparent pixels, got background {request.background!r}: leave"
+            " background out"
         )
     package, command = entry.package or ("", "")
     if package and importlib.util.find_spec(package) is None:
