@@ -41,11 +41,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-os.environ |= {"HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+if __name__ == "__main__":  # before the libraries read them
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 import mutations
 import torch
-from hostile_lines import LINES, OURS, Line, make_kit
+from hostile_lines import LINES, OURS, VALUES, WORDS, Line, make_kit
 from training import helpers
 
 from headmix_vision.commands import COMMANDS
@@ -55,6 +56,7 @@ from headmix_vision.training.base_cli import RunCLI
 MEMORY_BYTES, FILE_BYTES, PROCESSES = 12 << 30, 1 << 28, 40
 OUTPUTS = ("--out", "--run_dir", "--json")  # options that may name what is not there
 BAD = ("traceback", "silent", "time-out", "code", "changed")
+NOWHERE = ("fifo", "device", "link", "absent", "long", "control", "empty")  # kinds of paths that nothing opens
 NUMBERS = {"int", "float", "bool", "none", "choice"}
 
 
@@ -117,77 +119,6 @@ def _kinds(hint: Any) -> set[str]:
     return {names.get(hint, "object")}
 
 
-VALUES = {
-    **{"text": "x\u2603y", "control": "a\x1b[31m\nb", "long": "x" * 5000, "list": "[1, 2]", "nested": "{a: {b: 1}}"},
-    **{"fraction": "1.5", "negative": "-7", "zero": "0", "large": "1000000000", "huge": "1" + "0" * 30, "empty": ""},
-    **{"nan": "nan", "inf": "inf", "directory": "folder", "absent": "no/such.file", "fifo": "fifo", "link": "loop"},
-    **{
-        "device": "/dev/zero",
-        "other": "cls.yaml",
-        "call": str(mutations.CALL),
-        "repeated": "1",
-        "near": "",
-        "choice": "",
-    },
-    **{"small": "1e-320", "word": ""},
-}
-WORDS = [  # right somewhere, mostly not here
-    *(
-        "run",
-        "gen",
-        "clips",
-        "pipe",
-        "samples",
-        "samples/samples.npz",
-        "model.safetensors",
-        "stats.npz",
-        "cache",
-        "rank",
-    ),
-    *("run/checkpoints/last.ckpt", "gen/checkpoints/last.ckpt", "sharded", "tars/train", "tars/train/0.tar", "images"),
-    *("deit_mhla_digits", "dit_mhla_digits", "dit_video_mhla_digits", "resnet18", "deit_mhla_digits.x", "dit_s_2.y.z"),
-    *(
-        "digits",
-        "moving_digits",
-        "folder",
-        "latents",
-        "shards",
-        "table/label",
-        "torch/cifar10",
-        "videos",
-        "best",
-        "last",
-    ),
-    *(
-        "gpu",
-        "tpu",
-        "hpu",
-        "mps",
-        "16-mixed",
-        "bf16-true",
-        "transformer-engine",
-        "fsdp2",
-        "ddp_spawn",
-        "deepspeed",
-        "0,1",
-    ),
-    *(
-        "true",
-        "null",
-        "auto",
-        "-1",
-        "1",
-        "2",
-        "1.0",
-        "inception",
-        "i3d",
-        "lite0:cls.yaml",
-        "digits[:0]",
-        "digits:x[5:2]",
-    ),
-]
-
-
 def is_wrong(kind: str, takes: set[str], name: str) -> bool:
     """Tell whether a kind of value is certainly wrong for an option that takes some kinds."""
     if kind == "misspelt" or takes == {"flag"}:
@@ -238,32 +169,31 @@ def draw_case(lines: list[Line], kit: Path, seed: int, number: int) -> Case:
 
         return Case(line, words, name, certain=False, damage=damage, damaged=name)
     abouts, certain = [], False
-    for _ in range(rng.choice([1, 1, 1, 2])):
-        option = rng.choice(options_of(command_of(line)))
-        takes, kind = kinds_of(option), rng.choice([*VALUES, "misspelt"])
-        value = VALUES.get(kind, "1")
-        choices = [str(one) for one in option.choices or get_args(getattr(option, "_typehint", None)) or ["x"]]
-        if kind in ("near", "choice"):
-            value = rng.choice(choices) + "x" * (kind == "near")
-        if kind == "word":
-            value = rng.choice(WORDS)
-        if not option.option_strings:
-            words[len(command_of(line))] = value
-            certain |= kind in ("fifo", "device", "link", "absent", "long", "control", "empty")
-            abouts.append(f"{option.dest} is {kind}")
-            continue
-        name = option.option_strings[-1]
-        if kind == "misspelt":
-            words += [f"{name}x" if takes == {"flag"} else f"{name}x={value}"]
-        elif kind == "repeated" and takes != {"flag"}:
-            words += [f"{name}=1", f"{name}=2"]
+    for option in rng.sample(options_of(command_of(line)), rng.choice([1, 1, 1, 2])):
+        more, about, wrong = draw_option(option, rng)
+        if option.option_strings:
+            words += [*more, *["--dry_run"] * (about.endswith(("large", "huge")) and words[1] == "fit")]
         else:
-            words += [f"{name}={value}"]
-        if kind in ("large", "huge") and words[1] == "fit":
-            words += ["--dry_run"]
-        certain |= is_wrong(kind, takes, name)
-        abouts.append(f"{name} is {kind}")
+            words[len(command_of(line))] = more[0]
+        abouts.append(about)
+        certain |= wrong
     return Case(line, words, ", ".join(abouts), certain)
+
+
+def draw_option(option: argparse.Action, rng: random.Random) -> tuple[list[str], str, bool]:
+    """Draw a value of an option; return what to write, what it is, and whether it is certainly wrong."""
+    takes, kind = kinds_of(option), rng.choice([*VALUES])
+    value = rng.choice(WORDS.split()) if kind == "word" else VALUES[kind]
+    if kind in ("near", "choice"):
+        choices = option.choices or get_args(getattr(option, "_typehint", None)) or ["x"]
+        value = f"{rng.choice([*choices])}{'x' * (kind == 'near')}"
+    if not option.option_strings:
+        return [value], f"{option.dest} is {kind}", kind in NOWHERE
+    name = option.option_strings[-1]
+    about, wrong = f"{name} is {kind}", is_wrong(kind, takes, name)
+    if kind == "misspelt":
+        return [f"{name}x" if takes == {"flag"} else f"{name}x={value}"], about, wrong
+    return [f"{name}={value}", *[f"{name}=2"] * (kind == "repeated" and takes != {"flag"})], about, wrong
 
 
 def tree_of(folder: Path) -> dict[str, str]:
@@ -363,6 +293,7 @@ def _copy_of(kit: Path) -> Iterator[Path]:
         (folder / "folder").mkdir()
         os.mkfifo(folder / "fifo")
         (folder / "loop").symlink_to("loop")
+        (folder / "notes.txt").write_text("notes")
         (place / "logs").mkdir()
         yield folder
     finally:
@@ -452,12 +383,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=2000, help="numbers of the cases: from 0 to this")
     parser.add_argument("--case", type=int, help="this one alone, with what it prints")
-    parser.add_argument("--command", default="", help="lines that begin with this (all)")
+    parser.add_argument("--command", nargs="+", default=[""], help="lines that begin with one of these (all)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit", type=float, default=90, help="seconds after which a case has no end")
     parser.add_argument("--kit", type=Path, help="folder of the files that cases begin with, made if it is not there")
     options = parser.parse_args()
-    lines = [line for line in LINES if line.words.startswith(options.command)]
+    lines = [line for line in LINES if line.words.startswith(tuple(options.command))]
     with tempfile.TemporaryDirectory() as place:
         kit = (options.kit or Path(place) / "kit").resolve()
         torch.set_num_threads(1)
@@ -466,9 +397,7 @@ def main() -> None:
         make_kit(lines, kit, make)
         if options.case is not None:
             case, end, verdicts = try_case(lines, kit, options.seed, options.case, options.limit)
-            print(
-                f"headmix {' '.join(case.words)}\n{case.about}\n{end.stdout}{end.stderr}status {end.status}: {verdicts}"
-            )
+            print(f"headmix {' '.join(case.words)}\n{case.about}\n{end.stdout}{end.stderr}{end.status}: {verdicts}")
             sys.exit(bool(verdicts & {*BAD}))
         found = []
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("fork")) as pool:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import inputs
 import numpy as np
+from mutations import CALL
 from PIL import Image
 from training import gen_helpers, helpers
 
@@ -98,6 +99,22 @@ KIT = {  # what makes the files that the lines name
     "stats.safetensors": f"evaluate stats --real images/train {SCORE} --out stats.safetensors",
     "rank": f"analyze entropy --model model.safetensors {DATA} --out rank",
 }
+
+VALUES = {  # of options, by kind; those without a text are drawn
+    **{"text": "x\u2603y", "control": "a\x1b[31m\nb", "long": "x" * 5000, "list": "[1, 2]", "nested": "{a: {b: 1}}"},
+    **{"fraction": "1.5", "negative": "-7", "zero": "0", "large": "1000000000", "huge": "1" + "0" * 30, "empty": ""},
+    **{"nan": "nan", "inf": "inf", "small": "1e-320", "call": str(CALL), "misspelt": "1", "repeated": "1"},
+    **{"directory": "folder", "absent": "no/such", "fifo": "fifo", "link": "loop", "device": "/dev/zero"},
+    **{"other": "notes.txt", "near": "", "choice": "", "word": ""},
+}
+# right somewhere, mostly not here
+WORDS = """
+run gen clips sharded pipe samples samples/samples.npz model.safetensors stats.npz cache rank images tars/train
+run/checkpoints/last.ckpt gen/checkpoints/last.ckpt tars/train/0.tar cls.yaml best last deit_mhla_digits
+dit_mhla_digits dit_video_mhla_digits resnet18 deit_mhla_digits.x dit_s_2.y.z digits moving_digits folder latents
+shards table/label torch/cifar10 videos gpu tpu hpu mps 16-mixed bf16-true transformer-engine fsdp2 ddp_spawn
+deepspeed 0,1 true null auto -1 1 2 1.0 inception i3d lite0:cls.yaml digits[:0] digits:x[5:2]
+"""
 
 
 def make_kit(lines: list[Line], kit: Path, run: Callable[[list[str], Path], None]) -> None:

@@ -121,12 +121,12 @@ def _open_models(options: argparse.Namespace) -> list[_Model]:
 
 def _open_inputs(options: argparse.Namespace, models: Sequence[_Model]) -> list[Inputs]:
     """Reads the images for each network, and takes both to the device."""
-    if options.noise_level != NOISE_LEVEL and not any("objective" in model.about for model in models):
-        raise InputError(f"--noise-level {options.noise_level:g} applies to generators, these are classifiers")
     device = open_device(options.device)
     request = ImageRequest(
         options.data, options.root, options.split, options.images, options.noise_level, options.background
     )
+    if options.noise_level != NOISE_LEVEL and not any("objective" in model.about for model in models):
+        raise InputError(f"--noise-level {options.noise_level:g} applies to generators, these are classifiers")
     inputs = [read_inputs(model.network, model.about, request) for model in models]
     for model in models:
         model.network.to(device)
