@@ -17,7 +17,7 @@ from headmix_vision.evaluation.clips import ClipSampling, ClipSet, open_clips
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.fvd import PROTOCOLS, SEES_MOTION, Protocol, check_clips, fvd
 from headmix_vision.evaluation.moving_digits import DigitJudge, check_judged, check_labels, judge
-from headmix_vision.evaluation.sample_sets import UNLABELLED, check_root
+from headmix_vision.evaluation.sample_sets import UNLABELLED, check_side_options
 from headmix_vision.evaluation.scores import KID_SUBSETS, Progress, Scorer, check_sizes, kid_subset_size
 
 _OFFSETS = ("first", "random")
@@ -70,7 +70,7 @@ def run_fvd(options: argparse.Namespace, progress: Progress, processes: Processe
     scorer = Scorer(extractor, options.batch_size, progress, processes)
     fake = _open(options, "fake", extractor, protocol.fake)
     real = _open(options, "real", extractor, protocol.real, fake)
-    check_root(options.root, real.clips.kind, fake.clips.kind)
+    check_side_options(options.root, options.background, options.real, options.fake)
     check_clips(real, fake)
     kid_subset_size(min(len(real), len(fake)), options.subset_size)
     _warn(options, real, fake)
@@ -108,7 +108,7 @@ def run_moving_digits(options: argparse.Namespace, progress: Progress, processes
     frame_rate = options.fps or (fake.description["frame_rate"] or [FRAME_RATE])[0]
     sampling = ClipSampling(frames=fake.size[0], count=len(fake))
     real = _open(options, "real", extractor, sampling, fake, ClipConfig(frame_rate), LabelRule())
-    check_root(options.root, real.clips.kind, fake.clips.kind)
+    check_side_options(options.root, options.background, options.real, options.fake)
     check_sizes(real, fake)
     sides = {"fake": fake, "real": real}
     labels = {name: clips.clips.clips.labels(clips.clips.chosen) for name, clips in sides.items()}

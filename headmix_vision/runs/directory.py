@@ -45,7 +45,7 @@ def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Pa
     run = Path(run)
     folder = run / CHECKPOINTS
     if which is None:
-        which = "best" if (folder / "best.ckpt").is_file() or not (folder / "last.ckpt").is_file() else "last"
+        which = "best" if os.path.lexists(folder / "best.ckpt") or not (folder / "last.ckpt").is_file() else "last"
     path = folder / f"{which}.ckpt" if which in ("best", "last") else Path(which)
     if run.suffix == ".ckpt":
         path = run

@@ -92,6 +92,7 @@ def test_digits_of_other_channels(channels: int) -> None:
         ({"max_unreadable": NAN}, "max_unreadable must be .* got nan"),
         ({"dataset": "fodler"}, "dataset 'fodler' is unknown"),
         ({"dataset": "latents"}, "needs root"),
+        ({"root": "here"}, "dataset 'digits' needs no files and takes no root, got 'here': leave root out"),
         ({"dataset": "wds/"}, "is a stream and cannot train a generator"),
         ({"batch_size": 0}, "batch_size must be .* got 0"),
     ],

@@ -54,6 +54,7 @@ class DatasetEntry:
         is_stream: Samples come in an order of their own, shuffled in a buffer.
         package: A package that must be installed, and the command that installs it.
         scored_split: The split that is scored when none is named.
+        takes_root: Samples lie at a place that the user names; false where the package or another one carries them.
     """
 
     opener: str
@@ -66,6 +67,7 @@ class DatasetEntry:
     is_stream: bool = False
     package: tuple[str, str] | None = None
     scored_split: str = "validation"
+    takes_root: bool = True
 
     @property
     def is_clips(self) -> bool:
