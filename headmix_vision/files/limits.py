@@ -112,3 +112,10 @@ def check_file(path: str | os.PathLike[str]) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if kind != stat.S_IFREG:
         raise InputError(f"{path} is {_KINDS.get(kind, 'a special file')}, it must be a regular file")
+
+
+def check_files(folder: Path) -> None:
+    """Check the files of a folder that a library reads by itself; see `check_file`."""
+    for path in folder.iterdir():
+        if not path.is_dir():
+            check_file(path)
