@@ -25,7 +25,7 @@ from headmix_vision.files.png import read_png, write_png
 from headmix_vision.files.tars import Member, list_members
 from headmix_vision.files.tensor_files import open_tensors
 from headmix_vision.files.texts import check_yaml, parse_json, read_text
-from headmix_vision.files.video import VideoInfo, probe, read_frames, write_video
+from headmix_vision.files.video import VideoInfo, is_whole_video, probe, read_frames, write_video
 
 
 @pytest.fixture
@@ -308,3 +308,15 @@ def test_weights_whose_header_states_other_sizes(tmp_path: Path) -> None:
     path.write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
     with pytest.raises(InputError, match=r"a.safetensors is truncated or no safetensors file"), open_tensors(path):
         pass
+
+
+def test_a_video_that_was_cut_off_is_not_whole(tmp_path: Path) -> None:
+    for name in ("a.mp4", "a.gif"):
+        path = tmp_path / name
+        assert not is_whole_video(path)
+        write_video(path, np.zeros((3, 16, 16, 3), np.uint8), 8)
+        whole = path.read_bytes()
+        assert is_whole_video(path)
+        for content in (b"", b"text", whole[:-20], whole[:40], b"\0\0\0\1ftyp", b"\0\0\0\4moov"):
+            path.write_bytes(content)
+            assert not is_whole_video(path), content[:40]

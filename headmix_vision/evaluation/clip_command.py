@@ -17,6 +17,7 @@ from headmix_vision.evaluation.clips import ClipSampling, ClipSet, open_clips
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.fvd import PROTOCOLS, SEES_MOTION, Protocol, check_clips, fvd
 from headmix_vision.evaluation.moving_digits import DigitJudge, check_judged, check_labels, judge
+from headmix_vision.evaluation.sample_folders import check_complete
 from headmix_vision.evaluation.sample_sets import UNLABELLED, check_root
 from headmix_vision.evaluation.scores import KID_SUBSETS, Progress, Scorer, check_sizes, kid_subset_size
 
@@ -161,6 +162,7 @@ def _open(
 ) -> ClipSet:
     grid = None if like is None else (like.size[-2], like.size[-1])
     place = getattr(options, side)
+    check_complete(place, f"--{side}", options.incomplete)
     return open_clips(
         place, extractor.mode, sampling, options.image_size, options.root, grid, clip, options.background, labels
     )

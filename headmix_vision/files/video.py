@@ -211,6 +211,30 @@ def check_video_name(path: str | os.PathLike[str]) -> None:
         require_av("writing a video")
 
 
+def is_whole_video(path: Path) -> bool:
+    """Tell by its structure, without decoding it, whether a file is the GIF or MP4 of its name and was not cut off."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        if path.suffix.lower() == ".gif":
+            file.seek(max(size - 1, 0))
+            last = file.read()
+            file.seek(0)
+            return file.read(4) == b"GIF8" and last == b";"
+        boxes, place = set[bytes](), 0
+        while place < size:
+            file.seek(place)
+            header = file.read(16)
+            length, kind = int.from_bytes(header[:4], "big"), header[4:8]
+            length = int.from_bytes(header[8:], "big") if length == 1 else length or size - place
+            if length < 8:
+                return False
+            boxes.add(kind)
+            place += length
+        return place == size and {b"ftyp", b"moov"} <= boxes
+
+
 def require_av(what: str) -> None:
     """Tell what to install, unless PyAV is there in a version that converts colours rightly.
 
