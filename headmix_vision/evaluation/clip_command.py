@@ -19,7 +19,7 @@ from headmix_vision.evaluation.fvd import PROTOCOLS, SEES_MOTION, Protocol, chec
 from headmix_vision.evaluation.moving_digits import DigitJudge, check_judged, check_labels, judge
 from headmix_vision.evaluation.sample_folders import check_complete
 from headmix_vision.evaluation.sample_sets import UNLABELLED, check_root
-from headmix_vision.evaluation.scores import KID_SUBSETS, Progress, Scorer, check_sizes, kid_subset_size
+from headmix_vision.evaluation.scores import KID_SUBSETS, MAX_SUBSETS, Progress, Scorer, check_sizes, kid_subset_size
 
 _OFFSETS = ("first", "random")
 
@@ -66,7 +66,7 @@ def run_fvd(options: argparse.Namespace, progress: Progress, processes: Processe
                 f"--frame-features {options.frame_features} takes images of mode {frame_extractor.mode}, --features"
                 f" {options.features} clips of mode {extractor.mode}"
             )
-    check_counts(1, **{"kid subsets": options.subsets})
+    check_counts(1, MAX_SUBSETS, **{"kid subsets": options.subsets})
     protocol, changes = _protocol(options)
     scorer = Scorer(extractor, options.batch_size, progress, processes)
     fake = _open(options, "fake", extractor, protocol.fake)

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import stat
 from pathlib import Path
 
@@ -90,6 +91,13 @@ def check_memory(needed_bytes: int, what: str) -> None:
 
 def _amount(count: int) -> str:
     return f"{count / 1e9:.3g} GB" if count < 1e15 else f"{count:.1e} bytes"
+
+
+def check_disk(place: Path, needed_bytes: int, what: str) -> None:
+    """Raise InputError for files that exceed the space of a disk; the place, or a folder around it, must exist."""
+    folder = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
+    if needed_bytes > (free := shutil.disk_usage(folder).free):
+        raise InputError(f"{what} needs {_amount(needed_bytes)}, the disk of {place} has {_amount(free)} left")
 
 
 def check_workers(**workers: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import pickle
 import re
@@ -22,6 +21,7 @@ from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.tensor_files import header_of
+from headmix_vision.files.texts import parse_json
 from headmix_vision.models.building import building
 from headmix_vision.models.headmix_dit_names import generator_class
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
@@ -246,12 +246,8 @@ def export_arguments(path: Path) -> tuple[str, dict[str, Any]] | None:
     header = header_of(path)
     if "model_name" not in header:
         return None
-    try:
-        return header["model_name"], check_fields(
-            f"model_args of {path}", json.loads(header.get("model_args", "{}")), {}
-        )
-    except json.JSONDecodeError as error:
-        raise InputError(f"model_args of {path} is damaged: {error}") from None
+    where = f"model_args of {path}"
+    return header["model_name"], check_fields(where, parse_json(header.get("model_args", "{}"), where), {})
 
 
 def _start_weights(checkpoint: str) -> tuple[dict[str, Tensor], Any]:

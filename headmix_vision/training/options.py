@@ -10,6 +10,7 @@ from torch.distributed import is_torchelastic_launched
 
 from headmix_vision.checks import check_counts, check_numbers, suggest
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_workers
 
 
 def require(condition: bool, message: str) -> None:
@@ -310,7 +311,9 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
         str(trainer.strategy).lower() not in ("fsdp", "fsdp_cpu_offload"),
         f"trainer.strategy={trainer.strategy} is of FSDP1; networks are sharded by fsdp2 (-c overlays/fsdp)",
     )
-    devices, here, started = _count_devices(trainer.devices), *map(os.environ.get, ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if (devices := _count_devices(trainer.devices)) is not None:
+        check_workers(**{"trainer.devices": devices})
+    here, started = map(os.environ.get, ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     require(
         devices is None
         or not is_torchelastic_launched()

@@ -7,10 +7,12 @@ and returns a `Source` (see `base`); the line says where the function is. Traini
 
 import importlib
 import importlib.util
+import math
 
 from headmix_vision.data.datasets.base import DatasetEntry, Source, SplitRequest, Use
 from headmix_vision.data.datasets.streams import Stream
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_memory
 
 _STREAM = ".streams:open_stream"
 _SKLEARN = ("sklearn", "pip install scikit-learn")
@@ -107,6 +109,7 @@ def open_split(request: SplitRequest) -> Source | Stream:
             f"dataset {request.name!r} holds {holds}, asked for {wanted} of {'x'.join(map(str, request.grid))};"
             f" {wanted} are in {_names_of(request.use, len(request.grid))}"
         )
+    check_memory(4 * math.prod(request.shape), f"a sample of {'x'.join(map(str, request.shape))} numbers")
     package, command = entry.package or ("", "")
     if package and importlib.util.find_spec(package) is None:
         raise InputError(f"dataset {request.name!r} needs the package {package}: {command}")
