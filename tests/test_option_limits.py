@@ -93,10 +93,10 @@ def test_samples_and_batches_beyond_the_memory_are_refused(tmp_path: Path, monke
         InMemory(source)
 
 
-def test_subsets_without_end_are_refused() -> None:
-    scorer: Any = None  # which is not called
+def test_subsets_without_end_are_refused(tmp_path: Path) -> None:
+    images, scorer = open_images(str(write_mixed(tmp_path / "images", 2)), "RGB"), None  # which is not called
     with pytest.raises(InputError, match="kid subsets must be a whole number from 1 to 100000, got 1000000000"):
-        kid(scorer, range(9), range(9), subsets=10**9)  # type: ignore[arg-type]
+        kid(scorer, images, images, subsets=10**9)  # type: ignore[arg-type]
 
 
 def test_a_package_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
