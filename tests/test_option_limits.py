@@ -85,7 +85,7 @@ def test_samples_and_batches_beyond_the_memory_are_refused(tmp_path: Path, monke
         open_images(str(tmp_path / "images"), "RGB", 10**9)
     with pytest.raises(InputError, match=r"a picture of 1000x1 pixels, as 64x64, needs"):
         center_crop(photo(size=(1, 1000)), 64)
-    with pytest.raises(InputError, match=r"a sample of 1x3000x3000 numbers needs"):
+    with pytest.raises(InputError, match=r"a sample of canvas with 1x3000x3000 numbers needs"):
         open_source(SplitRequest("canvas", "train", (1, 3000, 3000), "scoring"))
     source = open_class_folders(tmp_path / "images", SplitRequest("folder", "train", (3,), "classification"))
     monkeypatch.setattr(limits, "memory_left", lambda: 2 * 4 * 3 * 32 * 32 - 1)

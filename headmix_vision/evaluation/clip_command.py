@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headmix_vision.checks import check_counts, check_positive
+from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.console.processes import Processes
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE
@@ -101,7 +101,7 @@ def run_fvd(options: argparse.Namespace, progress: Progress, processes: Processe
 def run_moving_digits(options: argparse.Namespace, progress: Progress, processes: Processes) -> dict[str, Any]:
     """Judges clips as the options say; of a dry run, describes what would be judged."""
     if options.fps is not None:
-        check_positive(**{"--fps": options.fps})
+        check_numbers(0.01, 10_000, **{"--fps": options.fps})
     extractor = DigitJudge(open_extractor(options.features, options.device))
     scorer = Scorer(extractor, options.batch_size, progress, processes)
     sampling = ClipSampling(frames=None, count=options.count)

@@ -109,7 +109,8 @@ def open_split(request: SplitRequest) -> Source | Stream:
             f"dataset {request.name!r} holds {holds}, asked for {wanted} of {'x'.join(map(str, request.grid))};"
             f" {wanted} are in {_names_of(request.use, len(request.grid))}"
         )
-    check_memory(4 * math.prod(request.shape), f"a sample of {'x'.join(map(str, request.shape))} numbers")
+    size = "x".join(map(str, request.shape))
+    check_memory(4 * math.prod(request.shape), f"a sample of {request.name} with {size} numbers")
     package, command = entry.package or ("", "")
     if package and importlib.util.find_spec(package) is None:
         raise InputError(f"dataset {request.name!r} needs the package {package}: {command}")
