@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headmix_vision.errors import InputError
 
-_SMALL_BYTES = 1 << 26  # for which the machine is not asked
+_SMALL_BYTES = 1 << 28  # for which the machine is not asked
 _WORKERS_PER_CORE = 16
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 # files of a control group: its limit, its usage, and the entry of memory.stat that can be taken back; versions 2 and 1
@@ -62,8 +62,9 @@ def _groups() -> list[Path]:
     except OSError:
         lines = []
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
-        root = _CONTROL_GROUPS / "memory" if "memory" in controllers.split(",") else _CONTROL_GROUPS
-        if controllers in ("", "memory") or "memory" in controllers.split(","):
+        names = controllers.split(",")  # none in version 2
+        if names == [""] or "memory" in names:
+            root = _CONTROL_GROUPS / "memory" if "memory" in names else _CONTROL_GROUPS
             own = root / path.strip("/")
             places += [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
     return places

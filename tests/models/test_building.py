@@ -1,5 +1,8 @@
 """Networks whose sizes come from a file or an option are refused before memory is taken for them."""
 
+import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from headmix_vision.files import limits
 from headmix_vision.models import building as module
 from headmix_vision.models.building import building
 from headmix_vision.runs.networks import create_generator, create_network, load_network
+from headmix_vision.runs.pipelines import load_exported_network, load_pipeline
 
 SMALL = {"embed_dim": 16, "depth": 1, "num_heads": 2}
 HUGE = [
@@ -85,3 +89,57 @@ def test_a_network_is_counted_as_large_as_it_is(tmp_path: Path) -> None:
     with torch.device("meta"), module._Counting("a network") as counted:
         timm.create_model("deit_mhla_digits")
     assert counted.size_bytes < 0.05 * weights
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """An exported generator of an earlier version."""
+    stored = Path(__file__).parents[1] / "fixtures" / "v0_1_0" / "generator" / "pipeline"
+    return Path(shutil.copytree(stored, tmp_path / "pipeline"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"depth": 10**9}, "the depth of its network is 1000000000, it must be at most 1000"),
+        ({"embed_dim": 10**8}, "its network with .* needs .* of memory"),
+        ({"num_classes": 10**12}, "its network with .* needs .* of memory"),
+    ],
+)
+def test_exports_that_state_huge_networks_are_refused(
+    change: dict[str, Any], message: str, pipeline: Path, made: list[int]
+) -> None:
+    config = pipeline / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    for load in (load_pipeline, load_exported_network):
+        made.clear()
+        with pytest.raises(InputError, match=message):
+            load(pipeline)
+        assert made == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["transformer/config.json", "transformer/diffusion_pytorch_model.safetensors", "scheduler/scheduler_config.json"],
+)
+def test_exports_that_hold_pipes_or_deep_json_are_refused(name: str, pipeline: Path) -> None:
+    path = pipeline / name
+    if path.suffix == ".json":
+        path.write_text("[" * 200_000)
+        with pytest.raises(InputError, match="nested too deeply"):
+            load_pipeline(pipeline)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(InputError, match=f"{path.name} is a named pipe"):
+        load_pipeline(pipeline)
+
+
+def test_sizes_of_samples_that_a_description_states_are_refused(tmp_path: Path) -> None:
+    network = timm.create_model("dit_linear_digits", **SMALL, input_size=(10**7, 10**7))
+    state = {f"net.{name}": value for name, value in network.state_dict().items()}
+    about = {"name": "dit_linear_digits", "kind": "generator", "architecture": dict(network.architecture)}
+    about["objective"] = {}
+    torch.save({"state_dict": state, "headmix_vision": about, "global_step": 1}, tmp_path / "a.ckpt")
+    generator, _ = load_pipeline(tmp_path / "a.ckpt")
+    with pytest.raises(InputError, match="1 images of 10000000x10000000 pixels at a time need more than"):
+        generator(class_labels=[1])
