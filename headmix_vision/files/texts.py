@@ -64,7 +64,7 @@ def check_yaml(text: str) -> None:
     sizes: dict[str, int] = {}  # values behind each anchor that is complete
     open_nodes: list[tuple[str | None, int]] = []  # anchor, and number of values before it
     count = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in [anchor for anchor, _ in open_nodes]:
                 raise InputError(f"the YAML alias *{event.anchor} stands within its own anchor")
