@@ -24,6 +24,7 @@ from headmix_vision.evaluation.scores import kid
 from headmix_vision.files import limits
 from headmix_vision.runs.directory import is_run, metric_names, trainer_of
 from headmix_vision.train_cls import main as train_cls
+from headmix_vision.training.options import FidConfig, SampleGridConfig
 from headmix_vision.training.yaml_loader import load_yaml
 
 
@@ -97,6 +98,13 @@ def test_subsets_without_end_are_refused(tmp_path: Path) -> None:
     images, scorer = open_images(str(write_mixed(tmp_path / "images", 2)), "RGB"), None  # which is not called
     with pytest.raises(InputError, match="kid subsets must be a whole number from 1 to 100000, got 1000000000"):
         kid(scorer, images, images, subsets=10**9)  # type: ignore[arg-type]
+
+
+def test_samples_of_training_without_end_are_refused() -> None:
+    with pytest.raises(InputError, match=r"fid\.num must be a whole number from 2 to 1000000, got 1000000000"):
+        FidConfig(num=10**9)
+    with pytest.raises(InputError, match=r"samples\.rows must be a whole number from 1 to 1000, got 1000000000"):
+        SampleGridConfig(rows=10**9)
 
 
 def test_a_package_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
