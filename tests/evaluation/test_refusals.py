@@ -386,7 +386,7 @@ def test_devices_and_places_are_checked_first(
     assert "device 'cuda:77' cannot be used here" in refused(capsys, *common, "--device", "cuda:77")
     assert "Not a directory" in refused(capsys, *common, "--out", classifier / "x.json")
     assert "--root is /data, but no side is a data set" in refused(capsys, *common, "--root", "/data")
-    assert "the memory does not suffice" in refused(capsys, *common, "--image-size", 10**9)
+    assert "an image of 1000000000 pixels needs" in refused(capsys, *common, "--image-size", 10**9)
     assert "argument --image-size: invalid int value" in refused(capsys, *common, "--image-size", "x")
     assert "did you mean --image-size?" in refused(capsys, *common, "--imagesize", 8)
 
