@@ -70,6 +70,21 @@ def test_links_are_followed_and_each_file_is_listed_once(tmp_path: Path) -> None
     assert len(find_pictures(link).paths) == 5
 
 
+def test_folders_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headmix_vision.files.listing._MAX_VISITS", 50)
+    monkeypatch.setattr("headmix_vision.files.listing._MAX_DEPTH", 40)
+    for level in range(30):  # 2^30 ways to the last one
+        (tmp_path / "wide" / str(level)).mkdir(parents=True)
+        for name in "ab":
+            (tmp_path / "wide" / str(level) / name).symlink_to(f"../{level + 1}")
+    with pytest.raises(InputError, match="is linked 50 times"):
+        find_pictures(tmp_path / "wide" / "0")
+    deep = tmp_path / "deep"
+    deep.joinpath(*["a"] * 41).mkdir(parents=True)
+    with pytest.raises(InputError, match="lies more than 40 folders deep"):
+        find_clips(deep)
+
+
 def test_a_link_into_another_class_is_of_both(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         write_mixed(tmp_path / name, 2)

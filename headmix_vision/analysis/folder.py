@@ -16,6 +16,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, check_place, is_temporary, remove_temporaries
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.texts import read_json
 
 LOCK = ".lock"
 # What each command writes, beside its record: pictures before tables.
@@ -74,7 +75,7 @@ class ResultFolder:
     def _check_record(self) -> None:
         path = self.path / self._record
         try:
-            record = check_fields(str(path), json.loads(path.read_text()), {"networks": list, "settings": dict})
+            record = check_fields(str(path), read_json(path), {"networks": list, "settings": dict})
             of = [
                 check_fields(f"a network of {path}", about, {"weights_sha256": str})["weights_sha256"]
                 for about in record["networks"]

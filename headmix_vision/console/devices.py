@@ -1,11 +1,9 @@
 """The device that a user asks for."""
 
-import os
-from pathlib import Path
-
 import torch
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import memory_left
 
 
 def default_device() -> str:
@@ -35,18 +33,9 @@ def open_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def device_memory(device: torch.device) -> int:
-    """Returns the memory of a device in bytes, used or not; of all but GPUs that of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def available_memory(device: torch.device) -> int:
-    """Returns the memory of a device, in bytes, that can still be taken; where it is not told, all that it has."""
+    """Returns the memory of a device, in bytes, that can still be taken; see `memory_left` for all but GPUs."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for later
         return torch.cuda.mem_get_info(device)[0] + unused
-    told = Path("/proc/meminfo")
-    lines = [line.split() for line in told.read_text().splitlines()] if told.is_file() else []
-    return next((1024 * int(kib) for name, kib, *_ in lines if name == "MemAvailable:"), device_memory(device))
+    return memory_left()

@@ -1,6 +1,10 @@
 """The centre crop that ADM, DiT and SiT are trained and scored with."""
 
+import math
+
 from PIL import Image
+
+from headmix_vision.files.limits import check_memory
 
 
 def center_crop(image: Image.Image, size: int | tuple[int, int]) -> Image.Image:
@@ -17,6 +21,8 @@ def center_crop(image: Image.Image, size: int | tuple[int, int]) -> Image.Image:
     while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = max(width / image.width, height / image.height)
-    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    enlarged = round(image.width * scale), round(image.height * scale)
+    check_memory(8 * math.prod(enlarged), f"a picture of {image.width}x{image.height} pixels, as {width}x{height},")
+    image = image.resize(enlarged, Image.Resampling.BICUBIC)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))

@@ -3,6 +3,7 @@
 B batch, C channels, * the axes of a sample's grid: height and width of an image, frames, height and width of a clip.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ from headmix_vision.data.loading import (
     obey_parent,
 )
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_memory, check_workers
 from headmix_vision.files.pictures import check_background
 
 
@@ -113,6 +115,7 @@ class DataModule(lightning.LightningDataModule):
             check_counts(1, eval_batch_size=eval_batch_size)
         if num_workers is not None:
             check_counts(0, num_workers=num_workers)
+            check_workers(**{"data.num_workers": num_workers})
         check_numbers(0, 1, max_unreadable=max_unreadable)
         if holdout_every is not None:
             check_counts(2, holdout_every=holdout_every)
@@ -180,6 +183,8 @@ class DataModule(lightning.LightningDataModule):
 
     def _open(self, split: str, role: str) -> Source | Stream:
         opened = open_split(self.request(split, role))
+        batch = min(self.batch_size if role == "train" else self.eval_batch_size, len(opened))
+        check_memory(4 * batch * math.prod(self._shape), f"a batch of {batch} samples of the {split} split")
         if self.in_memory and isinstance(opened, Source) and not opened.in_memory:
             opened = InMemory(opened)
         if self.holdout_every is None or role == "test":

@@ -14,7 +14,6 @@ all of it is in one split. Of pictures that are equal to the bit, only the first
 import argparse
 import csv
 import hashlib
-import json
 import os
 import re
 import tarfile
@@ -32,6 +31,7 @@ from headmix_vision.data.datasets.tables import TABLE
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.files.atomic import atomic_folder, check_place
 from headmix_vision.files.pictures import Decoding, readable
+from headmix_vision.files.texts import parse_json
 
 SIZE = 64
 SPLITS = ("train", "test", "validation", "train", "train")
@@ -64,6 +64,7 @@ LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
 OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
 SOFTWARE.
 """
+MAX_PACKAGE_BYTES = 1 << 30  # unpacked
 _DOCUMENTS = ("package.json", "emoji.json", "LICENSE", "README.md")
 _COLUMNS = ("path", "split", "group", "subgroup", "style", "thing", "code", "name", "sha256")
 _LEFT_OUT = {"skin-tone"}  # subcategories: samples of colours
@@ -225,7 +226,7 @@ def read_package(source: Path) -> Files:
         files = {path.relative_to(source).as_posix(): path.read_bytes() for path in paths if path.is_file()}
     elif source.is_file():
         with readable(source), tarfile.open(source) as archive:
-            members = {member.name.partition("/")[2]: member for member in archive if member.isfile()}
+            members = {member.name.partition("/")[2]: member for member in _members(archive) if member.isfile()}
             files = {
                 name: archive.extractfile(member).read()  # type: ignore[union-attr]
                 for name, member in members.items()
@@ -236,6 +237,14 @@ def read_package(source: Path) -> Files:
     if "package.json" not in files:
         raise InputError(f"--source {source} is no package of npm: it has no package.json")
     return files
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an archive, which is compressed; ValueError before more is unpacked than a package has."""
+    for member in archive:
+        if member.offset_data + member.size > MAX_PACKAGE_BYTES:
+            raise ValueError(f"it unpacks to more than {MAX_PACKAGE_BYTES >> 30} GiB")
+        yield member
 
 
 def read_packages(sources: Sequence[Path]) -> dict[str, Files]:
@@ -249,7 +258,7 @@ def read_packages(sources: Sequence[Path]) -> dict[str, Files]:
     for source in sources:
         files = read_package(source)
         with readable(f"{source}, package.json"):
-            about = json.loads(files["package.json"])
+            about = parse_json(files["package.json"], "it")
             name, version = about["name"], about["version"]
         style = next((style for style in STYLES if style.package == name), None)
         if style is None:
@@ -280,7 +289,7 @@ def read_emoji(table: bytes) -> list[Emoji]:
         ValueError: There are none.
     """
     found = []
-    for entry in sorted(json.loads(table), key=lambda entry: entry["sort_order"]):
+    for entry in sorted(parse_json(table, "the table of emoji"), key=lambda entry: entry["sort_order"]):
         if entry["subcategory"] in _LEFT_OUT:
             continue
         group, subgroup = _slug(entry["category"]), _slug(entry["subcategory"])

@@ -31,6 +31,7 @@ from headmix_vision.data.labels import LabelRule, Labels, keep_labelled, number_
 from headmix_vision.data.loading import as_it_is
 from headmix_vision.data.shard_content import ScannedShards, ShardContent
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.files.limits import check_workers
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.files.video import VIDEO_SUFFIXES
 
@@ -64,6 +65,7 @@ def write_index(
             that stand apart from their samples, numbers among names, or pictures among videos.
     """
     check_counts(0, workers=workers)
+    check_workers(workers=workers)
     paths = find_shards(folder)
     if not paths:
         raise InputError(f"{folder} has no shards (.tar)")

@@ -34,6 +34,7 @@ from headmix_vision.data.labels import check_label
 from headmix_vision.data.loading import obey_parent
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, check_place, is_temporary
+from headmix_vision.files.limits import check_disk, check_memory, check_workers
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.pictures import readable
 from headmix_vision.files.tensor_files import write_tensors
@@ -163,6 +164,10 @@ def write_cache(
         raise InputError(f"{out} is a file, --out must be a directory")
     check_counts(1, image_size=image_size, batch_size=batch_size, shard_size=shard_size)
     check_counts(0, workers=workers)
+    check_workers(workers=workers)
+    batch = min(batch_size, len(source))
+    pixels = batch * image_size**2 * autoencoder.image_channels * (1 if clip is None else clip["frames"])
+    check_memory(4 * pixels, f"a batch of {batch} of {image_size} pixels")
     check_choice("store", store, STORES)
     check_choice("dtype", dtype, tuple(DTYPES))
     autoencoder.check_size(image_size, image_size)
@@ -187,6 +192,10 @@ def write_cache(
     if clip is not None:
         rate = clip["frame_rate"]
         manifest |= {"clip": clip, "frame_rate": rate and rate / (autoencoder.time_downsampling or 1)}
+    copies = (1 + flip) * (2 if manifest["store"] == "moments" else 1)
+    size = len(source) * mean[0].numel() * copies * getattr(torch, str(manifest["dtype"])).itemsize
+    there = sum(path.stat().st_size for path in out.glob("*.safetensors")) if out.is_dir() else 0
+    check_disk(out, size - there, f"a cache of {len(source)} {'images' if clip is None else 'clips'}")
     manifest["source"] = _source_hashes(source, manifest)
     if source.files() is not None and not _is_of_earlier_decoding(out, background):
         manifest["background"] = background

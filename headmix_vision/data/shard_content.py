@@ -1,6 +1,5 @@
 """Contents of tar shards: neighbouring files of one name are a sample, as in WebDataset."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -11,9 +10,11 @@ from torch.utils.data import Dataset
 
 from headmix_vision.data.labels import DIGITS, fault_of
 from headmix_vision.errors import InputError, explain
+from headmix_vision.files.limits import check_file
 from headmix_vision.files.listing import HIDDEN
 from headmix_vision.files.pictures import Decoding, picture_suffixes
 from headmix_vision.files.tars import Member, list_members
+from headmix_vision.files.texts import parse_json
 from headmix_vision.files.video import VIDEO_SUFFIXES, EncodedVideo, probe
 
 
@@ -64,6 +65,7 @@ class ScannedShards(Dataset[ShardContent]):
 
     def __getitem__(self, index: int) -> ShardContent:
         path, content = self.paths[index], ShardContent([], [], [], [], {}, [], [], [])
+        check_file(path)
         with path.open("rb") as shard:
             for key, files in _samples(list_members(path), content.hidden):
                 self._add(content, shard, path, key, files)
@@ -91,7 +93,7 @@ class ScannedShards(Dataset[ShardContent]):
 
     def _label(self, name: str, data: bytes) -> Any:
         try:
-            value = data.decode() if self.label is None else json.loads(data).get(self.label)
+            value = data.decode() if self.label is None else parse_json(data, "it").get(self.label)
         except (ValueError, AttributeError) as error:
             raise InputError(f"the label of {name} cannot be read ({explain(error)})") from None
         text = str(value).strip() if isinstance(value, str | bool) else value

@@ -18,7 +18,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from headmix_vision.checks import check_counts, is_whole
-from headmix_vision.console.devices import device_memory
+from headmix_vision.console.devices import available_memory
 from headmix_vision.diffusion.denoising import Generators, Guidance, Network, NonFiniteSamplesError, denoise
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import check_scheduler, create_scheduler
@@ -150,12 +150,12 @@ class GeneratorPipeline(DiffusionPipeline):
         values = count * math.prod(grid) // math.prod(self._patch) * width_of_all * passes
         needed = values * self.transformer.dtype.itemsize
         device = self._execution_device
-        memory = device_memory(device)
+        memory = available_memory(device)
         if needed > memory:
             frames = f"{size[0]} frames of " if len(size) == 3 else ""
             raise InputError(
                 f"{count} {self.samples_are} of {frames}{size[-2]}x{size[-1]} pixels at a time need more than"
-                f" {needed / 1e9:.0f} GB, the memory of {device} is {memory / 1e9:.0f} GB"
+                f" {needed / 1e9:.0f} GB, {memory / 1e9:.0f} GB of the memory of {device} are left"
             )
 
     def _check_options(

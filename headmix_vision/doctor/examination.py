@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from headmix_vision.doctor.machine import Machine, read_machine
 from headmix_vision.doctor.report import FamilyFinding, Report, WrongCase
 from headmix_vision.doctor.verdict import judge_findings
 from headmix_vision.doctor.workers import Failure, Task, Workers
+from headmix_vision.files.limits import num_cores
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TORCH_TYPES = (torch.float32,)
@@ -90,9 +90,8 @@ def _number_of_processes(device: torch.device) -> int:
     """Return how many processes check cases side by side; each compiles kernels on a core of its own."""
     if device.type == "cpu":
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rooms = (available_memory(place) // _PROCESS_BYTES for place in (device, torch.device("cpu")))
-    return max(1, min(_MOST_PROCESSES, cores, *rooms))
+    return max(1, min(_MOST_PROCESSES, num_cores(), *rooms))
 
 
 def _check_families(request: Request, machine: Machine, workers: Workers, deadline_s: float) -> Iterator[FamilyFinding]:

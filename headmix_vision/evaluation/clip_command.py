@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headmix_vision.checks import check_counts, check_positive
+from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.console.processes import Processes
 from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE
@@ -17,8 +17,9 @@ from headmix_vision.evaluation.clips import ClipSampling, ClipSet, open_clips
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.fvd import PROTOCOLS, SEES_MOTION, Protocol, check_clips, fvd
 from headmix_vision.evaluation.moving_digits import DigitJudge, check_judged, check_labels, judge
+from headmix_vision.evaluation.sample_folders import check_complete
 from headmix_vision.evaluation.sample_sets import UNLABELLED, check_side_options
-from headmix_vision.evaluation.scores import KID_SUBSETS, Progress, Scorer, check_sizes, kid_subset_size
+from headmix_vision.evaluation.scores import KID_SUBSETS, MAX_SUBSETS, Progress, Scorer, check_sizes, kid_subset_size
 
 _OFFSETS = ("first", "random")
 
@@ -65,7 +66,7 @@ def run_fvd(options: argparse.Namespace, progress: Progress, processes: Processe
                 f"--frame-features {options.frame_features} takes images of mode {frame_extractor.mode}, --features"
                 f" {options.features} clips of mode {extractor.mode}"
             )
-    check_counts(1, **{"kid subsets": options.subsets})
+    check_counts(1, MAX_SUBSETS, **{"kid subsets": options.subsets})
     protocol, changes = _protocol(options)
     scorer = Scorer(extractor, options.batch_size, progress, processes)
     fake = _open(options, "fake", extractor, protocol.fake)
@@ -100,7 +101,7 @@ def run_fvd(options: argparse.Namespace, progress: Progress, processes: Processe
 def run_moving_digits(options: argparse.Namespace, progress: Progress, processes: Processes) -> dict[str, Any]:
     """Judges clips as the options say; of a dry run, describes what would be judged."""
     if options.fps is not None:
-        check_positive(**{"--fps": options.fps})
+        check_numbers(0.01, 10_000, **{"--fps": options.fps})
     extractor = DigitJudge(open_extractor(options.features, options.device))
     scorer = Scorer(extractor, options.batch_size, progress, processes)
     sampling = ClipSampling(frames=None, count=options.count)
@@ -161,6 +162,7 @@ def _open(
 ) -> ClipSet:
     grid = None if like is None else (like.size[-2], like.size[-1])
     place = getattr(options, side)
+    check_complete(place, f"--{side}", options.incomplete)
     return open_clips(
         place, extractor.mode, sampling, options.image_size, options.root, grid, clip, options.background, labels
     )

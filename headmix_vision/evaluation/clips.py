@@ -3,7 +3,6 @@
 T frames, H and W pixels. A clip is a list of PIL images, as `ImageSet` takes it.
 """
 
-import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +46,7 @@ from headmix_vision.files.clips import ClipInfo, Frames, probe_clip, read_clip
 from headmix_vision.files.listing import find_clips
 from headmix_vision.files.pictures import Decoding, readable
 from headmix_vision.files.png import Item
+from headmix_vision.files.texts import read_json
 
 _CHOICE, _OFFSET = 0, 1  # what random numbers are for
 
@@ -267,8 +267,8 @@ class FolderClips(Clips):
         if self.metadata is None:
             return None
         try:
-            return reduce(getitem, names, json.loads(self.metadata.read_text())["settings"])
-        except (ValueError, KeyError, TypeError):
+            return reduce(getitem, names, read_json(self.metadata)["settings"])
+        except (KeyError, TypeError):
             return None
 
 

@@ -31,6 +31,7 @@ from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.evaluation.clip_command import CLIP_METRICS
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.npz import npz_labels
+from headmix_vision.evaluation.sample_folders import check_complete
 from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, check_side_options
 from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer, check_judge, open_side
 from headmix_vision.evaluation.statistics import Statistics, write_statistics
@@ -112,6 +113,7 @@ def _add_common(command: argparse.ArgumentParser, what: str, batch_size: int) ->
     command.add_argument("--background", default="white", help="colour behind transparent pixels (white)")
     command.add_argument("--batch-size", type=int, default=batch_size, help=f"{what} at a time ({batch_size})")
     command.add_argument("--device", default=default_device(), help="where to run")
+    command.add_argument("--incomplete", action="store_true", help="score folders of samples that are not complete")
     command.add_argument("--dry-run", action="store_true", help="open and check everything, score nothing")
 
 
@@ -142,6 +144,8 @@ def _run(options: argparse.Namespace, processes: Processes) -> dict[str, Any]:
     names = ["real"] if metric is None else ["real", "fake"] if metric.compares else ["fake"]
     if metric is not None and metric.takes_held_out:
         names.append("held_out")
+    for name in names:
+        check_complete(getattr(options, name), f"--{name.replace('_', '-')}", options.incomplete)
     sides = {
         name: open_side(
             getattr(options, name),

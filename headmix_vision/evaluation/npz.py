@@ -1,7 +1,13 @@
-"""Reading npz files as ADM's evaluation takes them: uint8 images `arr_0`, and their labels."""
+"""Reading npz files as ADM's evaluation takes them: uint8 images `arr_0`, and their labels.
 
+The header of an array states its shape. It must be the shape of the bytes that the archive holds, before any memory is
+taken for it.
+"""
+
+import math
+import os
 import zipfile
-import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +19,11 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_file, check_memory
 from headmix_vision.files.png import Item, to_item
 
-# What zipfile, its decompressors and numpy raise on a file that is damaged or of another kind.
-_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, RuntimeError)
+_DEFLATE_RATIO = 1032  # at most
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class NpzImages:
@@ -42,13 +49,14 @@ class NpzImages:
                     " 1 or 3 channels"
                 )
         self.shape = shape if len(shape) > 3 else (*shape, 1)
+        check_memory(2 * math.prod(shape[1:]), f"{path}: a sample {list(shape[1:])}")
 
     def __len__(self) -> int:
         return int(self.shape[0])
 
     def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
         """Reads images or clips by their numbers in rising order; yields names and pictures."""
-        length = int(np.prod(self.shape[1:]))
+        length = math.prod(self.shape[1:])
         with _open_pixels(self.source) as (file, *_):
             start = file.tell()
             for index in indices:
@@ -62,11 +70,33 @@ class NpzImages:
 
 @contextmanager
 def _open_pixels(path: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any], bool]]:
-    """Opens `arr_0` of an npz file: gives the file behind its header, shape, dtype and if it is in Fortran order."""
-    with _whole(path), zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as member:
+    """Open `arr_0`; see `_open_array`."""
+    with _opened(path) as archive, _open_array(archive, "arr_0") as opened:
+        yield opened
+
+
+@contextmanager
+def _open_array(
+    archive: zipfile.ZipFile, name: str
+) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any], bool]]:
+    """Open an array of an npz file: the file behind its header, its shape, its dtype, whether it is in Fortran order.
+
+    Raises:
+        InputError: Its header states another size than the archive.
+    """
+    with archive.open(f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran_order, dtype = read_header(member)
+        if version not in _HEADERS:
+            raise ValueError(f"{name} is of version {version} of numpy's format")
+        shape, fortran_order, dtype = _HEADERS[version](member)
+        if dtype.hasobject:
+            raise InputError(f"{archive.filename}: {name} holds Python objects, it must hold numbers")
+        stated, held = math.prod(shape) * dtype.itemsize, archive.getinfo(f"{name}.npy").file_size - member.tell()
+        if min(shape, default=1) < 0 or stated != held:
+            raise InputError(
+                f"{archive.filename}: {name} states {dtype} {list(shape)}, which is {stated} bytes, the archive holds"
+                f" {held}"
+            )
         yield member, shape, dtype, fortran_order
 
 
@@ -76,7 +106,7 @@ def npz_arrays(path: Path) -> list[str]:
     Raises:
         InputError: Not an npz file.
     """
-    with _whole(path), zipfile.ZipFile(path) as archive:
+    with _opened(path) as archive:
         return [name.removesuffix(".npy") for name in archive.namelist()]
 
 
@@ -84,22 +114,45 @@ def npz_array(path: Path, name: str) -> np.ndarray:
     """Reads an array of an npz file.
 
     Raises:
-        InputError: Not an npz file, or a damaged one; no such array; an array of Python objects.
+        InputError: Not an npz file, or a damaged one; no such array; an array of Python objects, or one that exceeds
+            the memory.
     """
-    with _whole(path), np.load(path, allow_pickle=False) as file:
-        array = file[name]
-    if not isinstance(array, np.ndarray):  # numpy gives the bytes of what is no array
-        raise InputError(f"{path}: {name} is no array")
-    return array
+    with _opened(path) as archive, _open_array(archive, name) as (member, shape, dtype, fortran_order):
+        size = math.prod(shape) * dtype.itemsize
+        check_memory(2 * size, f"{path}: {name} {list(shape)}")
+        data = member.read()
+        if len(data) < size:
+            raise InputError(f"{path} is truncated: {name} has {len(data)} of {size} bytes")
+        return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran_order else "C")
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[zipfile.ZipFile]:
+    """Open an npz file, whose members have different names without folders, and sizes that the file can hold."""
+    check_file(path)
+    with _whole(path), zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        name, count = Counter(member.filename for member in members).most_common(1)[0] if members else ("", 0)
+        packed, held = (sum(getattr(member, size) for member in members) for size in ("compress_size", "file_size"))
+        if count > 1:
+            raise InputError(f"{path} holds {name} {count} times, it must hold each array once")
+        for member in members:
+            if "/" in member.filename or "\\" in member.filename:
+                raise InputError(f"{path} holds {member.filename}, arrays must lie in no folder")
+        if packed > os.path.getsize(path) or held > _DEFLATE_RATIO * packed:
+            raise InputError(f"{path} states {held} bytes of arrays in {packed}, which it cannot hold: it is damaged")
+        yield archive
 
 
 @contextmanager
 def _whole(path: str | Path) -> Iterator[None]:
     try:
         yield
-    except InputError:
+    except (InputError, MemoryError):
         raise
-    except _DAMAGE as error:
+    except Exception as error:  # whatever zipfile, its decompressors and numpy raise on a damaged file
+        if getattr(error, "filename", None) is not None:  # it cannot be opened
+            raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(f"{path} is truncated, damaged or no npz file: {reason}") from None
 

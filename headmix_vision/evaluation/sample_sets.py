@@ -5,6 +5,7 @@ are uint8 throughout, as files hold them.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +29,13 @@ from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, to
 from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_arrays
+from headmix_vision.files.limits import check_memory
 from headmix_vision.files.listing import find_pictures
 from headmix_vision.files.pictures import Decoding, readable
 from headmix_vision.files.png import Item, to_item
 
 DECODER_THREADS = 8
+_SAMPLE_BYTES = 16  # of a pixel, as bytes and as the numbers that features are computed of
 UNLABELLED = LabelRule(needed=False)
 """Rule of scores that take no labels."""
 SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
@@ -78,6 +81,8 @@ class ImageSet:
         self.pictures = pictures
         self.mode = mode
         self.image_size = image_size
+        if image_size is not None:
+            check_memory(_SAMPLE_BYTES * image_size**2, f"an image of {image_size} pixels")
         self.size = self._size(next(pictures.read([0]))[1])
 
     def _size(self, item: Item) -> tuple[int, ...]:
@@ -106,6 +111,8 @@ class ImageSet:
         Raises:
             InputError: A sample that cannot be read or is of another size; it is named.
         """
+        count = min(batch_size, len(self))
+        check_memory(_SAMPLE_BYTES * count * math.prod(self.size), f"a batch of {count} of {describe_size(self.size)}")
         shares = deal_batches(range(len(self)), batch_size, rank, world_size)
         arrays = self._arrays(list(itertools.chain.from_iterable(shares)))
         for share in shares:

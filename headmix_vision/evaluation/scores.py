@@ -24,6 +24,7 @@ from headmix_vision.evaluation.statistics import Statistics, holds_statistics, r
 Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
 """Wraps the batches of so many images, to show how far they are."""
 
+MAX_SUBSETS = 100_000
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000
 NEIGHBOURS = 3
 COPIED = 0.01  # share of held-out images that lie as near to training images as what is called a copy
@@ -173,7 +174,7 @@ def kid(
     """
     check_sizes(real, fake)
     subset_size = kid_subset_size(min(len(real), len(fake)), subset_size)
-    check_counts(1, **{"kid subsets": subsets})
+    check_counts(1, MAX_SUBSETS, **{"kid subsets": subsets})
     mean, std = kernel_distance(scorer.collect(real), scorer.collect(fake), subsets, subset_size)
     return {"kid_mean": mean, "kid_std": std, "kid_subsets": subsets, "kid_subset_size": subset_size}
 

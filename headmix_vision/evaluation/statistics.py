@@ -16,7 +16,9 @@ from headmix_vision.errors import InputError
 from headmix_vision.evaluation.frechet import Gaussian
 from headmix_vision.evaluation.npz import npz_array, npz_arrays
 from headmix_vision.files.fields import check_fields
+from headmix_vision.files.limits import check_memory
 from headmix_vision.files.tensor_files import open_tensors, write_tensors
+from headmix_vision.files.texts import parse_json
 
 _FEATURE_SETS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 _HEADER = "headmix_vision_statistics"
@@ -75,14 +77,12 @@ def read_statistics(path: Path) -> Statistics:
 
 def _read_safetensors(path: Path) -> Statistics:
     with open_tensors(path) as file:
+        check_memory(4 * path.stat().st_size, f"the statistics {path}")
         header = (file.metadata() or {}).get(_HEADER)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     if header is None:
         raise InputError(f"{path} is no statistics file: make one with headmix-evaluate stats")
-    try:
-        described = json.loads(header)
-    except json.JSONDecodeError as error:
-        raise InputError(f"the header of {path} is damaged: {error}") from None
+    described = parse_json(header, f"the header of {path}")
     described = check_fields(f"the header of {path}", described, {"images": dict, "extractor": dict | None})
     images = check_fields(f"the header of {path}, images", described["images"], _IMAGES)
     extractor = described["extractor"]

@@ -6,9 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headmix_vision.files.limits import check_file
+
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
+    check_file(path)
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

@@ -20,6 +20,7 @@ from headmix_vision.files.video import VIDEO_SUFFIXES
 HIDDEN = "hidden"
 """Reason for which files are left out."""
 _AGAIN, _SPECIAL, _BARE = "linked again", "no regular file", "without ending"
+_MAX_DEPTH, _MAX_VISITS = 256, 1000
 _SHOWN = 8  # kinds of files in a message
 
 
@@ -136,13 +137,22 @@ def find_clips(folder: Path) -> Listing:
 
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[_Folder]:
     """Yield a folder and those below it with their files, in the order of names; count what is hidden or a loop."""
-    yield from _enter(str(folder), os.path.realpath(folder), False, (), left_out)
+    yield from _enter(str(folder), os.path.realpath(folder), False, (), left_out, Counter())
 
 
 def _enter(
-    folder: str, place: str, is_linked: bool, around: tuple[str, ...], left_out: Counter[str]
+    folder: str,
+    place: str,
+    is_linked: bool,
+    around: tuple[str, ...],
+    left_out: Counter[str],
+    visits: Counter[str],
 ) -> Iterator[_Folder]:
     around = (*around, place)
+    visits[place] += 1
+    if len(around) > _MAX_DEPTH or visits[place] > _MAX_VISITS:
+        what = f"lies more than {_MAX_DEPTH} folders deep"
+        raise InputError(f"{folder} {what if visits[place] <= _MAX_VISITS else f'is linked {_MAX_VISITS} times'}")
     files: list[_File] = []
     folders: list[_File] = []
     with os.scandir(folder) as opened:
@@ -164,7 +174,7 @@ def _enter(
         if inner.place in around:
             left_out[_AGAIN] += 1
         else:
-            yield from _enter(*inner, around, left_out)
+            yield from _enter(*inner, around, left_out, visits)
 
 
 def takes(belongs: Callable[[str], bool], name: str, left_out: Counter[str]) -> bool:

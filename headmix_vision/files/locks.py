@@ -53,6 +53,8 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
 
 def lock_holder(path: Path) -> str | None:
     """Names who holds the lock on a file, at once; None where nobody is known to."""
+    if not path.is_file():
+        return None
     with suppress(OSError), path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

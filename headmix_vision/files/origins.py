@@ -14,6 +14,7 @@ import torch
 
 import headmix_vision
 from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.texts import read_json
 
 COMMIT_VARIABLE = "HEADMIX_VISION_COMMIT"  # for copies of a clone without its git directory
 _REPOSITORY = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def write_origin(table: Path, completed: bool) -> None:
         completed: Keep the calls that are there, as the table keeps their rows.
     """
     path, call = origin_path(table), _this_call()
-    calls = json.loads(path.read_text()) if completed and path.exists() else []
+    calls = read_json(path) if completed and path.exists() else []
     if call not in calls:
         with atomic_path(path) as temporary:
             temporary.write_text(json.dumps([*calls, call], indent=1) + "\n")

@@ -18,6 +18,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageColor, ImageSequence, UnidentifiedImageError
 
 from headmix_vision.errors import InputError, explain
+from headmix_vision.files.limits import check_file, check_memory
 from headmix_vision.files.png import FRAMES_NOTE, Item
 
 Source = str | os.PathLike[str] | bytes | BinaryIO
@@ -27,6 +28,7 @@ Source = str | os.PathLike[str] | bytes | BinaryIO
 _NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 _ANIMATED = ("AVIF", "GIF", "PNG", "WEBP")  # other formats hold pages or views
 _EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
+_PIXEL_BYTES = 16  # while a picture is decoded, put on its background and converted
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -87,7 +89,13 @@ class Decoding:
             if not _is_animated(image):
                 return [self.convert(image)]
             upright = _orientation(image)
+            self._check_frames(image)
             return [self._convert(frame, upright) for frame in ImageSequence.Iterator(image)]
+
+    def _check_frames(self, image: Any) -> None:
+        width, height = image.size
+        size = image.n_frames * width * height * len(self.mode)
+        check_memory(size, f"a clip of {image.n_frames} frames of {width}x{height} pixels")
 
     def item(self, file: Source) -> Item:
         """Decode a picture, or the frames of an animated PNG, as samples of clips are stored."""
@@ -125,13 +133,23 @@ def check_background(background: object) -> None:
 
 @contextmanager
 def open_picture(file: Source) -> Iterator[Image.Image]:
-    """Open a picture without decoding it; ValueError for what is not one."""
+    """Open a picture without decoding it.
+
+    Raises:
+        ValueError: It is not a picture, is not a regular file, or has more pixels than Pillow takes or memory is left
+            for.
+    """
+    if isinstance(file, str | os.PathLike):
+        check_file(file)
     opened: Any = io.BytesIO(file) if isinstance(file, bytes) else file
     try:
         image = Image.open(opened, formats=picture_formats())
     except UnidentifiedImageError:
         raise ValueError("it is not a picture that Pillow reads") from None
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from None
     with image:
+        check_memory(_PIXEL_BYTES * image.width * image.height, f"a picture of {image.width}x{image.height} pixels")
         yield image
 
 

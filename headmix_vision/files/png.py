@@ -5,8 +5,6 @@ T frames, H and W pixels, C channels (1 or 3); uint8, channels last.
 
 import io
 import os
-import struct
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +16,11 @@ from PIL.PngImagePlugin import PngInfo
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.limits import check_file, check_memory
 
 Item = Image.Image | list[Image.Image]
 """An image, or the frames of a clip."""
+_SIGNATURE, _END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 FRAMES_NOTE = "headmix_vision frames"
 """Name of a note in the file, which tells a clip of one frame from an image."""
 
@@ -61,6 +61,8 @@ def read_png(path: str | os.PathLike[str]) -> np.ndarray:
     """
     with _opened(path) as image:
         is_clip = getattr(image, "is_animated", False) or FRAMES_NOTE in image.info
+        count = getattr(image, "n_frames", 1)
+        check_memory(4 * count * image.width * image.height, f"{path} of {count} x {image.width}x{image.height} pixels")
         pixels = np.stack([*map(np.asarray, ImageSequence.Iterator(image))]) if is_clip else np.asarray(image)
         return pixels[..., None] if image.mode == "L" else pixels
 
@@ -84,14 +86,23 @@ def check_png(path: str | os.PathLike[str], shape: tuple[int, ...]) -> None:
         image.verify()
 
 
+def is_whole_png(path: str | os.PathLike[str]) -> bool:
+    """Tell by its first and last bytes whether a file is a PNG that was not cut off."""
+    check_file(path)
+    with open(path, "rb") as file:
+        begins = file.read(len(_SIGNATURE)) == _SIGNATURE
+        file.seek(max(file.seek(0, os.SEEK_END) - len(_END), 0))
+        return begins and file.read() == _END
+
+
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
+    check_file(path)
     with Path(path).open("rb") as file:
         try:
             with Image.open(file, formats=["png"]) as image:
                 yield image
         except InputError:
             raise
-        # what Pillow raises on damaged files
-        except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:
+        except Exception as error:  # whatever comes to Pillow's mind on damaged files
             raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from None

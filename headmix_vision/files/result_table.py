@@ -7,6 +7,7 @@ from typing import Any
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.limits import check_file
 from headmix_vision.files.origins import write_origin
 
 Row = dict[str, str]
@@ -48,6 +49,7 @@ class ResultTable:
         self.path, self.columns, self.keys, self.order = path, columns, keys, order
         self.rows: dict[tuple[str, ...], Row] = {}
         if path.exists():
+            check_file(path)
             try:
                 with path.open(newline="") as file:
                     reader = csv.DictReader(file)

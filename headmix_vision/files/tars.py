@@ -1,11 +1,13 @@
 """Files within tar archives: their names and places, by which they are read without the archive."""
 
+import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_file
 from headmix_vision.files.listing import ending, is_hidden
 
 
@@ -24,11 +26,11 @@ class Member(NamedTuple):
 
     def read(self, file: BinaryIO) -> bytes:
         """Read its bytes from the open archive; ValueError where this ends before."""
+        end = file.seek(0, os.SEEK_END)
+        if self.offset + self.size > end:
+            raise ValueError(f"the archive ends after {max(end - self.offset, 0)} of {self.size} bytes")
         file.seek(self.offset)
-        data = file.read(self.size)
-        if len(data) < self.size:
-            raise ValueError(f"the archive ends after {len(data)} of {self.size} bytes")
-        return data
+        return file.read(self.size)
 
 
 def list_members(path: Path, nested: bool = False) -> Iterator[Member]:
@@ -39,12 +41,17 @@ def list_members(path: Path, nested: bool = False) -> Iterator[Member]:
         nested: Yield the files of tar archives within it instead of these.
 
     Raises:
-        InputError: It is compressed, truncated or no tar file.
+        InputError: It is compressed, truncated or no tar file, or has members that state impossible sizes.
     """
+    check_file(path)
     try:
         with tarfile.open(path, "r:") as archive:
             yield from _members(archive, nested)
-    except tarfile.TarError as error:
+    except RecursionError:
+        raise InputError(f"{path} is damaged: too many headers follow each other") from None
+    except (tarfile.TarError, ValueError, OSError) as error:
+        if getattr(error, "filename", None) is not None:  # it cannot be opened
+            raise
         raise InputError(f"{path} is truncated or no tar file ({error})") from None
 
 
@@ -52,6 +59,8 @@ def _members(archive: tarfile.TarFile, nested: bool) -> Iterator[Member]:
     for member in archive:
         if not member.isreg():
             continue
+        if member.size < 0 or member.issparse():
+            raise tarfile.ReadError(f"{member.name} has {member.size} bytes, or is sparse")
         found = Member(member.name, member.offset_data, member.size)
         if not (nested and ending(found.name) == ".tar") or found.is_hidden:
             yield found

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.limits import check_file
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -26,7 +27,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Opens a file for reading, as `safetensors.safe_open` does; see `refuse_damage`."""
+    """Opens a file for reading, as `safetensors.safe_open` does; see `check_file` and `refuse_damage`."""
+    check_file(path)
     with refuse_damage(path), safe_open(path, "pt") as file:
         yield file
 

@@ -24,6 +24,7 @@ from headmix_vision.checks import check_positive
 from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
 from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.limits import check_file, check_memory
 from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.png import to_item
 
@@ -35,6 +36,8 @@ VIDEO_SUFFIXES = frozenset((
 WRITTEN_SUFFIXES = (".mp4", ".gif")
 _CRF = "17"  # of x264, hardly to be told from the original
 _INSTANT_S = 1e-6
+_NUMBER_BYTES = 64  # of the number of a frame, in a list
+_FRAME_BYTES = 16  # of a pixel, with the frames that a decoder keeps
 _OLDEST_AV = 17  # which converts the colours of BT.709 and of full range rightly
 # BT.601, limited range, primaries of BT.709 and the curve of sRGB, by their numbers in H.273
 _WRITTEN_COLOURS = {"colorspace": 6, "color_range": 1, "color_primaries": 1, "color_trc": 13}
@@ -63,6 +66,8 @@ class VideoInfo:
         """Number the frames that show at the times of another rate, from the first to the end."""
         times = self.times or [number / self.frame_rate for number in range(self.num_frames + 1)]
         count = max(round(times[-1] * frame_rate), 1)
+        needed = count * (3 * self.height * self.width + _NUMBER_BYTES)
+        check_memory(needed, f"a video of {times[-1]:g} s at {frame_rate:g} frames a second")
         return [bisect_right(times[:-1], number / frame_rate + _INSTANT_S) - 1 for number in range(count)]
 
 
@@ -134,6 +139,8 @@ def read_frames(
         wrong = [index for index in indices if not 0 <= index < info.num_frames]
         if wrong:
             raise InputError(f"{path} has {info.num_frames} frames, there is no frame {wrong[0]}")
+        pixels = len(indices) * info.height * info.width
+        check_memory(2 * 3 * pixels, f"{path}: {len(indices)} frames of {info.height}x{info.width} pixels")
         wanted = sorted({*indices})
         found = _seek_and_decode(container, stream, packets, wanted, _Pixels(background))
     if len(found) < len(wanted):
@@ -204,6 +211,30 @@ def check_video_name(path: str | os.PathLike[str]) -> None:
         require_av("writing a video")
 
 
+def is_whole_video(path: Path) -> bool:
+    """Tell by its structure, without decoding it, whether a file is the GIF or MP4 of its name and was not cut off."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        if path.suffix.lower() == ".gif":
+            file.seek(max(size - 1, 0))
+            last = file.read()
+            file.seek(0)
+            return file.read(4) == b"GIF8" and last == b";"
+        boxes, place = set[bytes](), 0
+        while place < size:
+            file.seek(place)
+            header = file.read(16)
+            length, kind = int.from_bytes(header[:4], "big"), header[4:8]
+            length = int.from_bytes(header[8:], "big") if length == 1 else length or size - place
+            if length < 8:
+                return False
+            boxes.add(kind)
+            place += length
+        return place == size and {b"ftyp", b"moov"} <= boxes
+
+
 def require_av(what: str) -> None:
     """Tell what to install, unless PyAV is there in a version that converts colours rightly.
 
@@ -229,6 +260,8 @@ def _opened(path: str | os.PathLike[str] | EncodedVideo) -> Iterator[tuple[Any, 
     import av
     from av.stream import Disposition
 
+    if not isinstance(path, EncodedVideo):
+        check_file(path)
     with (path if isinstance(path, EncodedVideo) else Path(path)).open("rb") as file:
         try:
             with av.open(file) as container:
@@ -236,6 +269,8 @@ def _opened(path: str | os.PathLike[str] | EncodedVideo) -> Iterator[tuple[Any, 
                 stream = next((one for one in container.streams.video if not one.disposition & covers), None)
                 if stream is None:
                     raise InputError(f"{path} holds no video")
+                size = stream.height * stream.width
+                check_memory(_FRAME_BYTES * size, f"{path}: a frame of {stream.height}x{stream.width} pixels")
                 stream.codec_context.thread_count = 1  # data loaders read many files at once
                 yield container, stream
         except InputError:

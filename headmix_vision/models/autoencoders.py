@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.hashes import state_sha256
+from headmix_vision.files.limits import check_files
+from headmix_vision.models.building import building
 
 PIXELS = "none"
 
@@ -207,10 +209,13 @@ def load_autoencoder(
         subfolder = "vae"
     if not path.is_dir() and (path.is_absolute() or source.startswith(".") or source.count("/") != 1):
         raise InputError(f"autoencoder {source!r} is no directory, no hub id OWNER/NAME, and not {PIXELS!r}")
+    if (folder := path / (subfolder or "")).is_dir():
+        check_files(folder)
     try:
-        module = diffusers.AutoModel.from_pretrained(
-            source, subfolder=subfolder, torch_dtype=dtype, low_cpu_mem_usage=False
-        )
+        with building(f"the autoencoder {source}", {}):
+            module = diffusers.AutoModel.from_pretrained(
+                source, subfolder=subfolder, torch_dtype=dtype, low_cpu_mem_usage=False
+            )
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         hint = "" if path.is_dir() else "; without a connection, give the directory of a downloaded copy"
         raise InputError(f"autoencoder {source!r} cannot be loaded: {str(error).splitlines()[0]}{hint}") from None

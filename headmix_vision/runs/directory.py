@@ -3,9 +3,12 @@
 import csv
 import os
 from pathlib import Path
+from typing import TextIO
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_file
 from headmix_vision.files.locks import lock_holder
+from headmix_vision.files.texts import read_text
 
 CONFIG = "config.yaml"
 METRICS = "metrics.csv"
@@ -70,8 +73,8 @@ def run_files(run: Path) -> list[Path]:
 def is_run(run: Path) -> bool:
     """Tells whether a run of this package wrote to a folder: by its configuration or its metrics."""
     try:
-        lines = (run / CONFIG).read_text().splitlines()
-    except (FileNotFoundError, UnicodeDecodeError):
+        lines = read_text(run / CONFIG).splitlines()
+    except (FileNotFoundError, InputError):
         lines = []
     options = {line.partition(":")[0] for line in lines}  # those of groups are indented
     if options >= {"run_dir", "trainer", "model", "data"}:
@@ -90,15 +93,20 @@ def has_results(run: Path) -> bool:
 def metric_names(run: Path) -> list[str]:
     """Reads the columns of the metrics of a run; none where there are no metrics."""
     try:
-        with (run / METRICS).open(newline="") as file:
+        with _open_metrics(run) as file:
             return next(csv.reader(file), [])
     except (FileNotFoundError, UnicodeDecodeError, csv.Error):
         return []
 
 
+def _open_metrics(run: Path, errors: str = "strict") -> TextIO:
+    check_file(run / METRICS)
+    return (run / METRICS).open(newline="", errors=errors)
+
+
 def _epochs(run: Path) -> set[str]:
     try:
-        with (run / METRICS).open(newline="", errors="replace") as file:
+        with _open_metrics(run, errors="replace") as file:
             return {row["epoch"] for row in csv.DictReader(file) if row.get("epoch")}
     except (FileNotFoundError, csv.Error):
         return set()
@@ -106,7 +114,7 @@ def _epochs(run: Path) -> set[str]:
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
     """Reads the rows of the metrics of a run, in the order of steps, without empty cells."""
-    with (run / METRICS).open(newline="") as file:
+    with _open_metrics(run) as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import pickle
 import re
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +21,8 @@ from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.tensor_files import header_of
+from headmix_vision.files.texts import parse_json
+from headmix_vision.models.building import building
 from headmix_vision.models.headmix_dit_names import generator_class
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
 from headmix_vision.models.names import FAMILIES
@@ -90,7 +92,8 @@ def create_network(
         state = name_grid(state, size)
     overlay = {"state_dict": state, "num_classes": classes}
     try:
-        network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
+        with _building(name, arguments):
+            network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
     except InputError:
         raise
     except (RuntimeError, TypeError) as error:
@@ -168,7 +171,9 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
     about = checkpoint[DESCRIPTION_KEY]
     if is_generator(checkpoint):
         try:
-            network: nn.Module = generator_class(about["name"])(**about["architecture"])
+            make = generator_class(about["name"])
+            with _building(about["name"], about["architecture"]):
+                network: nn.Module = make(**about["architecture"])
         except _REFUSALS as error:
             raise InputError(f"the checkpoint's description makes no {about['name']}: {error}") from None
     else:
@@ -198,7 +203,8 @@ def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
         if share and not (isinstance(value, int | float) and 0 <= value < 1):
             raise InputError(f"{argument} of model {name} must be in [0, 1), got {value!r}")
     try:
-        return timm.create_model(name, **arguments)
+        with _building(name, given):
+            return timm.create_model(name, **arguments)
     except InputError:
         raise
     except _REFUSALS as error:
@@ -210,6 +216,11 @@ def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
             raise _unknown_argument(name, unexpected["argument"], _parameters(owner)) from error
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise InputError(f"model {name} cannot be made with {given} ({reason})") from error
+
+
+def _building(name: str, given: dict[str, Any]) -> AbstractContextManager[None]:
+    own = next((variants[name].arguments for variants in FAMILIES.values() if name in variants), {})
+    return building(f"model {name}", {**own, **given})
 
 
 def _parameters(owner: type | None) -> set[str]:
@@ -235,12 +246,8 @@ def export_arguments(path: Path) -> tuple[str, dict[str, Any]] | None:
     header = header_of(path)
     if "model_name" not in header:
         return None
-    try:
-        return header["model_name"], check_fields(
-            f"model_args of {path}", json.loads(header.get("model_args", "{}")), {}
-        )
-    except json.JSONDecodeError as error:
-        raise InputError(f"model_args of {path} is damaged: {error}") from None
+    where = f"model_args of {path}"
+    return header["model_name"], check_fields(where, parse_json(header.get("model_args", "{}"), where), {})
 
 
 def _start_weights(checkpoint: str) -> tuple[dict[str, Tensor], Any]:

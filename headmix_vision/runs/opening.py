@@ -1,6 +1,5 @@
 """Opening a network from whatever holds one: a run directory, a checkpoint or an export, of either kind of model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.hashes import state_sha256
 from headmix_vision.files.tensor_files import header_of
+from headmix_vision.files.texts import parse_json, read_json
 from headmix_vision.models.pretrained import CORRECT
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint
@@ -78,11 +78,7 @@ def export_class_names(path: Path) -> list[str] | None:
     Raises:
         InputError: If the file is damaged.
     """
-    text = header_of(path).get("class_names", "null")
-    try:
-        names = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"class_names of {path} is damaged: {error}") from None
+    names = parse_json(header_of(path).get("class_names", "null"), f"class_names of {path}")
     return check_fields(f"the header of {path}", {"class_names": names}, {"class_names": list | None})["class_names"]
 
 
@@ -105,7 +101,7 @@ def _open_export(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         from headmix_vision.runs.pipelines import load_exported_network  # loads diffusers, which classifiers do without
 
         network: nn.Module = load_exported_network(path)
-        objective = json.loads((path / INDEX).read_text())["objective"]
+        objective = read_json(path / INDEX)["objective"]
         return network, {"name": type(network).__name__, "weights": "exported", "objective": objective or {}}
     if str(path) in CORRECT and not path.exists():
         return timm.create_model(str(path), pretrained=True), {"name": str(path), "weights": "shipped"}

@@ -1,7 +1,6 @@
 """Loading a generator as a pipeline: from a run directory, a checkpoint or an exported pipeline."""
 
 import inspect
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +18,11 @@ from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.hashes import state_sha256
+from headmix_vision.files.limits import check_files
+from headmix_vision.files.texts import read_json
 from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
+from headmix_vision.models.building import building
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint
 from headmix_vision.runs.networks import load_network
@@ -125,7 +127,7 @@ def _load_exported(folder: Path, vae: str | None) -> Loaded:
 
 def _read_index(folder: Path) -> tuple[type[GeneratorPipeline], dict[str, Any]]:
     """Reads the class of a pipeline, and its index."""
-    index = check_fields(INDEX, json.loads((folder / INDEX).read_text()), _ENTRIES)
+    index = check_fields(INDEX, read_json(folder / INDEX), _ENTRIES)
     for kind in PIPELINES:
         if index["_class_name"] == kind.__name__:
             if index["transformer"][-1:] != [kind.network_class.__name__]:
@@ -135,16 +137,18 @@ def _read_index(folder: Path) -> tuple[type[GeneratorPipeline], dict[str, Any]]:
 
 
 def _read_network(folder: Path, kind: Any) -> Any:
-    config = json.loads((folder / "config.json").read_text())
+    config = check_fields(f"{folder.name}/config.json", read_json(folder / "config.json"), {})
     for name in config:
         if not name.startswith("_") and name not in inspect.signature(kind.__init__).parameters:
             raise InputError(f"its network has the unknown option {name!r}")
-    return kind.from_pretrained(str(folder), low_cpu_mem_usage=False)
+    check_files(folder)
+    with building("its network", config):
+        return kind.from_pretrained(str(folder), low_cpu_mem_usage=False)
 
 
 def _read_scheduler(folder: Path, name: str, objective: ObjectiveConfig) -> SchedulerMixin:
     check_scheduler_class(name, objective)
-    config = json.loads((folder / "scheduler_config.json").read_text())
+    config = read_json(folder / "scheduler_config.json")
     if not isinstance(config, dict):
         raise InputError("its scheduler_config.json is no table of options")
     scheduler: SchedulerMixin = getattr(diffusers, name).from_config(config)

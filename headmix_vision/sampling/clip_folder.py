@@ -12,8 +12,8 @@ from typing import ClassVar
 import numpy as np
 
 from headmix_vision.checks import check_choice
-from headmix_vision.files.png import write_png
-from headmix_vision.files.video import check_video_name, write_video
+from headmix_vision.files.png import is_whole_png, write_png
+from headmix_vision.files.video import check_video_name, is_whole_video, write_video
 from headmix_vision.sampling.folder import SampleFolder
 
 VIDEOS, FRAMES, MOVING_GRID = "videos", "frames", "grid.gif"
@@ -72,13 +72,17 @@ class ClipFolder(SampleFolder):
                 self._write_watched(index, self.read_sample(index))
 
     def is_watchable(self, index: int) -> bool:
-        """Tells whether the file to watch a sample in is there."""
+        """Tells whether the file to watch a sample in is there and whole."""
         watched = self.watched_path(index)
-        return watched is None or (watched / _FRAME.format(0) if self.form == "frames" else watched).is_file()
+        if watched is None:
+            return True
+        if self.form != "frames":
+            return is_whole_video(watched)
+        return (watched / _FRAME.format(0)).is_file() and all(map(is_whole_png, watched.glob("*.png")))
 
     def is_complete(self, num: int, npz: bool) -> bool:
         """Tells whether everything has been written that a call for `num` samples would write."""
-        there = (self.path / MOVING_GRID).is_file() and all(map(self.is_watchable, range(num)))
+        there = is_whole_video(self.path / MOVING_GRID) and all(map(self.is_watchable, range(num)))
         return there and super().is_complete(num, npz)
 
     def write_moving_grid(self, pictures: np.ndarray) -> None:

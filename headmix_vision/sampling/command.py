@@ -30,6 +30,7 @@ from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, SPACINGS
 from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.files.limits import check_memory
 from headmix_vision.runs.directory import trainer_of
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.clip_folder import FORMATS, ClipFolder
@@ -221,8 +222,9 @@ def _check_memory(pipeline: Any, plan: SamplingPlan, options: argparse.Namespace
         at_once = size if clips is None else (clips.window or clips.num_frames, *size)
         for guidance in plan.guidances():
             pipeline.check_memory(options.batch_size, *at_once, guidance)
-    frames = () if clips is None else (clips.num_frames,)
-    return *frames, *size, pipeline.image_channels
+    shape = (*(() if clips is None else (clips.num_frames,)), *size, pipeline.image_channels)
+    check_memory(2 * options.batch_size * math.prod(shape), f"--batch-size {options.batch_size}")
+    return shape
 
 
 def _take_over(

@@ -19,7 +19,8 @@ import numpy as np
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, is_temporary, remove_temporaries
 from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.png import check_png, read_png, write_png
+from headmix_vision.files.png import check_png, is_whole_png, read_png, write_png
+from headmix_vision.files.texts import read_json
 
 IMAGES, METADATA, GRID, NPZ, LOCK = "images", "metadata.json", "grid.png", "samples.npz", ".lock"
 MAX_SAMPLES = 1_000_000  # their names have six digits; longer ones would sort before shorter ones
@@ -143,9 +144,9 @@ class SampleFolder:
             InputError: If the file is damaged.
         """
         try:
-            metadata = json.loads((self.path / METADATA).read_text())
-        except ValueError as error:
-            raise InputError(f"{self.path / METADATA} is damaged: {error}; choose another --out") from None
+            metadata = read_json(self.path / METADATA)
+        except InputError as error:
+            raise InputError(f"{error}; choose another --out") from None
         if not isinstance(metadata, dict) or not isinstance(metadata.get("settings"), dict):
             raise InputError(f"{self.path / METADATA} holds no settings of samples; choose another --out")
         return metadata
@@ -154,6 +155,8 @@ class SampleFolder:
         """Tells whether everything has been written that a call for `num` samples would write."""
         files = [METADATA, GRID, *([NPZ] if npz else [])]
         if not all((self.path / name).is_file() for name in files):
+            return False
+        if not is_whole_png(self.path / GRID) or (npz and not zipfile.is_zipfile(self.path / NPZ)):
             return False
         metadata = self.read_metadata()
         return metadata.get("complete") is True and metadata.get("num") == num

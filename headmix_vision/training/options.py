@@ -10,6 +10,9 @@ from torch.distributed import is_torchelastic_launched
 
 from headmix_vision.checks import check_counts, check_numbers, suggest
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_workers
+
+MAX_ROWS, MAX_FID_SAMPLES = 1000, 1_000_000
 
 
 def require(condition: bool, message: str) -> None:
@@ -171,7 +174,8 @@ class SampleGridConfig:
     def __post_init__(self) -> None:
         for name in ("every_n_steps", "rows", "steps"):
             if getattr(self, name) is not None:
-                check_counts(1, **{f"samples.{name}": getattr(self, name)})
+                most = MAX_ROWS if name == "rows" else math.inf
+                check_counts(1, most, **{f"samples.{name}": getattr(self, name)})
         check_numbers(0, **{"samples.guidance": self.guidance})
 
 
@@ -205,7 +209,8 @@ class FidConfig:
     def __post_init__(self) -> None:
         for name, least in (("every_n_epochs", 1), ("num", 2), ("steps", 1), ("batch_size", 2)):
             if getattr(self, name) is not None:
-                check_counts(least, **{f"fid.{name}": getattr(self, name)})
+                most = math.inf if name == "every_n_epochs" else MAX_FID_SAMPLES
+                check_counts(least, most, **{f"fid.{name}": getattr(self, name)})
         check_numbers(0, **{"fid.guidance": self.guidance})
 
 
@@ -310,7 +315,9 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
         str(trainer.strategy).lower() not in ("fsdp", "fsdp_cpu_offload"),
         f"trainer.strategy={trainer.strategy} is of FSDP1; networks are sharded by fsdp2 (-c overlays/fsdp)",
     )
-    devices, here, started = _count_devices(trainer.devices), *map(os.environ.get, ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if (devices := _count_devices(trainer.devices)) is not None:
+        check_workers(**{"trainer.devices": devices})
+    here, started = map(os.environ.get, ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     require(
         devices is None
         or not is_torchelastic_launched()

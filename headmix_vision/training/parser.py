@@ -14,7 +14,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.checks import keywords, suggest, unknown_keyword
 from headmix_vision.errors import InputError
+from headmix_vision.files.texts import read_text
 from headmix_vision.runs.directory import CONFIG
+from headmix_vision.training.yaml_loader import load_yaml
 
 CommonOptions = Mapping[str, Mapping[str, str]]
 
@@ -164,8 +166,8 @@ def with_config_of_run(args: list[str]) -> list[str]:
 def _rules_of_earlier_versions(config: Path) -> list[str]:
     """Returns options by which a run is read as it was trained: tables left pictures out that had no label."""
     try:
-        data = yaml.safe_load(config.read_text()).get("data", {})
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError):
+        data = load_yaml(read_text(config)).get("data", {})
+    except (yaml.YAMLError, InputError, AttributeError):
         return []  # which the parser refuses
     is_table = isinstance(data, dict) and str(data.get("dataset", "")).startswith("table/")
     return ["--data.skip_unlabelled", "true"] if is_table and "skip_unlabelled" not in data else []

@@ -276,7 +276,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: py
     ("arguments", "message"),
     [
         (["blocks"], "invalid choice: 'blocks'"),
-        (["length", "--seeds", "0"], "--seeds must be a whole number of at least 1, got 0"),
+        (["length", "--seeds", "0"], "--seeds must be a whole number from 1 to 1000, got 0"),
         (["length", "--jobs", "-1"], "--jobs must be a whole number of at least 1, got -1"),
         (["length", "--minutes", "nan"], "--minutes must be a finite number above 0, got nan"),
         (["length", "--rates", "1e-3", "0"], "--rates must be a finite number above 0, got 0.0"),

@@ -414,7 +414,7 @@ def test_options_that_contradict_each_other(images: Path, tmp_path: Path, capsys
     assert "applies to autoencoders, --vae is none" in message("--encoder-dtype", "bfloat16")
     assert "device 'gpu' cannot be used here" in message("--device", "gpu")
     assert "image_size must be a whole number of at least 1, got 0" in message("--image-size", 0)
-    assert "the memory does not suffice" in message("--image-size", 10**8)
+    assert "a batch of 12 of 100000000 pixels needs" in message("--image-size", 10**8)
     assert "Not a directory" in message("--out", images / "ant" / "ant0.png" / "out")
     assert "is a file, --out must be a directory" in message("--out", images / "ant" / "ant0.png")
     assert "--images is an empty text" in message("--images", "")

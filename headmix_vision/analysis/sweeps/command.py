@@ -18,8 +18,11 @@ from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFaile
 from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
 from headmix_vision.files.atomic import atomic_path, check_place
+from headmix_vision.files.limits import check_workers
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.result_table import ResultTable, write_table
+
+MAX_SEEDS = 1000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +80,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _request(options: argparse.Namespace) -> Request:
     """Checks the options."""
-    check_counts(1, **{"--seeds": options.seeds, "--jobs": options.jobs})
+    check_counts(1, **{"--jobs": options.jobs})
+    check_counts(1, MAX_SEEDS, **{"--seeds": options.seeds})
+    check_workers(**{"--jobs": options.jobs})
     if options.epochs is not None:
         check_counts(1, **{"--epochs": options.epochs})
     for option, numbers in (("--minutes", [options.minutes]), ("--rates", options.rates or [])):

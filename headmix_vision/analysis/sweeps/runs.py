@@ -17,6 +17,7 @@ from headmix_vision.analysis.sweeps.kinds import SWEEPS, Sweep, Variant
 from headmix_vision.console.scripts import RunFailed, run_python
 from headmix_vision.errors import InputError
 from headmix_vision.files.result_table import ResultTable, Row
+from headmix_vision.files.texts import read_text
 from headmix_vision.layers import CORES
 from headmix_vision.recipes import find_config
 from headmix_vision.runs.checkpoints import read_checkpoint
@@ -116,7 +117,7 @@ class Runs:
         self.variants = {variant.name: variant for variant in request.sweep.variants}
         self.how: dict[str, Any] = {"side_by_side": request.jobs > 1, "deadline_s": deadline_s}
         texts = [find_config(recipe, "cls") for recipe in request.recipes]
-        self._texts = [Path(text).read_text() if Path(text).is_file() else text for text in texts]
+        self._texts = [read_text(text) if Path(text).is_file() else text for text in texts]
         self._place = [] if request.root is None else ["--data.root", request.root]
         recipes = [part for recipe in request.recipes for part in ("-c", recipe)]
         self._given = [*recipes, *request.rule, *QUIET, *request.sweep.options, *request.options]

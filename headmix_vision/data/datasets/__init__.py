@@ -7,10 +7,12 @@ and returns a `Source` (see `base`); the line says where the function is. Traini
 
 import importlib
 import importlib.util
+import math
 
 from headmix_vision.data.datasets.base import DatasetEntry, Source, SplitRequest, Use
 from headmix_vision.data.datasets.streams import Stream
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_memory
 
 _STREAM = ".streams:open_stream"
 _SKLEARN = ("sklearn", "pip install scikit-learn")
@@ -119,6 +121,8 @@ def open_split(request: SplitRequest) -> Source | Stream:
             f"dataset {request.name!r} has no transparent pixels, got background {request.background!r}: leave"
             " background out"
         )
+    size = "x".join(map(str, request.shape))
+    check_memory(4 * math.prod(request.shape), f"a sample of {request.name} with {size} numbers")
     package, command = entry.package or ("", "")
     if package and importlib.util.find_spec(package) is None:
         raise InputError(f"dataset {request.name!r} needs the package {package}: {command}")

@@ -23,6 +23,7 @@ from headmix_vision.data.datasets.base import BatchSource, SplitRequest, canonic
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_memory
 
 RULES = ("same", "opposite")
 LENGTHS = {"train": 50_000, "validation": 5_000}
@@ -105,10 +106,8 @@ class CanvasDigits(BatchSource):
         self._first = np.cumsum(self._counts) - self._counts
         cells = REGIONS * self.region_cells
         self._start = (size - cells * CELL) // 2
-        try:
-            self._chosen = np.zeros((self.length, cells, cells), np.int16)
-        except (MemoryError, ValueError):
-            raise InputError(f"{self.length} canvases of {size} pixels do not fit into the memory") from None
+        check_memory(self.length * (2 * cells**2 + 1), f"the layout of {self.length} canvases of {size} pixels")
+        self._chosen = np.zeros((self.length, cells, cells), np.int16)
         self._labels = np.full(self.length, NOT_DRAWN, np.int8)
 
     def __len__(self) -> int:

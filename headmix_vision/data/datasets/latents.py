@@ -7,7 +7,6 @@ n images or clips of a shard, C latent channels, * the axes of the latent grid: 
 clip.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.tensor_files import open_tensors, refuse_damage
+from headmix_vision.files.texts import parse_json, read_json
 from headmix_vision.models.autoencoders import LatentScale
 
 MANIFEST = "latents.json"
@@ -60,11 +60,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
         raise InputError(f"{path} has no {MANIFEST}: make a cache with headmix-cache-latents")
-    try:
-        manifest = json.loads(file.read_text())
-    except ValueError as error:
-        raise InputError(f"{file} is damaged: {error}") from None
-    manifest = check_fields(str(file), manifest, {"format": int})
+    manifest = check_fields(str(file), read_json(file), {"format": int})
     if manifest["format"] != FORMAT:
         raise InputError(f"{file} is of format {manifest['format']!r}, this version reads {FORMAT}")
     manifest = check_fields(str(file), manifest, _ENTRIES)
@@ -97,7 +93,8 @@ def check_shard(path: Path, number: int, manifest: dict[str, Any]) -> None:
             if shape != expected:
                 raise InputError(f"{path / shard_name(number)}: {name} is {shape}, it must be {expected}")
         labels, classes = file.get_tensor("labels"), max(len(manifest["class_names"]), 1)
-        made = json.loads((file.metadata() or {}).get("latents", "{}"))
+        header = f"the header of {path / shard_name(number)}"
+        made = check_fields(header, parse_json((file.metadata() or {}).get("latents", "{}"), header), {})
     if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise InputError(
             f"{path / shard_name(number)}: labels are {int(labels.min())} to {int(labels.max())}, there are"

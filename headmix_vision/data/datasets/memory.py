@@ -10,6 +10,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from headmix_vision.data.datasets.base import BatchSource, RawImage, Source, to_picture
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_memory
 from headmix_vision.files.pictures import readable
 
 _THREADS = 8
@@ -30,6 +31,12 @@ class InMemory(BatchSource):
     def __init__(self, source: Source) -> None:
         self.source = source
         self.class_names, self.what = source.class_names, source.what
+        if len(source):
+            first, _ = self._decode(0)
+            check_memory(
+                2 * len(source) * first.numel(),
+                f"in_memory: {len(source)} pictures of {first.shape[-2]}x{first.shape[-1]} pixels",
+            )
         with ThreadPoolExecutor(_THREADS) as pool:
             pixels, targets = zip(*pool.map(self._decode, range(len(source))), strict=True)
         self.shape = tuple(pixels[0].shape)

@@ -18,6 +18,7 @@ from headmix_vision.data.datasets.base import BatchSource, SplitRequest, canonic
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_memory
 
 DIRECTIONS = ("right", "left", "down", "up")
 LENGTHS = {"train": 50_000, "validation": 5_000}
@@ -80,6 +81,7 @@ class MovingDigits(BatchSource):
         self.channels = channels
         self.shape = (channels, *grid)
         self.length = length or LENGTHS[self.split]
+        check_memory(5 * 8 * self.length, f"the layout of {self.length} clips")
         digits = Digits(self.split)
         self.class_names = [f"{digit} {direction}" for digit in digits.class_names for direction in DIRECTIONS]
         targets = np.array(digits.targets)

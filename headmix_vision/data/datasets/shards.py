@@ -7,14 +7,14 @@ hash of its beginning.
 
 import hashlib
 import io
-import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -23,9 +23,11 @@ from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, So
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
+from headmix_vision.files.limits import check_file
 from headmix_vision.files.listing import ending, is_hidden
 from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.tensor_files import open_tensors
+from headmix_vision.files.texts import parse_json
 from headmix_vision.files.video import EncodedVideo, VideoInfo, probe, read_frames, require_av
 
 INDEX = "index.safetensors"
@@ -86,7 +88,7 @@ class Shards:
         if not path.is_file():
             raise InputError(f"{folder} has no {INDEX}: make it with headmix-index-shards {folder}")
         with open_tensors(path) as file:
-            found = json.loads((file.metadata() or {}).get("shards", "null"))
+            found = parse_json((file.metadata() or {}).get("shards", "null"), f"the header of {path}")
             index = check_fields(str(path), found, {"format": int})
             if index["format"] != FORMAT:
                 raise InputError(f"{path} is of format {index['format']}, this version reads {FORMAT}")
@@ -100,6 +102,7 @@ class Shards:
         self._ends = list(accumulate(self.shard_sizes))
         if not {len(self.offsets), len(self.sizes), len(self.labels)} == {sum(self.shard_sizes)}:
             raise InputError(f"{path} has {len(self.offsets)} samples, its shards have {sum(self.shard_sizes)}")
+        _check_places(path, self.offsets, self.sizes, shards)
         low, high = (int(self.labels.min()), int(self.labels.max())) if len(self.labels) else (0, 0)
         if not 0 <= low <= high < max(len(self.class_names), 1):
             raise InputError(f"{path}: labels are {low} to {high}, there are {len(self.class_names)} classes")
@@ -256,6 +259,18 @@ class ShardClips(ClipSource):
         return [files[number] for number in self.kept]
 
 
+def _check_places(path: Path, offsets: Tensor, sizes: Tensor, shards: list[dict[str, Any]]) -> None:
+    """Raise InputError for samples that an index states to lie outside of their shards."""
+    numbers = [[shard[name] for shard in shards] for name in ("samples", "bytes")]
+    wrong = not all(0 <= number < 1 << 62 for number in chain(*numbers))
+    if not wrong:
+        counts, ends = map(torch.tensor, numbers)
+        room = ends.repeat_interleave(counts)
+        wrong = bool(((offsets < 0) | (sizes < 0) | (sizes > room - offsets)).any())
+    if wrong:
+        raise InputError(f"{path} is damaged: samples lie outside of their shards; {_AGAIN}")
+
+
 def find_shards(folder: Path) -> list[Path]:
     """Lists the tar files of a folder by name."""
     return sorted(path for path in folder.iterdir() if ending(path) == ".tar" and not is_hidden(path.name))
@@ -263,6 +278,7 @@ def find_shards(folder: Path) -> list[Path]:
 
 def describe_shard(path: Path) -> dict[str, Any]:
     """Tells a shard by its size, `bytes`, and a hash of its first 4096 bytes, `head`."""
+    check_file(path)
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         return {"bytes": file.seek(0, io.SEEK_END), "head": hashlib.sha256(head).hexdigest()[:16]}

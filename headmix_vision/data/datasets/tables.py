@@ -14,8 +14,10 @@ from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.data.datasets.image_files import LabelledFiles
 from headmix_vision.data.labels import fault_of, natural_order, number_labels
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_file, check_memory
 
 TABLE = "images.csv"
+_ROW_BYTES = 8  # of a byte of the file, as the rows hold it
 
 Row = dict[str, str]
 
@@ -66,6 +68,8 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
     Raises:
         InputError: The file is not a text table, or has a column twice or a row with more cells than columns.
     """
+    check_file(path)
+    check_memory(_ROW_BYTES * path.stat().st_size, f"the table {path}")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
