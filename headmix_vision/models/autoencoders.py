@@ -210,13 +210,7 @@ def load_autoencoder(
         raise InputError(f"autoencoder {source!r} is no directory, no hub id OWNER/NAME, and not {PIXELS!r}")
     try:
         place = source if fetch or path.is_dir() else _cached(source)
-        name = diffusers.AutoencoderKL.load_config(place, **where).get("_class_name")
-        # not by `AutoModel`, which imports the modules that a pipeline's index names
-        kind: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
-        if not isinstance(kind, type) or not issubclass(kind, diffusers.ModelMixin):
-            raise InputError(f"autoencoder {source!r} is of the class {name!r}, which diffusers does not have")
-        if not hasattr(kind, "encode") or not hasattr(kind, "decode"):
-            raise InputError(f"autoencoder {source!r} is a {name}, which does not encode images")
+        kind = _find_class(source, diffusers.AutoencoderKL.load_config(place, **where).get("_class_name"))
         module = kind.from_pretrained(place, torch_dtype=dtype, low_cpu_mem_usage=False, **where)
     except InputError:
         raise
@@ -224,6 +218,18 @@ def load_autoencoder(
         hint = "" if path.is_dir() else "; without a connection, give the directory of a downloaded copy"
         raise InputError(f"autoencoder {source!r} cannot be loaded: {str(error).splitlines()[0]}{hint}") from None
     return Autoencoder(module, source, device, dtype)
+
+
+def _find_class(source: str, name: object) -> Any:
+    """Find an autoencoder of diffusers; its `AutoModel` would import the modules that a pipeline's index names."""
+    import diffusers
+
+    kind = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, diffusers.ModelMixin):
+        raise InputError(f"autoencoder {source!r} is of the class {name!r}, which diffusers does not have")
+    if not hasattr(kind, "encode") or not hasattr(kind, "decode"):
+        raise InputError(f"autoencoder {source!r} is a {name}, which does not encode images")
+    return kind
 
 
 def _cached(source: str) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from jsonargparse import Namespace
 from PIL import Image
 
 from headmix_vision import commands
+from headmix_vision.data.datasets.timm_readers import create_timm_dataset
 from headmix_vision.diffusion import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clip_features import open_clip_extractor
@@ -361,6 +363,19 @@ def test_a_video_opens_no_socket(capsys: pytest.CaptureFixture[str]) -> None:
     )
     score = ("fvd", "--real", "videos", "--fake", "videos", "--frames", 10, "--features", write_classifier())
     assert "a.mp4 cannot be read as a video" in refused(capsys, "evaluate", *score)
+
+
+def test_timm_readers_start_no_ghostscript(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gs", "gswin64c"):
+        (place / name).write_text(f"#!/bin/sh\ntouch {place / MARK}\n")
+        (place / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(place), prepend=os.pathsep)
+    Path("pictures/train/a").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save("pictures/train/a/b.png", format="EPS")
+    images = create_timm_dataset("folder", root="pictures", split="train")
+    with pytest.raises(RuntimeError, match="Failed to load"):  # timm tries again
+        images[0]
+    assert not Path(MARK).exists()
 
 
 def test_networks_are_made_without_their_sources() -> None:
