@@ -70,7 +70,7 @@ def run_files(run: Path) -> list[Path]:
 def check_links(run: Path) -> None:
     """Raise InputError for a link that leads out of a run directory from where a run writes."""
     parents = {str(Path(pattern).parent) for pattern in WRITTEN_BY_A_RUN} - {"."}
-    names = {LOCK, REPLACED, *parents, *WRITTEN_BY_A_RUN}
+    names = {".*", *parents, *WRITTEN_BY_A_RUN}
     for path in sorted(path for name in names for path in (run.glob(name) if "*" in name else [run / name])):
         if path.is_symlink() and not path.resolve().is_relative_to(run.resolve()):
             raise InputError(

@@ -150,6 +150,12 @@ def test_every_command_of_training_refuses_it(
     assert "--trust-config" in refused(capsys, command, *args)
 
 
+def test_a_config_makes_no_objects_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path("a.yaml")
+    config.write_text(f"trainer: !!python/object/apply:os.system ['touch {MARK}']\n")
+    refused(capsys, "train-cls", "fit", "-c", config, "--dry_run")
+
+
 def test_a_part_of_a_config_in_another_file_is_not_trusted(capsys: pytest.CaptureFixture[str]) -> None:
     Path("part.yaml").write_text(yaml.safe_dump([CLASS]))
     config = helpers.write_config(Path("a.yaml"), trainer__callbacks="part.yaml")
@@ -204,7 +210,7 @@ def test_links_out_of_a_run_are_not_followed(capsys: pytest.CaptureFixture[str],
     (place / "mine").mkdir()
     (place / "mine/kept.txt").write_text("kept")
     resume = ("fit", "--ckpt_path", "last")
-    links = ((".lock", "kept.txt", resume), ("metrics.csv", "new", resume), ("checkpoints", "", ("validate",)))
+    links = ((".replacing", "", resume), ("metrics.csv", "new", resume), ("checkpoints", "", ("validate",)))
     for name, target, options in links:
         (run / name).symlink_to(place / "mine" / target)
         line = refused(capsys, "train-cls", *options, "--run_dir", run)
