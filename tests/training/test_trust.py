@@ -19,6 +19,8 @@ from jsonargparse import Namespace
 from PIL import Image
 
 from headmix_vision import commands
+from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.data.datasets.huggingface import open_huggingface
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset
 from headmix_vision.diffusion import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
@@ -369,6 +371,15 @@ def test_a_video_opens_no_socket(capsys: pytest.CaptureFixture[str]) -> None:
     )
     score = ("fvd", "--real", "videos", "--fake", "videos", "--frames", 10, "--features", write_classifier())
     assert "a.mp4 cannot be read as a video" in refused(capsys, "evaluate", *score)
+
+
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+def test_a_local_data_set_fetches_nothing(name: str) -> None:
+    Path("pictures").mkdir()
+    configs = yaml.safe_dump({"configs": [{"config_name": "default", "data_files": "hf://datasets/canary/a.parquet"}]})
+    Path("pictures", name).write_text(f"---\n{configs}---\n" if name.endswith(".md") else configs)
+    with pytest.raises(InputError, match="names data at hf://datasets/canary"):
+        open_huggingface(SplitRequest("hfds", "train", (3, 8, 8), "classification", root="pictures"))
 
 
 def test_timm_readers_start_no_ghostscript(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
