@@ -28,6 +28,9 @@ from headmix_vision.models.grid_dit import GridDiT
 
 StepCallback = Callable[[Any, int, Any, dict[str, Tensor]], dict[str, Tensor]]
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+_PARTS = ("transformer", "scheduler", "vae")
+_LIBRARIES = ("diffusers", "headmix_vision")
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 
 
 class GeneratorPipeline(DiffusionPipeline):
@@ -85,7 +88,22 @@ class GeneratorPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """Loads a directory written by `save_pretrained`; arguments as in diffusers."""
+        """Loads a directory written by `save_pretrained`; arguments as in diffusers.
+
+        Raises:
+            InputError: If the index names a module outside of this package and diffusers, which would be imported,
+                without `trust_remote_code=True`.
+        """
+        if not kwargs.get("trust_remote_code"):
+            hub = {name: value for name, value in kwargs.items() if name in _HUB_OPTIONS}
+            index = cls.load_config(pretrained_model_name_or_path, **hub)
+            for name in _PARTS:
+                module, *_ = index.get(name) or [None]
+                if module is not None and str(module).partition(".")[0] not in _LIBRARIES:
+                    raise InputError(
+                        f"{pretrained_model_name_or_path} names the module {module} for {name}, which would be"
+                        " imported: give trust_remote_code=True if you trust it"
+                    )
         kwargs.setdefault("low_cpu_mem_usage", is_accelerate_available())
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 

@@ -30,6 +30,7 @@ def add_fvd(parser: argparse.ArgumentParser) -> None:
     add("--real", required=True, help="real clips: a folder, an npz file or a data set")
     add("--fake", required=True, help="generated clips, likewise")
     add("--features", default="i3d", help="i3d, its TorchScript file (.pt), digits[:PATH], or an image extractor (i3d)")
+    add("--features-sha256", metavar="HASH", help="SHA-256 of the TorchScript file, without which it is not opened")
     add("--frame-features", help="image extractor of frame_fid, as for images (that of --features)")
     add("--protocol", default="stylegan-v", choices=PROTOCOLS, help="how clips are sampled (stylegan-v)")
     add("--frames", type=int, default=16, help="frames of a clip (16)")
@@ -56,7 +57,7 @@ def add_moving_digits(parser: argparse.ArgumentParser) -> None:
 
 def run_fvd(options: argparse.Namespace, progress: Progress, processes: Processes) -> dict[str, Any]:
     """Scores clips as the options say; of a dry run, describes what would be scored."""
-    extractor = open_clip_extractor(options.features, options.device)
+    extractor = open_clip_extractor(options.features, options.device, options.features_sha256)
     extractor.check_frames(options.frames)
     frame_extractor = None
     if options.frame_features is not None:

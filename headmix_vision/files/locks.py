@@ -79,7 +79,7 @@ def _read_holder(descriptor: int) -> str:
 def _locked(path: Path, what: str) -> int:
     """Opens and locks the file that lies at the path."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _lies_at(path, descriptor):

@@ -70,6 +70,18 @@ def run_files(run: Path) -> list[Path]:
     return sorted(path for pattern in WRITTEN_BY_A_RUN for path in run.glob(pattern) if path.is_file())
 
 
+def check_links(run: Path) -> None:
+    """Raise InputError for a link that leads out of a run directory from where a run writes."""
+    parents = {str(Path(pattern).parent) for pattern in WRITTEN_BY_A_RUN} - {"."}
+    names = {".*", *parents, *WRITTEN_BY_A_RUN}
+    for path in sorted(path for name in names for path in (run.glob(name) if "*" in name else [run / name])):
+        if path.is_symlink() and not path.resolve().is_relative_to(run.resolve()):
+            raise InputError(
+                f"{path} is a link to {path.resolve()}, outside of the run directory {run}, where nothing may be"
+                " written: put the file or folder itself there, or give --trust-config"
+            )
+
+
 def is_run(run: Path) -> bool:
     """Tells whether a run of this package wrote to a folder: by its configuration or its metrics."""
     try:

@@ -19,7 +19,7 @@ from headmix_vision.files.atomic import atomic_folder, check_place
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import INDEX, find_checkpoint
-from headmix_vision.runs.networks import load_network
+from headmix_vision.runs.networks import load_network, without_sources
 
 # They act while training only, and change no weight's name or shape.
 _TRAINING_ARGUMENTS = ("drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate")
@@ -35,7 +35,8 @@ def create_model_arguments(description: dict[str, Any]) -> dict[str, Any]:
         The arguments that differ from the model's defaults, without those which act in training only.
     """
     name = description["name"]
-    arguments = {k: v for k, v in description["model_args"].items() if k not in _TRAINING_ARGUMENTS}
+    stored = without_sources(description["model_args"])
+    arguments = {name: value for name, value in stored.items() if name not in _TRAINING_ARGUMENTS}
     default = get_pretrained_cfg_value(name, "num_classes") if is_model(name) else None
     if description["num_classes"] != default:
         arguments["num_classes"] = description["num_classes"]

@@ -36,6 +36,8 @@ from headmix_vision.runs.checkpoints import (
     read_checkpoint,
 )
 
+_SOURCES = ("pretrained", "checkpoint_path", "cache_dir")
+
 if TYPE_CHECKING:
     from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
 
@@ -75,6 +77,8 @@ def create_network(
         return _create(name, arguments)
 
     state, size = _start_weights(checkpoint)
+    if not state:  # timm would fetch its own
+        raise InputError(f"{checkpoint} holds no weights")
     check_finite(state, checkpoint)
     if name == LITE0_MODEL and "conv_stem.weight" not in state:
         state = lite0_state(state, checkpoint)
@@ -90,7 +94,8 @@ def create_network(
         )
     if size is not None and any(name in variants for variants in FAMILIES.values()):
         state = name_grid(state, size)
-    overlay = {"state_dict": state, "num_classes": classes}
+    # from nowhere else, whatever the arguments say
+    overlay = {"state_dict": state, "num_classes": classes, "source": None}
     try:
         with _building(name, arguments):
             network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
@@ -177,12 +182,18 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
         except _REFUSALS as error:
             raise InputError(f"the checkpoint's description makes no {about['name']}: {error}") from None
     else:
-        network = create_network(about["name"], about["num_classes"], about["img_size"], about["model_args"])
+        arguments = without_sources(about["model_args"])
+        network = create_network(about["name"], about["num_classes"], about["img_size"], arguments)
     state = model_state(checkpoint, raw=raw)
     check_state(state, network.state_dict())
     check_finite(state, "the checkpoint")
     network.load_state_dict(state)
     return network
+
+
+def without_sources(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Leave the arguments out by which timm fetches or reads weights: those of the file take their place."""
+    return {name: value for name, value in arguments.items() if name not in _SOURCES}
 
 
 def _check_name(name: str) -> None:
@@ -247,7 +258,8 @@ def export_arguments(path: Path) -> tuple[str, dict[str, Any]] | None:
     if "model_name" not in header:
         return None
     where = f"model_args of {path}"
-    return header["model_name"], check_fields(where, parse_json(header.get("model_args", "{}"), where), {})
+    arguments = check_fields(where, parse_json(header.get("model_args", "{}"), where), {})
+    return header["model_name"], without_sources(arguments)
 
 
 def _start_weights(checkpoint: str) -> tuple[dict[str, Tensor], Any]:

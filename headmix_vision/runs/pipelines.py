@@ -117,6 +117,8 @@ def _load_exported(folder: Path, vae: str | None) -> Loaded:
         model = _read_network(folder / "transformer", kind.network_class)
         scheduler = _read_scheduler(folder / "scheduler", index["scheduler"][-1], objective)
     has_autoencoder = any(part is not None for part in index["vae"] or [])
+    if has_autoencoder and vae is None and not (folder / "vae").is_dir():  # else its path is taken for a hub id
+        raise InputError(f"{where}: it lacks the folder vae")
     autoencoder = _open_autoencoder(str(folder / "vae") if has_autoencoder else None, vae, model, folder)
     with _refused(where):
         pipeline = kind(
@@ -196,7 +198,7 @@ def _open_autoencoder(recorded: str | None, asked: str | None, model: Any, where
     source = asked or recorded
     if source is None or source == PIXELS:
         return None
-    autoencoder = load_autoencoder(source)
+    autoencoder = load_autoencoder(source, fetch=asked is not None)
     channels = latent_channels(autoencoder.module)
     if channels != model.in_channels:
         raise InputError(

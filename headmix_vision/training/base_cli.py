@@ -24,7 +24,7 @@ from headmix_vision.console.progress import is_terminal
 from headmix_vision.errors import InputError, end, one_line_errors
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
-from headmix_vision.runs.directory import CHECKPOINTS, LAST, METRICS, find_checkpoint
+from headmix_vision.runs.directory import CHECKPOINTS, LAST, METRICS, check_links, find_checkpoint
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
 from headmix_vision.training.callbacks.dry_run import DryRun
 from headmix_vision.training.callbacks.early_stop import EarlyStop
@@ -55,8 +55,9 @@ from headmix_vision.training.parser import OptionParser, with_config_of_run
 from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
+from headmix_vision.training.trust import OPTION, Trust
 
-_NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run")
+_NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run", "trust_config")
 
 
 class RunCLI(LightningCLI):
@@ -79,6 +80,8 @@ class RunCLI(LightningCLI):
         resources.push(self._end)  # first, so that it comes last: after this nothing is cleaned up
         self.run_directory: RunDirectory | None = None
         self.checkpoint: dict[str, Any] | None = None
+        self.trust = Trust(args)
+        self.trust.restrict_imports()
         super().__init__(
             self.module_class,
             self.data_class,
@@ -124,6 +127,12 @@ class RunCLI(LightningCLI):
             action="store_true",
             help="Open everything, put one batch through, say what would be done, and write nothing.",
         )
+        parser.add_argument(
+            OPTION,
+            "--trust_config",
+            action="store_true",
+            help="Let the configs name any class, address and folder: they can then run code.",
+        )
         parser.add_argument("--overwrite", type=bool, default=False, help="Delete an earlier run in the run directory.")
         parser.add_argument(
             "--checkpoint_every_n_steps",
@@ -162,6 +171,7 @@ class RunCLI(LightningCLI):
             except UnicodeDecodeError as error:
                 raise InputError(f"a config file is no text: {error}") from error
         options = self.options
+        self.trust.check(options, training=self.config.subcommand == "fit")
         check_trainer_options(options.trainer, self.config.subcommand)
         require(
             0 <= options.seed_everything < 2**32,
@@ -172,6 +182,8 @@ class RunCLI(LightningCLI):
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
         if options.ckpt_path == "auto" and self.config.subcommand == "fit":
             options.ckpt_path = "last" if (Path(options.run_dir) / LAST).exists() else None
+        if not self.trust.is_whole:
+            check_links(Path(options.run_dir))
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
             self._claim_run_directory()
@@ -287,7 +299,11 @@ class RunCLI(LightningCLI):
             *self._progress(),
             *stop,
             self.last,
-            GracefulInterrupt(self.request, self.last, resume_command(run_dir)),
+            GracefulInterrupt(
+                self.request,
+                self.last,
+                " ".join([resume_command(run_dir), *self.trust.needed_to_resume(options)]),
+            ),
             *after,
         ]
 

@@ -179,7 +179,8 @@ def test_one_autoencoder_serves_all_callbacks(monkeypatch: pytest.MonkeyPatch) -
     loaded = []
     autoencoder = SimpleNamespace(module=SimpleNamespace(config={}, spatial_compression_ratio=8))
     monkeypatch.setattr(
-        "headmix_vision.training.image_sampler.load_autoencoder", lambda source: (loaded.append(source), autoencoder)[1]
+        "headmix_vision.training.image_sampler.load_autoencoder",
+        lambda source, fetch: (loaded.append(source), autoencoder)[1],
     )
     sampler = ImageSampler("vae")
     for _ in range(2):

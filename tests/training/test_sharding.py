@@ -95,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_runs(folder: Path) -> Path:
     """Train what `folder` names."""
     folder.mkdir()
-    process = start("fit", "-c", write_run(folder, 8), "--run_dir", folder / "two", *TWO_RANKS)
+    process = start("fit", "-c", write_run(folder, 8), "--trust-config", "--run_dir", folder / "two", *TWO_RANKS)
     plain = write_config(folder / "one.yaml", **NO_RANDOMNESS, **LONG, data__batch_size=16, data__eval_batch_size=32)
     assert run("fit", "-c", plain, "--run_dir", folder / "one") == 0
     finish(process)
@@ -374,14 +374,14 @@ def test_a_run_goes_on_in_four_processes_that_share_two_copies(folder: Path) -> 
     two_copies = {"shard_size": 2, "reshard_after_forward": False}
     config = write_run(folder, 4, trainer__strategy=SHARE | {"init_args": two_copies}, trainer__devices=4)
     kept = folder / "kept" / "step=7.ckpt"
-    finish(start("fit", "-c", config, "--run_dir", folder / "four", "--ckpt_path", kept))
+    finish(start("fit", "-c", config, "--trust-config", "--run_dir", folder / "four", "--ckpt_path", kept))
     assert_close(read(folder / "one/checkpoints/last.ckpt"), read(folder / "four/checkpoints/last.ckpt"))
 
 
 @pytest.mark.slow
 def test_checkpointed_blocks_and_a_run_without_shards_go_on_in_shards(folder: Path) -> None:
     config = write_run(folder, 8, trainer__max_epochs=3)
-    options = ("--ckpt_path", folder / "one" / "checkpoints" / "last.ckpt", *TWO_RANKS)
+    options = ("--trust-config", "--ckpt_path", folder / "one" / "checkpoints" / "last.ckpt", *TWO_RANKS)
     finish(start("fit", "-c", config, "--run_dir", folder / "a", *options, "--model.grad_checkpointing", "true"))
     finish(start("fit", "-c", config, "--run_dir", folder / "b", *options))
     first, second = (read(folder / name / "checkpoints" / "last.ckpt") for name in ("a", "b"))

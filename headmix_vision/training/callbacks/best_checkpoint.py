@@ -42,10 +42,8 @@ class BestCheckpoint(ModelCheckpoint):
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the best score, also when the run directory has been moved."""
-        moved = dict(state_dict)
-        if state_dict["best_model_path"]:
-            path = self.format_checkpoint_name({})
-            moved |= {"dirpath": self.dirpath, "best_model_path": path, "kth_best_model_path": path}
-            moved["best_k_models"] = {path: state_dict["best_model_score"]}
-        super().load_state_dict(moved)
+        """Restores the best score, also when the run directory has been moved; takes no path from the checkpoint."""
+        path = self.format_checkpoint_name({}) if state_dict["best_model_path"] else ""
+        moved = {"dirpath": self.dirpath, "best_model_path": path, "kth_best_model_path": path, "last_model_path": ""}
+        best = {path: state_dict["best_model_score"]} if path else {}
+        super().load_state_dict({**state_dict, **moved, "best_k_models": best})
