@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from headmix_vision.diffusion.denoising import Generators, Guidance, Network, No
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import check_scheduler, create_scheduler
 from headmix_vision.errors import InputError
+from headmix_vision.files.sums import check_sums, write_sums
 from headmix_vision.models.autoencoders import downsampling
 from headmix_vision.models.grid_dit import GridDiT
 
@@ -85,9 +87,19 @@ class GeneratorPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """Loads a directory written by `save_pretrained`; arguments as in diffusers."""
+        """Loads a directory written by `save_pretrained`; arguments as in diffusers.
+
+        Raises:
+            InputError: if a local directory does not hold the files whose sums it lists.
+        """
+        check_sums(Path(pretrained_model_name_or_path))
         kwargs.setdefault("low_cpu_mem_usage", is_accelerate_available())
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes a directory for `from_pretrained`, with `SHA256SUMS` of its files; arguments as in diffusers."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_sums(Path(save_directory))
 
     @property
     def objective(self) -> ObjectiveConfig:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import pickle
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import timm
-from safetensors import SafetensorError
 from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypoint
 from torch import Tensor, nn
 
@@ -21,6 +18,7 @@ from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.tensor_files import header_of
+from headmix_vision.files.weights import one_line_damage, read_weights
 from headmix_vision.models.headmix_dit_names import generator_class
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
 from headmix_vision.models.names import FAMILIES
@@ -93,8 +91,8 @@ def create_network(
         network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
     except InputError:
         raise
-    except (RuntimeError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300]
+    except (*_REFUSALS, AttributeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
     cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
     return network
@@ -249,19 +247,18 @@ def _start_weights(checkpoint: str) -> tuple[dict[str, Tensor], Any]:
         read = read_checkpoint(checkpoint)
         about = read[DESCRIPTION_KEY]
         return model_state(read), _trained_size(about["name"], about)
-    if not os.path.isfile(checkpoint):
+    path = Path(checkpoint)
+    if not path.exists():
         raise InputError(f"no checkpoint at {checkpoint} (option model.checkpoint)")
-    try:
-        state = load_state_dict(checkpoint, weights_only=True)
-    except (RuntimeError, EOFError, AttributeError, LookupError, ValueError, pickle.UnpicklingError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"{checkpoint} holds no readable weights: {reason}") from None
-    except SafetensorError as error:
-        raise InputError(f"{checkpoint} is truncated or no safetensors file: {error}") from None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise InputError(f"{checkpoint} holds no weights by name")
-    described = export_arguments(Path(checkpoint)) if Path(checkpoint).suffix == ".safetensors" else None
+    state = read_weights(path, _load_as_timm)
+    described = export_arguments(path) if path.suffix == ".safetensors" else None
     return state, described and _trained_size(*described)
+
+
+def _load_as_timm(path: Path) -> Any:
+    """Reads a file with the keys and prefixes that timm knows: its moving average before its trained weights."""
+    with one_line_damage(path):
+        return load_state_dict(str(path), weights_only=True)
 
 
 def _trained_size(name: str, arguments: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.hashes import state_sha256
+from headmix_vision.files.sums import check_sums
 from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
@@ -96,6 +97,7 @@ def load_exported_network(folder: Path) -> HeadMixDiT | HeadMixVideoDiT:
     Raises:
         InputError: If the directory holds no network of this package, or its weights are damaged or not finite.
     """
+    check_sums(folder)
     with _refused(f"{folder} is no pipeline of this package"):
         network = _read_network(folder / "transformer", _read_index(folder)[0].network_class)
     check_finite(network.state_dict(), str(folder))
@@ -108,6 +110,7 @@ Loaded = tuple[GeneratorPipeline, Autoencoder | None, dict[str, Any]]
 def _load_exported(folder: Path, vae: str | None) -> Loaded:
     # Part by part, not `from_pretrained`: that imports whatever modules the index names, ignores unknown options, and
     # shows a bar in logs.
+    check_sums(folder)
     where = f"{folder} is no pipeline of this package"
     with _refused(where):
         kind, index = _read_index(folder)
