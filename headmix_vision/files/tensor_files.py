@@ -22,15 +22,16 @@ from headmix_vision.files.hashes import tensors_sha256
 HASH = "tensors_sha256"
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes tensors by name, and texts by name in the header, with the hash of both.
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], *, hashed: bool = True) -> None:
+    """Writes tensors by name, and texts by name in the header, with the hash of both unless the tensors have their own.
 
     Raises:
         OSError: If the file cannot be written.
     """
     # Not `save_file`: it makes a file that its owner alone may read, and leaves a temporary one when it is killed.
+    texts = {**metadata, HASH: _sha256(metadata, tensors.items())} if hashed else metadata
     with atomic_path(path) as temporary:
-        temporary.write_bytes(save(tensors, {**metadata, HASH: _sha256(metadata, tensors.items())}))
+        temporary.write_bytes(save(tensors, texts))
 
 
 @contextmanager
