@@ -2,6 +2,8 @@
 
 import pickle
 import warnings
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,8 +44,11 @@ def one_line_damage(path: Path) -> Iterator[None]:
     Raises:
         InputError: If the file is damaged or of another kind.
     """
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give a file of weights, such as a checkpoint in it")
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "not a regular file"
+        raise InputError(f"{path} is {kind}; give a file of weights")
+    if zipfile.is_zipfile(path):
+        check_archive(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as that the file looks like TorchScript
@@ -56,8 +61,37 @@ def one_line_damage(path: Path) -> Iterator[None]:
                 f"{path} holds objects other than tensors and plain values, or is not a file of weights; nothing was"
                 " loaded"
             ) from None
-        reason = " ".join((str(error) or type(error).__name__).splitlines()[0].split())[:300]
-        raise InputError(f"{path} holds no readable weights: {reason}") from None
+        known = isinstance(error, RuntimeError | OSError | ValueError)
+        reason = str(error).partition("\n")[0][:300] if known else "it is not a table of weights by name"
+        raise InputError(f"{path} holds no readable weights: {reason or type(error).__name__}") from None
+
+
+def check_archive(path: Path, *, tensors: bool | None = None) -> None:
+    """Compare the CRC-32 of the members of an archive of `torch.save`, which torch does not; 0.3 to 0.7 s per GiB.
+
+    Args:
+        path: The archive.
+        tensors: Whether to take the members that hold tensors, or all others; all when None.
+
+    Raises:
+        InputError: If one is damaged.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                if tensors is not None and ("/data/" in member.filename) != tensors:
+                    continue
+                if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+                    raise InputError(
+                        f"{path} is damaged, or torch.save did not write it: {member.filename} is compressed"
+                    )
+                with archive.open(member) as file:
+                    while file.read(1 << 20):
+                        pass
+    except InputError:
+        raise
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError, LookupError) as error:
+        raise InputError(f"{path} is truncated or damaged: {str(error) or type(error).__name__}") from None
 
 
 def check_weights(path: Path, found: Any) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import zipfile
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from headmix_vision.checks import is_whole
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.hashes import tensors_sha256
-from headmix_vision.files.weights import check_plain
+from headmix_vision.files.weights import check_archive, check_plain
 from headmix_vision.runs.shards import check_shards, named_tensors, read_shards, whole
 
 DESCRIPTION_KEY = "headmix_vision"
@@ -72,7 +71,7 @@ def read_checkpoint(
         raise InputError(f"no checkpoint at {path}")
     if not zipfile.is_zipfile(path):
         raise InputError(f"{path} is not a checkpoint, or it is truncated ({path.stat().st_size} bytes)")
-    _check_members(path, tensors=False)
+    check_archive(path, tensors=False)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
@@ -94,7 +93,7 @@ def read_checkpoint(
         check_plain(path, name, tensor)
     check_shards(path, checkpoint)
     if values and HASH not in checkpoint:
-        _check_members(path, tensors=True)
+        check_archive(path, tensors=True)
     elif values and checkpoint[HASH] != checkpoint_sha256(checkpoint):
         raise InputError(
             f"{path} is damaged or was edited: its tensors do not have the SHA-256 in its entry {HASH!r};"
@@ -106,22 +105,6 @@ def read_checkpoint(
 def checkpoint_sha256(checkpoint: dict[str, Any]) -> str:
     """Computes the hash over all tensors of a checkpoint but sharded ones, whose shards have their own."""
     return tensors_sha256((name, tensor) for name, tensor in named_tensors(checkpoint) if not tensor.is_meta)
-
-
-def _check_members(path: Path, *, tensors: bool) -> None:
-    """Compares the CRC-32 of the members of the archive: of its tensors, or of all else."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for member in archive.infolist():
-                if ("/data/" in member.filename) != tensors:
-                    continue
-                if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-                    raise InputError(f"{path} is damaged: {member.filename} is compressed")
-                with archive.open(member) as file:
-                    while file.read(1 << 20):
-                        pass
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError, LookupError) as error:
-        raise InputError(f"{path} is truncated or damaged: {str(error) or type(error).__name__}") from None
 
 
 def _check_counts(path: Path, checkpoint: dict[str, Any]) -> None:
@@ -218,7 +201,6 @@ def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
     missing = sorted(name for name in target.keys() - state.keys() if target[name].is_floating_point())
     unexpected = sorted(state.keys() - target.keys())
     shapes = [name for name in target if name in state and target[name].shape != state[name].shape]
-    kinds = [name for name in target if name in state and _kind(target[name]) != _kind(state[name])]
     for problem, names in (("lacks", missing), ("has the unknown", unexpected)):
         if names:
             raise InputError(
@@ -230,11 +212,22 @@ def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
             f"{len(shapes)} weights of the checkpoint have another shape, first {first}:"
             f" {list(state[first].shape)}, expected {list(target[first].shape)}"
         )
-    if kinds:
-        first = kinds[0]
+    check_kinds(state, target, "the checkpoint")
+
+
+def check_kinds(state: dict[str, Tensor], target: dict[str, Tensor], where: str) -> None:
+    """Raises `InputError` for real numbers in the place of whole ones, or the other way round.
+
+    Args:
+        state: The weights to load.
+        target: State dict of the module that they are for.
+        where: What to call the weights in the message.
+    """
+    wrong = [name for name in target if name in state and _kind(target[name]) != _kind(state[name])]
+    if wrong:
+        first, found = wrong[0], state[wrong[0]].dtype
         raise InputError(
-            f"{len(kinds)} weights of the checkpoint have another type, first {first}: {state[first].dtype},"
-            f" expected {target[first].dtype}"
+            f"{len(wrong)} weights of {where} have another type, first {first}: {found}, expected {target[first].dtype}"
         )
 
 

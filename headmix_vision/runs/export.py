@@ -159,7 +159,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if options.run.suffix == ".ckpt" and options.checkpoint is not None:
             raise InputError(f"--checkpoint is for a run directory, {options.run} is a checkpoint already")
         path = find_checkpoint(options.run, options.checkpoint)
-        generator = is_generator(read_checkpoint(path))
+        generator = is_generator(read_checkpoint(path, sharded=(), values=False))
         flags = {name: getattr(options, name) for name in ("raw", "overwrite", "dry_run")}
         expression = (export_pipeline if generator else export)(path, options.out, **flags)
         if options.dry_run:

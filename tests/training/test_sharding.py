@@ -29,7 +29,7 @@ from headmix_vision.console.processes import leave_group
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint
 from headmix_vision.runs.networks import create_generator
-from headmix_vision.runs.shards import SHARDED, read_shards
+from headmix_vision.runs.shards import SHARDED, check_shards, read_shards
 from headmix_vision.training.base_module import _check_batch
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
@@ -426,6 +426,7 @@ def test_a_flipped_byte_of_a_shard_is_noticed(folder: Path, tmp_path: Path) -> N
             place = flips.randrange(len(content))
             file.write_bytes(content[:place] + bytes([content[place] ^ 1 << flips.randrange(8)]) + content[place + 1 :])
             with pytest.raises(InputError, match=f"{file.name} is damaged: it does not have the SHA-256"):
+                check_shards(copy / "step=7.ckpt", checkpoint)
                 read_shards(copy / "step=7.ckpt", checkpoint)
         file.write_bytes(content)
     assert read(copy / "step=7.ckpt")["global_step"] == 7
