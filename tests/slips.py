@@ -307,7 +307,7 @@ SLIPS = [
     Slip("initial scale of times and labels", "models/grid_dit.py", "self.y_embedder.reset_parameters()", "pass", DIT),
     Slip("mixing is not decayed", "models/grid_dit.py", " | undecayed_parameters(self)", "", DIT),
     Slip("labels are not decayed", "models/grid_dit.py", '{"y_embedder.embedding_table.weight"}', "set()", DIT),
-    Slip("weights only", "models/convert_dit.py", "weights_only=True", "weights_only=False", DIT),
+    Slip("weights only", "files/weights.py", "weights_only=True", "weights_only=False", DIT),
     Slip(
         "gradient checkpointing",
         "models/grid_dit.py",

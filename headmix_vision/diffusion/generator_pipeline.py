@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from headmix_vision.diffusion.denoising import Generators, Guidance, Network, No
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import check_scheduler, create_scheduler
 from headmix_vision.errors import InputError
+from headmix_vision.files.sums import check_sums, write_sums
 from headmix_vision.models.autoencoders import downsampling
 from headmix_vision.models.grid_dit import GridDiT
 
@@ -92,7 +94,7 @@ class GeneratorPipeline(DiffusionPipeline):
 
         Raises:
             InputError: If the index names a module outside of this package and diffusers, which would be imported,
-                without `trust_remote_code=True`.
+                without `trust_remote_code=True`; or if a local directory does not hold the files whose sums it lists.
         """
         if not kwargs.get("trust_remote_code"):
             hub = {name: value for name, value in kwargs.items() if name in _HUB_OPTIONS}
@@ -104,8 +106,14 @@ class GeneratorPipeline(DiffusionPipeline):
                         f"{pretrained_model_name_or_path} names the module {module} for {name}, which would be"
                         " imported: give trust_remote_code=True if you trust it"
                     )
+        check_sums(Path(pretrained_model_name_or_path))
         kwargs.setdefault("low_cpu_mem_usage", is_accelerate_available())
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes a directory for `from_pretrained`, with `SHA256SUMS` of its files; arguments as in diffusers."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_sums(Path(save_directory))
 
     @property
     def objective(self) -> ObjectiveConfig:

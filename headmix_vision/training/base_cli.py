@@ -208,7 +208,7 @@ class RunCLI(LightningCLI):
                 " give the run by --run_dir, or a file by --ckpt_path"
             )
         options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
-        self.checkpoint = read_checkpoint(options.ckpt_path, sharded=())
+        self.checkpoint = read_checkpoint(options.ckpt_path, sharded=(), values=False)
         check_entries(self.checkpoint, options.ckpt_path, resuming=training)
         check_description(self.checkpoint, options.model.name, options.model.num_classes)
         if not training and getattr(rank_zero_only, "rank", 0) == 0:

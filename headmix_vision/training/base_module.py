@@ -18,6 +18,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.training.grouped_muon import GroupedMuon
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
+from headmix_vision.training.resuming import check_optimizers, check_progress, check_sums
 from headmix_vision.training.sharding import ShardedStrategy
 
 _STEP = 0  # stream of random numbers
@@ -103,6 +104,7 @@ class BaseModule(LightningModule):
     sharers: int = 1
     step_loss: Tensor | None = None
     epoch_loss: float | None = None
+    _optimizer_states: list[Any] | None = None
 
     def __init__(
         self,
@@ -176,6 +178,12 @@ class BaseModule(LightningModule):
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
         return optimizer
+
+    def on_fit_start(self) -> None:
+        """Checks the states of the optimizers in a checkpoint, which Lightning restores next."""
+        states, self._optimizer_states = self._optimizer_states, None
+        if states is not None:
+            check_optimizers(self.trainer.optimizers, states)
 
     def on_train_start(self) -> None:
         """Makes the schedule, a pure function of the optimizer step.
@@ -287,8 +295,12 @@ class BaseModule(LightningModule):
 
         Raises:
             InputError: If training goes on with another optimizer, or with batches of another size, all processes
-                together, within an epoch or with another number of processes.
+                together, within an epoch or with another number of processes; if the checkpoint has another form than
+                this run writes.
         """
+        check_progress(self.trainer, self, checkpoint)
+        if self.trainer.state.fn == "fit":
+            self._optimizer_states = checkpoint["optimizer_states"]
         if self.trainer.state.fn == "fit" and "batch" in checkpoint:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             within_epoch = progress["current"]["processed"] > 0 and not progress["is_last_batch"]
@@ -297,6 +309,7 @@ class BaseModule(LightningModule):
             if before != now:
                 raise InputError(f"model.optimizer.opt={now} cannot go on with the state of {before}")
         if "train_loss" in checkpoint:
+            check_sums("train_loss", checkpoint["train_loss"], 2)
             self.train_loss = self.own_sums(checkpoint["train_loss"].view(-1, 2))
 
 

@@ -490,7 +490,7 @@ def test_damaged_shards_are_found_when_the_cache_is_opened(finished: Path, tmp_p
     out = tmp_path / "out"
     shutil.copytree(finished, out)
     shard = out / "shard-00001.safetensors"
-    tensors = load_file(shard)
+    tensors = {name: value for name, value in load_file(shard).items() if not name.endswith(".crc32")}
     for changed, message in (
         ({"labels": tensors["labels"]}, "does not contain tensor mean"),
         ({**tensors, "labels": tensors["labels"] + 2}, "labels are 3 to 4, there are 3 classes"),
@@ -507,3 +507,33 @@ def test_damaged_shards_are_found_when_the_cache_is_opened(finished: Path, tmp_p
     shard.write_bytes((finished / shard.name).read_bytes()[:-9])
     with pytest.raises(InputError, match=r"shard-00001\.safetensors is truncated"):
         LatentShards(out)
+
+
+@pytest.mark.parametrize("file", ["shard-00001.safetensors", MANIFEST])
+def test_a_flipped_byte_is_noticed_when_a_latent_is_read(file: str, finished: Path, tmp_path: Path) -> None:
+    def read() -> list[Any]:
+        shards = LatentShards(out)
+        return [(latent.tolist(), label) for latent, label in shards] + shards.labels().tolist()
+
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    whole, content, flips, refused = read(), (out / file).read_bytes(), random.Random(0), 0
+    for _ in range(200):
+        place = flips.randrange(len(content))
+        flipped = bytes([content[place] ^ flips.randrange(1, 256)])
+        (out / file).write_bytes(content[:place] + flipped + content[place + 1 :])
+        try:
+            assert read() == whole
+        except InputError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > (140 if file != MANIFEST else 60)
+
+
+def test_a_cache_of_an_earlier_version_has_no_sums(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "out")
+    for shard in (tmp_path / "out").glob("*.safetensors"):
+        tensors = {name: value for name, value in load_file(shard).items() if not name.endswith(".crc32")}
+        save_file(tensors, shard, dict(header_of(shard)))
+    for (latent, label), (same, equal) in zip(LatentShards(finished), LatentShards(tmp_path / "out"), strict=True):
+        assert torch.equal(latent, same) and label == equal

@@ -302,7 +302,7 @@ def test_forged_headers_of_statistics(header: str, message: str, statistics: Pat
 
 def test_statistics_of_whole_numbers(statistics: Path, tmp_path: Path) -> None:
     with safe_open(statistics, "pt") as file:
-        header = file.metadata()
+        header = {name: text for name, text in file.metadata().items() if name != "tensors_sha256"}
     tensors = {name: value.int() for name, value in load_file(statistics).items()}
     save_file(tensors, tmp_path / "s.safetensors", metadata=header)
     with pytest.raises(InputError, match="must be floating-point numbers"):
@@ -369,7 +369,7 @@ def test_weights_and_features_that_are_not_finite(classifier: Path, folders: tup
     with pytest.raises(InputError, match=r"m\.safetensors are not finite, first head\.weight"):
         open_extractor(str(tmp_path / "m.safetensors"))
     (tmp_path / "empty.pth").touch()
-    with pytest.raises(InputError, match="truncated or damaged"):
+    with pytest.raises(InputError, match="holds no readable weights"):
         open_extractor(str(tmp_path / "empty.pth"))
     extractor = open_extractor(str(classifier))
     extractor.network.head.weight.data *= 1e38
