@@ -171,6 +171,12 @@ def draw_case(lines: list[Line], kit: Path, seed: int, number: int) -> Case:
     abouts, certain = [], False
     for option in rng.sample(options_of(command_of(line)), rng.choice([1, 1, 1, 2])):
         more, about, wrong = draw_option(option, rng)
+        if (
+            words[1:2] in (["validate"], ["test"], ["predict"])
+            and "str" in kinds_of(option)
+            and "misspelt" not in about
+        ):
+            wrong = False  # most name something of the training
         if option.option_strings:
             words += [*more, *["--dry_run"] * (about.endswith(("large", "huge")) and words[1] == "fit")]
         else:

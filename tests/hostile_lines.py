@@ -27,13 +27,13 @@ class Line(NamedTuple):
     opens: str = ""
 
 
-CLS, GEN = "train-cls fit -c cls.yaml --run_dir", "train-gen fit -c gen.yaml --run_dir"
+CLS, GEN = (f"train-{kind} fit -c {kind}.yaml --trainer.max_steps 3 --run_dir" for kind in ("cls", "gen"))
 THREE = "--model.num_classes 3 --data.val_split train --data.dataset"
 CACHE = "cache-latents --images images/train --vae none --gray --image-size 8 --shard-size 8 --workers 0 --out"
 SCORE = "--features model.safetensors --batch-size 8"
 DRAW = "--num 2 --steps 1 --batch-size 2"
 DATA = "--data digits --images 2"
-MORE = "--ckpt_path last --trainer.max_epochs 2"
+MORE = "--ckpt_path last --trainer.max_epochs 2 --trainer.max_steps 5"
 NPZ = "samples/samples.npz"
 STUDENT = "--model.name dit_linear_digits --model.teacher gen"
 OF_RUN = "run/config.yaml run/checkpoints/best.ckpt"

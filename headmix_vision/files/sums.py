@@ -45,6 +45,22 @@ def check_sums(folder: Path) -> None:
             raise InputError(f"{folder / name} is damaged or was edited, its SHA-256 is not the one in {SUMS}: {hint}")
 
 
+def check_sum(path: Path) -> None:
+    """Compare one file with its sum in the exported folder that it lies in, where one is listed.
+
+    Raises:
+        InputError: If the file has another sum.
+    """
+    for folder in path.absolute().parents[:2]:
+        if not (folder / SUMS).is_file():
+            continue
+        name = path.absolute().relative_to(folder).as_posix()
+        for line in (folder / SUMS).read_text(encoding="ascii", errors="replace").splitlines():
+            match = _LINE.fullmatch(line)
+            if match is not None and match[2] == name and match[1] != file_sha256(path):
+                raise InputError(f"{path} is damaged or was edited, its SHA-256 is not the one in {folder / SUMS}")
+
+
 def _names(folder: Path) -> list[str]:
     files = [*folder.glob("[!.]*"), *folder.glob("[!.]*/[!.]*")]
     return sorted(path.relative_to(folder).as_posix() for path in files if path.suffix in (".json", ".safetensors"))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.sums import check_sum
 from headmix_vision.files.tensor_files import read_tensors
 
 
@@ -27,6 +28,7 @@ def read_weights(path: Path, load: Callable[[Path], Any] | None = None) -> dict[
         InputError: If it is not a file, is damaged, or holds other things than weights by name.
     """
     if path.suffix == ".safetensors" and path.is_file():
+        check_sum(path)
         return check_weights(path, read_tensors(path))
     return check_weights(path, (load or load_plain)(path))
 

@@ -14,6 +14,7 @@ from headmix_vision.diffusion import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.runs import export
 from headmix_vision.runs.checkpoints import read_checkpoint
+from headmix_vision.runs.networks import create_generator
 from headmix_vision.runs.opening import open_network
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
@@ -98,6 +99,12 @@ def test_a_flipped_byte_of_a_pipeline_is_noticed(folder: Path) -> None:
             with pytest.raises(InputError, match=r"pipe"):
                 load(folder / "pipe")
         file.write_bytes(content)
+    weights = next((folder / "pipe").glob("*/*.safetensors"))  # as start weights, by itself
+    content = flip(weights, flips)
+    with pytest.raises(InputError, match=r"its SHA-256 is not the one in .*pipe/SHA256SUMS"):
+        create_generator("dit_linear_digits", model_args=SMALL, checkpoint=str(weights))
+    weights.write_bytes(content)
+    create_generator("dit_linear_digits", model_args=SMALL, checkpoint=str(weights))
     whole = load_pipeline(folder / "pipe")[1]["weights_sha256"]
     assert whole == load_pipeline(folder / "b.ckpt")[1]["weights_sha256"]
     (folder / "pipe" / "notes.txt").touch()
