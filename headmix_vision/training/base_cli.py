@@ -24,7 +24,14 @@ from headmix_vision.console.progress import is_terminal
 from headmix_vision.errors import InputError, end, one_line_errors
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
-from headmix_vision.runs.directory import CHECKPOINTS, LAST, METRICS, find_checkpoint
+from headmix_vision.runs.directory import (
+    CHECKPOINTS,
+    LAST,
+    METRICS,
+    find_checkpoint,
+    find_standing_checkpoint,
+    standing_file,
+)
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
 from headmix_vision.training.callbacks.dry_run import DryRun
 from headmix_vision.training.callbacks.early_stop import EarlyStop
@@ -171,7 +178,7 @@ class RunCLI(LightningCLI):
         if options.run_dir is None:
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
         if options.ckpt_path == "auto" and self.config.subcommand == "fit":
-            options.ckpt_path = "last" if (Path(options.run_dir) / LAST).exists() else None
+            options.ckpt_path = "last" if standing_file(Path(options.run_dir), LAST).is_file() else None
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
             self._claim_run_directory()
@@ -195,7 +202,10 @@ class RunCLI(LightningCLI):
                 f"{self.config.subcommand} needs weights, and there is no run in {options.run_dir}:"
                 " give the run by --run_dir, or a file by --ckpt_path"
             )
-        options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
+        if training:
+            options.ckpt_path = str(find_standing_checkpoint(Path(options.run_dir), options.ckpt_path))
+        else:
+            options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
         self.checkpoint = read_checkpoint(options.ckpt_path, sharded=())
         check_entries(self.checkpoint, options.ckpt_path, resuming=training)
         check_description(self.checkpoint, options.model.name, options.model.num_classes)
@@ -219,7 +229,8 @@ class RunCLI(LightningCLI):
         metrics: list[Logger] = []
         if training:
             resume_step = self.checkpoint["global_step"] if self.checkpoint is not None else None
-            self.metrics = MetricsCSV(run_dir / METRICS, None if options.dry_run else resume_step)
+            existing = standing_file(run_dir, METRICS)
+            self.metrics = MetricsCSV(run_dir / METRICS, None if options.dry_run else resume_step, existing)
             metrics, callbacks = [self.metrics], self._fit_callbacks(run_dir)
         else:
             callbacks = [GracefulInterrupt(self.request), *self.evaluation_callbacks(run_dir), *self._progress()]
@@ -242,6 +253,7 @@ class RunCLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError) as error:  # as Lightning refuses options
             raise InputError(f"trainer: {error}") from error
+        trainer.callbacks.sort(key=lambda callback: not isinstance(callback, StartRun))  # type: ignore[attr-defined]
         if isinstance(trainer.strategy, DDPStrategy):  # else gradients are kept twice, and copied
             trainer.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
         opt = options.model.optimizer.opt

@@ -26,17 +26,19 @@ class MetricsCSV(Logger):
         path: The CSV file.
         resume_step: Number of optimizer steps at which the run continues: earlier rows of an existing file are kept,
             later ones dropped. None starts a new file.
+        existing: The file whose rows are kept; `path` when None.
 
     Raises:
         InputError: If the file of the run that is continued is damaged.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+    def __init__(self, path: Path, resume_step: int | None = None, existing: Path | None = None) -> None:
         super().__init__()
         self.path = path
         self._rows: dict[int, dict[str, Any]] = {}
-        if resume_step is not None and path.is_file():
-            self._rows = {step: row for step, row in _read(path).items() if step < resume_step}
+        existing = existing or path
+        if resume_step is not None and existing.is_file():
+            self._rows = {step: row for step, row in _read(existing).items() if step < resume_step}
         self._names = {name for row in self._rows.values() for name in row} - set(_FIRST_COLUMNS)
         self._unsaved: set[int] = set()
         # what the file holds, once it has been written: its columns, the step and the place of the last row, its size

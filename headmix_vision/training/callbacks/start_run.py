@@ -14,10 +14,11 @@ from headmix_vision.training.run_directory import RunDirectory
 
 
 class StartRun(SaveConfigCallback):
-    """Takes the run directory over at the first training batch: `config.yaml`, and TensorBoard's file.
+    """Takes the run directory over when training begins: `config.yaml`, and TensorBoard's file.
 
     Until then a mistake in the options, the model or the data may still end the run, which leaves the directory as it
-    was. That is also why TensorBoard's logger, which opens its file in the setup, joins the others here.
+    was. That is also why TensorBoard's logger, which opens its file in the setup, joins the others here. It comes
+    before callbacks that write to the directory.
 
     Args:
         *args: As for Lightning's `SaveConfigCallback`.
@@ -37,6 +38,19 @@ class StartRun(SaveConfigCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Writes the first files."""
+        self._start(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the first files of a run that goes on with a validation."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._start(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tidies up where no batch was left to train."""
+        if not self._started and self.run is not None:
+            self.run.begin()
+
+    def _start(self, trainer: Trainer) -> None:
         if self._started or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._started = True
