@@ -1,13 +1,14 @@
 """The command line of training under `headmix-train-cls` and `headmix-train-gen`: Lightning's, with a run directory."""
 
 import atexit
+import json
 import logging
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -48,6 +49,7 @@ from headmix_vision.training.callbacks.progress import (
 from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.callbacks.whole_network import ValidateWhole
+from headmix_vision.training.changes import list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
 from headmix_vision.training.metrics_csv import MetricsCSV
@@ -63,7 +65,7 @@ from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
 
-_NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run")
+_NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run", "data_changed")
 
 
 class RunCLI(LightningCLI):
@@ -133,6 +135,12 @@ class RunCLI(LightningCLI):
         )
         parser.add_argument("--overwrite", type=bool, default=False, help="Delete an earlier run in the run directory.")
         parser.add_argument(
+            "--data_changed",
+            "--data-changed",
+            action="store_true",
+            help="Go on with a run although its training data have changed.",
+        )
+        parser.add_argument(
             "--checkpoint_every_n_steps",
             type=int | None,
             default=None,
@@ -177,6 +185,10 @@ class RunCLI(LightningCLI):
         require(options.run_dir != "", "run_dir must name a folder, got an empty name")
         if options.run_dir is None:
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
+        require(
+            not options.data_changed or options.ckpt_path is not None,
+            "--data_changed applies only to a run that goes on: give --ckpt_path, or remove it",
+        )
         if options.ckpt_path == "auto" and self.config.subcommand == "fit":
             options.ckpt_path = "last" if standing_file(Path(options.run_dir), LAST).is_file() else None
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
@@ -209,10 +221,24 @@ class RunCLI(LightningCLI):
         self.checkpoint = read_checkpoint(options.ckpt_path, sharded=())
         check_entries(self.checkpoint, options.ckpt_path, resuming=training)
         check_description(self.checkpoint, options.model.name, options.model.num_classes)
+        if training and getattr(rank_zero_only, "rank", 0) == 0:
+            before = stored_options(self.checkpoint, Path(options.ckpt_path))
+            if changes := list_changes(before, self._plain_options()):
+                print("\n  ".join(["options that differ from the checkpoint's:", *changes]), file=sys.stderr)
         if not training and getattr(rank_zero_only, "rank", 0) == 0:
             top1 = self.checkpoint[DESCRIPTION_KEY].get("top1")
             accuracy = "" if top1 is None else f", top-1 {100 * top1:.2f} % when it was saved"
             print(f"checkpoint {options.ckpt_path} (step {self.checkpoint['global_step']}{accuracy})")
+
+    def _plain_options(self) -> dict[str, Any]:
+        """Return the options that belong to the run, as plain values."""
+        options = self.options.clone()
+        for name in _NOT_SAVED:
+            options.pop(name, None)
+        dumped = self._parser(self.config.subcommand).dump(
+            options, format="json", skip_none=False, skip_validation=True
+        )
+        return cast(dict[str, Any], json.loads(dumped))
 
     def _parse_ckpt_path(self) -> None:
         """Leaves the options as they are: no checkpoint of this package holds options."""
@@ -239,7 +265,11 @@ class RunCLI(LightningCLI):
         given = trainer_options.callbacks or []
         callbacks = [*(given if isinstance(given, list) else [given]), *callbacks]
         kwargs["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
-        self.save_config_kwargs = {"run": self.run_directory, "not_saved": _NOT_SAVED}
+        self.save_config_kwargs = {
+            "run": self.run_directory,
+            "not_saved": _NOT_SAVED,
+            "options": self._plain_options(),
+        }
         if options.dry_run:
             metrics, self.save_config_callback = [], None
             callbacks.insert(0, DryRun(run_dir, options.ckpt_path))
@@ -262,6 +292,10 @@ class RunCLI(LightningCLI):
             f"model.optimizer.opt={opt} cannot compute on shards of weights: choose another, or trainer.strategy=ddp",
         )
         return trainer
+
+    def before_fit(self) -> None:
+        """Tells the data module whether other training data are accepted."""
+        self.datamodule.data_changed = self.options.data_changed
 
     def _progress(self) -> list[Callback]:
         """Makes what shows the progress: a bar on a terminal, else lines."""

@@ -248,6 +248,11 @@ class LatentShards(PreparedSource):
     def name(self, index: int) -> str:
         return f"{self.path}[{index}]"
 
+    def keys(self) -> list[str]:
+        """What the manifest says, hashes of the source among it, but for places."""
+        known = {name: _without_source(value) for name, value in self.manifest.items() if name != "images"}
+        return [json.dumps(known, sort_keys=True)]
+
     def labels(self) -> Tensor:
         """All labels, int64 [count]."""
         return torch.cat([self._open(number).get_tensor("labels") for number in range(count_shards(self.manifest))])

@@ -29,6 +29,10 @@ class Part(Source):
     def read(self, index: int) -> tuple[Any, int]:
         return self.source.read(self.indices[index])
 
+    def keys(self) -> list[str] | None:
+        """As the other source says; their number tells the part."""
+        return self.source.keys()
+
     def name(self, index: int) -> str:
         return self.source.name(self.indices[index])
 

@@ -98,6 +98,8 @@ class Shards:
         self.names = [shard["name"] for shard in shards]
         self.shard_sizes = [shard["samples"] for shard in shards]
         self._ends = list(accumulate(self.shard_sizes))
+        self.keys = [f"{shard['name']} {shard['bytes']} {shard['samples']} {shard['head']}" for shard in shards]
+        self.keys.append(str(self.labels.tolist()))
         if not {len(self.offsets), len(self.sizes), len(self.labels)} == {sum(self.shard_sizes)}:
             raise InputError(f"{path} has {len(self.offsets)} samples, its shards have {sum(self.shard_sizes)}")
         low, high = (int(self.labels.min()), int(self.labels.max())) if len(self.labels) else (0, 0)
@@ -179,6 +181,10 @@ class ShardImages(Pictures):
     def files(self) -> list[tuple[str, int]]:
         return self.data.files()
 
+    def keys(self) -> list[str]:
+        """Shards and labels."""
+        return self.data.keys
+
 
 class ShardStills(ShardImages):
     """Images of shards as clips of one frame, float32 [C, 1, H, W] in [0, 1].
@@ -254,6 +260,10 @@ class ShardClips(ClipSource):
     def files(self) -> list[tuple[str, int]]:
         files = self.shards.files()
         return [files[number] for number in self.kept]
+
+    def keys(self) -> list[str]:
+        """Shards and labels; their number tells which are left out."""
+        return self.shards.keys
 
 
 def find_shards(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.runs.directory import CONFIG, TENSORBOARD
+from headmix_vision.training.changes import OPTIONS
 from headmix_vision.training.run_directory import RunDirectory
 
 
@@ -24,11 +25,20 @@ class StartRun(SaveConfigCallback):
         *args: As for Lightning's `SaveConfigCallback`.
         run: The run directory; None in processes other than the first.
         not_saved: Options that concern this start of the run only.
+        options: The others, as plain values, which checkpoints keep.
         **kwargs: As for Lightning's `SaveConfigCallback`.
     """
 
-    def __init__(self, *args: Any, run: RunDirectory | None, not_saved: Sequence[str], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        run: RunDirectory | None,
+        not_saved: Sequence[str],
+        options: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.options = options
         self.run = run
         self.not_saved = not_saved
         self._started = False
@@ -44,6 +54,10 @@ class StartRun(SaveConfigCallback):
         """Writes the first files of a run that goes on with a validation."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._start(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keeps the options, with which those of a run that goes on are compared."""
+        checkpoint[OPTIONS] = self.options
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tidies up where no batch was left to train."""
