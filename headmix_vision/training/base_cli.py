@@ -61,7 +61,7 @@ from headmix_vision.training.options import (
     require,
 )
 from headmix_vision.training.parser import OptionParser, with_config_of_run
-from headmix_vision.training.run_directory import RunDirectory, resume_command
+from headmix_vision.training.run_directory import RunDirectory, RunLostError, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
 
@@ -256,7 +256,8 @@ class RunCLI(LightningCLI):
         if training:
             resume_step = self.checkpoint["global_step"] if self.checkpoint is not None else None
             existing = standing_file(run_dir, METRICS)
-            self.metrics = MetricsCSV(run_dir / METRICS, None if options.dry_run else resume_step, existing)
+            resume_step = None if options.dry_run else resume_step
+            self.metrics = MetricsCSV(run_dir / METRICS, resume_step, existing, self.run_directory)
             metrics, callbacks = [self.metrics], self._fit_callbacks(run_dir)
         else:
             callbacks = [GracefulInterrupt(self.request), *self.evaluation_callbacks(run_dir), *self._progress()]
@@ -274,8 +275,12 @@ class RunCLI(LightningCLI):
             metrics, self.save_config_callback = [], None
             callbacks.insert(0, DryRun(run_dir, options.ckpt_path))
         plugins = trainer_options.plugins or []
+        after_save = None if self.run_directory is None else self.run_directory.discard_replaced
         kwargs["callbacks"], kwargs["logger"] = callbacks, metrics
-        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), self._checkpoint_io()]
+        kwargs["plugins"] = [
+            *(plugins if isinstance(plugins, list) else [plugins]),
+            AtomicCheckpointIO(after_save, self.run_directory),
+        ]
         kwargs["default_root_dir"] = str(run_dir)
         # else Lightning adds a checkpoint of its own
         kwargs["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
@@ -311,9 +316,6 @@ class RunCLI(LightningCLI):
             shown.append(EpochLines(self.speed) if training else EvaluationLines())
         return shown
 
-    def _checkpoint_io(self) -> AtomicCheckpointIO:
-        return AtomicCheckpointIO(self.run_directory.discard_replaced if self.run_directory is not None else None)
-
     def _fit_callbacks(self, run_dir: Path) -> list[Callback]:
         options = self.options
         self.last = LastCheckpoint(run_dir / LAST, options.checkpoint_every_n_steps)
@@ -333,7 +335,7 @@ class RunCLI(LightningCLI):
             *self._progress(),
             *stop,
             self.last,
-            GracefulInterrupt(self.request, self.last, resume_command(run_dir)),
+            GracefulInterrupt(self.request, self.last, resume_command(run_dir), self.run_directory),
             *after,
         ]
 
@@ -363,8 +365,9 @@ def _silence_what_does_not_apply() -> None:
 def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: str | None = None) -> None:
     """Runs a command line.
 
-    Wrong input, and a batch too large for the device, end the process with one line and exit status 2, non-finite
-    numbers with one line and exit status 1; every other exception is a defect and keeps its traceback.
+    Wrong input, and a batch too large for the device, end the process with one line and exit status 2. Non-finite
+    numbers, and a run directory that is lost, end it with one line and exit status 1. Every other exception is a defect
+    and keeps its traceback.
 
     Args:
         cli: The command line.
@@ -378,7 +381,7 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
         try:
             given = with_config_of_run(list(sys.argv[1:] if args is None else args))
             cli(request, resources, with_config_paths(given, cli.recipes, default_config))
-        except NonFiniteError as error:
+        except (NonFiniteError, RunLostError) as error:
             end(str(error), status=1)
         except MisconfigurationException as error:
             raise InputError(str(error)) from error

@@ -9,6 +9,7 @@ A command that refuses changes nothing: leftovers of killed processes are tidied
 run is read from where they have left it, see `runs.directory.standing_file`.
 """
 
+import errno
 import os
 import shutil
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from headmix_vision.console.arguments import command_words
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, message_of
 from headmix_vision.files.atomic import remove_temporaries
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.runs.directory import (
@@ -41,6 +42,12 @@ from headmix_vision.runs.directory import (
 )
 from headmix_vision.runs.shards import remove_unfinished
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what is there stays, and the run goes on from it
+
+
+class RunLostError(RuntimeError):
+    """The directory of a run has disappeared, or cannot be written to any more."""
+
 
 class RunDirectory:
     """The directory of one training run; used by the first process only.
@@ -56,6 +63,8 @@ class RunDirectory:
         self.checkpoint = checkpoint
         self.overwrite = overwrite
         self._begun = False
+        self._claimed: os.stat_result | None = None
+        self._failure: str | None = None
         self._replaced, self._replacing = path / REPLACED, path / REPLACING
 
     @contextmanager
@@ -70,6 +79,7 @@ class RunDirectory:
             raise InputError("--overwrite true would delete the checkpoint to resume from; give one of the two options")
         with hold_lock(self.path / LOCK, f"run directory {self.path}"):
             self.check()
+            self._claimed = self.path.stat()
             try:
                 yield
             finally:
@@ -94,6 +104,23 @@ class RunDirectory:
         else:
             _move(self.path, self._replacing)
             self._replacing.rename(self._replaced)
+
+    def note(self, error: OSError) -> None:
+        """Remember that a file could not be written, which ends the run at its next step; raise if a disk is full."""
+        if error.errno in FULL_DISK:
+            raise error
+        self._failure = self._failure or message_of(error)
+
+    def lost(self) -> str | None:
+        """Say why nothing can be written to the directory any more; None while it can."""
+        assert self._claimed is not None
+        try:
+            if not os.path.samestat(self._claimed, self.path.stat()):
+                return f"another folder has taken the place of the run directory {self.path}"
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+            return f"the run directory {self.path} has disappeared" if gone else message_of(error)
+        return self._failure
 
     def discard_replaced(self) -> None:
         """Delete the run that this one has replaced."""

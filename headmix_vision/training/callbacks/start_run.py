@@ -1,6 +1,7 @@
 """Writes the first files of a training run, when nothing stands in the way of its first step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,43 @@ from headmix_vision.files.atomic import atomic_path
 from headmix_vision.runs.directory import CONFIG, TENSORBOARD
 from headmix_vision.training.changes import OPTIONS
 from headmix_vision.training.run_directory import RunDirectory
+
+
+class _TensorBoard(TensorBoardLogger):
+    """Writes the file of TensorBoard in a run directory, and notes if that fails.
+
+    Args:
+        path: The run directory.
+        run: The same; None in processes other than the first, which write nothing.
+    """
+
+    def __init__(self, path: Path, run: RunDirectory | None) -> None:
+        super().__init__(path, name="", version=TENSORBOARD)
+        self.run = run
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            cause = (
+                error if isinstance(error, OSError) else error.__cause__
+            )  # Lightning covers it with words of its own
+            if self.run is None or not isinstance(cause, OSError):
+                raise
+            self.run.note(cause)
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        with self._noting():
+            super().log_metrics(*args, **kwargs)
+
+    def save(self) -> None:
+        with self._noting():
+            super().save()
+
+    def finalize(self, status: str) -> None:
+        with self._noting():
+            super().finalize(status)
 
 
 class StartRun(SaveConfigCallback):
@@ -72,7 +110,7 @@ class StartRun(SaveConfigCallback):
         if self.run is not None:
             self.run.begin()
             self._save_config(run_dir / CONFIG)
-        trainer.loggers = [*trainer.loggers, TensorBoardLogger(run_dir, name="", version=TENSORBOARD)]
+        trainer.loggers = [*trainer.loggers, _TensorBoard(run_dir, self.run)]
 
     def _save_config(self, path: Path) -> None:
         config = self.config.clone()
