@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # else a second one leaves a traceback of the clean-up
+        let_signals_end()
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
@@ -61,6 +62,12 @@ def one_line_errors() -> Iterator[None]:
         if not any(words in str(error) for words in _PEER_IS_GONE):
             raise
         end("another process has ended, see its message")
+
+
+def let_signals_end() -> None:
+    """Let a further Ctrl-C end the process at once, whose end is being cleaned up: Python would print a traceback."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def launched_rank() -> str:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from headmix_vision.checks import suggest
 
@@ -24,6 +24,14 @@ def command_words() -> list[str]:
 
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the arguments in one line, with the nearest option where one is misspelt."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None, *more: Any) -> Any:
+        """Refuses empty texts, which name no file, split or anything else, and parses the others."""
+        words = [*(sys.argv[1:] if args is None else args)]
+        for before, word in zip(["", *words], words, strict=False):
+            if word == "" or (word.startswith("--") and word.endswith("=")):
+                self.error(f"{word.removesuffix('=') or before or 'an argument'} is '', it must not be empty")
+        return super().parse_known_args(args, namespace, *more)
 
     def error(self, message: str) -> NoReturn:
         """Prints the line, of several processes the first one alone, and ends the process with status 2."""

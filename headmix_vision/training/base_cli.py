@@ -57,6 +57,8 @@ from headmix_vision.training.options import (
     AnalysisConfig,
     EarlyStoppingConfig,
     EmaConfig,
+    check_given,
+    check_texts,
     check_trainer_options,
     require,
 )
@@ -177,12 +179,12 @@ class RunCLI(LightningCLI):
             except UnicodeDecodeError as error:
                 raise InputError(f"a config file is no text: {error}") from error
         options = self.options
+        check_texts(options)
         check_trainer_options(options.trainer, self.config.subcommand)
         require(
             0 <= options.seed_everything < 2**32,
             f"seed_everything must be in [0, 2**32), got {options.seed_everything}",
         )
-        require(options.run_dir != "", "run_dir must name a folder, got an empty name")
         if options.run_dir is None:
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
         require(
@@ -191,6 +193,7 @@ class RunCLI(LightningCLI):
         )
         if options.ckpt_path == "auto" and self.config.subcommand == "fit":
             options.ckpt_path = "last" if standing_file(Path(options.run_dir), LAST).is_file() else None
+        check_given(args, options, self.config.subcommand)
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
             self._claim_run_directory()
@@ -286,7 +289,7 @@ class RunCLI(LightningCLI):
         kwargs["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
         try:
             trainer = super().instantiate_trainer(**kwargs)
-        except (MisconfigurationException, ValueError, TypeError) as error:  # as Lightning refuses options
+        except (MisconfigurationException, ValueError, TypeError, ImportError) as error:  # as Lightning refuses options
             raise InputError(f"trainer: {error}") from error
         trainer.callbacks.sort(key=lambda callback: not isinstance(callback, StartRun))  # type: ignore[attr-defined]
         if isinstance(trainer.strategy, DDPStrategy):  # else gradients are kept twice, and copied

@@ -193,6 +193,10 @@ def test_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert capfd.readouterr().err.strip() == "interrupted by SIGTERM"
     exits: list[int] = []
     monkeypatch.setattr(os, "_exit", exits.append)
+    with pytest.raises(SystemExit):  # the process would have ended before
+        os.kill(os.getpid(), signal.SIGINT)
+    assert exits == [130]
+    exits.clear()
     request.deferred = True
     os.kill(os.getpid(), signal.SIGINT)
     assert (request.signum, exits) == (signal.SIGINT, [])

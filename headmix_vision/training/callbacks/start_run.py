@@ -1,5 +1,6 @@
 """Writes the first files of a training run, when nothing stands in the way of its first step."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,12 @@ from headmix_vision.training.changes import OPTIONS
 from headmix_vision.training.run_directory import RunDirectory
 
 
+def _leave_to_main(args: threading.ExceptHookArgs) -> None:
+    """Print what ends a thread, but no error of the thread that writes for TensorBoard, which raises it once more."""
+    if not (issubclass(args.exc_type, OSError) and type(args.thread).__name__ == "_AsyncWriterThread"):
+        threading.__excepthook__(args)
+
+
 class _TensorBoard(TensorBoardLogger):
     """Writes the file of TensorBoard in a run directory, and notes if that fails.
 
@@ -26,6 +33,7 @@ class _TensorBoard(TensorBoardLogger):
     def __init__(self, path: Path, run: RunDirectory | None) -> None:
         super().__init__(path, name="", version=TENSORBOARD)
         self.run = run
+        threading.excepthook = _leave_to_main
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
