@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from headmix_vision.console.notes import say_once
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
@@ -204,11 +205,25 @@ class BaseModule(LightningModule):
         epoch_steps = count_epoch_steps(self.trainer)
         if math.isinf(epoch_steps) and self.schedule_config.warmup_epochs:
             raise InputError("the length of an epoch is unknown: set schedule.warmup_epochs=0")
+        self._check_warmup(total_steps, epoch_steps)
         self.schedule = make_schedule(optimizer, self.schedule_config, int(total_steps), epoch_steps)
         self.schedule.step_update(max(0, self.trainer.global_step - 1))
         if not hasattr(self, "train_loss"):
             self.train_loss = torch.zeros(2)
         self.train_loss = self.train_loss.to(self.device)
+
+    def _check_warmup(self, total_steps: float, epoch_steps: float) -> None:
+        """Refuse a warm-up that the run does not finish, but for one of which nothing was said."""
+        warmup = self.schedule_config.warmup_epochs
+        if math.isinf(epoch_steps) or warmup * epoch_steps <= total_steps or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        message = (
+            f"model.schedule.warmup_epochs={warmup:g} is longer than the run of {total_steps / epoch_steps:g} epochs:"
+            " the learning rate does not reach model.optimizer.lr"
+        )
+        if warmup != ScheduleConfig.warmup_epochs:
+            raise InputError(f"{message}; train longer, or set a shorter warm-up")
+        say_once(f"note: {message}")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Sets the learning rate of this step and the random numbers of this batch."""

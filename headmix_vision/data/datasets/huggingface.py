@@ -115,5 +115,9 @@ class HuggingFaceImages(Pictures):
             raise ValueError("the image is missing")
         return self.decoding.first_frame(stored["bytes"] or stored["path"]), self.targets[index]
 
+    def keys(self) -> list[str]:
+        """Rows and labels."""
+        return [f"{row} {target}" for row, target in zip(self.rows, self.targets, strict=True)]
+
     def name(self, index: int) -> str:
         return f"{self.place}[{self.rows[index]}]"

@@ -10,6 +10,7 @@ n images or clips of a shard, C latent channels, * the axes of the latent grid: 
 clip.
 """
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,11 @@ class LatentShards(PreparedSource):
 
     def name(self, index: int) -> str:
         return f"{self.path}[{index}]"
+
+    def keys(self) -> list[str]:
+        """What the manifest says, hashes of the source among it, but for places."""
+        known = {name: _without_source(value) for name, value in self.manifest.items() if name != "images"}
+        return [json.dumps(known, sort_keys=True)]
 
     def labels(self) -> Tensor:
         """All labels, int64 [count]."""
