@@ -18,7 +18,7 @@ from inputs import photo
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_array, npz_arrays
 from headmix_vision.files import limits
-from headmix_vision.files.clips import probe_clip
+from headmix_vision.files.clips import probe_clip, read_clip
 from headmix_vision.files.limits import check_file, check_memory, check_workers, memory_left, num_cores
 from headmix_vision.files.pictures import Decoding, picture_formats
 from headmix_vision.files.png import read_png, write_png
@@ -211,6 +211,9 @@ def test_pictures_are_measured_before_they_are_decoded(no_memory: None, tmp_path
         tried.append(name)
         with pytest.raises(ValueError, match=r"a picture of \d+x\d+ pixels needs"):
             Decoding().first_frame(encoded.getvalue())
+        (tmp_path / "a.png").write_bytes(encoded.getvalue())
+        with pytest.raises(InputError, match=r"a\.png cannot be read \(a picture of \d+x\d+ pixels needs"):
+            probe_clip(tmp_path / "a.png")
     assert {"PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"} <= {*tried}
 
 
@@ -247,8 +250,10 @@ def test_clips_are_measured_before_they_are_decoded(tmp_path: Path, monkeypatch:
     path.write_bytes(data)
     assert probe_clip(path).num_frames == 1 << 30
     monkeypatch.setattr(limits, "memory_left", lambda: 1 << 30)
-    with pytest.raises(InputError, match="a clip of 1073741824 frames of 8x8 pixels needs 206 GB of memory"):
-        Decoding().frames(path)
+    with pytest.raises(
+        InputError, match=r"a\.png cannot be read \(a clip of 1073741824 frames of 8x8 pixels needs 206 GB"
+    ):
+        read_clip(path, [0], Decoding())
     with pytest.raises(InputError, match="1073741824 x 8x8 pixels needs"):
         read_png(path)
 
