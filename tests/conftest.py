@@ -1,7 +1,10 @@
-"""Runs the Triton kernels in their interpreter where there is no GPU, and skips what needs one."""
+"""Runs the Triton kernels in their interpreter where there is no GPU, skips what needs one, and seeds every test."""
 
 import os
+import random
+import zlib
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,8 +12,45 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined, before the package is imported
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--shuffle", metavar="SEED", help="run the tests in a random order, each file in one piece")
+
+
+def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        items.sort(key=lambda item: [number(f"{seed} {name}") for name in (item.location[0], item.nodeid)])
+
+
+def number(name):
+    return zlib.crc32(name.encode())
+
+
+def seed_all(name):
+    random.seed(name)
+    np.random.seed(number(name))
+    torch.manual_seed(number(name))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    seed_all(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """Seed a fixture of several tests by its own name, so that it does not depend on which test is the first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed_all(f"{fixturedef.baseid} {fixturedef.argname} {getattr(request, 'param_index', 0)}")
+    try:
+        return (yield)
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

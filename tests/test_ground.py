@@ -86,6 +86,9 @@ def test_a_device_that_is_not_there(name: str) -> None:
         (["run", "--size", "x"], "argument --size: invalid int value: 'x'"),
         ([], "the following arguments are required: what"),
         (["walk"], "argument what: invalid choice: 'walk' (choose from "),
+        (["run", "--size", ""], "--size is an empty text: give a value, or leave it out"),
+        (["run", "--size="], "--size is an empty text: give a value, or leave it out"),
+        ([""], "an argument is an empty text: give a value"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from headmix_vision.console.devices import default_device, open_device
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.runs.opening import open_network
 
+NOISE_LEVEL = 0.5
 _MODEL = (
     "run directory, .ckpt, export (.safetensors, pipeline directory), or the name of a model that comes with weights"
 )
@@ -85,7 +86,8 @@ def _add_data_options(parser: argparse.ArgumentParser, images: int) -> None:
     add("--split", default="validation", help="split of the data (default: validation)")
     add("--images", type=int, default=images, help=f"images, evenly spaced over the split (default: {images})")
     add("--background", default="white", help="colour behind transparent pixels (default: white)")
-    add("--noise-level", type=float, default=0.5, help="of the images of a generator, 0 to 1 (default: 0.5)")
+    about = f"of the images of a generator, 0 to 1 (default: {NOISE_LEVEL})"
+    add("--noise-level", type=float, default=NOISE_LEVEL, help=about)
     add("--layers", type=int, nargs="+", help="numbers of attention layers, from 0 (default: all; maps: the last)")
     add("--device", default=default_device(), help="device that computes, in float64 (default: a GPU if there is one)")
 
@@ -123,6 +125,8 @@ def _open_inputs(options: argparse.Namespace, models: Sequence[_Model]) -> list[
     request = ImageRequest(
         options.data, options.root, options.split, options.images, options.noise_level, options.background
     )
+    if options.noise_level != NOISE_LEVEL and not any("objective" in model.about for model in models):
+        raise InputError(f"--noise-level {options.noise_level:g} applies to generators, these are classifiers")
     inputs = [read_inputs(model.network, model.about, request) for model in models]
     for model in models:
         model.network.to(device)

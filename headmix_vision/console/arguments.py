@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +25,18 @@ def command_words() -> list[str]:
 
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the arguments in one line, with the nearest option where one is misspelt."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Refuse empty texts, which name nothing: as a path they would mean the working directory."""
+        given = sys.argv[1:] if args is None else list(args)
+        for before, value in pairwise(["", *given]):
+            option, sign, behind = value.partition("=")
+            if not value or (option.startswith("--") and sign and not behind):
+                name = option or (before if before.startswith("--") else "an argument")
+                self.error(f"{name} is an empty text: give a value" + (", or leave it out" * name.startswith("--")))
+        return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Prints the line, of several processes the first one alone, and ends the process with status 2."""

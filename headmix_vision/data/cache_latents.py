@@ -181,6 +181,8 @@ def _check_sources(options: argparse.Namespace) -> None:
     check_background(options.background)
     if options.gray and options.vae != PIXELS:
         raise InputError(f"--gray goes with --vae {PIXELS} alone, --vae is {options.vae}")
+    if options.vae == PIXELS and options.encoder_dtype != "float32":
+        raise InputError(f"--encoder-dtype {options.encoder_dtype} applies to autoencoders, --vae is {PIXELS}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -27,8 +27,10 @@ from headmix_vision.data.datasets.latents import (
     count_shards,
     find_difference,
     read_manifest,
+    row_sums,
     shard_length,
     shard_name,
+    sums_name,
 )
 from headmix_vision.data.labels import check_label
 from headmix_vision.data.loading import obey_parent
@@ -245,7 +247,8 @@ def _write_shards(
                     parts.setdefault(key, []).append(tensor)
                 advance(len(labels))
             tensors = {key: torch.cat(values).contiguous() for key, values in parts.items()}
-            write_tensors(out / shard_name(number), tensors, {"latents": json.dumps(described)})
+            tensors |= {sums_name(name): row_sums(name, rows) for name, rows in tensors.items()}
+            write_tensors(out / shard_name(number), tensors, {"latents": json.dumps(described)}, hashed=False)
 
 
 def _is_of_earlier_decoding(out: Path, background: str) -> bool:

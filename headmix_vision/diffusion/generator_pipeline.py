@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,11 +24,15 @@ from headmix_vision.diffusion.denoising import Generators, Guidance, Network, No
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
 from headmix_vision.diffusion.schedulers import check_scheduler, create_scheduler
 from headmix_vision.errors import InputError
+from headmix_vision.files.sums import check_sums, write_sums
 from headmix_vision.models.autoencoders import downsampling
 from headmix_vision.models.grid_dit import GridDiT
 
 StepCallback = Callable[[Any, int, Any, dict[str, Tensor]], dict[str, Tensor]]
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+_PARTS = ("transformer", "scheduler", "vae")
+_LIBRARIES = ("diffusers", "headmix_vision")
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 
 
 class GeneratorPipeline(DiffusionPipeline):
@@ -85,9 +90,30 @@ class GeneratorPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """Loads a directory written by `save_pretrained`; arguments as in diffusers."""
+        """Loads a directory written by `save_pretrained`; arguments as in diffusers.
+
+        Raises:
+            InputError: If the index names a module outside of this package and diffusers, which would be imported,
+                without `trust_remote_code=True`; or if a local directory does not hold the files whose sums it lists.
+        """
+        if not kwargs.get("trust_remote_code"):
+            hub = {name: value for name, value in kwargs.items() if name in _HUB_OPTIONS}
+            index = cls.load_config(pretrained_model_name_or_path, **hub)
+            for name in _PARTS:
+                module, *_ = index.get(name) or [None]
+                if module is not None and str(module).partition(".")[0] not in _LIBRARIES:
+                    raise InputError(
+                        f"{pretrained_model_name_or_path} names the module {module} for {name}, which would be"
+                        " imported: give trust_remote_code=True if you trust it"
+                    )
+        check_sums(Path(pretrained_model_name_or_path))
         kwargs.setdefault("low_cpu_mem_usage", is_accelerate_available())
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes a directory for `from_pretrained`, with `SHA256SUMS` of its files; arguments as in diffusers."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_sums(Path(save_directory))
 
     @property
     def objective(self) -> ObjectiveConfig:

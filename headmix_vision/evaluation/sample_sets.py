@@ -270,10 +270,14 @@ def samples_of(source: str, what: str) -> Path:
     return path / SAMPLES if (path / SAMPLES).is_dir() and (path / SAMPLES_METADATA).is_file() else path
 
 
-def check_root(root: str | None, *kinds: str) -> None:
-    """Raises InputError for the place of a data set where no side is one."""
-    if root is not None and "dataset" not in kinds:
-        raise InputError(f"--root is {root}, but no side is a data set")
+def check_side_options(root: str | None, background: str, *sources: str) -> None:
+    """Raise InputError for the place of a data set, or the background of pictures, where no side has one."""
+    names = [match["name"] for one in sources if not Path(one).exists() and (match := _DATASET.fullmatch(one))]
+    has_place = any(find_dataset(name, "scoring").takes_root for name in names)
+    if root is not None and not has_place:
+        raise InputError(f"--root is {root}, but no side is a data set that lies at a place: leave --root out")
+    if background != "white" and not has_place and not any(Path(one).is_dir() for one in sources):
+        raise InputError(f"--background is {background}, but no side is read from pictures: leave --background out")
 
 
 def open_slice(
@@ -308,7 +312,8 @@ def open_slice(
     bounds = _bounds(match["slice"] or ":")
     if bounds is None:
         raise InputError(f"{source}: a slice is written [START:STOP] or [START:STOP:STEP]")
-    request = SplitRequest(name, split or entry.scored_split, shape, "scoring", root, clip=clip, background=background)
+    place, background = (root, background) if entry.takes_root else (None, "white")
+    request = SplitRequest(name, split or entry.scored_split, shape, "scoring", place, clip=clip, background=background)
     samples = open_source(replace(request, needs_labels=labels.needed, skip_unlabelled=labels.skip))
     for bound in bounds[:2]:
         if bound is not None and abs(bound) > len(samples):

@@ -26,6 +26,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    if temporary.is_symlink():  # to elsewhere
+        temporary.unlink()
     try:
         yield temporary
         with temporary.open("rb+") as file:

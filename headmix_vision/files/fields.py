@@ -1,7 +1,7 @@
 """Checks what a file says: the entries of a JSON object or of a checkpoint, and their types."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from headmix_vision.errors import InputError
 
@@ -23,10 +23,16 @@ def check_fields(where: str, found: object, wanted: Mapping[str, Any]) -> dict[s
     if not isinstance(found, dict):
         raise InputError(f"{where} is {_short(found)}, it must be a table of entries")
     for name, kind in wanted.items():
-        if not isinstance(found.get(name), kind):
+        value = found.get(name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and not _takes_bool(kind)):
             state = f"is {_short(found[name])}" if name in found else "is missing"
             raise InputError(f"{where}: entry {name!r} {state}, it must be of type {getattr(kind, '__name__', kind)}")
     return {**dict.fromkeys(wanted), **found}
+
+
+def _takes_bool(kind: Any) -> bool:
+    """Return whether a type is meant to take true and false, which Python counts as whole numbers."""
+    return bool in (get_args(kind) or (kind,))
 
 
 def _short(value: object) -> str:

@@ -38,6 +38,7 @@ _CRF = "17"  # of x264, hardly to be told from the original
 _INSTANT_S = 1e-6
 _NUMBER_BYTES = 64  # of the number of a frame, in a list
 _FRAME_BYTES = 16  # of a pixel, with the frames that a decoder keeps
+_NOTHING_ELSE = {"protocol_whitelist": "none"}  # a video may name addresses and other files, which are not opened
 _OLDEST_AV = 17  # which converts the colours of BT.709 and of full range rightly
 # BT.601, limited range, primaries of BT.709 and the curve of sRGB, by their numbers in H.273
 _WRITTEN_COLOURS = {"colorspace": 6, "color_range": 1, "color_primaries": 1, "color_trc": 13}
@@ -264,7 +265,7 @@ def _opened(path: str | os.PathLike[str] | EncodedVideo) -> Iterator[tuple[Any, 
         check_file(path)
     with (path if isinstance(path, EncodedVideo) else Path(path)).open("rb") as file:
         try:
-            with av.open(file) as container:
+            with av.open(file, options=_NOTHING_ELSE) as container:
                 covers = Disposition.attached_pic | Disposition.timed_thumbnails
                 stream = next((one for one in container.streams.video if not one.disposition & covers), None)
                 if stream is None:

@@ -184,44 +184,70 @@ class Autoencoder:
 
 
 def load_autoencoder(
-    source: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, subfolder: str | None = None
+    source: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, fetch: bool = True
 ) -> Autoencoder:
     """Loads an autoencoder of images or of videos of diffusers.
 
     Args:
-        source: A local directory with `config.json` and weights, also a pipeline's directory with `vae/`; a hub id,
-            which is fetched unless the hub's cache has it; or `none` for pixels.
+        source: A local directory with `config.json` and weights, also a pipeline's directory with `vae/`; a hub id; or
+            `none` for pixels.
         device: Where to run.
         dtype: Type to run in.
-        subfolder: Folder within the directory or repository.
+        fetch: Whether a hub id is fetched unless the hub's cache has it. A source that a file names is not.
 
     Raises:
-        InputError: No autoencoder there.
+        InputError: No autoencoder there, or one that is not in the cache and is not fetched.
     """
     if source == PIXELS:
         return Autoencoder(None, device=device, dtype=dtype)
     import diffusers
 
     path = Path(source)
-    if path.is_dir() and subfolder is None and not (path / "config.json").is_file():
+    where = {}
+    if path.is_dir() and not (path / "config.json").is_file():
         if not (path / "vae" / "config.json").is_file():
             raise InputError(f"{source} has neither config.json nor vae/config.json: no autoencoder of diffusers")
-        subfolder = "vae"
+        where["subfolder"] = "vae"
     if not path.is_dir() and (path.is_absolute() or source.startswith(".") or source.count("/") != 1):
         raise InputError(f"autoencoder {source!r} is no directory, no hub id OWNER/NAME, and not {PIXELS!r}")
-    if (folder := path / (subfolder or "")).is_dir():
+    if (folder := path / where.get("subfolder", "")).is_dir():
         check_files(folder)
     try:
+        place = source if fetch or path.is_dir() else _cached(source)
+        kind = _find_class(source, diffusers.AutoencoderKL.load_config(place, **where).get("_class_name"))
         with building(f"the autoencoder {source}", {}):
-            module = diffusers.AutoModel.from_pretrained(
-                source, subfolder=subfolder, torch_dtype=dtype, low_cpu_mem_usage=False
-            )
+            module = kind.from_pretrained(place, torch_dtype=dtype, low_cpu_mem_usage=False, **where)
+    except InputError:
+        raise
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         hint = "" if path.is_dir() else "; without a connection, give the directory of a downloaded copy"
         raise InputError(f"autoencoder {source!r} cannot be loaded: {str(error).splitlines()[0]}{hint}") from None
-    if not hasattr(module, "encode") or not hasattr(module, "decode"):
-        raise InputError(f"autoencoder {source!r} is a {type(module).__name__}, which does not encode images")
     return Autoencoder(module, source, device, dtype)
+
+
+def _find_class(source: str, name: object) -> Any:
+    """Find an autoencoder of diffusers; its `AutoModel` would import the modules that a pipeline's index names."""
+    import diffusers
+
+    kind = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, diffusers.ModelMixin):
+        raise InputError(f"autoencoder {source!r} is of the class {name!r}, which diffusers does not have")
+    if not hasattr(kind, "encode") or not hasattr(kind, "decode"):
+        raise InputError(f"autoencoder {source!r} is a {name}, which does not encode images")
+    return kind
+
+
+def _cached(source: str) -> str:
+    """Find a repository in the hub's cache, without any connection."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(source, "config.json")
+    if not isinstance(config, str):
+        raise InputError(
+            f"autoencoder {source!r} is not in the hub's cache, and it is not fetched because a file names it: give"
+            f" --vae {source}, in training --model.vae {source}"
+        )
+    return str(Path(config).parent)
 
 
 def downsampling(module: Any) -> int:

@@ -10,18 +10,17 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import pickle
 import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import cast
 
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.weights import check_weights, load_plain, read_weights
 from headmix_vision.layers import MixingMatrix
 from headmix_vision.layers.block_mixing import locality_weights
 from headmix_vision.layers.embeddings import sincos_positions
@@ -51,24 +50,20 @@ def read_dit_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             another prediction than the velocity.
     """
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         raise InputError(
             f"no checkpoint at {path}; the official ones are linked from https://github.com/facebookresearch/DiT"
         )
-    try:
-        if path.suffix == ".safetensors":
-            return _noting_sit(safetensors.torch.load_file(path), _has_name_of_sit(path))
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
-        raise InputError(f"{path} holds no readable weights: {str(error).splitlines()[0]}") from None
+    if path.suffix == ".safetensors":
+        return _noting_sit(read_weights(path), _has_name_of_sit(path))
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        loaded = load_plain(path)
     arguments = loaded.get("args") if isinstance(loaded, dict) else None
     for name in ("ema", "model", "state_dict"):
         if isinstance(loaded, dict) and isinstance(loaded.get(name), dict):
             loaded = loaded[name]
             break
-    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise InputError(f"{path} holds no state dict of tensors.")
+    loaded = check_weights(path, loaded)
     path_type, prediction = (getattr(arguments, name, None) for name in ("path_type", "prediction"))
     if path_type not in (None, "Linear") or prediction not in (None, "velocity"):
         raise InputError(

@@ -136,7 +136,8 @@ class WanMHLAProcessor(nn.Module):
             eps=self.eps,
             impl="auto",
         )
-        out = self.norm(out.type_as(v)).flatten(2)
+        # sums that nothing divides are normed before they are rounded to float16
+        out = F.rms_norm(out, self.norm.normalized_shape, self.norm.weight.type_as(out), self.eps).type_as(v).flatten(2)
         if self.gate is not None:
             out = out * F.silu(self.gate(hidden_states))
         return attn.to_out[1](attn.to_out[0](out))

@@ -6,6 +6,7 @@ A classifier becomes a weights file for timm (`--out model.safetensors`), a gene
 
 import json
 from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from timm.models import get_pretrained_cfg_value, is_model
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.errors import InputError, one_line_errors
-from headmix_vision.files.atomic import atomic_folder, check_place
+from headmix_vision.files.atomic import atomic_folder, check_place, remove_temporaries
+from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import INDEX, find_checkpoint
-from headmix_vision.runs.networks import load_network
+from headmix_vision.runs.networks import load_network, without_sources
 
 # They act while training only, and change no weight's name or shape.
 _TRAINING_ARGUMENTS = ("drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate")
@@ -35,7 +37,8 @@ def create_model_arguments(description: dict[str, Any]) -> dict[str, Any]:
         The arguments that differ from the model's defaults, without those which act in training only.
     """
     name = description["name"]
-    arguments = {k: v for k, v in description["model_args"].items() if k not in _TRAINING_ARGUMENTS}
+    stored = without_sources(description["model_args"])
+    arguments = {name: value for name, value in stored.items() if name not in _TRAINING_ARGUMENTS}
     default = get_pretrained_cfg_value(name, "num_classes") if is_model(name) else None
     if description["num_classes"] != default:
         arguments["num_classes"] = description["num_classes"]
@@ -61,14 +64,13 @@ def export(
 
     Raises:
         InputError: If the checkpoint is not one of this package, holds weights that are not finite or of another model
-            than it says, or `out` does not end in `.safetensors` or exists.
+            than it says, or `out` does not end in `.safetensors`, exists, or is being written by another process.
     """
     if out.suffix != ".safetensors":
         raise InputError(f"--out must end in .safetensors, got {out}")
     if out.is_dir():
         raise InputError(f"--out {out} is a directory, a classifier is exported to a file")
-    if out.exists() and not overwrite:
-        raise InputError(f"--out {out} already exists; choose another one, or replace it with --overwrite")
+    _check_absent(out, overwrite)
     check_place(out)
     checkpoint = read_checkpoint(checkpoint_path)
     description = checkpoint[DESCRIPTION_KEY]
@@ -84,9 +86,17 @@ def export(
     }
     if not dry_run:
         tensors = {name: value.contiguous() for name, value in network.state_dict().items()}
-        write_tensors(out, tensors, header)
+        with hold_lock(out.with_name(f".{out.name}.lock"), f"file {out}"):
+            _check_absent(out, overwrite)  # another process may have written it meanwhile
+            remove_temporaries(out.parent, escape(out.name))
+            write_tensors(out, tensors, header)
     given = "".join(f"{name}={value!r}, " for name, value in arguments.items())
     return f"timm.create_model({description['name']!r}, {given}checkpoint_path={str(out)!r})"
+
+
+def _check_absent(out: Path, overwrite: bool) -> None:
+    if out.exists() and not overwrite:
+        raise InputError(f"--out {out} already exists; choose another one, or replace it with --overwrite")
 
 
 def export_pipeline(
@@ -159,7 +169,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if options.run.suffix == ".ckpt" and options.checkpoint is not None:
             raise InputError(f"--checkpoint is for a run directory, {options.run} is a checkpoint already")
         path = find_checkpoint(options.run, options.checkpoint)
-        generator = is_generator(read_checkpoint(path))
+        generator = is_generator(read_checkpoint(path, sharded=(), values=False))
         flags = {name: getattr(options, name) for name in ("raw", "overwrite", "dry_run")}
         expression = (export_pipeline if generator else export)(path, options.out, **flags)
         if options.dry_run:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import pickle
 import re
 import sys
 from contextlib import AbstractContextManager
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import timm
-from safetensors import SafetensorError
 from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypoint
 from torch import Tensor, nn
 
@@ -22,6 +19,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.tensor_files import header_of
 from headmix_vision.files.texts import parse_json
+from headmix_vision.files.weights import one_line_damage, read_weights
 from headmix_vision.models.building import building
 from headmix_vision.models.headmix_dit_names import generator_class
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
@@ -30,11 +28,15 @@ from headmix_vision.models.stored_positions import name_grid
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,
+    check_kinds,
     check_state,
     is_generator,
     model_state,
     read_checkpoint,
 )
+
+_SOURCES = ("pretrained", "checkpoint_path", "cache_dir")
+_GENERATORS = "dit_"
 
 if TYPE_CHECKING:
     from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
@@ -67,7 +69,7 @@ def create_network(
         InputError: If the name is unknown, the model refuses an argument, or the start weights are unreadable, of
             another number of classes, or do not fit the model.
     """
-    _check_name(name)
+    _check_name(name, generator=False)
     arguments = {"num_classes": num_classes, "img_size": img_size, **(model_args or {})}
     if checkpoint is None:
         if new_head:
@@ -75,6 +77,8 @@ def create_network(
         return _create(name, arguments)
 
     state, size = _start_weights(checkpoint)
+    if not state:  # timm would fetch its own
+        raise InputError(f"{checkpoint} holds no weights")
     check_finite(state, checkpoint)
     if name == LITE0_MODEL and "conv_stem.weight" not in state:
         state = lite0_state(state, checkpoint)
@@ -88,17 +92,19 @@ def create_network(
         raise InputError(
             f"{checkpoint} has {head.shape[0]} classes, the model {classes} (options model.num_classes, model.new_head)"
         )
-    if size is not None and any(name in variants for variants in FAMILIES.values()):
+    if size is not None and any(name.partition(".")[0] in variants for variants in FAMILIES.values()):
         state = name_grid(state, size)
-    overlay = {"state_dict": state, "num_classes": classes}
+    # from nowhere else, whatever the arguments say
+    overlay = {"state_dict": state, "num_classes": classes, "source": None}
     try:
         with _building(name, arguments):
             network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
     except InputError:
         raise
-    except (RuntimeError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300]
+    except (*_REFUSALS, AttributeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
+    check_kinds(state, network.state_dict(), checkpoint)
     cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
     return network
 
@@ -124,9 +130,7 @@ def create_generator(
         InputError: If the name is unknown or that of a classifier, the model refuses an argument, or the start weights
             do not fit or mix heads which the model does not.
     """
-    _check_name(name)
-    if not name.startswith("dit_"):
-        raise InputError(f"{name} is a classifier; generators are {', '.join(timm.list_models('dit_*'))}")
+    _check_name(name, generator=True)
     cls = generator_class(name)
     size = tuple(input_size) if isinstance(input_size, list) else input_size
     known = set(inspect.signature(cls.__init__).parameters) - {"self"}
@@ -139,6 +143,8 @@ def create_generator(
 
         if Path(checkpoint).suffix == ".ckpt":
             read = read_checkpoint(checkpoint)
+            if not is_generator(read):
+                raise InputError(f"{checkpoint} holds the classifier {read[DESCRIPTION_KEY]['name']}, not a generator")
             state = model_state(read)
             stored = read[DESCRIPTION_KEY].get("architecture", {}).get("sit_time", False)
             if stored != model.config["sit_time"]:
@@ -146,7 +152,12 @@ def create_generator(
         else:
             state = read_dit_weights(checkpoint)
         check_finite(state, checkpoint)
-        converted = convert_dit_state_dict(state, model)
+        try:
+            converted = convert_dit_state_dict(state, model)
+        except _REFUSALS as error:
+            reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
+        check_kinds(converted.state_dict, model.state_dict(), checkpoint)
         mixed = [entry for entry in converted.unused if ".attn.head_mix." in entry]
         if mixed:  # heads that were trained to be mixed compute something else without
             raise InputError(
@@ -177,7 +188,8 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
         except _REFUSALS as error:
             raise InputError(f"the checkpoint's description makes no {about['name']}: {error}") from None
     else:
-        network = create_network(about["name"], about["num_classes"], about["img_size"], about["model_args"])
+        arguments = without_sources(about["model_args"])
+        network = create_network(about["name"], about["num_classes"], about["img_size"], arguments)
     state = model_state(checkpoint, raw=raw)
     check_state(state, network.state_dict())
     check_finite(state, "the checkpoint")
@@ -185,10 +197,25 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
     return network
 
 
-def _check_name(name: str) -> None:
-    if not timm.is_model(name):
+def without_sources(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Leave the arguments out by which timm fetches or reads weights: those of the file take their place."""
+    return {name: value for name, value in arguments.items() if name not in _SOURCES}
+
+
+def _check_name(name: str, *, generator: bool) -> None:
+    """Refuses names that timm does not know, also behind a dot, and those of the other family of models."""
+    architecture, dot, tag = name.partition(".")
+    if not timm.is_model(architecture):
         hint = suggest(name, timm.list_models(), "timm.list_models() lists the known ones", most=3)
         raise InputError(f"unknown model {name!r}{hint}")
+    tags = [full.partition(".")[2] for full in timm.list_models(f"{architecture}.*", include_tags=True)] if dot else []
+    if dot and (not tag or tag not in tags):
+        allowed = f"one of {', '.join(filter(None, tags))}" if any(tags) else "left out with the dot"
+        raise InputError(f"model {name}: the pretrained tag behind the dot is {tag!r}, it must be {allowed}")
+    if name.startswith(_GENERATORS) != generator:
+        kind, use = ("classifier", "train-cls") if generator else ("generator", "train-gen")
+        other = "are named" if generator else "are not named"
+        raise InputError(f"{name} is a {kind}, which headmix-{use} trains; here models {other} {_GENERATORS}...")
 
 
 # A constructor of timm refuses an argument by whatever the first line that cannot use it raises.
@@ -247,7 +274,8 @@ def export_arguments(path: Path) -> tuple[str, dict[str, Any]] | None:
     if "model_name" not in header:
         return None
     where = f"model_args of {path}"
-    return header["model_name"], check_fields(where, parse_json(header.get("model_args", "{}"), where), {})
+    arguments = check_fields(where, parse_json(header.get("model_args", "{}"), where), {})
+    return header["model_name"], without_sources(arguments)
 
 
 def _start_weights(checkpoint: str) -> tuple[dict[str, Tensor], Any]:
@@ -255,20 +283,21 @@ def _start_weights(checkpoint: str) -> tuple[dict[str, Tensor], Any]:
     if Path(checkpoint).suffix == ".ckpt":
         read = read_checkpoint(checkpoint)
         about = read[DESCRIPTION_KEY]
+        if is_generator(read):
+            raise InputError(f"{checkpoint} holds the generator {about['name']}, whose weights no classifier can take")
         return model_state(read), _trained_size(about["name"], about)
-    if not os.path.isfile(checkpoint):
+    path = Path(checkpoint)
+    if not path.exists():
         raise InputError(f"no checkpoint at {checkpoint} (option model.checkpoint)")
-    try:
-        state = load_state_dict(checkpoint, weights_only=True)
-    except (RuntimeError, EOFError, AttributeError, LookupError, ValueError, pickle.UnpicklingError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"{checkpoint} holds no readable weights: {reason}") from None
-    except SafetensorError as error:
-        raise InputError(f"{checkpoint} is truncated or no safetensors file: {error}") from None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise InputError(f"{checkpoint} holds no weights by name")
-    described = export_arguments(Path(checkpoint)) if Path(checkpoint).suffix == ".safetensors" else None
+    state = read_weights(path, _load_as_timm)
+    described = export_arguments(path) if path.suffix == ".safetensors" else None
     return state, described and _trained_size(*described)
+
+
+def _load_as_timm(path: Path) -> Any:
+    """Reads a file with the keys and prefixes that timm knows: its moving average before its trained weights."""
+    with one_line_damage(path):
+        return load_state_dict(str(path), weights_only=True)
 
 
 def _trained_size(name: str, arguments: dict[str, Any]) -> Any:

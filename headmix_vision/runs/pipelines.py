@@ -19,6 +19,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.hashes import state_sha256
 from headmix_vision.files.limits import check_files
+from headmix_vision.files.sums import check_sums
 from headmix_vision.files.texts import read_json
 from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
@@ -98,6 +99,7 @@ def load_exported_network(folder: Path) -> HeadMixDiT | HeadMixVideoDiT:
     Raises:
         InputError: If the directory holds no network of this package, or its weights are damaged or not finite.
     """
+    check_sums(folder)
     with _refused(f"{folder} is no pipeline of this package"):
         network = _read_network(folder / "transformer", _read_index(folder)[0].network_class)
     check_finite(network.state_dict(), str(folder))
@@ -110,6 +112,7 @@ Loaded = tuple[GeneratorPipeline, Autoencoder | None, dict[str, Any]]
 def _load_exported(folder: Path, vae: str | None) -> Loaded:
     # Part by part, not `from_pretrained`: that imports whatever modules the index names, ignores unknown options, and
     # shows a bar in logs.
+    check_sums(folder)
     where = f"{folder} is no pipeline of this package"
     with _refused(where):
         kind, index = _read_index(folder)
@@ -117,6 +120,8 @@ def _load_exported(folder: Path, vae: str | None) -> Loaded:
         model = _read_network(folder / "transformer", kind.network_class)
         scheduler = _read_scheduler(folder / "scheduler", index["scheduler"][-1], objective)
     has_autoencoder = any(part is not None for part in index["vae"] or [])
+    if has_autoencoder and vae is None and not (folder / "vae").is_dir():  # else its path is taken for a hub id
+        raise InputError(f"{where}: it lacks the folder vae")
     autoencoder = _open_autoencoder(str(folder / "vae") if has_autoencoder else None, vae, model, folder)
     with _refused(where):
         pipeline = kind(
@@ -196,7 +201,7 @@ def _open_autoencoder(recorded: str | None, asked: str | None, model: Any, where
     source = asked or recorded
     if source is None or source == PIXELS:
         return None
-    autoencoder = load_autoencoder(source)
+    autoencoder = load_autoencoder(source, fetch=asked is not None)
     channels = latent_channels(autoencoder.module)
     if channels != model.in_channels:
         raise InputError(

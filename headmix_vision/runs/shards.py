@@ -2,13 +2,15 @@
 
 The `.ckpt` file holds all the rest. In the place of each sharded tensor it has one of the same shape and type without
 values (on the device `meta`), and its entry `shards` names the folder beside it, in the format of
-`torch.distributed.checkpoint`.
+`torch.distributed.checkpoint`. The entry also holds the SHA-256 of each file in the folder, which is compared before a
+tensor is read from it; each process does so with the files that it reads, at 0.5 to 1.1 s per GiB. Shards of earlier
+versions, which have none, are read as they are.
 """
 
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -19,16 +21,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata, load
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
+from headmix_vision.files.hashes import file_sha256
 
 SHARDS = "shards"
 SHARDED = ("state_dict", "current_model_state", "optimizer_states")
 FORMAT = 1
-_FIELDS = {"format": int, "folder": str, "identity": int, "processes": int}
-_INDEX = ".metadata"  # written when all shards are whole
+_FIELDS = {"format": int, "folder": str, "identity": int, "processes": int, "sha256": dict | None}
+INDEX = ".metadata"  # written when all shards are whole
 _IDENTITY = "[0-9a-f]" * 16
 _MARKS = "/identity/"
 _KNOWN = {
@@ -56,6 +61,16 @@ def map_tensors(value: Any, change: Callable[[str, Tensor], Any], name: str = ""
     return value
 
 
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Walks through nested dictionaries, lists and tuples; the names of tensors are those of `map_tensors`."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            yield from named_tensors(entry, f"{name}/{key}")
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Gathers a tensor of which each process has a part; returns others as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -81,7 +96,7 @@ def remove_shards(checkpoint: Path, keep: str | None = None) -> None:
 def remove_unfinished(checkpoints: Path) -> None:
     """Deletes shards that killed processes were writing to a folder; only for who holds the lock of its run."""
     for folder in checkpoints.glob(f"*.{_IDENTITY}.shards"):
-        if not (folder / _INDEX).exists():
+        if not (folder / INDEX).exists():
             shutil.rmtree(folder)
 
 
@@ -102,10 +117,11 @@ def check_shards(path: Path, checkpoint: dict[str, Any]) -> None:
     about = check_fields(f"the entry {SHARDS!r} of {path}", checkpoint[SHARDS], _FIELDS)
     if about["format"] != FORMAT:
         raise InputError(f"the shards of {path} have format {about['format']}, this version reads {FORMAT}")
-    folder = path.parent / Path(about["folder"]).name
+    reader = _Reader(path, about)
+    folder = Path(reader.path)
     if not folder.is_dir():
         raise InputError(f"{path} lacks the folder of its shards, {folder}: copy or move both")
-    metadata = _Reader(folder).read_metadata()
+    metadata = reader.read_metadata()
     marks = [name for name in metadata.state_dict_metadata if name.startswith(_MARKS)]
     if about["processes"] != len(marks) or not marks:
         raise InputError(
@@ -120,6 +136,15 @@ def check_shards(path: Path, checkpoint: dict[str, Any]) -> None:
             raise InputError(f"the shard {shard} of {path} is missing")
         if shard.stat().st_size < end:
             raise InputError(f"the shard {shard} of {path} is truncated ({shard.stat().st_size} bytes)")
+    stored, held = metadata.state_dict_metadata, sum((folder / Path(name).name).stat().st_size for name in ends)
+
+    def check_size(name: str, tensor: Tensor) -> None:
+        found = stored.get(name)
+        alike = isinstance(found, TensorStorageMetadata) and found.size == tensor.shape
+        if tensor.is_meta and not (alike and tensor.numel() * tensor.element_size() <= held):
+            raise InputError(f"{path} is damaged: {name} of shape {list(tensor.shape)} is not in its shards {folder}")
+
+    map_tensors({name: checkpoint.get(name) for name in SHARDED}, check_size)
 
 
 def _check_values(path: Path, name: str, tensor: Tensor) -> None:
@@ -178,7 +203,7 @@ def fill(
         return
     about = checkpoint[SHARDS]
     marks = {identity_name(process): torch.zeros((), dtype=torch.int64) for process in range(about["processes"])}
-    reader = _Reader(path.parent / Path(about["folder"]).name)
+    reader = _Reader(path, about)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it was asked to read alone
@@ -192,16 +217,28 @@ def fill(
 
 
 class _Reader(FileSystemReader):
-    """Reads the index of shards without unpickling anything but that."""
+    """Reads shards without unpickling anything but their index, and compares the hashes of all files that it reads.
+
+    Args:
+        checkpoint: The `.ckpt` file.
+        about: Its entry `shards`.
+    """
+
+    def __init__(self, checkpoint: Path, about: dict[str, Any]) -> None:
+        super().__init__(checkpoint.parent / Path(about["folder"]).name)
+        self.sha256: dict[str, str] | None = about.get("sha256")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / _INDEX
+        path = Path(self.path) / INDEX
         try:
+            self._check(INDEX)
             with path.open("rb") as file:
                 metadata = _IndexUnpickler(file).load()
         except FileNotFoundError:
-            raise InputError(f"{path.parent} is no complete folder of shards: it lacks {_INDEX}") from None
-        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise InputError(f"{path.parent} is no complete folder of shards: it lacks {INDEX}") from None
+        except InputError:
+            raise
+        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, LookupError) as error:
             raise InputError(f"{path} is damaged: {error}") from None
         kinds = metadata.state_dict_metadata.values() if isinstance(metadata, Metadata) else [None]
         if not all(isinstance(kind, TensorStorageMetadata) for kind in kinds):  # torch would unpickle all else
@@ -209,6 +246,18 @@ class _Reader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for name in sorted({self.storage_data[item.storage_index].relative_path for item in plan.items}):
+            self._check(name)
+        return super().read_data(plan, planner)
+
+    def _check(self, name: str) -> None:
+        path = Path(self.path) / name
+        if name != path.name:
+            raise InputError(f"{Path(self.path) / INDEX} is damaged: it names the shard {name!r:.60}")
+        if self.sha256 is not None and file_sha256(path) != self.sha256.get(name):
+            raise InputError(f"the shard {path} is damaged: it does not have the SHA-256 in its checkpoint")
 
 
 class _IndexUnpickler(pickle.Unpickler):

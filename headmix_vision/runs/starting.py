@@ -24,7 +24,8 @@ def train(script: Sequence[str], run: Path, options: Sequence[object], **how: An
     run = run.absolute()
     if (run / FINISHED).exists():
         return
-    arguments = ["-c", run / CONFIG, "--ckpt_path", "last"]
+    trust = [option for option in options if str(option) in ("--trust-config", "--trust_config")]
+    arguments = ["-c", run / CONFIG, "--ckpt_path", "last", *trust]
     if not (run / LAST).exists():
         arguments = [*options, "--overwrite", "true"]
     run_python([*script, "fit", *arguments, "--run_dir", run], **how)

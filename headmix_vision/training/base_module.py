@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from headmix_vision.console.notes import say_once
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.training.grouped_muon import GroupedMuon
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
+from headmix_vision.training.resuming import check_optimizers, check_progress, check_sums
 from headmix_vision.training.sharding import ShardedStrategy
 
 _STEP = 0  # stream of random numbers
@@ -103,6 +105,7 @@ class BaseModule(LightningModule):
     sharers: int = 1
     step_loss: Tensor | None = None
     epoch_loss: float | None = None
+    _optimizer_states: list[Any] | None = None
 
     def __init__(
         self,
@@ -177,6 +180,12 @@ class BaseModule(LightningModule):
         ]
         return optimizer
 
+    def on_fit_start(self) -> None:
+        """Checks the states of the optimizers in a checkpoint, which Lightning restores next."""
+        states, self._optimizer_states = self._optimizer_states, None
+        if states is not None:
+            check_optimizers(self.trainer.optimizers, states)
+
     def on_train_start(self) -> None:
         """Makes the schedule, a pure function of the optimizer step.
 
@@ -196,11 +205,25 @@ class BaseModule(LightningModule):
         epoch_steps = count_epoch_steps(self.trainer)
         if math.isinf(epoch_steps) and self.schedule_config.warmup_epochs:
             raise InputError("the length of an epoch is unknown: set schedule.warmup_epochs=0")
+        self._check_warmup(total_steps, epoch_steps)
         self.schedule = make_schedule(optimizer, self.schedule_config, int(total_steps), epoch_steps)
         self.schedule.step_update(max(0, self.trainer.global_step - 1))
         if not hasattr(self, "train_loss"):
             self.train_loss = torch.zeros(2)
         self.train_loss = self.train_loss.to(self.device)
+
+    def _check_warmup(self, total_steps: float, epoch_steps: float) -> None:
+        """Refuse a warm-up that the run does not finish, but for one of which nothing was said."""
+        warmup = self.schedule_config.warmup_epochs
+        if math.isinf(epoch_steps) or warmup * epoch_steps <= total_steps or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        message = (
+            f"model.schedule.warmup_epochs={warmup:g} is longer than the run of {total_steps / epoch_steps:g} epochs:"
+            " the learning rate does not reach model.optimizer.lr"
+        )
+        if warmup != ScheduleConfig.warmup_epochs:
+            raise InputError(f"{message}; train longer, or set a shorter warm-up")
+        say_once(f"note: {message}")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Sets the learning rate of this step and the random numbers of this batch."""
@@ -287,8 +310,12 @@ class BaseModule(LightningModule):
 
         Raises:
             InputError: If training goes on with another optimizer, or with batches of another size, all processes
-                together, within an epoch or with another number of processes.
+                together, within an epoch or with another number of processes; if the checkpoint has another form than
+                this run writes.
         """
+        check_progress(self.trainer, self, checkpoint)
+        if self.trainer.state.fn == "fit":
+            self._optimizer_states = checkpoint["optimizer_states"]
         if self.trainer.state.fn == "fit" and "batch" in checkpoint:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             within_epoch = progress["current"]["processed"] > 0 and not progress["is_last_batch"]
@@ -297,6 +324,7 @@ class BaseModule(LightningModule):
             if before != now:
                 raise InputError(f"model.optimizer.opt={now} cannot go on with the state of {before}")
         if "train_loss" in checkpoint:
+            check_sums("train_loss", checkpoint["train_loss"], 2)
             self.train_loss = self.own_sums(checkpoint["train_loss"].view(-1, 2))
 
 

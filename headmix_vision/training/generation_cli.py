@@ -42,7 +42,8 @@ class GenerationCLI(RunCLI):
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
         """Makes sample grids, scores and learning curves, all before `last.ckpt`."""
         options, made = self.options, self.config_init[self.config.subcommand]
-        sampler, seed = ImageSampler(options.model.vae), options.seed_everything
+        vae, seed = options.model.vae, options.seed_everything
+        sampler = ImageSampler(vae, fetch=self.trust.knows(vae))
         samples = SampleGrids(run_dir / SAMPLES, made.samples, sampler, average, seed)
         score = SampleFid(made.fid, sampler, average, options.data.root, seed, options.data.background)
         curves = LearningCurves(

@@ -22,6 +22,7 @@ from headmix_vision.runs.networks import create_generator
 from headmix_vision.training.base_module import BaseModule, Compile
 from headmix_vision.training.callbacks.non_finite import require_finite
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
+from headmix_vision.training.resuming import check_sums
 
 Batch = tuple[Tensor, Tensor]
 LEVELS = 10
@@ -240,6 +241,7 @@ class ImageGenerator(BaseModule):
         self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
         super().on_load_checkpoint(checkpoint)
         if "level_loss" in checkpoint:
+            check_sums("level_loss", checkpoint["level_loss"], 2 * LEVELS)
             self.level_loss = self.own_sums(checkpoint["level_loss"].view(-1, LEVELS, 2))
 
 

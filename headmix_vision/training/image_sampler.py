@@ -31,10 +31,11 @@ class ImageSampler:
 
     Args:
         vae: Autoencoder of the latents, a local directory or a hub id; None for pixels.
+        fetch: Whether a hub id is fetched; else it must be in the hub's cache.
     """
 
-    def __init__(self, vae: str | None) -> None:
-        self.vae_source = vae
+    def __init__(self, vae: str | None, *, fetch: bool = False) -> None:
+        self.vae_source, self._fetch = vae, fetch
         self._vae: Any = None
 
     def check(self, module: LightningModule, plan: SamplingPlan, option: str) -> None:
@@ -64,7 +65,7 @@ class ImageSampler:
             InputError: If there is none.
         """
         if self.vae_source is not None and self._vae is None:
-            self._vae = load_autoencoder(self.vae_source).module
+            self._vae = load_autoencoder(self.vae_source, fetch=self._fetch).module
 
     def image_shape(self, module: LightningModule) -> tuple[int, int, int]:
         """Returns channels, height and width of the images, or of a clip's frames, in pixels; after `open`."""

@@ -2,9 +2,14 @@
 
 import math
 import os
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Timer
 from timm.optim import list_optimizers
 from torch.distributed import is_torchelastic_launched
 
@@ -287,6 +292,9 @@ class BestConfig:
 _LEAST_OF_TRAINER = {
     "max_epochs": (1, -1),
     "max_steps": (1, -1),
+    "min_epochs": (1, None),
+    "min_steps": (1, None),
+    "reload_dataloaders_every_n_epochs": (0, None),
     "accumulate_grad_batches": (1, None),
     "check_val_every_n_epoch": (1, None),
     "log_every_n_steps": (1, None),
@@ -304,6 +312,24 @@ def _count_devices(devices: Any) -> int | None:
     return int(devices) if str(devices).isdecimal() else None
 
 
+def _check_times(trainer: Any) -> None:
+    interval = trainer.val_check_interval
+    if isinstance(interval, int | float):
+        require(interval > 0, f"trainer.val_check_interval must be above 0, got {interval}")
+    if trainer.max_time is not None:
+        try:
+            length_s = Timer(trainer.max_time).time_remaining() or 0.0
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            raise InputError(f"trainer.max_time={trainer.max_time}: {error}") from None
+        require(length_s > 0, f"trainer.max_time must be a time above 0, got {trainer.max_time}")
+    for name in ("epochs", "steps"):
+        least, most = trainer[f"min_{name}"], trainer[f"max_{name}"]
+        require(
+            least is None or most in (None, -1) or least <= most,
+            f"trainer.min_{name}={least} is above trainer.max_{name}={most}",
+        )
+
+
 def check_trainer_options(trainer: Any, subcommand: str) -> None:
     """Raises `InputError` for options that divide by zero, train nothing, or do not fit the processes of torchrun."""
     for name, (least, unlimited) in _LEAST_OF_TRAINER.items():
@@ -311,6 +337,7 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
         if value is not None and value != unlimited and not value >= least:
             other = "" if unlimited is None else f", or {unlimited} for no limit"
             raise InputError(f"trainer.{name} must be at least {least}{other}, got {value}")
+    _check_times(trainer)
     require(
         str(trainer.strategy).lower() not in ("fsdp", "fsdp_cpu_offload"),
         f"trainer.strategy={trainer.strategy} is of FSDP1; networks are sharded by fsdp2 (-c overlays/fsdp)",
@@ -318,6 +345,10 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
     if (devices := _count_devices(trainer.devices)) is not None:
         check_workers(**{"trainer.devices": devices})
     here, started = map(os.environ.get, ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    require(
+        not any(word in str(trainer.strategy).lower() for word in ("spawn", "fork", "notebook")),
+        f"trainer.strategy={trainer.strategy} copies a process: set it to ddp, which starts the command once more",
+    )
     require(
         devices is None
         or not is_torchelastic_launched()
@@ -327,6 +358,135 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
     )
     limit = f"limit_{ {'fit': 'train', 'validate': 'val'}.get(subcommand, subcommand) }_batches"
     require(trainer[limit] != 0, f"trainer.{limit}=0 leaves nothing to {subcommand}")
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Options that have no effect beside others.
+
+    Args:
+        names: The options; a name that ends with a dot stands for its group.
+        cause: What leaves them without effect, for the message.
+        applies: Whether they have no effect, from the parsed options.
+        but: Options of the groups which this rule is not about.
+    """
+
+    names: tuple[str, ...]
+    cause: str
+    applies: Callable[[Any], bool] = lambda options: True
+    but: tuple[str, ...] = ()
+
+    def concerns(self, name: str) -> bool:
+        """Tell whether the rule is about an option."""
+        return name.startswith(tuple(part for part in self.names if part.endswith("."))) or name in self.names
+
+
+def _is_off(group: str, switch: str, options: Any) -> bool:
+    return _entry(options, group, switch) is None
+
+
+_IDLE_IN_TRAINING = (
+    *(
+        Idle((f"{group}.",), f"{group}.{switch} is null", partial(_is_off, group, switch), (switch,))
+        for group, switch in (
+            ("samples", "every_n_steps"),
+            ("fid", "every_n_epochs"),
+            ("analysis", "every_n_epochs"),
+            ("early_stopping", "patience"),
+        )
+    ),
+    Idle(
+        ("model.mixup.switch_prob",),
+        "it is for mixup and CutMix together, and one of model.mixup.mixup_alpha and model.mixup.cutmix_alpha is 0",
+        lambda o: not (o.model.mixup.mixup_alpha and o.model.mixup.cutmix_alpha),
+    ),
+    Idle(
+        ("model.mixup.prob", "model.mixup.mode"),
+        "model.mixup.mixup_alpha and model.mixup.cutmix_alpha are 0",
+        lambda o: not (o.model.mixup.mixup_alpha or o.model.mixup.cutmix_alpha),
+    ),
+    Idle(
+        ("model.schedule.warmup_lr",),
+        "model.schedule.warmup_epochs is 0",
+        lambda o: not o.model.schedule.warmup_epochs,
+    ),
+    Idle(
+        ("model.schedule.min_lr",),
+        "model.schedule.sched is constant",
+        lambda o: o.model.schedule.sched == "constant",
+    ),
+    Idle(
+        ("model.checkpoint", "model.new_head"),
+        "weights come from --ckpt_path",
+        lambda o: o.ckpt_path is not None,
+    ),
+    Idle(
+        ("trainer.gradient_clip_algorithm",),
+        "trainer.gradient_clip_val is null",
+        lambda o: o.trainer.gradient_clip_val is None,
+    ),
+    Idle(
+        ("data.val_split",),
+        "validation runs on the samples of data.holdout_every",
+        lambda o: _entry(o, "data", "holdout_every") is not None,
+    ),
+    Idle(
+        ("data.augmentation.remode", "data.augmentation.recount"),
+        "data.augmentation.reprob is 0",
+        lambda o: not o.data.augmentation.reprob,
+    ),
+    Idle(
+        ("trainer.logger", "trainer.default_root_dir", "trainer.enable_checkpointing", "weights_only"),
+        "a run directory has its own files",
+    ),
+)
+_IDLE_IN_EVALUATION = (
+    Idle(
+        (
+            *("overwrite", "data_changed", "checkpoint_every_n_steps", "weights_only"),
+            *("ema.", "early_stopping.", "analysis.", "samples.", "fid."),
+            *("model.optimizer.", "model.schedule.", "model.mixup.", "data.augmentation.", "data.shuffle_shards"),
+            *(f"trainer.{name}" for name in ("max_epochs", "max_steps", "min_epochs", "min_steps", "max_time")),
+            *(f"trainer.{name}" for name in ("accumulate_grad_batches", "gradient_clip_val", "limit_train_batches")),
+            *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.log_every_n_steps"),
+        ),
+        "it is for fit",
+    ),
+    Idle(("model.checkpoint", "model.new_head"), "weights come from the run, or from --ckpt_path"),
+    Idle(
+        ("trainer.logger", "trainer.default_root_dir", "trainer.enable_checkpointing"),
+        "a run directory has its own files",
+    ),
+)
+
+
+def _entry(options: Any, *names: str) -> Any:
+    for name in names:
+        options = options.get(name) if options is not None else None
+    return options
+
+
+def check_given(arguments: Sequence[str], options: Any, subcommand: str) -> None:
+    """Raise `InputError` for options on the command line that have no effect; those of recipes may have none.
+
+    Args:
+        arguments: The command line.
+        options: What was parsed of it.
+        subcommand: `fit`, `validate`, `test` or `predict`.
+    """
+    given = [argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+    for rule in _IDLE_IN_TRAINING if subcommand == "fit" else _IDLE_IN_EVALUATION:
+        for name in given:
+            if rule.concerns(name) and not name.endswith(tuple(f".{part}" for part in rule.but)):
+                require(not rule.applies(options), f"--{name} has no effect: {rule.cause}")
+
+
+def check_texts(options: Any, name: str = "") -> None:
+    """Raise `InputError` for an option that is an empty text, such as a path or the name of a split."""
+    if isinstance(options, Mapping | Namespace):
+        for key, value in vars(options).items() if isinstance(options, Namespace) else options.items():
+            check_texts(value, f"{name}.{key}" if name else str(key))
+    require(options != "", f"{name} is an empty text: give a value, or null for none")
 
 
 DEFAULT_OPTIMIZER = OptimizerConfig()

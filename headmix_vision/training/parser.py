@@ -2,9 +2,9 @@
 
 import argparse
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from pydoc import locate
 from textwrap import dedent
 from types import MappingProxyType
 from typing import Any, NoReturn, cast
@@ -15,7 +15,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 from headmix_vision.checks import keywords, suggest, unknown_keyword
 from headmix_vision.errors import InputError
 from headmix_vision.files.texts import read_text
-from headmix_vision.runs.directory import CONFIG
+from headmix_vision.runs.directory import CONFIG, standing_file
+from headmix_vision.training.trust import refusal
 from headmix_vision.training.yaml_loader import load_yaml
 
 CommonOptions = Mapping[str, Mapping[str, str]]
@@ -39,8 +40,20 @@ _NO_CLASS = re.compile(
 )
 
 
+# jsonargparse's report of a class that is not to be imported
+_DENIED = re.compile(r"""^(?:Parser key ")?(?P<key>[\w.]*).*?Importing '(?P<path>[^']+)' is not allowed""", re.DOTALL)
+
+
+def _imported(path: str) -> type:
+    """Return a class that is imported already, such as the one whose arguments were refused."""
+    module, _, name = path.rpartition(".")
+    return cast(type, getattr(sys.modules.get(module), name, object))
+
+
 def _shorten(message: str) -> str:
     """Brings a message of jsonargparse on one line, without names of Python's types."""
+    if denied := _DENIED.search(message):
+        return refusal(denied["key"] or "trainer", denied["path"])
     wrong = _WRONG_TYPE.fullmatch(message.strip())
     if wrong is None:
         return " ".join(message.split())
@@ -50,7 +63,7 @@ def _shorten(message: str) -> str:
         if problem.startswith("Parser key"):
             return f"{key}.{_shorten(problem)}"
         if unknown := re.fullmatch(r"Option '(?P<name>.*)' is not accepted", problem):
-            return unknown_keyword(key, unknown["name"], keywords(cast(type, locate(of_class["path"]))))
+            return unknown_keyword(key, unknown["name"], keywords(_imported(of_class["path"])))
         return f"{key}: {' '.join(problem.split())}"
     if no_class := _NO_CLASS.search(message):
         return f"{key}.{no_class['option']} goes with a class path as {key}, not with {no_class['name']}"
@@ -155,7 +168,8 @@ def with_config_of_run(args: list[str]) -> list[str]:
     training = subcommand == ["fit"]
     if not given.run_dir or (training and not given.ckpt_path):
         return args
-    config = Path(given.run_dir) / CONFIG
+    run = Path(given.run_dir)
+    config = standing_file(run, CONFIG) if training else run / CONFIG
     if config.is_file():
         return [*subcommand, "--config", str(config), *_rules_of_earlier_versions(config), *options]
     if training:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, async_save
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,10 +26,12 @@ from torch.futures import Future as TorchFuture
 
 from headmix_vision.checks import check_counts, check_flags
 from headmix_vision.errors import InputError
+from headmix_vision.files.hashes import file_sha256
 from headmix_vision.layers.cores import AttentionCore
 from headmix_vision.runs.checkpoints import check_state, read_checkpoint
 from headmix_vision.runs.shards import (
     FORMAT,
+    INDEX,
     SHARDED,
     SHARDS,
     fill,
@@ -42,18 +45,47 @@ from headmix_vision.runs.shards import (
 NOT_ON_SHARDS = ("adamp", "adamuon", "kron", "mars", "novograd", "sgdp")  # in names of timm's optimizers
 
 
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """A tensor that was written, with the hash of its file."""
+
+    sha256: str
+
+
 class _Writer(FileSystemWriter):
-    """Writes shards that may be moved to another folder."""
+    """Writes shards that may be moved to another folder, and hashes them: each process its own, while training goes on.
+
+    Attributes:
+        sha256: SHA-256 of all files by their names; known to the first process alone, when all are written.
+    """
+
+    sha256: dict[str, str]
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner).value()
         except RuntimeError as error:
             # torch covers what the system said with words about its container
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        names = {result.storage_data.relative_path for result in written}
+        hashes = {name: file_sha256(Path(self.path) / name) for name in names}
+        results: TorchFuture[list[WriteResult]] = TorchFuture()
+        results.set_result(
+            [
+                _Written(one.index, one.size_in_bytes, one.storage_data, hashes[one.storage_data.relative_path])
+                for one in written
+            ]
+        )
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        written = [one for of_process in results for one in of_process if isinstance(one, _Written)]
+        self.sha256 = {one.storage_data.relative_path: one.sha256 for one in written}
+        self.sha256[INDEX] = file_sha256(Path(self.path) / INDEX)
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -134,12 +166,13 @@ class ShardedStrategy(ModelParallelStrategy):
             folder = shards_folder(path, identity)
             about = {"format": FORMAT, "folder": folder.name, "identity": identity, "processes": self.world_size}
             index[SHARDS] = about
-            written = async_save(tensors, storage_writer=_Writer(folder), process_group=self._group)
-            self._saving = self._writer.submit(self._complete, written, index, path)
+            writer = _Writer(folder)
+            written = async_save(tensors, storage_writer=writer, process_group=self._group)
+            self._saving = self._writer.submit(self._complete, written, writer, index, path)
         elif self.is_global_zero:
             self.checkpoint_io.save_checkpoint(index, path)
 
-    def _complete(self, written: Any, index: dict[str, Any], path: Path) -> None:
+    def _complete(self, written: Any, writer: _Writer, index: dict[str, Any], path: Path) -> None:
         try:
             written.result()
         except CheckpointException as error:  # known to all processes when none of them writes any more
@@ -151,6 +184,7 @@ class ShardedStrategy(ModelParallelStrategy):
             refused.filename = refused.filename or str(path)
             raise refused from error
         if self.is_global_zero:
+            index[SHARDS]["sha256"] = writer.sha256
             self.checkpoint_io.save_checkpoint(index, path)
 
     def finish_saving(self) -> None:

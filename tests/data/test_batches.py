@@ -79,6 +79,7 @@ def test_epoch_is_a_permutation_from_seed_and_epoch() -> None:
 def test_the_last_incomplete_global_batch_is_dropped() -> None:
     sampler = TrainBatchSampler(100, 8, world_size=3)
     assert len(sampler) == len(list(sampler)) == 4
+    assert len(TrainBatchSampler(102, 34, world_size=3)) == 1
     with pytest.raises(ValueError, match=r"has 100 images, fewer than one global batch of 102 \(batch_size 34 x 3"):
         TrainBatchSampler(100, 34, world_size=3)
 

@@ -1,12 +1,15 @@
 """Emoji pictures from small packages of the form of the real ones, and images of a table."""
 
 import csv
+import hashlib
 import io
 import json
 import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from PIL import Image
 
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import Source, SplitRequest
-from headmix_vision.data.emoji import STYLES, Picture, build, draw, main
+from headmix_vision.data.emoji import SPLITS, STYLES, Picture, build, draw, main, split_things
 from headmix_vision.errors import InputError
 
 TONES = ("1F3FB", "1F3FF")
@@ -121,6 +124,19 @@ def test_things_are_whole_and_pictures_are_there_once(emoji: Path) -> None:
     ]
     assert sum(row["code"] == "23-20e3" for row in table) == 3
     assert (emoji / "licences" / "fluent" / "README.md").read_bytes() == b"licences"
+
+
+def test_things_of_many_pictures_are_dealt_before_others() -> None:
+    counts = {"a": 1, "b": 3, "c": 1, "d": 2, "e": 3, "f": 1}
+    pictures: Any = [
+        SimpleNamespace(emoji=SimpleNamespace(thing=thing, subgroup="other" if thing == "f" else "one"))
+        for thing, count in counts.items()
+        for _ in range(count)
+    ]
+    of_one = sorted("ac", key=lambda thing: hashlib.sha256(thing.encode()).hexdigest())
+    of_three = sorted("be", key=lambda thing: hashlib.sha256(thing.encode()).hexdigest())
+    expected = dict(zip([*of_three, "d", *of_one], SPLITS, strict=False)) | {"f": SPLITS[0]}
+    assert split_things(pictures) == expected
 
 
 def test_the_licences_of_the_pictures_stand_beside_them(emoji: Path) -> None:

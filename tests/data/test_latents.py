@@ -24,6 +24,7 @@ from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.latents import MANIFEST, LatentShards, shard_name
 from headmix_vision.data.latent_cache import write_cache
+from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.tensor_files import header_of
@@ -121,6 +122,18 @@ def test_means_and_mirrored_images(images: Path, vae: Path, tmp_path: Path) -> N
     assert manifest["autoencoder"]["scale"] == 0.5 and manifest["autoencoder"]["shift"] == 0.25
     assert manifest["autoencoder"]["source"] == str(vae) and len(manifest["autoencoder"]["sha256"]) == 64
     assert manifest["crop"] == "adm_center" and manifest["image_size"] == 12 and manifest["flip"] is True
+
+
+def test_moments_of_a_mirrored_image_are_its_own(images: Path, vae: Path, tmp_path: Path) -> None:
+    cache(images, vae, tmp_path / "out", "--flip", "--dtype", "float32")
+    autoencoder = load_autoencoder(str(vae))
+    for probability, image in ((0.0, pixels(images, 2)), (1.0, pixels(images, 2).flip(-1))):
+        generator = torch.Generator().manual_seed(derive_seed(0, 5, 2))
+        torch.rand((), generator=generator)  # decides which of the two is taken
+        mean, std = autoencoder.moments(image)
+        expected = autoencoder.scale.apply(mean + std * torch.randn(std.shape, generator=generator))[0]
+        latent, _ = LatentShards(tmp_path / "out", flip=probability).read(2, draw=5)
+        torch.testing.assert_close(latent, expected)
 
 
 def test_interrupted_and_shared_runs_give_the_same_files(
@@ -398,12 +411,13 @@ def test_options_that_contradict_each_other(images: Path, tmp_path: Path, capsys
     for option in ("--dataset", "--root", "--split"):
         assert f"leave out {option}" in message(option, "digits")
     assert "--gray goes with --vae none alone" in message("--gray", "--vae", images)
+    assert "applies to autoencoders, --vae is none" in message("--encoder-dtype", "bfloat16")
     assert "device 'gpu' cannot be used here" in message("--device", "gpu")
     assert "image_size must be a whole number of at least 1, got 0" in message("--image-size", 0)
     assert "a batch of 12 of 100000000 pixels needs" in message("--image-size", 10**8)
     assert "Not a directory" in message("--out", images / "ant" / "ant0.png" / "out")
     assert "is a file, --out must be a directory" in message("--out", images / "ant" / "ant0.png")
-    assert "--images is ''" in message("--images", "")
+    assert "--images is an empty text" in message("--images", "")
     assert "did you mean --shard-size?" in message("--shard-sise", 3)
     neither = refused(capsys, "--vae", "none", "--out", out)
     assert "neither --images nor --videos nor --dataset" in neither and not out.exists()
@@ -476,7 +490,7 @@ def test_damaged_shards_are_found_when_the_cache_is_opened(finished: Path, tmp_p
     out = tmp_path / "out"
     shutil.copytree(finished, out)
     shard = out / "shard-00001.safetensors"
-    tensors = load_file(shard)
+    tensors = {name: value for name, value in load_file(shard).items() if not name.endswith(".crc32")}
     for changed, message in (
         ({"labels": tensors["labels"]}, "does not contain tensor mean"),
         ({**tensors, "labels": tensors["labels"] + 2}, "labels are 3 to 4, there are 3 classes"),
@@ -493,3 +507,33 @@ def test_damaged_shards_are_found_when_the_cache_is_opened(finished: Path, tmp_p
     shard.write_bytes((finished / shard.name).read_bytes()[:-9])
     with pytest.raises(InputError, match=r"shard-00001\.safetensors is truncated"):
         LatentShards(out)
+
+
+@pytest.mark.parametrize("file", ["shard-00001.safetensors", MANIFEST])
+def test_a_flipped_byte_is_noticed_when_a_latent_is_read(file: str, finished: Path, tmp_path: Path) -> None:
+    def read() -> list[Any]:
+        shards = LatentShards(out)
+        return [(latent.tolist(), label) for latent, label in shards] + shards.labels().tolist()
+
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    whole, content, flips, refused = read(), (out / file).read_bytes(), random.Random(0), 0
+    for _ in range(200):
+        place = flips.randrange(len(content))
+        flipped = bytes([content[place] ^ flips.randrange(1, 256)])
+        (out / file).write_bytes(content[:place] + flipped + content[place + 1 :])
+        try:
+            assert read() == whole
+        except InputError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > (140 if file != MANIFEST else 60)
+
+
+def test_a_cache_of_an_earlier_version_has_no_sums(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "out")
+    for shard in (tmp_path / "out").glob("*.safetensors"):
+        tensors = {name: value for name, value in load_file(shard).items() if not name.endswith(".crc32")}
+        save_file(tensors, shard, dict(header_of(shard)))
+    for (latent, label), (same, equal) in zip(LatentShards(finished), LatentShards(tmp_path / "out"), strict=True):
+        assert torch.equal(latent, same) and label == equal

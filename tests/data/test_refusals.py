@@ -92,6 +92,7 @@ def test_digits_of_other_channels(channels: int) -> None:
         ({"max_unreadable": NAN}, "max_unreadable must be .* got nan"),
         ({"dataset": "fodler"}, "dataset 'fodler' is unknown"),
         ({"dataset": "latents"}, "needs root"),
+        ({"root": "here"}, "dataset 'digits' needs no files and takes no root, got 'here': leave root out"),
         ({"dataset": "wds/"}, "is a stream and cannot train a generator"),
         ({"batch_size": 0}, "batch_size must be .* got 0"),
     ],
@@ -144,12 +145,18 @@ def test_images_to_predict_are_named_by_their_option(tmp_path: Path) -> None:
         ("seed", ("x", 1.5, -1, None)),
         ("max_unreadable", ("0.1", True, None)),
         ("dataset", (None, 3)),
+        ("skip_unlabelled", ("false", 1, None)),
     ],
 )
 def test_options_of_another_kind(data: type, name: str, values: tuple[Any, ...]) -> None:
     for value in values:
         with pytest.raises(InputError, match=name):
             data(**{name: value})
+
+
+def test_by_default_nothing_is_augmented() -> None:
+    Augmentation().check()
+    assert Augmentation().is_idle
 
 
 @pytest.mark.parametrize("augmentation", [None, {"hflip": 0.5}])

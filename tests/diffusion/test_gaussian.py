@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler
+from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
 from headmix_vision.diffusion import (
@@ -436,6 +436,8 @@ def test_times_fall_from_noise_to_data_at_every_number_of_steps() -> None:
         (create_scheduler("ddim", DDPM, spacing="leading"), 128, r"never 128; nearest: 125"),
         (DDIMScheduler(timestep_spacing="even"), 5, "timestep spacing must be one of .* got 'even'"),
         (DDPMScheduler(timestep_spacing="trailing", variance_type="learned_range"), 5, "must end at time 0"),
+        (DDPMScheduler(timestep_spacing="leading", steps_offset=1, variance_type="learned"), 5, "must end at time 0"),
+        (DPMSolverMultistepScheduler(timestep_spacing="leading"), 334, "takes times 668 to 2 in 334 steps"),
     ],
 )
 def test_steps_that_do_not_lead_from_noise_to_data_are_refused(scheduler: Any, steps: int, message: str) -> None:

@@ -231,6 +231,8 @@ def test_ddpm_is_the_process_of_the_scheduler():
         ({"kind": "ddpm", "clean_prefix": 0.5}, "clean_prefix needs objective.kind=flow"),
     ],
 )
-def test_wrong_options_are_refused(options, message):
+def test_wrong_options_are_refused_and_their_bounds_are_not(options, message):
     with pytest.raises(ValueError, match=message):
         ObjectiveConfig(**options)
+    ObjectiveConfig(kind="ddpm", beta_start=0.01, beta_end=0.01)
+    ObjectiveConfig(clean_prefix=1.0, prefix_noise=1.0, prefix_class_dropout=1.0)

@@ -98,6 +98,14 @@ def test_configurations_of_schedulers_are_checked():
             check_scheduler_config(diffusers.DPMSolverMultistepScheduler(**options))
 
 
+def test_schedulers_with_a_scale_of_their_own_start_from_their_noise():
+    """The noise of Euler's method for DDPM is that of x / sqrt(alphas_cumprod), 157 times as large."""
+    pipeline = oracle_pipeline("ddpm")
+    pipeline.scheduler = diffusers.EulerDiscreteScheduler(beta_end=0.02, beta_schedule="linear")
+    drawn = pipeline([0], num_inference_steps=50, generator=generators(0), output_type="latent").images
+    assert abs(drawn.mean() - MEAN[0]) < 0.05 and abs(drawn.std() / STD - 1) < 0.25
+
+
 @pytest.mark.parametrize("scheduler", ["ddim", "ddpm"])
 def test_pixels_are_clipped_within_the_loop_and_latents_are_not(scheduler, tmp_path):
     objective = ObjectiveConfig(kind="ddpm")
@@ -139,6 +147,7 @@ def test_guidance_extrapolates_in_its_interval_and_channels():
     guidance = Guidance(2.0, (0.2, 0.6))
     assert [guidance.acts_at(level) for level in (0.1, 0.2, 0.6, 0.7)] == [False, True, True, False]
     assert not Guidance(1.0).acts_at(0.5)
+    assert Guidance(2.0, (0.5, 0.5)).acts_at(0.5) and Guidance(1000.0, (0.0, 1.0)).acts_at(1.0)
 
 
 def test_guidance_moves_samples_and_an_empty_interval_does_not():

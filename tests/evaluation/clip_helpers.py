@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from headmix_vision.data.datasets.moving_digits import MovingDigits
+from headmix_vision.files.hashes import file_sha256
 from headmix_vision.sampling.folder import SampleFolder
 
 
@@ -29,6 +30,13 @@ def write_network(path: Path, moves: bool = True) -> Path:
     """Write the network as TorchScript."""
     torch.jit.script(TinyI3D(moves).eval()).save(str(path))
     return path
+
+
+def vouched(features: object) -> tuple[object, ...]:
+    """Options that open an extractor, with the hash that a TorchScript file needs."""
+    path = Path(str(features))
+    is_program = path.suffix == ".pt" and path.is_file()
+    return "--features", features, *(("--features-sha256", file_sha256(path)) if is_program else ())
 
 
 def moving(

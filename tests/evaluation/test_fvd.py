@@ -21,8 +21,9 @@ from headmix_vision.evaluation.clips import ClipSampling, open_clips
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.fvd import draw_halves, freeze, fvd, shuffle
 from headmix_vision.evaluation.scores import Scorer
+from headmix_vision.files.hashes import file_sha256
 
-from .clip_helpers import moving, write_network, write_samples
+from .clip_helpers import moving, vouched, write_network, write_samples
 from .helpers import refused, run
 
 
@@ -49,13 +50,13 @@ def score(tmp_path: Path, *args: object) -> dict[str, Any]:
 
 def features(network: Path, clips: np.ndarray) -> torch.Tensor:
     pixels = torch.from_numpy(clips).movedim(-1, 1).expand(-1, 3, -1, -1, -1)
-    return I3DExtractor(network)(pixels)["features"].double()
+    return I3DExtractor(network, sha256=file_sha256(network))(pixels)["features"].double()
 
 
 def test_scores_are_those_of_torch_fidelity_on_the_same_features(
     network: Path, sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = score(tmp_path, "--real", sides[0], "--fake", sides[1], "--features", network, "--frames", 12)
+    result = score(tmp_path, "--real", sides[0], "--fake", sides[1], *vouched(network), "--frames", 12)
     first, second = (features(network, np.load(side)["arr_0"]) for side in sides)
     expected = fid_statistics_to_metric(*map(fid_features_to_statistics, (first, second)), verbose=False)
     assert result["scores"]["fvd"] == pytest.approx(expected["frechet_inception_distance"], rel=1e-4)
@@ -70,7 +71,7 @@ def test_scores_are_those_of_torch_fidelity_on_the_same_features(
 
 
 def test_both_sides_are_described(network: Path, sides: tuple[Path, Path], tmp_path: Path) -> None:
-    common = ("--real", sides[0], "--fake", sides[1], "--features", network, "--frames", 10, "--count", 60, "--seed", 3)
+    common = ("--real", sides[0], "--fake", sides[1], *vouched(network), "--frames", 10, "--count", 60, "--seed", 3)
     result = score(tmp_path, *common, "--mirror-real", "--real-offset", "random")
     sampled = {"frames": 10, "stride": 1, "choice": "first", "seed": 3, "available": 64, "skipped_short": 0}
     sampled |= {"frames_of_files": [12, 12], "frame_rate": None, "size": [10, 16, 16], "crop": None, "kind": "npz"}
@@ -98,7 +99,7 @@ def test_a_clip_and_its_mirror_image_are_in_one_half(count: int, sides: tuple[Pa
 def test_latte_takes_every_third_frame_of_real_clips(network: Path, sides: tuple[Path, Path], tmp_path: Path) -> None:
     clips, _ = moving(20, frames=32)
     np.savez(tmp_path / "long.npz", arr_0=clips)
-    common = ("--real", tmp_path / "long.npz", "--fake", sides[1], "--features", network, "--frames", 10)
+    common = ("--real", tmp_path / "long.npz", "--fake", sides[1], *vouched(network), "--frames", 10)
     result = score(tmp_path, *common, "--protocol", "latte", "--real-offset", "first")
     assert (result["real"]["stride"], result["fake"]["stride"]) == (3, 1)
     assert (result["real"]["choice"], result["fake"]["choice"]) == ("random", "random")
@@ -112,7 +113,7 @@ def test_features_that_do_not_see_motion_say_so(
     sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blind = write_network(tmp_path / "blind.pt", moves=False)
-    result = score(tmp_path, "--real", sides[0], "--fake", sides[1], "--features", blind, "--frames", 12)
+    result = score(tmp_path, "--real", sides[0], "--fake", sides[1], *vouched(blind), "--frames", 12)
     assert result["controls"]["frozen_to_halves"] == pytest.approx(1)
     assert "blind to motion: freezing the real clips makes 1 times" in capsys.readouterr().out
 
@@ -121,7 +122,7 @@ def test_fewer_clips_than_features_are_warned_of(network: Path, tmp_path: Path) 
     clips, labels = moving(6)
     for name in ("real", "fake"):
         write_samples(tmp_path / name, clips, labels)
-    common = ("--real", tmp_path / "real", "--fake", tmp_path / "fake", "--features", network, "--frames", 12)
+    common = ("--real", tmp_path / "real", "--fake", tmp_path / "fake", *vouched(network), "--frames", 12)
     result = score(tmp_path, *common)
     assert any(text.startswith("6 clips for 8 features: the covariance is singular") for text in result["warnings"])
     assert result["scores"]["fvd"] == pytest.approx(0, abs=1e-6)
@@ -175,7 +176,7 @@ def test_refusals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def line(*args: object, real: object = sides[0], fake: object = sides[1], features: object = network) -> str:
-        return refused(capsys, "fvd", "--real", real, "--fake", fake, "--features", features, *args)
+        return refused(capsys, "fvd", "--real", real, "--fake", fake, *vouched(features), *args)
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     missing = line(features="i3d")
@@ -186,6 +187,10 @@ def test_refusals(
     (tmp_path / "damaged.pt").write_bytes(network.read_bytes()[:500])
     assert "damaged.pt is damaged or no TorchScript file" in line(features=tmp_path / "damaged.pt")
     torch.jit.script(torch.nn.Identity()).save(str(tmp_path / "other.pt"))
+    unknown = refused(capsys, "fvd", "--real", sides[0], "--fake", sides[1], "--features", network)
+    assert "is a program" in unknown and f"sha256sum {network}" in unknown
+    assert "not 00 of --features-sha256: it was not opened" in line("--features-sha256", "00")
+    assert "applies only to TorchScript files" in line("--features-sha256", "00", features=classifier)
     assert "other.pt cannot be called as I3D is" in line("--frames", 12, features=tmp_path / "other.pt")
     assert "invalid choice: 'lattte'" in line("--protocol", "lattte")
     assert "kid subset size is 65" in line("--frames", 12, "--subset-size", 65)
@@ -203,7 +208,7 @@ def test_refusals(
 
 
 def test_a_dry_run_scores_nothing(network: Path, sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    common = ("--real", sides[0], "--fake", "moving_digits[:5]", "--features", network, "--frames", 12)
+    common = ("--real", sides[0], "--fake", "moving_digits[:5]", *vouched(network), "--frames", 12)
     assert run("fvd", *common, "--image-size", 16, "--dry-run") == 0
     captured = capsys.readouterr()
     assert f"would score real {sides[0]} (64 clips) and fake moving_digits[:5] (5 clips) by i3d on" in captured.out

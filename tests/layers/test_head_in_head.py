@@ -35,6 +35,15 @@ def test_masks_are_correlation_matrices(r, dim):
     assert len(list(module.parameters())) == (r > 1)
 
 
+@pytest.mark.parametrize("r", [1, 4])
+def test_masks_without_memory_are_filled_when_it_is_there(r):
+    mask = SubHeadMask(HEADS, r, device="meta").to_empty(device="cpu")
+    for tensor in (*mask.parameters(), *mask.buffers()):
+        torch.nn.init.constant_(tensor, torch.nan)
+    mask.reset_parameters()
+    assert mask(tokens(1)).isfinite().all() and (r > 1 or (mask(tokens(1)) == 1).all())
+
+
 def test_static_masks_differ_between_heads_and_low_precision_keeps_them_in_float32():
     mask = SubHeadMask(HEADS, 4)(tokens(1))
     assert (mask[0] - mask[1]).abs().max() > 0.01

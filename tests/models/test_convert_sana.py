@@ -70,6 +70,20 @@ def test_layers_equal_a_dense_form(sana):
         assert not F.relu(attn.to_q(x))[:, :3].any()
 
 
+def test_float16_is_neither_left_by_sums_nor_by_the_output(sana):
+    attn = sana_to_mhla(sana, block_grid=(2, 3)).transformer_blocks[0].attn1
+    attn.call_grid = (5, 7)
+    x = torch.randn(2, 35, 16, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        for name in ("to_q", "to_k", "to_v"):
+            getattr(attn, name).weight.mul_(50)
+        expected = attn(x)
+        torch.testing.assert_close(attn.half()(x.half()).float(), expected, rtol=0, atol=0.1)
+        attn.to_out[0].weight.mul_(1e4)
+        out = attn(x.half())
+    assert out.abs().max() == 65504 and (out.sign() == attn.float()(x).sign()).float().mean() > 0.99
+
+
 def test_chosen_layers_learn_to_mix(sana):
     model = sana_to_mhla(sana, layers=[1])
     new = set(model.state_dict()) - set(sana.state_dict())

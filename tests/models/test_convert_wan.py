@@ -18,6 +18,7 @@ TINY = {
     "ffn_dim": 32,
     "num_layers": 2,
     "rope_max_seq_len": 32,
+    "eps": 1e-3,
 }
 OPTIONS = {"block_grid": (2, 2, 3), "token_grid": (5, 4, 5)}
 NEW = {"mixing.weight", "mixing.block_grid", "norm.weight", "gate.weight", "gate.bias"}
@@ -110,6 +111,19 @@ def test_layers_equal_a_dense_form(wan, grid, normalizer, gate):
     with torch.no_grad():
         assert run(model, *inputs(grid, torch.float64)).isfinite().all()
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("normalizer", [None, "paper"])
+def test_sums_over_a_clip_do_not_leave_the_range_of_float16(wan, normalizer):
+    grid = (5, 4, 5)
+    attn = randomized(wan_to_mhla(wan, normalizer=normalizer, **OPTIONS)).blocks[0].attn1
+    with torch.no_grad():
+        attn.to_v.weight.mul_(5000)  # each head's norm divides by it again
+    rotary = wan_to_mhla(wan, **OPTIONS).rope(inputs(grid)[0])
+    x = torch.randn(2, 100, 24, generator=torch.Generator().manual_seed(3))
+    expected = attn(x, rotary_emb=rotary)
+    assert attn.to_v(x).abs().max() < 65504
+    torch.testing.assert_close(attn.half()(x.half(), rotary_emb=rotary).float(), expected, rtol=0, atol=0.01)
 
 
 def test_only_the_chosen_self_attention_changes(wan):

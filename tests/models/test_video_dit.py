@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.layers.embeddings import sincos_positions
 from headmix_vision.layers.grid_convolution import FactorisedPositionEncoding
-from headmix_vision.layers.positions import rotary_tables
+from headmix_vision.layers.positions import rotary_tables, rotate
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.models.convert_dit import convert_dit_state_dict
 from headmix_vision.models.flops import count_flops
@@ -205,6 +205,18 @@ def test_rotary_positions_in_low_precision():
         assert low.dtype == torch.bfloat16
         errors.append((low.double() - exact).abs().mean() / exact.abs().mean())
     assert errors[1] < 3 * errors[0] < 0.02
+    large = [(30 * y).half() for y in (q, k)]  # over a block their products pass the range of float16
+    exact = layer(*(y.double() for y in large), v, grid, rotation=rotation)
+    torch.testing.assert_close(layer(*large, v.half(), grid, rotation=rotation).double(), exact, rtol=0, atol=0.01)
+
+
+def test_prefix_tokens_are_not_rotated():
+    x = torch.randn(2, 14, 2, 8)
+    rotation = rotary_tables(8, (3, 4), (3, 4), 1.0, like=x)
+    turned = rotate(x, rotation, TokenGrid((3, 4), num_prefix_tokens=2))
+    assert torch.equal(turned[:, :2], x[:, :2])
+    assert torch.equal(turned[:, 2:], rotate(x[:, 2:], rotation, TokenGrid((3, 4))))
+    assert not torch.equal(turned[:, 3:], x[:, 3:])
 
 
 # convolution

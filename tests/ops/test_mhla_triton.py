@@ -113,6 +113,22 @@ def test_partitions(impl, blocks):
     assert_agrees(impl, inputs, d_out, blocks)
 
 
+def test_no_kernel_reads_a_table_of_places_beyond_its_end(monkeypatch):
+    """Places may fill tiles of queries and end within a tile of keys: 96 are three of 32, and one and a half of 64."""
+    blocks, built = TokenBlocks.from_grid((12, 8), (3, 1)), []
+
+    def places(*arguments):
+        listed = triton_tables.places(*arguments)
+        followed = torch.cat([listed.tokens, listed.tokens.flip(0)])  # by tokens of the last block
+        built.append(listed._replace(tokens=followed[: len(listed.tokens)]))
+        return built[-1]
+
+    monkeypatch.setattr(triton_launch_pairwise, "places", places)
+    inputs, d_out = make(blocks)
+    assert_agrees("triton_pairwise", inputs, d_out, blocks)
+    assert len(built) == 3 and all(x.full for x in built)
+
+
 @pytest.mark.parametrize("impl", REGIMES)
 def test_a_single_token_keeps_its_value(impl):
     blocks = TokenBlocks.from_grid((1,), (1,))

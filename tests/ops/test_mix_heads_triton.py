@@ -87,6 +87,14 @@ def test_strided_views_and_gradients():
         assert_agrees([*inputs, weights], d_outs)
 
 
+def test_strides_of_output_gradients_need_divide_by_nothing():
+    """The inputs' strides divide by 8, those of the gradients of longer heads by 1 alone."""
+    inputs, _ = make(2, 2, 5, 3, 6, 8)
+    d_outs = torch.randn(2, 2, 5, 6, 9, device=DEVICE, dtype=DTYPE)[..., :8]
+    assert d_outs[0].stride() == (270, 54, 9, 1)
+    assert_agrees(inputs, list(d_outs))
+
+
 def test_outputs_are_contiguous_and_of_the_inputs_type():
     (*inputs, weights), _ = make(2, 2, 5, 3, 6, 8)
     for out in mix_heads([x.half() for x in inputs], weights, impl="triton"):

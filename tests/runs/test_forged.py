@@ -1,7 +1,9 @@
 """Checkpoints that are damaged, forged or useless, and exports that would lose something: an error of one line each."""
 
 import os
+import signal
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import timm
 import torch
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.locks import hold_lock
 from headmix_vision.runs import export
 from headmix_vision.runs.checkpoints import read_checkpoint
 from headmix_vision.runs.networks import create_generator, create_network, load_network
+from headmix_vision.runs.opening import open_network
 
 SMALL = {"embed_dim": 16, "depth": 1, "num_heads": 2}
 CLASSIFIER = {"name": "deit_linear_digits", "num_classes": 10, "img_size": None, "model_args": SMALL}
@@ -195,3 +199,41 @@ def test_an_export_of_a_generator_loses_nothing(
     assert "holds no pipeline" in refused(capsys, checkpoint, "--out", tmp_path / "notes", "--overwrite")
     assert "exported to a directory" in refused(capsys, checkpoint, "--out", tmp_path / "a.safetensors")
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "notes", "pipe"]
+
+
+@pytest.mark.parametrize("kind", ["classifier", "generator"])
+def test_one_process_at_a_time_writes_an_export(
+    kind: str,
+    weights: dict[str, torch.Tensor],
+    generator: tuple[dict[str, torch.Tensor], dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Several start at once and some are killed: the target is absent or whole, and each says one line at most."""
+    state, about = (weights, CLASSIFIER) if kind == "classifier" else generator
+    checkpoint = save(tmp_path / "a.ckpt", state, about)
+    out = tmp_path / ("model.safetensors" if kind == "classifier" else "pipe")
+    with hold_lock(tmp_path / f".{out.name}.lock", f"{out}"):
+        assert f"{out} is in use by process {os.getpid()} on " in refused(capsys, checkpoint, "--out", out)
+    for round_number in range(6):
+        children = []
+        for number in range(3):
+            child = os.fork()
+            if not child:
+                status = 1
+                try:
+                    status = run(checkpoint, "--out", out, "--overwrite")
+                finally:
+                    os._exit(status)
+            children.append((child, number == 0))
+        time.sleep(0.03 * round_number)
+        for child, killed in children:
+            if killed:
+                os.kill(child, signal.SIGKILL)
+        statuses = [os.waitpid(child, 0)[1] for child, _ in children]
+        assert {os.waitstatus_to_exitcode(status) for status in statuses} <= {0, 2, -signal.SIGKILL}
+        if out.exists():
+            open_network(out)
+        assert run(checkpoint, "--out", out, "--overwrite") == 0
+        assert open_network(out)[1]["weights_sha256"]
+        assert sorted(os.listdir(tmp_path)) == ["a.ckpt", out.name]

@@ -110,6 +110,10 @@ def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) == best and find_checkpoint(tmp_path, str(last)) == last
     with pytest.raises(ValueError, match="asked for other"):
         find_checkpoint(tmp_path, "other")
+    best.unlink()
+    best.symlink_to("nothing")
+    with pytest.raises(ValueError, match=r"no checkpoint at .*best\.ckpt"):  # rather than the last one unasked
+        find_checkpoint(tmp_path)
 
 
 def test_a_generator_of_videos_is_opened_exported_and_refused_as_one_of_images(
@@ -134,6 +138,7 @@ def test_a_generator_of_videos_is_opened_exported_and_refused_as_one_of_images(
     started = create_generator("dit_video_mhla_digits", model_args=sizes, checkpoint=str(path))
     assert started.input_size == (4, 8, 8)
 
+    (tmp_path / "exported" / "SHA256SUMS").unlink()
     index = tmp_path / "exported" / "model_index.json"
     index.write_text(index.read_text().replace("HeadMixVideoDiTPipeline", "HeadMixDiTPipeline"))
     with pytest.raises(ValueError, match=r"is no pipeline of this package: its network is of the class"):

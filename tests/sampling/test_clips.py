@@ -99,6 +99,17 @@ def test_clips_are_scored_with_features_of_clips(tmp_path: Path) -> None:
     assert json.dumps(sides[0].description["size"]) == "[4, 10, 8]"
 
 
+def test_captions_stand_below_the_middle_of_their_pictures() -> None:
+    grid = draw_grid(np.full((4, 8, 8, 1), 128, np.uint8), ["0"] * 4, "title", columns=2)[..., 0]
+    is_cell, is_ink = grid == 128, grid < 100
+    rows, columns = (np.flatnonzero(is_cell.sum(axis) > 48).reshape(2, -1) for axis in (1, 0))
+    for below, following in zip(rows[:, -1], (rows[1, 0], len(grid)), strict=True):
+        for column in columns:
+            ink = np.argwhere(is_ink[below + 1 : following, column[0] : column[-1]])
+            assert len(ink) > 2 and abs(ink[:, 1].mean() - np.ptp(column) / 2) < 2
+    assert is_ink[: rows[0, 0], columns[0, 0] :].any()
+
+
 def test_refusals(tmp_path: Path) -> None:
     sets = {
         frames: ImageSet(TensorImages(torch.zeros(3, 1, *([frames] if frames else []), 8, 8, dtype=torch.uint8)), "L")

@@ -15,11 +15,12 @@ import torch
 from PIL import Image
 
 from headmix_vision.data.batches import deal_batches
-from headmix_vision.diffusion import HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
+from headmix_vision.diffusion import Guidance, HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.runs import export
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.command import main
+from headmix_vision.sampling.draw import SamplingPlan, sample_batch
 from headmix_vision.sampling.options import parse_classes
 
 ROOT = Path(__file__).parents[2]
@@ -304,6 +305,14 @@ def test_run_directory_checkpoint_and_export_are_the_same_model(
     with pytest.raises(SystemExit) as end:
         export.main([str(run_dir), "--out", str(tmp_path / "exported")])
     assert end.value.code == 2 and "already exists" in capsys.readouterr().err
+
+
+def test_pixels_are_the_nearest_levels(model: Path) -> None:
+    pipeline, _ = load_pipeline(model)
+    plan = SamplingPlan(0, (3, 7), 2, None, Guidance(2.0), None)
+    options = {"num_inference_steps": 2, "guidance_scale": 2.0, "output_type": "np"}
+    exact = pipeline([3, 7], generator=[plan.generator(i) for i in range(2)], **options).images
+    assert np.abs(sample_batch(pipeline, plan, range(2)) - 255 * exact.astype(np.float64)).max() < 0.5 + 1e-4
 
 
 def test_plan() -> None:

@@ -261,6 +261,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.png").write_text("no picture")
     (folder / "text.mp4").write_text("no video")
     write_video(folder / "fast.mp4", np.zeros((4, 8, 8, 1), np.uint8), 25)
+    write_video(folder / "slow.mp4", np.zeros((4, 8, 8, 1), np.uint8), 7.5)
+    write_video(folder / "near.mp4", np.zeros((4, 8, 8, 1), np.uint8), 7.7)
     write_video(folder / "large.mp4", np.zeros((4, 16, 16, 1), np.uint8), 8)
     write_video(folder / "one.mp4", np.zeros((1, 8, 8, 1), np.uint8), 8)
     write_video(folder / "long.mp4", np.zeros((9, 8, 8, 1), np.uint8), 8)
@@ -296,6 +298,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--extend text.mp4 --frames 9", "text.mp4 cannot be read as a video"),
         ("--extend good.png --frames 9", "good.png is an image: give it as --first-frame"),
         ("--extend fast.mp4 --frames 9", "fast.mp4 has 25 frames a second, the videos 8: give --fps 25"),
+        ("--extend slow.mp4 --frames 9", "slow.mp4 has 7.5 frames a second, the videos 8: give --fps 7.5"),
         ("--extend large.mp4 --frames 9", "large.mp4 is 16x16 pixels, the videos are 8x8"),
         ("--extend long.mp4 --frames 9", "long.mp4 alone has 9"),
     ],
@@ -312,6 +315,23 @@ def test_wrong_options(
     monkeypatch.chdir(files)
     assert message in refused(capfd, "--model", model, "--out", tmp_path / "out", *FAST, *shlex.split(options))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_clip_is_gone_on_from_if_its_frame_rate_is_nearly_that_of_the_videos(
+    model: Path, files: Path, tmp_path: Path
+) -> None:
+    options = ("--model", model, "--num", 1, "--steps", 1, "--frames", 5, "--dry-run", "--out", tmp_path / "out")
+    assert run(*options, "--extend", files / "near.mp4") == 0
+
+
+def test_pixels_are_the_nearest_levels(model: Path) -> None:
+    pipeline = HeadMixVideoDiTPipeline.from_pretrained(model)
+    options = {"class_labels": [1], "num_inference_steps": 2, "height": 8, "width": 8}
+    start = np.full((1, 8, 8, 1), 37, np.uint8)
+    prefix, seeds = np.repeat(start[None] / np.float32(255), 1, 0), (torch.Generator().manual_seed(5) for _ in range(2))
+    exact = pipeline(**options, num_frames=4, prefix=prefix, generator=next(seeds), output_type="np").frames
+    drawn = draw_clips(pipeline, ClipPlan(4, start=start), 1, {**options, "generator": next(seeds)})
+    assert np.abs(drawn - 255 * exact.astype(np.float64)).max() < 0.5 + 1e-4
 
 
 def test_each_command_takes_models_of_its_kind(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

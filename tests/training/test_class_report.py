@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from headmix_vision.training.callbacks.class_report import class_rows, format_rows
 
@@ -54,6 +55,7 @@ def test_files_of_an_evaluation(
     )
     assert matrix.trace() / matrix.sum() == pytest.approx(top1)
     assert np.mean([float(row["accuracy"]) for row in classes]) == pytest.approx(balanced, abs=1e-6)
-    assert (run_dir / f"confusion_{split}.png").read_bytes().startswith(b"\x89PNG")
+    with Image.open(run_dir / f"confusion_{split}.png") as picture:
+        assert (picture.format, round(picture.info["dpi"][0])) == ("PNG", 120)
     assert f"checkpoint {run_dir / 'checkpoints' / 'best.ckpt'} (step " in out
     assert "most often taken for" in out

@@ -1,8 +1,12 @@
 """`--dry-run`: everything is opened, one batch goes through, and nothing is written."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+
+from headmix_vision.training.callbacks.dry_run import DryRun
 
 from .gen_helpers import run as run_gen
 from .gen_helpers import write_config as write_gen_config
@@ -16,9 +20,17 @@ def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
 def test_dry_run_of_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    end, places = DryRun._end, []
+
+    def noting(self: DryRun, trainer: Trainer, *rest: Any) -> None:
+        places.append(trainer.callbacks.index(self))  # type: ignore[attr-defined]
+        end(self, trainer, *rest)
+
+    monkeypatch.setattr(DryRun, "_end", noting)
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path / "tiny.yaml")
     assert run("fit", "-c", "tiny.yaml", "--dry-run") == 0
+    assert places == [0], "it ends before other callbacks act"
     out = capfd.readouterr().out
     assert [path.name for path in tmp_path.rglob("*")] == ["tiny.yaml"]
     for line in (

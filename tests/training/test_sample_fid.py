@@ -18,12 +18,14 @@ from headmix_vision.evaluation.frechet import frechet_distance
 from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
 from headmix_vision.evaluation.scores import Scorer, fid
 from headmix_vision.evaluation.statistics import write_statistics
+from headmix_vision.sampling.contact_sheet import draw_grid
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, draw_curves
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 from headmix_vision.training.callbacks.sample_fid import SampleFid
+from headmix_vision.training.callbacks.sample_grids import SampleGrids
 from headmix_vision.training.generator import ImageGenerator
 from headmix_vision.training.image_sampler import ImageSampler
-from headmix_vision.training.options import FidConfig
+from headmix_vision.training.options import FidConfig, SampleGridConfig
 
 REAL = "digits[:40]"
 
@@ -48,6 +50,13 @@ def generator(**arguments: Any) -> ImageGenerator:
     return module
 
 
+def another_generator() -> ImageGenerator:
+    module = generator()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module
+
+
 def process(rank: int = 0, world_size: int = 1) -> Any:
     """A trainer, as far as the callback looks at it."""
     return SimpleNamespace(
@@ -57,6 +66,8 @@ def process(rank: int = 0, world_size: int = 1) -> Any:
         fast_dev_run=False,
         current_epoch=0,
         global_step=1,
+        loggers=[],
+        lightning_module=None,
         precision_plugin=SimpleNamespace(forward_context=nullcontext),
     )
 
@@ -74,16 +85,39 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return values
 
 
-def test_score_is_that_of_the_samples(features: str, logged: list[float]) -> None:
-    module, score = generator(), callback(features, num=30)
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_score_is_that_of_the_samples_of_the_average_if_there_is_one(
+    is_averaged: bool, features: str, logged: list[float]
+) -> None:
+    module, average, score = generator(), another_generator(), callback(features, num=30)
+    score.average = SimpleNamespace(average=average) if is_averaged else None
     score.on_fit_start(process(), module)
     score.on_train_epoch_end(process(), module)
+    drawn = average if is_averaged else module
     pixels = [
-        score.sampler.draw(process(), module, score._plan(module), range(start, start + 10)) for start in (0, 10, 20)
+        score.sampler.draw(process(), drawn, score._plan(drawn), range(start, start + 10)) for start in (0, 10, 20)
     ]
     fake = ImageSet(TensorImages(torch.from_numpy(np.concatenate(pixels)).permute(0, 3, 1, 2)), "L")
     scorer = Scorer(open_extractor(features), 10)
     assert logged[0] == pytest.approx(fid(scorer, open_images(REAL, "L"), fake)["fid"], rel=1e-9)
+
+
+def test_sample_grids_say_which_weights_they_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, average, shown = generator(), another_generator(), {}
+
+    def draw(images: np.ndarray, captions: Any, title: str, columns: int) -> np.ndarray:
+        shown[title.split(", ")[1]] = images
+        return draw_grid(images, captions, title, columns)
+
+    monkeypatch.setattr("headmix_vision.training.callbacks.sample_grids.draw_grid", draw)
+    config, sampler = SampleGridConfig(every_n_steps=1, classes=[3, 7], rows=1, steps=1), ImageSampler(None)
+    grids = SampleGrids(tmp_path, config, sampler, SimpleNamespace(average=average), seed=0)
+    grids.on_train_batch_end(process(), module, None, None, 0)
+    plan = grids._plan(module.net)
+    for title, kind, weights in (("weights being trained", "raw", module), ("moving average", "ema", average)):
+        assert np.array_equal(shown[title], sampler.draw(process(), weights, plan, range(2)))
+        assert (tmp_path / f"step_00000001_{kind}.png").is_file()
+    assert not np.array_equal(*shown.values())
 
 
 def test_real_side_is_whatever_evaluate_reads(features: str, tmp_path: Path) -> None:
@@ -132,6 +166,7 @@ def test_what_does_not_fit_is_refused_before_training(features: str, tmp_path: P
     ):
         with pytest.raises(InputError, match=message):
             callback(**{"features": features, **options}).on_fit_start(process(), generator(**arguments))
+    callback(features, steps=1000).on_fit_start(process(), generator())
 
 
 def test_clips_are_refused_before_training(features: str) -> None:
@@ -144,7 +179,8 @@ def test_one_autoencoder_serves_all_callbacks(monkeypatch: pytest.MonkeyPatch) -
     loaded = []
     autoencoder = SimpleNamespace(module=SimpleNamespace(config={}, spatial_compression_ratio=8))
     monkeypatch.setattr(
-        "headmix_vision.training.image_sampler.load_autoencoder", lambda source: (loaded.append(source), autoencoder)[1]
+        "headmix_vision.training.image_sampler.load_autoencoder",
+        lambda source, fetch: (loaded.append(source), autoencoder)[1],
     )
     sampler = ImageSampler("vae")
     for _ in range(2):

@@ -3,6 +3,7 @@
 import atexit
 import errno
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from headmix_vision.console.processes import leave_group
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint
 from headmix_vision.runs.networks import create_generator
-from headmix_vision.runs.shards import SHARDED
+from headmix_vision.runs.shards import SHARDED, check_shards, read_shards
 from headmix_vision.training.base_module import _check_batch
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
@@ -95,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_runs(folder: Path) -> Path:
     """Train what `folder` names."""
     folder.mkdir()
-    process = start("fit", "-c", write_run(folder, 8), "--run_dir", folder / "two", *TWO_RANKS)
+    process = start("fit", "-c", write_run(folder, 8), "--trust-config", "--run_dir", folder / "two", *TWO_RANKS)
     plain = write_config(folder / "one.yaml", **NO_RANDOMNESS, **LONG, data__batch_size=16, data__eval_batch_size=32)
     assert run("fit", "-c", plain, "--run_dir", folder / "one") == 0
     finish(process)
@@ -374,14 +375,14 @@ def test_a_run_goes_on_in_four_processes_that_share_two_copies(folder: Path) -> 
     two_copies = {"shard_size": 2, "reshard_after_forward": False}
     config = write_run(folder, 4, trainer__strategy=SHARE | {"init_args": two_copies}, trainer__devices=4)
     kept = folder / "kept" / "step=7.ckpt"
-    finish(start("fit", "-c", config, "--run_dir", folder / "four", "--ckpt_path", kept))
+    finish(start("fit", "-c", config, "--trust-config", "--run_dir", folder / "four", "--ckpt_path", kept))
     assert_close(read(folder / "one/checkpoints/last.ckpt"), read(folder / "four/checkpoints/last.ckpt"))
 
 
 @pytest.mark.slow
 def test_checkpointed_blocks_and_a_run_without_shards_go_on_in_shards(folder: Path) -> None:
     config = write_run(folder, 8, trainer__max_epochs=3)
-    options = ("--ckpt_path", folder / "one" / "checkpoints" / "last.ckpt", *TWO_RANKS)
+    options = ("--trust-config", "--ckpt_path", folder / "one" / "checkpoints" / "last.ckpt", *TWO_RANKS)
     finish(start("fit", "-c", config, "--run_dir", folder / "a", *options, "--model.grad_checkpointing", "true"))
     finish(start("fit", "-c", config, "--run_dir", folder / "b", *options))
     first, second = (read(folder / name / "checkpoints" / "last.ckpt") for name in ("a", "b"))
@@ -403,9 +404,32 @@ def test_checkpointed_blocks_and_a_run_without_shards_go_on_in_shards(folder: Pa
 )
 def test_damaged_shards_are_refused(damage: Any, message: str, folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder / "kept", tmp_path / "kept")
+    forget_hashes(copy / "step=7.ckpt")
     damage(next(copy.glob("step=7.*.shards")))
     with pytest.raises(InputError, match=message):
         read_checkpoint(copy / "step=7.ckpt", sharded=())
+
+
+def forget_hashes(checkpoint: Path) -> None:
+    """Make a checkpoint one of an earlier version, which had no hashes."""
+    stored = torch.load(checkpoint, weights_only=True)
+    assert len(stored["shards"].pop("sha256")) == 3 and stored.pop("tensors_sha256")
+    torch.save(stored, checkpoint)
+
+
+def test_a_flipped_byte_of_a_shard_is_noticed(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "kept", tmp_path / "kept")
+    flips, checkpoint = random.Random(0), read_checkpoint(copy / "step=7.ckpt", sharded=())
+    for file in next(copy.glob("step=7.*.shards")).iterdir():
+        content = file.read_bytes()
+        for _ in range(70):
+            place = flips.randrange(len(content))
+            file.write_bytes(content[:place] + bytes([content[place] ^ 1 << flips.randrange(8)]) + content[place + 1 :])
+            with pytest.raises(InputError, match=f"{file.name} is damaged: it does not have the SHA-256"):
+                check_shards(copy / "step=7.ckpt", checkpoint)
+                read_shards(copy / "step=7.ckpt", checkpoint)
+        file.write_bytes(content)
+    assert read(copy / "step=7.ckpt")["global_step"] == 7
 
 
 @pytest.mark.parametrize(
@@ -425,9 +449,15 @@ def test_forged_entries_of_shards_are_refused(forge: Any, message: str, folder: 
         read(copy / "step=7.ckpt")
 
 
-def test_a_shard_of_another_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_shard_of_another_checkpoint_is_refused(hashed: bool, folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder / "kept", tmp_path / "kept")
+    if not hashed:
+        forget_hashes(copy / "step=7.ckpt")
     ours, other = (next(copy.glob(f"step={step}.*.shards")) for step in (7, 14))
     shutil.copy(other / "__1_0.distcp", ours / "__1_0.distcp")
-    with pytest.raises(InputError, match=r"shard of process 1 .* is of another checkpoint"):
+    message = (
+        "does not have the SHA-256 in its checkpoint" if hashed else "shard of process 1 .* is of another checkpoint"
+    )
+    with pytest.raises(InputError, match=message):
         read(copy / "step=7.ckpt")

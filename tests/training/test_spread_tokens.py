@@ -61,7 +61,7 @@ def test_pairs_of_processes_train_on_clips_as_single_ones(strategy: str, tmp_pat
 def test_a_run_goes_on_with_and_without_others_that_share_its_tokens(tmp_path: Path) -> None:
     keep = {"dirpath": str(tmp_path / "kept"), "every_n_train_steps": 4, "save_top_k": -1, "filename": "{step}"}
     keeps = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}]
-    whole = train(tmp_path / "whole", 2, 2, trainer__callbacks=keeps)
+    whole = train(tmp_path / "whole", 2, 2, "--trust-config", trainer__callbacks=keeps)
     within = ("--ckpt_path", tmp_path / "kept" / "step=4.ckpt")  # of 6 in the first epoch
     again = train(tmp_path / "again", 2, 2, *within)
     alone = train(tmp_path / "alone", 1, 1, *within, strategy="auto")

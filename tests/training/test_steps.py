@@ -305,6 +305,20 @@ def test_blocks_stay_whole_where_gradients_are_summed_over_processes(monkeypatch
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("make", [classifier, generator])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_gradient_checkpointing_reaches_the_network(make: Any, is_asked: bool) -> None:
+    module = make(grad_checkpointing=is_asked)
+    attach(module)
+    module.configure_model()
+    flags = [getattr(module.net, name, False) for name in ("grad_checkpointing", "gradient_checkpointing")]
+    assert any(flags) is is_asked
+    module.net = nn.Linear(2, 2)
+    if is_asked:
+        with pytest.raises(InputError, match="this model cannot checkpoint gradients; set it to false"):
+            module.configure_model()
+
+
 def test_cuda_graphs_are_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[object] = []
     monkeypatch.setattr(nn.Module, "compile", lambda _, mode: modes.append(mode))

@@ -16,6 +16,7 @@ import yaml
 from headmix_vision.analysis.sweeps.kinds import SWEEPS, Sweep, Variant
 from headmix_vision.console.scripts import RunFailed, run_python
 from headmix_vision.errors import InputError
+from headmix_vision.files.fields import check_fields
 from headmix_vision.files.result_table import ResultTable, Row
 from headmix_vision.files.texts import read_text
 from headmix_vision.layers import CORES
@@ -296,10 +297,14 @@ def _count_parameters(model: dict[str, Any]) -> int:
 
 def _has_stopped(run: Path) -> bool:
     """Tells whether a run has ended because validation did not improve any more."""
-    states = read_checkpoint(run / LAST)["callbacks"]
-    return any(
-        state["wait_count"] >= state["patience"] for name, state in states.items() if name.startswith("EarlyStop")
-    )
+    path = run / LAST
+    states = check_fields(str(path), read_checkpoint(path, sharded=(), values=False), {"callbacks": dict})["callbacks"]
+    rules = [
+        check_fields(f"{name} of {path}", state, {"wait_count": int, "patience": int})
+        for name, state in states.items()
+        if str(name).startswith("EarlyStop")
+    ]
+    return any(rule["wait_count"] >= rule["patience"] for rule in rules)
 
 
 def read_test(path: Path) -> dict[str, float]:

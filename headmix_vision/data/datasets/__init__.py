@@ -21,15 +21,16 @@ _WEBDATASET = ("webdataset", "pip install headmix_vision[webdataset]")
 _TENSORFLOW = ("tensorflow_datasets", "pip install tensorflow-datasets")
 
 DATASETS = {
-    "digits": DatasetEntry(".digits:open_digits", exact=True, package=_SKLEARN, scored_split="all"),
+    "digits": DatasetEntry(".digits:open_digits", exact=True, package=_SKLEARN, scored_split="all", takes_root=False),
     "canvas": DatasetEntry(
         ".canvas:open_canvas",
         names=("canvas", "canvas/same", "canvas/opposite"),
         uses=("classification", "generation", "scoring"),
         exact=True,
         package=_SKLEARN,
+        takes_root=False,
     ),
-    "fake": DatasetEntry(".fake:open_fake", uses=("classification", "generation"), grid_axes=(2, 3)),
+    "fake": DatasetEntry(".fake:open_fake", uses=("classification", "generation"), grid_axes=(2, 3), takes_root=False),
     "folder": DatasetEntry(".folders:open_folder"),
     "torch": DatasetEntry(".torchvision:open_torchvision", names=("torch/NAME",)),
     "hfds": DatasetEntry(".huggingface:open_huggingface", names=("hfds", "hfds/NAME"), package=_HUGGINGFACE),
@@ -49,6 +50,7 @@ DATASETS = {
         grid_axes=(3,),
         can_flip=False,
         package=_SKLEARN,
+        takes_root=False,
     ),
     "hfids": DatasetEntry(
         _STREAM, names=("hfids/NAME",), uses=("classification",), is_stream=True, package=_HUGGINGFACE
@@ -99,7 +101,8 @@ def open_split(request: SplitRequest) -> Source | Stream:
 
     Raises:
         InputError: The name is unknown or does not serve this use, its samples are images where clips are wanted or
-            the other way round, a package is missing, or whatever the data set complains about.
+            the other way round, a place or background is given for samples that come with a package, a package is
+            missing, or whatever the data set complains about.
         TypeError: The opener of the table returns something else.
     """
     entry = find_dataset(request.name, request.use)
@@ -108,6 +111,15 @@ def open_split(request: SplitRequest) -> Source | Stream:
         raise InputError(
             f"dataset {request.name!r} holds {holds}, asked for {wanted} of {'x'.join(map(str, request.grid))};"
             f" {wanted} are in {_names_of(request.use, len(request.grid))}"
+        )
+    if request.root is not None and not entry.takes_root:
+        raise InputError(
+            f"dataset {request.name!r} needs no files and takes no root, got {request.root!r}: leave root out"
+        )
+    if request.background != "white" and not (entry.takes_root and entry.has_images):
+        raise InputError(
+            f"dataset {request.name!r} has no transparent pixels, got background {request.background!r}: leave"
+            " background out"
         )
     size = "x".join(map(str, request.shape))
     check_memory(4 * math.prod(request.shape), f"a sample of {request.name} with {size} numbers")

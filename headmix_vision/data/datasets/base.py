@@ -54,6 +54,7 @@ class DatasetEntry:
         is_stream: Samples come in an order of their own, shuffled in a buffer.
         package: A package that must be installed, and the command that installs it.
         scored_split: The split that is scored when none is named.
+        takes_root: Samples lie at a place that the user names; false where the package or another one carries them.
     """
 
     opener: str
@@ -66,6 +67,7 @@ class DatasetEntry:
     is_stream: bool = False
     package: tuple[str, str] | None = None
     scored_split: str = "validation"
+    takes_root: bool = True
 
     @property
     def is_clips(self) -> bool:
@@ -189,6 +191,13 @@ class Source(ABC):
         """Name, relative to the place of the data, and size in bytes of each sample's file; None without files.
 
         They tell whether the samples are still the same, wherever they lie.
+        """
+        return None
+
+    def keys(self) -> list[str] | None:
+        """What tells all samples apart from other ones without reading them: names, labels, hashes; None without any.
+
+        They do not depend on where the data lie.
         """
         return None
 

@@ -1,15 +1,20 @@
 """`hfds`, `hfds/NAME`: data sets of Hugging Face, in a local directory or by name."""
 
 import importlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset, reader_class_names
 from headmix_vision.data.labels import number_labels
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding
+
+_DESCRIPTIONS = ("README.md", ".huggingface.yaml")
 
 
 def open_huggingface(request: SplitRequest) -> Source:
@@ -18,15 +23,32 @@ def open_huggingface(request: SplitRequest) -> Source:
     Such a directory was written by `save_to_disk` or can be read by `load_dataset`.
 
     Raises:
-        InputError: No such directory, split or column, an image without a valid label, or whatever the reader complains
-            about.
+        InputError: No such directory, split or column, files that the directory names elsewhere, an image without a
+            valid label, or whatever the reader complains about.
     """
     if request.variant:
         return _open_reader(request.name, request.root, request)
     root = request.existing_root()
     if any((root / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _open_saved(root, request)
+    for name in _DESCRIPTIONS:
+        _check_local(root / name)
     return _open_reader(f"hfds/{root}", None, request)
+
+
+def _check_local(description: Path) -> None:
+    """Raise InputError for a description of a data set that names addresses, which `datasets` would fetch."""
+    if not description.is_file():
+        return
+    text = description.read_text(errors="replace")
+    head = re.match(r"\s*---\r?\n(.*?)\n---", text, re.DOTALL)
+    try:
+        found = yaml.safe_load(head[1] if head else text if description.suffix == ".yaml" else "")
+    except yaml.YAMLError:
+        raise InputError(f"the description of the data set in {description} is no YAML") from None
+    address = re.search(r"[\w+.-]+://[^\s'\"]*", str(found.get("configs")) if isinstance(found, dict) else "")
+    if address:
+        raise InputError(f"{description} names data at {address[0]}: fetch it yourself, and name the local files")
 
 
 def _open_reader(name: str, root: str | None, request: SplitRequest) -> Source:
@@ -92,6 +114,10 @@ class HuggingFaceImages(Pictures):
         if stored is None:
             raise ValueError("the image is missing")
         return self.decoding.first_frame(stored["bytes"] or stored["path"]), self.targets[index]
+
+    def keys(self) -> list[str]:
+        """Rows and labels."""
+        return [f"{row} {target}" for row, target in zip(self.rows, self.targets, strict=True)]
 
     def name(self, index: int) -> str:
         return f"{self.place}[{self.rows[index]}]"

@@ -2,7 +2,11 @@
 
 from typing import Any
 
+from PIL import EpsImagePlugin
+
 from headmix_vision.errors import InputError
+
+EpsImagePlugin.gs_binary = False  # timm's readers open whatever Pillow knows, which starts Ghostscript for EPS
 
 
 def create_timm_dataset(name: str, **kwargs: Any) -> Any:

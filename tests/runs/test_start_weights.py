@@ -1,0 +1,99 @@
+"""Start weights that are something else end in one line, for classifiers and generators alike."""
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from headmix_vision.errors import InputError
+from headmix_vision.runs.networks import create_generator, create_network
+
+SMALL = {"embed_dim": 16, "depth": 1, "num_heads": 2}
+CREATORS = {"deit_linear_digits": create_network, "dit_linear_digits": create_generator}
+WEIGHT = "blocks.0.attn.qkv.weight"
+QUANTIZED = torch.quantize_per_tensor(torch.ones(48, 16), 1.0, 0, torch.qint8)
+
+
+def zipped(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("notes.txt", "notes" * 100)
+
+
+# Name of the file, how it is made, what is said.
+FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "image": ("a.pth", lambda path: Image.new("L", (8, 8)).save(path, "PNG"), "is not a file of weights"),
+    "text": ("a.pth", lambda path: path.write_text("hello\nworld"), "holds no readable weights"),
+    "text as safetensors": ("a.safetensors", lambda path: path.write_text("hello world"), "no safetensors file"),
+    "text as checkpoint": ("a.ckpt", lambda path: path.write_text("hello"), "is not a checkpoint"),
+    "empty": ("a.pth", lambda path: path.touch(), "holds no readable weights"),
+    "empty safetensors": ("a.safetensors", lambda path: path.touch(), "no safetensors file"),
+    "pickle": ("a.pth", lambda path: path.write_bytes(pickle.dumps(Path())), "objects other than tensors"),
+    "list": ("a.pth", lambda path: torch.save([torch.ones(1)], path), "holds no"),
+    "tensor": ("a.pth", lambda path: torch.save(torch.ones(1), path), "holds no"),
+    "numbered": ("a.pth", lambda path: torch.save({1: torch.ones(1)}, path), "holds no"),
+    "numbers": ("a.pth", lambda path: torch.save({"a": 1}, path), "holds no weights by name"),
+    "nothing": ("a.pth", lambda path: torch.save({"state_dict": {}}, path), "holds no weights by name: it is empty"),
+    "zip": ("a.pth", zipped, "torch.save did not write it: notes.txt is compressed"),
+    "zip as checkpoint": ("a.ckpt", zipped, "notes.txt is compressed"),
+    "arrays": ("a.npz", lambda path: np.savez(path, a=np.ones(3)), "holds no readable weights"),
+    "folder": ("a.pth", lambda path: path.mkdir(), "is a folder"),
+    "folder as safetensors": ("a.safetensors", lambda path: path.mkdir(), "is a folder"),
+    "pipe": ("a.pth", lambda path: os.mkfifo(path), "is not a regular file"),
+    "nowhere": ("a.pth", lambda path: None, "no checkpoint at"),
+    "another model": ("a.pth", lambda path: torch.save({"a": torch.ones(1)}, path), "does not fit model"),
+    "program": (
+        "a.pth",
+        lambda path: torch.jit.trace(torch.nn.Identity(), torch.ones(1)).save(str(path)),
+        "torch.save did not write it",
+    ),
+}
+WEIGHTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "sparse": (lambda weight: weight.to_sparse(), "is float32, sparse_coo"),
+    "complex": (lambda weight: weight * 1j, "is complex64"),
+    "quantized": (lambda weight: QUANTIZED, "is qint8"),
+    "of 8 bits": (lambda weight: weight.to(torch.float8_e4m3fn), "is float8_e4m3fn"),
+    "of whole numbers": (lambda weight: weight.int(), "have another type, first"),
+    "true or false": (lambda weight: weight > 0, "have another type, first"),
+    "without values": (lambda weight: weight.to("meta"), "has no values"),
+    "huge": (lambda weight: torch.ones(1).expand(10**9, 10**3), "repeats its values"),
+    "of another shape": (lambda weight: weight[:5], "does not fit model"),
+    "without axes": (lambda weight: torch.tensor(1.0), "does not fit model"),
+    "not finite": (lambda weight: weight * torch.nan, "are not finite"),
+}
+
+
+@pytest.mark.parametrize("name", CREATORS)
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_of_something_else_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+    file, make, message = FILES[kind]
+    make(tmp_path / file)
+    with pytest.raises(InputError, match=message) as error:
+        CREATORS[name](name, model_args=SMALL, checkpoint=str(tmp_path / file))
+    assert "\n" not in str(error.value) and file in str(error.value)
+
+
+@pytest.mark.parametrize("name", CREATORS)
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_weight_of_another_form_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+    change, message = WEIGHTS[kind]
+    state = timm.create_model(name, **SMALL).state_dict()
+    torch.save({**state, WEIGHT: change(state[WEIGHT])}, tmp_path / "a.pth")
+    with pytest.raises(InputError, match=message) as error:
+        CREATORS[name](name, model_args=SMALL, checkpoint=str(tmp_path / "a.pth"))
+    assert "\n" not in str(error.value) and "a.pth" in str(error.value)
+
+
+def test_weights_of_other_strides_and_precision_are_taken(tmp_path: Path) -> None:
+    for name, create in CREATORS.items():
+        state = timm.create_model(name, **SMALL).state_dict()
+        torch.save({**state, WEIGHT: state[WEIGHT].half().t().contiguous().t()}, tmp_path / "a.pth")
+        loaded = create(name, model_args=SMALL, checkpoint=str(tmp_path / "a.pth")).state_dict()
+        assert torch.equal(loaded[WEIGHT], state[WEIGHT].half().float())
