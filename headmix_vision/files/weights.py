@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_members, check_memory
 from headmix_vision.files.tensor_files import read_tensors
 
 
@@ -34,6 +35,7 @@ def read_weights(path: Path, load: Callable[[Path], Any] | None = None) -> dict[
 def load_plain(path: Path) -> Any:
     """Read what `torch.save` wrote, of tensors and plain values alone; see `one_line_damage`."""
     with one_line_damage(path):
+        check_memory(path.stat().st_size, f"the file {path}")
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -78,6 +80,7 @@ def check_archive(path: Path, *, tensors: bool | None = None) -> None:
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            check_members(archive)
             for member in archive.infolist():
                 if tensors is not None and ("/data/" in member.filename) != tensors:
                     continue

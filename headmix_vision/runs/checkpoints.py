@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headmix_vision.checks import is_whole
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
+from headmix_vision.files.fields import check_fields, check_nesting
 from headmix_vision.files.hashes import tensors_sha256
 from headmix_vision.files.weights import check_archive, check_plain
 from headmix_vision.runs.shards import check_shards, named_tensors, read_shards, whole
@@ -79,6 +79,7 @@ def read_checkpoint(
     except (RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(f"{path} is truncated or damaged: {reason}") from None
+    check_nesting(str(path), checkpoint)
     if not isinstance(checkpoint, dict) or DESCRIPTION_KEY not in checkpoint or "state_dict" not in checkpoint:
         raise InputError(f"{path} was not written by this package (no entry {DESCRIPTION_KEY!r})")
     for key in _STATES:

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from headmix_vision.errors import InputError
+from headmix_vision.files.texts import parse_yaml, read_text
 from headmix_vision.runs.directory import CHECKPOINTS, CONFIG
 
 OPTIONS = "options"  # entry of a checkpoint
@@ -39,8 +41,8 @@ def stored_options(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     config = path.parent.parent / CONFIG
     if options is None and path.parent.name == CHECKPOINTS and config.is_file():
         try:
-            options = yaml.safe_load(config.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError):
+            options = parse_yaml(read_text(config))
+        except (yaml.YAMLError, InputError):
             options = None
     return options if isinstance(options, dict) else {}
 
