@@ -55,5 +55,5 @@ def test_files_of_an_evaluation(
     assert matrix.trace() / matrix.sum() == pytest.approx(top1)
     assert np.mean([float(row["accuracy"]) for row in classes]) == pytest.approx(balanced, abs=1e-6)
     assert (run_dir / f"confusion_{split}.png").read_bytes().startswith(b"\x89PNG")
-    assert f"checkpoint {run_dir / 'checkpoints' / 'best.ckpt'} (step " in out
+    assert f"checkpoint {run_dir / 'checkpoints' / 'best.ckpt'} (moving average of step " in out
     assert "most often taken for" in out
