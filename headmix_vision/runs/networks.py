@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import timm
+import torch
 from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypoint
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.checks import suggest
+from headmix_vision.checks import is_whole, suggest
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.tensor_files import header_of
@@ -172,19 +173,37 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
         InputError: If there is no network as the checkpoint describes it, or the weights do not fit it or are not
             finite.
     """
-    about = checkpoint[DESCRIPTION_KEY]
-    if is_generator(checkpoint):
-        try:
-            network: nn.Module = generator_class(about["name"])(**about["architecture"])
-        except _REFUSALS as error:
-            raise InputError(f"the checkpoint's description makes no {about['name']}: {error}") from None
-    else:
-        network = create_network(about["name"], about["num_classes"], about["img_size"], about["model_args"])
     state = model_state(checkpoint, raw=raw)
+    _check_sizes(checkpoint, state)
+    network = _make_described(checkpoint)
     check_state(state, network.state_dict())
     check_finite(state, "the checkpoint")
     network.load_state_dict(state)
     return network
+
+
+def _make_described(checkpoint: dict[str, Any]) -> nn.Module:
+    about = checkpoint[DESCRIPTION_KEY]
+    if not is_generator(checkpoint):
+        return create_network(about["name"], about["num_classes"], about["img_size"], about["model_args"])
+    try:
+        return generator_class(about["name"])(**about["architecture"])
+    except _REFUSALS as error:
+        raise InputError(f"the checkpoint's description makes no {about['name']}: {error}") from None
+
+
+def _check_sizes(checkpoint: dict[str, Any], state: dict[str, Tensor]) -> None:
+    """Refuses a description of another size than the weights before memory is spent on it."""
+    about = checkpoint[DESCRIPTION_KEY]
+    depth = about["architecture" if is_generator(checkpoint) else "model_args"].get("depth")
+    if is_whole(depth) and depth > len(state):
+        raise InputError(f"the checkpoint describes a model of depth {depth}, and holds {len(state)} weights")
+    try:
+        with torch.device("meta"):
+            target = _make_described(checkpoint).state_dict()
+    except _REFUSALS:  # said when it is made, unless it is a model that computes with its weights meanwhile
+        return
+    check_state(state, target)
 
 
 def _check_name(name: str, *, generator: bool) -> None:

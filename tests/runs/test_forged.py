@@ -122,6 +122,12 @@ def test_networks_that_cannot_be_made(
     for change in ({"foo": 1}, {"depth": "x"}, {"embed_dim": -4}):
         with pytest.raises(InputError, match="description makes no dit_linear_digits: "):
             load(state, {**about, "architecture": {**about["architecture"], **change}})
+    for change in ({"embed_dim": 10**7}, {"depth": 10**9}):
+        huge = {**CLASSIFIER, "model_args": {**SMALL, **change}}
+        with pytest.raises(InputError, match=r"have another shape, first|describes a model of depth 1000000000"):
+            load(weights, huge)
+        with pytest.raises(InputError, match=r"have another shape, first|describes a model of depth 1000000000"):
+            load(state, {**about, "architecture": {**about["architecture"], **change}})
     spoilt_file, other = tmp_path / "a.ckpt", tmp_path / "other.pth"
     save(spoilt_file, spoilt, CLASSIFIER)
     with pytest.raises(InputError, match=r"a\.ckpt are not finite, first pos_embed"):

@@ -140,7 +140,8 @@ def row_sums(name: str, rows: Tensor) -> Tensor:
     start = zlib.crc32(f"{name} {rows.dtype} {list(rows.shape[1:])}".encode())
     content = tensor_bytes(rows)
     size = len(content) // max(len(rows), 1)
-    return torch.tensor([zlib.crc32(content[i * size : (i + 1) * size], start) for i in range(len(rows))], dtype=torch.int64)
+    sums = [zlib.crc32(content[i * size : (i + 1) * size], start) for i in range(len(rows))]
+    return torch.tensor(sums, dtype=torch.int64)
 
 
 def read_rows(path: Path, file: Any, name: str, rows: slice = slice(None)) -> Tensor:
