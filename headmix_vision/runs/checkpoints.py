@@ -81,6 +81,11 @@ def read_checkpoint(
         raise InputError(f"{path} is truncated or damaged: {reason}") from None
     if not isinstance(checkpoint, dict) or DESCRIPTION_KEY not in checkpoint or "state_dict" not in checkpoint:
         raise InputError(f"{path} was not written by this package (no entry {DESCRIPTION_KEY!r})")
+    try:
+        for name, tensor in named_tensors(checkpoint):
+            check_plain(path, name, tensor)
+    except RecursionError:
+        raise InputError(f"{path} is damaged: its entries are nested without end") from None
     for key in _STATES:
         state = checkpoint.get(key, {})
         if not isinstance(state, dict) or not all(
@@ -89,8 +94,6 @@ def read_checkpoint(
             raise InputError(f"{path}: entry {key!r} is no table of weights by name")
     _check_counts(path, checkpoint)
     about = _check_about(path, checkpoint[DESCRIPTION_KEY])
-    for name, tensor in named_tensors(checkpoint):
-        check_plain(path, name, tensor)
     check_shards(path, checkpoint)
     if values and HASH not in checkpoint:
         check_archive(path, tensors=True)
