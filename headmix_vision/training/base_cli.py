@@ -244,7 +244,8 @@ class RunCLI(LightningCLI):
         if not training and getattr(rank_zero_only, "rank", 0) == 0:
             top1 = self.checkpoint[DESCRIPTION_KEY].get("top1")
             accuracy = "" if top1 is None else f", top-1 {100 * top1:.2f} % when it was saved"
-            print(f"checkpoint {options.ckpt_path} (step {self.checkpoint['global_step']}{accuracy})")
+            weights = "moving average" if "current_model_state" in self.checkpoint else "trained weights"
+            print(f"checkpoint {options.ckpt_path} ({weights} of step {self.checkpoint['global_step']}{accuracy})")
 
     def _plain_options(self) -> dict[str, Any]:
         """Return the options that belong to the run, as plain values."""

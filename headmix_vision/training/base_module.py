@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from timm.optim import Muon, create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -316,6 +317,9 @@ class BaseModule(LightningModule):
         check_progress(self.trainer, self, checkpoint)
         if self.trainer.state.fn == "fit":
             self._optimizer_states = checkpoint["optimizer_states"]
+            if not any(isinstance(callback, WeightAveraging) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+                # a run without average goes on from the weights that were trained, to which the optimizer belongs
+                checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
         if self.trainer.state.fn == "fit" and "batch" in checkpoint:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             within_epoch = progress["current"]["processed"] > 0 and not progress["is_last_batch"]

@@ -37,7 +37,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> None:
         """Saves the checkpoint to `path`, with the hash of its tensors; `storage_options` is not supported.
 
-        The hash takes 0.5 to 1.1 s per GiB and thread, of which there are up to 8; the rest took 1.4 s per GiB.
+        The hash takes 0.65 s of CPU time per GiB, on up to 8 threads. Without it a checkpoint takes 1.2 s per GiB.
 
         Raises:
             OSError: If the system refuses it, such as on a full disk; the file that was there stays.
