@@ -30,7 +30,8 @@ class OneLineParser(argparse.ArgumentParser):
         words = [*(sys.argv[1:] if args is None else args)]
         for before, word in zip(["", *words], words, strict=False):
             if word == "" or (word.startswith("--") and word.endswith("=")):
-                self.error(f"{word.removesuffix('=') or before or 'an argument'} is '', it must not be empty")
+                option = word.removesuffix("=") or before
+                self.error(f"{option if option.startswith('-') else 'an argument'} is '', it must not be empty")
         return super().parse_known_args(args, namespace, *more)
 
     def error(self, message: str) -> NoReturn:

@@ -52,13 +52,12 @@ from headmix_vision.training.callbacks.whole_network import ValidateWhole
 from headmix_vision.training.changes import list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
+from headmix_vision.training.idle_options import check_given, check_texts
 from headmix_vision.training.metrics_csv import MetricsCSV
 from headmix_vision.training.options import (
     AnalysisConfig,
     EarlyStoppingConfig,
     EmaConfig,
-    check_given,
-    check_texts,
     check_trainer_options,
     require,
 )
