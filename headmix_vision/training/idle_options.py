@@ -113,15 +113,25 @@ _IDLE_IN_EVALUATION = (
 )
 
 
-def check_given(arguments: Sequence[str], options: Any, subcommand: str) -> None:
+def given_options(arguments: Sequence[str]) -> list[str]:
+    """List the names of the options on a command line, without dashes in front."""
+    return [argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+
+
+def is_shortened(given: Sequence[str]) -> bool:
+    """Tell whether a command line sets the length of the run, but not that of the warm-up."""
+    lengths = {"trainer.max_epochs", "trainer.max_steps", "trainer.limit_train_batches"}
+    return bool(lengths & {*given}) and "model.schedule.warmup_epochs" not in given
+
+
+def check_given(given: Sequence[str], options: Any, subcommand: str) -> None:
     """Raise `InputError` for options on the command line that have no effect; those of recipes may have none.
 
     Args:
-        arguments: The command line.
+        given: Their names.
         options: What was parsed of it.
         subcommand: `fit`, `validate`, `test` or `predict`.
     """
-    given = [argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
     for rule in _IDLE_IN_TRAINING if subcommand == "fit" else _IDLE_IN_EVALUATION:
         for name in given:
             if rule.concerns(name):
