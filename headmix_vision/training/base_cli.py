@@ -53,13 +53,12 @@ from headmix_vision.training.callbacks.whole_network import ValidateWhole
 from headmix_vision.training.changes import list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
+from headmix_vision.training.idle_options import check_given, check_texts, given_options, is_shortened
 from headmix_vision.training.metrics_csv import MetricsCSV
 from headmix_vision.training.options import (
     AnalysisConfig,
     EarlyStoppingConfig,
     EmaConfig,
-    check_given,
-    check_texts,
     check_trainer_options,
     require,
 )
@@ -206,7 +205,8 @@ class RunCLI(LightningCLI):
             options.ckpt_path = "last" if standing_file(Path(options.run_dir), LAST).is_file() else None
         if not self.trust.is_whole:
             check_links(Path(options.run_dir))
-        check_given(args, options, self.config.subcommand)
+        self.given = given_options(args)
+        check_given(self.given, options, self.config.subcommand)
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
             self._claim_run_directory()
@@ -316,8 +316,9 @@ class RunCLI(LightningCLI):
         return trainer
 
     def before_fit(self) -> None:
-        """Tells the data module whether other training data are accepted."""
+        """Tells the data module whether other data are accepted, and the module whether a recipe was made shorter."""
         self.datamodule.data_changed = self.options.data_changed
+        self.model.may_end_in_warmup = self.options.ckpt_path is not None or is_shortened(self.given)
 
     def _progress(self) -> list[Callback]:
         """Makes what shows the progress: a bar on a terminal, else lines."""

@@ -98,6 +98,7 @@ class BaseModule(LightningModule):
         sharers: Processes that have the same training batches, and compute parts of them.
         step_loss: Mean loss of the last training batch, on the device.
         epoch_loss: Mean loss of the epoch; None before its last batch.
+        may_end_in_warmup: Whether the run may be shorter than the warm-up of its learning rate.
     """
 
     net: nn.Module
@@ -107,6 +108,7 @@ class BaseModule(LightningModule):
     step_loss: Tensor | None = None
     epoch_loss: float | None = None
     _optimizer_states: list[Any] | None = None
+    may_end_in_warmup: bool = False
 
     def __init__(
         self,
@@ -214,7 +216,7 @@ class BaseModule(LightningModule):
         self.train_loss = self.train_loss.to(self.device)
 
     def _check_warmup(self, total_steps: float, epoch_steps: float) -> None:
-        """Refuse a warm-up that the run does not finish, but for one of which nothing was said."""
+        """Refuse a warm-up that the run does not finish; the default one, and that of a shortened recipe, are noted."""
         warmup = self.schedule_config.warmup_epochs
         if math.isinf(epoch_steps) or warmup * epoch_steps <= total_steps or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -222,7 +224,7 @@ class BaseModule(LightningModule):
             f"model.schedule.warmup_epochs={warmup:g} is longer than the run of {total_steps / epoch_steps:g} epochs:"
             " the learning rate does not reach model.optimizer.lr"
         )
-        if warmup != ScheduleConfig.warmup_epochs:
+        if warmup != ScheduleConfig.warmup_epochs and not self.may_end_in_warmup:
             raise InputError(f"{message}; train longer, or set a shorter warm-up")
         say_once(f"note: {message}")
 

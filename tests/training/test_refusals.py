@@ -199,6 +199,16 @@ def test_options_of_a_recipe_may_have_no_effect(tmp_path: Path, capfd: pytest.Ca
     assert "warmup_epochs=10 is longer than the run of 2 epochs" in capfd.readouterr().err
 
 
+def test_a_warm_up_that_is_longer_than_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "tiny.yaml", model__schedule={"warmup_epochs": 1.5})
+    fit = ("fit", "-c", config, "--run_dir", tmp_path / "run", "--dry_run")
+    assert run(*fit) == 0
+    longer = "warmup_epochs=1.5 is longer than the run of 1 epochs"
+    assert run(*fit, "--trainer.max_epochs", 1) == 0, "a recipe is tried"
+    assert f"note: model.schedule.{longer}" in capfd.readouterr().err
+    assert longer in refused(capfd, *fit, "--trainer.max_epochs", 1, "--model.schedule.warmup_epochs", 1.5)
+
+
 def test_wrong_config_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = {
         "broken: [1, 2": "broken.yaml",
