@@ -163,3 +163,12 @@ def test_by_default_nothing_is_augmented() -> None:
 def test_an_augmentation_that_is_none(augmentation: Any) -> None:
     with pytest.raises(InputError, match="augmentation must be an Augmentation"):
         ClassificationData(augmentation=augmentation)
+
+
+def test_a_recipe_is_tried_with_fake_samples_and_its_own_root() -> None:
+    data, module = GenerationData("fake", "no/such/folder", num_workers=0, background="black"), Recorder()
+    del module.net
+    module.net = SimpleNamespace(in_channels=1, input_size=(8, 8), num_classes=10)
+    data.trainer = make_trainer(max_epochs=1)
+    data.trainer.strategy.connect(module)
+    data.setup("fit")

@@ -30,7 +30,8 @@ DATASETS = {
         package=_SKLEARN,
         takes_root=False,
     ),
-    "fake": DatasetEntry(".fake:open_fake", uses=("classification", "generation"), grid_axes=(2, 3), takes_root=False),
+    # tries a recipe without its data, whose root and background may stay
+    "fake": DatasetEntry(".fake:open_fake", uses=("classification", "generation"), grid_axes=(2, 3)),
     "folder": DatasetEntry(".folders:open_folder"),
     "torch": DatasetEntry(".torchvision:open_torchvision", names=("torch/NAME",)),
     "hfds": DatasetEntry(".huggingface:open_huggingface", names=("hfds", "hfds/NAME"), package=_HUGGINGFACE),
@@ -114,7 +115,8 @@ def open_split(request: SplitRequest) -> Source | Stream:
         )
     if request.root is not None and not entry.takes_root:
         raise InputError(
-            f"dataset {request.name!r} needs no files and takes no root, got {request.root!r}: leave root out"
+            f"dataset {request.name!r} needs no files and takes no root, got {request.root!r}: leave root out,"
+            " or set it to null"
         )
     if request.background != "white" and not (entry.takes_root and entry.has_images):
         raise InputError(
