@@ -244,7 +244,7 @@ def test_a_folder_holds_samples_of_one_decoder(tmp_path: Path, capfd: pytest.Cap
         ("vae/config.json", {"scaling_factor": 0.5}, "vae.scale"),
     ):
         other = tmp_path / name.partition(" ")[0]
-        shutil.copytree(model, other)
+        shutil.copytree(model, other, ignore=shutil.ignore_patterns("SHA256SUMS"))
         (other / file).write_text(json.dumps(json.loads((other / file).read_text()) | change))
         assert run(out, num=6, model=other) == 2
         assert f"holds samples with {name}" in capfd.readouterr().err
