@@ -1,8 +1,10 @@
 """Errors that a user can mend, and how command lines end on them."""
 
 import os
+import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from typing import NoReturn
 
 _PATIENCE_S = 10
 _PARENT = os.getppid()  # of processes that share a job: torchrun, or the first of them if Lightning started the others
+_WORKER_IS_GONE = re.compile(r"DataLoader worker \(pid[^)]*\)[^.\n]*")
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo, gloo, NCCL
 
 
@@ -36,12 +39,14 @@ def explain(error: Exception) -> str:
 def one_line_errors() -> Iterator[None]:
     """End the process with status 2 and one line, with the rank unless it is 0, for input or a system that refuses.
 
-    An interrupt ends it with one line too, and with the status that shells give it. What is refused on all processes
-    of a job is said by the first alone.
+    An interrupt ends it with one line too, and with the status that shells give it; another one then ends it at once.
+    What is refused on all processes of a job is said by the first alone. A data loader's worker that was killed ends
+    it with status 1.
     """
     try:
         yield
     except KeyboardInterrupt:
+        let_signals_end()
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
@@ -52,9 +57,17 @@ def one_line_errors() -> Iterator[None]:
         # A data loader's worker hands its error on with the traceback in front of the message.
         end(message_of(error).rpartition(f"{__name__}.InputError: ")[2])
     except RuntimeError as error:
+        if worker := _WORKER_IS_GONE.search(str(error)):
+            end(f"{worker[0]}: a process that reads data has ended, as where the memory does not suffice", status=1)
         if not any(words in str(error) for words in _PEER_IS_GONE):
             raise
         end("another process has ended, see its message")
+
+
+def let_signals_end() -> None:
+    """Let a further Ctrl-C end the process at once, whose end is being cleaned up: Python would print a traceback."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def launched_rank() -> str:

@@ -1,5 +1,6 @@
 """Sizes that files and options state, refused before memory or work is spent on them."""
 
+import copy
 import io
 import os
 import re
@@ -13,19 +14,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from inputs import photo
 
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_array, npz_arrays
 from headmix_vision.files import limits
-from headmix_vision.files.clips import probe_clip
+from headmix_vision.files.clips import probe_clip, read_clip
+from headmix_vision.files.fields import check_nesting
 from headmix_vision.files.limits import check_file, check_memory, check_workers, memory_left, num_cores
 from headmix_vision.files.pictures import Decoding, picture_formats
 from headmix_vision.files.png import read_png, write_png
 from headmix_vision.files.tars import Member, list_members
-from headmix_vision.files.tensor_files import open_tensors
+from headmix_vision.files.tensor_files import open_tensors, write_tensors
 from headmix_vision.files.texts import check_yaml, parse_json, read_text
 from headmix_vision.files.video import VideoInfo, is_whole_video, probe, read_frames, write_video
+from headmix_vision.files.weights import read_weights
+from headmix_vision.runs.checkpoints import read_checkpoint
 
 
 @pytest.fixture
@@ -195,7 +200,7 @@ def test_archives_that_are_forged(tmp_path: Path, no_memory: None) -> None:
     assert data.index(size, entry) == entry + 24
     data[entry + 24 : entry + 28] = struct.pack("<I", 0xFFFFFFF0)
     path.write_bytes(data)
-    with pytest.raises(InputError, match=r"states 4294967280 bytes of arrays in \d+, which it cannot hold"):
+    with pytest.raises(InputError, match=r"states 4294967280 bytes in \d+, which it cannot hold"):
         npz_arrays(path)
 
 
@@ -211,6 +216,9 @@ def test_pictures_are_measured_before_they_are_decoded(no_memory: None, tmp_path
         tried.append(name)
         with pytest.raises(ValueError, match=r"a picture of \d+x\d+ pixels needs"):
             Decoding().first_frame(encoded.getvalue())
+        (tmp_path / "a.png").write_bytes(encoded.getvalue())
+        with pytest.raises(InputError, match=r"a\.png cannot be read \(a picture of \d+x\d+ pixels needs"):
+            probe_clip(tmp_path / "a.png")
     assert {"PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"} <= {*tried}
 
 
@@ -247,8 +255,10 @@ def test_clips_are_measured_before_they_are_decoded(tmp_path: Path, monkeypatch:
     path.write_bytes(data)
     assert probe_clip(path).num_frames == 1 << 30
     monkeypatch.setattr(limits, "memory_left", lambda: 1 << 30)
-    with pytest.raises(InputError, match="a clip of 1073741824 frames of 8x8 pixels needs 206 GB of memory"):
-        Decoding().frames(path)
+    with pytest.raises(
+        InputError, match=r"a\.png cannot be read \(a clip of 1073741824 frames of 8x8 pixels needs 206 GB"
+    ):
+        read_clip(path, [0], Decoding())
     with pytest.raises(InputError, match="1073741824 x 8x8 pixels needs"):
         read_png(path)
 
@@ -320,3 +330,57 @@ def test_a_video_that_was_cut_off_is_not_whole(tmp_path: Path) -> None:
         for content in (b"", b"text", whole[:-20], whole[:40], b"\0\0\0\1ftyp", b"\0\0\0\4moov"):
             path.write_bytes(content)
             assert not is_whole_video(path), content[:40]
+
+
+def nested(value: Any, levels: int, copies: int = 1) -> Any:
+    for _ in range(levels):
+        value = [value] * copies
+    return value
+
+
+def itself() -> Any:
+    table: dict[str, Any] = {}
+    table["a"] = table
+    return table
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (nested(1, 9, 10), "so often that the whole has 1111111112 values"),
+        (nested(1, 300), "is nested too deeply"),
+        ([shared := nested(1, 60), nested(shared, 60)], "is nested too deeply"),
+        (itself(), "or holds itself"),
+    ],
+)
+def test_tables_that_cannot_be_walked_are_refused(value: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"^the file is damaged: .*{message}"):
+        check_nesting("the file", {"a": value} if "so often" in message else value)
+    check_nesting("the file", [nested(1, 5, 10), (1, {"a": {}})])
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {}, "headmix_vision": {}, "callbacks": value}, path)
+    with pytest.raises(InputError, match=r"a\.ckpt is damaged: "):
+        read_checkpoint(path)
+
+
+def test_archives_of_weights_that_overlap_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data/0", bytes(1000))
+        for number in range(1, 9):  # other names of the same bytes
+            again = copy.copy(archive.filelist[0])
+            again.filename = f"a/data/{number}"
+            archive.filelist.append(again)
+    with pytest.raises(InputError, match=r"a\.ckpt states 9000 bytes in 9000, which it cannot hold"):
+        read_weights(path)
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pth"])
+def test_weights_beyond_the_memory_are_refused(name: str, tmp_path: Path, no_memory: None) -> None:
+    path = tmp_path / name
+    if name == "a.pth":
+        torch.save({"a": torch.zeros(1)}, path)
+    else:
+        write_tensors(path, {"a": torch.zeros(1)}, {})
+    with pytest.raises(InputError, match=rf"the file .*{name} needs .* of memory"):
+        read_weights(path)

@@ -6,8 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -126,6 +127,44 @@ def process_numbers() -> Processes:
     if processes.rank >= processes.world_size:
         raise InputError(f"RANK in the environment is {processes.rank}, but WORLD_SIZE is {processes.world_size}")
     return processes
+
+
+def stopped_processes() -> dict[int, bool]:
+    """Find the other processes of this job on this machine that were stopped, as by SIGSTOP.
+
+    Returns:
+        Their numbers, and whether this process has started them. None are found but on Linux.
+    """
+    port = os.environ.get("MASTER_PORT")
+    children, parent = _children(os.getpid()), os.getppid()
+    launched = "LOCAL_RANK" in os.environ and os.environ["LOCAL_RANK"] != "0"
+    others = [*children, *_children(parent)] if launched or "TORCHELASTIC_RUN_ID" in os.environ else children
+    found = {}
+    for pid in {*others} - {os.getpid()}:
+        with suppress(OSError):
+            of_this_job = f"MASTER_PORT={port}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if _state(pid) in "Tt" and of_this_job and port is not None:
+                found[pid] = pid in children
+    if launched and "TORCHELASTIC_RUN_ID" not in os.environ and _state(parent) in "Tt":
+        found[parent] = False
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    with suppress(OSError):
+        return [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    return []
+
+
+def _state(pid: int) -> str:
+    """Return the letter of a process's state: T is stopped; a blank where it is not known."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    return " "
 
 
 def leave_group() -> None:

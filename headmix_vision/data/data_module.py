@@ -3,6 +3,7 @@
 B batch, C channels, * the axes of a sample's grid: height and width of an image, frames, height and width of a clip.
 """
 
+import hashlib
 import math
 from abc import abstractmethod
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from headmix_vision.checks import check_counts, check_flags, check_numbers
+from headmix_vision.console.notes import say_once
 from headmix_vision.data.batches import TrainBatchSampler, eval_batches
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
@@ -86,6 +88,8 @@ class DataModule(lightning.LightningDataModule):
     use: Use
     num_classes: int
     class_names: list[str]
+    data_changed: bool = False
+    """Whether a run may go on with other training data than its checkpoint knows."""
 
     def __init__(
         self,
@@ -144,6 +148,7 @@ class DataModule(lightning.LightningDataModule):
         self.background = background
         self.skip_unlabelled = skip_unlabelled
         self._copies: torch.cuda.Stream | None = None
+        self._known: dict[str, Any] | None = None
 
     @abstractmethod
     def sample_shape(self, net: Any) -> tuple[int, ...]:
@@ -164,6 +169,7 @@ class DataModule(lightning.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the splits that `stage` (fit, validate or test) needs, and check them."""
         self._attach(stage)
+        self._known = None
         val_split = self.val_split if self.holdout_every is None else self.train_split
         names = {"train": self.train_split, "val": val_split, "test": self.test_split}
         roles = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}[stage]
@@ -248,12 +254,43 @@ class DataModule(lightning.LightningDataModule):
         return copied
 
     def state_dict(self) -> dict[str, Any]:
-        """The class names, so that a checkpoint can name its classes without the data."""
-        return {"class_names": list(self.class_names)}
+        """The class names, so that a checkpoint can name its classes without the data, and what tells the samples."""
+        return {"class_names": list(self.class_names), "training": self._identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Insist on the class names of a checkpoint."""
+        """Insist on the class names of a checkpoint and, unless `data_changed`, on its training data."""
         self._check_class_names(state_dict["class_names"], "the checkpoint")
+        before = state_dict.get("training")  # earlier versions have none
+        if before is not None and "train" in self._splits:
+            self._check_identity(before)
+
+    def training_sources(self) -> dict[str, Source | Stream]:
+        """Return what training reads, by what it is called."""
+        return {"samples": self._splits["train"]}
+
+    def _identity(self) -> dict[str, Any]:
+        """Return the name of the data set, and number and hash of its training samples, made once."""
+        if self._known is None:
+            self._known = {"data set": self.dataset}
+            for name, source in self.training_sources().items():
+                keys = None if isinstance(source, Stream) else source.keys()
+                digest = keys and hashlib.sha256("\n".join(keys).encode(errors="surrogateescape")).hexdigest()[:16]
+                self._known |= {f"number of {name}": len(source), f"names or labels of {name}": digest}
+        return self._known
+
+    def _check_identity(self, before: Any) -> None:
+        now = self._identity()
+        if not isinstance(before, dict):
+            raise InputError("the entry 'training' of the checkpoint is damaged")
+        if isinstance(self._splits["train"], Stream):
+            say_once("note: samples of a stream have no names to compare: changed data go unnoticed")
+        names = [name for name in now if before.get(name) != now[name]]
+        shown = [name if name.startswith("names") else f"{name} {before.get(name)} -> {now[name]}" for name in names]
+        changed = f"the training data have changed since the checkpoint: {', '.join(shown)}"
+        if names and not self.data_changed:
+            raise InputError(f"{changed}; restore them, or go on with the new ones by --data_changed")
+        if names:
+            say_once(f"note: {changed}")
 
     def _attached_trainer(self) -> lightning.Trainer:
         assert self.trainer is not None

@@ -396,12 +396,12 @@ def build(sources: Sequence[Path], out: Path, file_format: str = "png") -> dict[
     if os.path.lexists(out):
         raise InputError(f"--out {out} already exists; choose another one or remove it")
     check_place(out)
-    with atomic_folder(out) as complete:  # before anything is drawn: a second process ends at once
-        return _fill(complete, sources, file_format)
-
-
-def _fill(folder: Path, sources: Sequence[Path], file_format: str) -> dict[str, Any]:
     packages = read_packages(sources)
+    with atomic_folder(out) as complete:  # before anything is drawn: a second process ends at once
+        return _fill(complete, packages, file_format)
+
+
+def _fill(folder: Path, packages: dict[str, Files], file_format: str) -> dict[str, Any]:
     pictures = draw_all(packages)
     splits, sizes = split_things(pictures), Counter(picture.emoji.subgroup for picture in pictures)
     rows = [

@@ -15,6 +15,7 @@ from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import Source, SplitRequest, Transform
 from headmix_vision.data.datasets.latents import LatentShards
+from headmix_vision.data.datasets.streams import Stream
 from headmix_vision.data.fitting import FitImage, ImageToRange, to_range
 from headmix_vision.data.loading import TrainLoader, as_it_is
 from headmix_vision.data.seeding import derive_seed
@@ -179,6 +180,11 @@ class GenerationData(DataModule):
             self.stills.share,
         )
         return TrainLoader(MixedSamples(samples, stills), batch_sampler=sampler, **options)
+
+    def training_sources(self) -> dict[str, Source | Stream]:
+        """As in the base, and the stills."""
+        stills = {} if self._still_source is None else {"stills": self._still_source}
+        return {**super().training_sources(), **stills}
 
     def _open_stills(self) -> Source:
         """Opens the stills: images, or single frames of videos, clips or latents."""

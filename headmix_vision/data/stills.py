@@ -63,6 +63,9 @@ class ImageStills(Source):
         image, target = self.source.read(index)
         return self.fit(image)[:, None], target
 
+    def keys(self) -> list[str] | None:
+        return self.source.keys()
+
     def name(self, index: int) -> str:
         return self.source.name(index)
 

@@ -96,6 +96,7 @@ class GeneratorPipeline(DiffusionPipeline):
             InputError: If the index names a module outside of this package and diffusers, which would be imported,
                 without `trust_remote_code=True`; or if a local directory does not hold the files whose sums it lists.
         """
+        check_sums(Path(pretrained_model_name_or_path))
         if not kwargs.get("trust_remote_code"):
             hub = {name: value for name, value in kwargs.items() if name in _HUB_OPTIONS}
             index = cls.load_config(pretrained_model_name_or_path, **hub)
@@ -106,7 +107,6 @@ class GeneratorPipeline(DiffusionPipeline):
                         f"{pretrained_model_name_or_path} names the module {module} for {name}, which would be"
                         " imported: give trust_remote_code=True if you trust it"
                     )
-        check_sums(Path(pretrained_model_name_or_path))
         kwargs.setdefault("low_cpu_mem_usage", is_accelerate_available())
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 

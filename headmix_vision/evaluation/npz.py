@@ -5,9 +5,7 @@ taken for it.
 """
 
 import math
-import os
 import zipfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +17,9 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_file, check_memory
+from headmix_vision.files.limits import check_file, check_members, check_memory
 from headmix_vision.files.png import Item, to_item
 
-_DEFLATE_RATIO = 1032  # at most
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -131,16 +128,10 @@ def _opened(path: str | Path) -> Iterator[zipfile.ZipFile]:
     """Open an npz file, whose members have different names without folders, and sizes that the file can hold."""
     check_file(path)
     with _whole(path), zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-        name, count = Counter(member.filename for member in members).most_common(1)[0] if members else ("", 0)
-        packed, held = (sum(getattr(member, size) for member in members) for size in ("compress_size", "file_size"))
-        if count > 1:
-            raise InputError(f"{path} holds {name} {count} times, it must hold each array once")
-        for member in members:
-            if "/" in member.filename or "\\" in member.filename:
-                raise InputError(f"{path} holds {member.filename}, arrays must lie in no folder")
-        if packed > os.path.getsize(path) or held > _DEFLATE_RATIO * packed:
-            raise InputError(f"{path} states {held} bytes of arrays in {packed}, which it cannot hold: it is damaged")
+        check_members(archive)
+        for name in archive.namelist():
+            if "/" in name or "\\" in name:
+                raise InputError(f"{path} holds {name}, arrays must lie in no folder")
         yield archive
 
 

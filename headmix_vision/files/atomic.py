@@ -58,7 +58,8 @@ def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp")
     with hold_lock(path.with_name(f".{path.name}.lock"), f"folder {path}"):
         try:
-            if (temporary / "replaced").exists() and not path.exists():  # killed in between
+            killed_in_between = (temporary / "replaced").exists() and not path.exists()
+            if killed_in_between and not temporary.is_symlink():
                 (temporary / "replaced").rename(path)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()

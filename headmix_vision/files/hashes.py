@@ -1,6 +1,6 @@
 """SHA-256 of files and weights, for the record of what a result was made with and for noticing damage.
 
-One thread hashes 1 GiB in 0.5 to 1.1 s; the CRC-32 of zlib takes 0.25 s.
+One thread hashes 1 GiB in 0.65 s on a CPU with SHA instructions; the CRC-32 of zlib takes 0.3 s.
 """
 
 import hashlib

@@ -5,12 +5,15 @@ import os
 import resource
 import shutil
 import stat
+import zipfile
+from collections import Counter
 from pathlib import Path
 
 from headmix_vision.errors import InputError
 
 _SMALL_BYTES = 1 << 28  # for which the machine is not asked
 _WORKERS_PER_CORE = 16
+_DEFLATE_RATIO = 1032  # at most
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 # files of a control group: its limit, its usage, and the entry of memory.stat that can be taken back; versions 2 and 1
 _VERSIONS = (
@@ -121,6 +124,21 @@ def check_file(path: str | os.PathLike[str]) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if kind != stat.S_IFREG:
         raise InputError(f"{path} is {_KINDS.get(kind, 'a special file')}, it must be a regular file")
+
+
+def check_members(archive: zipfile.ZipFile) -> None:
+    """Check that the members of a ZIP archive have different names, and sizes that the file can hold.
+
+    Raises:
+        InputError: A name twice, members that overlap, or more bytes than deflating makes of the file.
+    """
+    members = archive.infolist()
+    name, count = Counter(member.filename for member in members).most_common(1)[0] if members else ("", 0)
+    if count > 1:
+        raise InputError(f"{archive.filename} holds {name} {count} times, it must hold each name once")
+    packed, held = (sum(getattr(member, size) for member in members) for size in ("compress_size", "file_size"))
+    if packed > os.path.getsize(str(archive.filename)) or held > _DEFLATE_RATIO * packed:
+        raise InputError(f"{archive.filename} states {held} bytes in {packed}, which it cannot hold: it is damaged")
 
 
 def check_files(folder: Path) -> None:

@@ -31,7 +31,7 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
 
     Raises:
         InputError: At once, if another holder has the lock; it names the other process and its machine.
-        OSError: If the file cannot be made.
+        OSError: If the file cannot be made, or a link lies there, which is not followed.
     """
     made = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,9 +53,7 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
 
 def lock_holder(path: Path) -> str | None:
     """Names who holds the lock on a file, at once; None where nobody is known to."""
-    if not path.is_file():
-        return None
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

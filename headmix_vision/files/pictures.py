@@ -95,7 +95,7 @@ class Decoding:
     def _check_frames(self, image: Any) -> None:
         width, height = image.size
         size = image.n_frames * width * height * len(self.mode)
-        check_memory(size, f"a clip of {image.n_frames} frames of {width}x{height} pixels")
+        _check_memory(size, f"a clip of {image.n_frames} frames of {width}x{height} pixels")
 
     def item(self, file: Source) -> Item:
         """Decode a picture, or the frames of an animated PNG, as samples of clips are stored."""
@@ -149,8 +149,16 @@ def open_picture(file: Source) -> Iterator[Image.Image]:
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from None
     with image:
-        check_memory(_PIXEL_BYTES * image.width * image.height, f"a picture of {image.width}x{image.height} pixels")
+        _check_memory(_PIXEL_BYTES * image.width * image.height, f"a picture of {image.width}x{image.height} pixels")
         yield image
+
+
+def _check_memory(needed_bytes: int, what: str) -> None:
+    """As `check_memory`, with a ValueError, to which callers add the name of the file."""
+    try:
+        check_memory(needed_bytes, what)
+    except InputError as error:
+        raise ValueError(str(error)) from None
 
 
 def is_clip(path: str | os.PathLike[str]) -> bool:

@@ -87,7 +87,7 @@ def check_png(path: str | os.PathLike[str], shape: tuple[int, ...]) -> None:
 
 
 def is_whole_png(path: str | os.PathLike[str]) -> bool:
-    """Tell by its first and last bytes whether a file is a PNG that was not cut off."""
+    """Return whether a file begins and ends as a PNG does, without decoding it."""
     check_file(path)
     with open(path, "rb") as file:
         begins = file.read(len(_SIGNATURE)) == _SIGNATURE

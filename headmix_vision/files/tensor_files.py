@@ -18,7 +18,7 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.files.hashes import tensors_sha256
-from headmix_vision.files.limits import check_file
+from headmix_vision.files.limits import check_file, check_memory
 
 HASH = "tensors_sha256"
 
@@ -55,6 +55,8 @@ def open_tensors(path: Path, *, check: bool = True) -> Iterator[Any]:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Reads all tensors of a file; see `open_tensors`."""
+    check_file(path)
+    check_memory(path.stat().st_size, f"the file {path}")
     with open_tensors(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
 

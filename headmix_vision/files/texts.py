@@ -5,10 +5,11 @@ import os
 from typing import Any
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.fields import MAX_LEVELS, check_nesting
 from headmix_vision.files.limits import check_file
 
 MAX_TEXT_BYTES = 1 << 26
-MAX_YAML_DEPTH, MAX_YAML_VALUES = 64, 100_000
+MAX_YAML_VALUES = 100_000
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -45,18 +46,28 @@ def parse_json(text: str | bytes, where: str) -> Any:
         InputError: It is not JSON, or is nested too deeply.
     """
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise InputError(f"{where} is damaged: its JSON is nested too deeply") from None
     except ValueError as error:
         raise InputError(f"{where} is damaged: {error}") from None
+    check_nesting(where, value)
+    return value
+
+
+def parse_yaml(text: str) -> Any:
+    """Load YAML of plain values; see `check_yaml`."""
+    import yaml
+
+    check_yaml(text)
+    return yaml.safe_load(text)
 
 
 def check_yaml(text: str) -> None:
     """Check that YAML is small when its aliases are written out, and not nested deeply, before it is loaded.
 
     Raises:
-        InputError: More than `MAX_YAML_VALUES` values or `MAX_YAML_DEPTH` levels, or an alias within its own anchor.
+        InputError: More than `MAX_YAML_VALUES` values or `MAX_LEVELS` levels, or an alias within its own anchor.
         yaml.YAMLError: It is not YAML.
     """
     import yaml
@@ -78,6 +89,6 @@ def check_yaml(text: str) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = open_nodes.pop()
             sizes |= {} if anchor is None else {anchor: count - before}
-        if count > MAX_YAML_VALUES or len(open_nodes) > MAX_YAML_DEPTH:
+        if count > MAX_YAML_VALUES or len(open_nodes) > MAX_LEVELS:
             what = f"more than {MAX_YAML_VALUES} values" if count > MAX_YAML_VALUES else "nested too deeply"
             raise InputError(f"the YAML is too large, aliases written out: {what}")

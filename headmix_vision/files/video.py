@@ -213,7 +213,7 @@ def check_video_name(path: str | os.PathLike[str]) -> None:
 
 
 def is_whole_video(path: Path) -> bool:
-    """Tell by its structure, without decoding it, whether a file is the GIF or MP4 of its name and was not cut off."""
+    """Return whether a file has the whole structure of the GIF or MP4 of its name, without decoding it."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

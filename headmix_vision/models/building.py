@@ -69,7 +69,7 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         shape = args[0] if args and isinstance(args[0], list | tuple) else ()
-        if shape and all(map(is_whole, shape)) and str(kwargs.get("device")) != "meta":
+        if shape and all(map(is_whole, shape)) and str(kwargs.get("device") or "cpu") == "cpu":
             self.tensors += 1
             self.size_bytes += math.prod(shape) * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
             if self.tensors > MAX_TENSORS:

@@ -21,6 +21,7 @@ SAMPLES = "samples"
 INDEX = "model_index.json"  # of a pipeline, in its own directory
 LOCK = ".lock"  # while a process trains
 REPLACED = ".replaced"  # the earlier run, until the one that takes its place has a checkpoint
+REPLACING = ".replacing"  # files of the earlier run, while they are moved there, or back
 
 BEST, LAST = f"{CHECKPOINTS}/best.ckpt", f"{CHECKPOINTS}/last.ckpt"
 _REPORTS = (("classes", "csv"), ("confusion", "csv"), ("confusion", "png"))
@@ -32,6 +33,8 @@ WRITTEN_BY_A_RUN = (
     *(f"{TENSORBOARD}/events.out.tfevents.*", f"{TENSORBOARD}/hparams.yaml"),
     *(f"{SAMPLES}/step_*_{weights}.{kind}" for weights in ("raw", "ema") for kind in ("png", "gif")),
 )
+
+_PARENTS = frozenset(str(Path(pattern).parent) for pattern in WRITTEN_BY_A_RUN) - {"."}
 
 
 def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Path:
@@ -59,6 +62,29 @@ def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Pa
     return path
 
 
+def standing_places(run: Path) -> tuple[Path, ...]:
+    """Return the folders with the files of the run in a directory, as killed trainings may have left it.
+
+    They are `.replaced` if the run that takes its place has no checkpoint. Else they are the directory itself, and
+    `.replacing` if files were moved when a process was killed.
+    """
+    if (run / REPLACED).is_dir() and not (run / LAST).is_file():
+        return (run / REPLACED,)
+    return run, run / REPLACING
+
+
+def standing_file(run: Path, name: str) -> Path:
+    """Find a file of the run in a directory, in `standing_places`; its usual place if there is none."""
+    return next((place / name for place in standing_places(run) if (place / name).is_file()), run / name)
+
+
+def find_standing_checkpoint(run: Path, which: str) -> Path:
+    """Find a checkpoint to go on from, in `standing_places`; else as `find_checkpoint`."""
+    if which in ("best", "last"):
+        which = str(standing_file(run, f"{CHECKPOINTS}/{which}.ckpt"))
+    return find_checkpoint(run, which)
+
+
 def trainer_of(checkpoint: Path) -> str | None:
     """Names the process that trains the run which a checkpoint is of; None where none is known to."""
     run = checkpoint.resolve().parent.parent
@@ -72,14 +98,29 @@ def run_files(run: Path) -> list[Path]:
 
 def check_links(run: Path) -> None:
     """Raise InputError for a link that leads out of a run directory from where a run writes."""
-    parents = {str(Path(pattern).parent) for pattern in WRITTEN_BY_A_RUN} - {"."}
-    names = {".*", *parents, *WRITTEN_BY_A_RUN}
+    names = {".*", *_PARENTS, *WRITTEN_BY_A_RUN}
     for path in sorted(path for name in names for path in (run.glob(name) if "*" in name else [run / name])):
         if path.is_symlink() and not path.resolve().is_relative_to(run.resolve()):
             raise InputError(
                 f"{path} is a link to {path.resolve()}, outside of the run directory {run}, where nothing may be"
                 " written: put the file or folder itself there, or give --trust-config"
             )
+
+
+def run_folders(run: Path) -> list[Path]:
+    """List the folders in a run directory that have names which runs give."""
+    return [folder for parent in _PARENTS for folder in run.glob(parent)]
+
+
+def check_folders(run: Path) -> None:
+    """Raise InputError for a link in the place of a folder of a run: files behind it would be moved or deleted."""
+    for place in (run, run / REPLACED, run / REPLACING):
+        for folder in (*((place,) if place != run else ()), *run_folders(place)):
+            if folder.is_symlink():
+                raise InputError(
+                    f"{folder} is a link to {folder.readlink()}: a run moves and deletes files in its folders. Replace"
+                    " the link by a folder, or make the whole run directory a link"
+                )
 
 
 def is_run(run: Path) -> bool:

@@ -72,7 +72,7 @@ class ClipFolder(SampleFolder):
                 self._write_watched(index, self.read_sample(index))
 
     def is_watchable(self, index: int) -> bool:
-        """Tells whether the file to watch a sample in is there and whole."""
+        """Return whether the file to watch a sample in is there and whole."""
         watched = self.watched_path(index)
         if watched is None:
             return True

@@ -29,7 +29,7 @@ from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, SPACINGS
 from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.errors import InputError, let_signals_end, one_line_errors
 from headmix_vision.files.limits import check_memory
 from headmix_vision.runs.directory import trainer_of
 from headmix_vision.runs.pipelines import load_pipeline
@@ -121,6 +121,7 @@ def main(args: Sequence[str] | None = None) -> None:
             with _termination_as_exception():
                 sample(options)
         except (KeyboardInterrupt, Terminated) as end:
+            let_signals_end()
             print("\ninterrupted; the same command continues", file=sys.stderr)
             sys.exit(128 + (signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM))
 

@@ -58,6 +58,8 @@ class SampleFolder:
         inside = {entry.name for entry in self.path.iterdir() if entry.name != LOCK and not is_temporary(entry.name)}
         foreign = sorted(inside - {*self.files, *self.folders})
         for folder, pattern in self.folders.items():
+            if (self.path / folder).is_symlink():
+                raise InputError(f"{self.path / folder} is a link, it must be a folder; choose another --out")
             if (self.path / folder).is_dir():
                 names = (entry.name for entry in (self.path / folder).iterdir())
                 foreign += sorted(

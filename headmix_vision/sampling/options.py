@@ -45,6 +45,13 @@ def make_plan(pipeline: GeneratorPipeline, options: argparse.Namespace) -> Sampl
     with named(f"--guidance-channels {options.guidance_channels}"):
         guidance = replace(guidance, channels=options.guidance_channels)
         pipeline.check_labels(None if classes is None else list(classes), None, guidance)
+    if guidance.scale == 1 and getattr(options, "extend_guidance", None) in (None, 1):
+        for option, given in (
+            ("--guidance-interval", interval != (0, 1)),
+            ("--guidance-channels", guidance.channels != "all"),
+        ):
+            if given:
+                raise InputError(f"{option} has no effect: the scale of guidance is 1")
     if options.scheduler is not None or options.spacing is not None:
         name = scheduler_name(pipeline.scheduler) if options.scheduler is None else options.scheduler
         pipeline.set_scheduler(name, options.spacing)

@@ -1,13 +1,14 @@
 """The command line of training under `headmix-train-cls` and `headmix-train-gen`: Lightning's, with a run directory."""
 
 import atexit
+import json
 import logging
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -24,7 +25,15 @@ from headmix_vision.console.progress import is_terminal
 from headmix_vision.errors import InputError, end, one_line_errors
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
-from headmix_vision.runs.directory import CHECKPOINTS, LAST, METRICS, check_links, find_checkpoint
+from headmix_vision.runs.directory import (
+    CHECKPOINTS,
+    LAST,
+    METRICS,
+    check_links,
+    find_checkpoint,
+    find_standing_checkpoint,
+    standing_file,
+)
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
 from headmix_vision.training.callbacks.dry_run import DryRun
 from headmix_vision.training.callbacks.early_stop import EarlyStop
@@ -41,8 +50,10 @@ from headmix_vision.training.callbacks.progress import (
 from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.callbacks.whole_network import ValidateWhole
+from headmix_vision.training.changes import list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
+from headmix_vision.training.idle_options import check_given, check_texts, given_options, is_shortened
 from headmix_vision.training.metrics_csv import MetricsCSV
 from headmix_vision.training.options import (
     AnalysisConfig,
@@ -52,12 +63,12 @@ from headmix_vision.training.options import (
     require,
 )
 from headmix_vision.training.parser import OptionParser, with_config_of_run
-from headmix_vision.training.run_directory import RunDirectory, resume_command
+from headmix_vision.training.run_directory import RunDirectory, RunLostError, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
 from headmix_vision.training.trust import OPTION, Trust
 
-_NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run", "trust_config")
+_NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run", "trust_config", "data_changed")
 
 
 class RunCLI(LightningCLI):
@@ -135,6 +146,12 @@ class RunCLI(LightningCLI):
         )
         parser.add_argument("--overwrite", type=bool, default=False, help="Delete an earlier run in the run directory.")
         parser.add_argument(
+            "--data_changed",
+            "--data-changed",
+            action="store_true",
+            help="Go on with a run although its training data have changed.",
+        )
+        parser.add_argument(
             "--checkpoint_every_n_steps",
             type=int | None,
             default=None,
@@ -172,18 +189,24 @@ class RunCLI(LightningCLI):
                 raise InputError(f"a config file is no text: {error}") from error
         options = self.options
         self.trust.check(options, training=self.config.subcommand == "fit")
+        check_texts(options)
         check_trainer_options(options.trainer, self.config.subcommand)
         require(
             0 <= options.seed_everything < 2**32,
             f"seed_everything must be in [0, 2**32), got {options.seed_everything}",
         )
-        require(options.run_dir != "", "run_dir must name a folder, got an empty name")
         if options.run_dir is None:
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
+        require(
+            not options.data_changed or options.ckpt_path is not None,
+            "--data_changed applies only to a run that goes on: give --ckpt_path, or remove it",
+        )
         if options.ckpt_path == "auto" and self.config.subcommand == "fit":
-            options.ckpt_path = "last" if (Path(options.run_dir) / LAST).exists() else None
+            options.ckpt_path = "last" if standing_file(Path(options.run_dir), LAST).is_file() else None
         if not self.trust.is_whole:
             check_links(Path(options.run_dir))
+        self.given = given_options(args)
+        check_given(self.given, options, self.config.subcommand)
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
             self._claim_run_directory()
@@ -207,14 +230,32 @@ class RunCLI(LightningCLI):
                 f"{self.config.subcommand} needs weights, and there is no run in {options.run_dir}:"
                 " give the run by --run_dir, or a file by --ckpt_path"
             )
-        options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
+        if training:
+            options.ckpt_path = str(find_standing_checkpoint(Path(options.run_dir), options.ckpt_path))
+        else:
+            options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
         self.checkpoint = read_checkpoint(options.ckpt_path, sharded=(), values=False)
         check_entries(self.checkpoint, options.ckpt_path, resuming=training)
         check_description(self.checkpoint, options.model.name, options.model.num_classes)
+        if training and getattr(rank_zero_only, "rank", 0) == 0:
+            before = stored_options(self.checkpoint, Path(options.ckpt_path))
+            if changes := list_changes(before, self._plain_options()):
+                print("\n  ".join(["options that differ from the checkpoint's:", *changes]), file=sys.stderr)
         if not training and getattr(rank_zero_only, "rank", 0) == 0:
             top1 = self.checkpoint[DESCRIPTION_KEY].get("top1")
             accuracy = "" if top1 is None else f", top-1 {100 * top1:.2f} % when it was saved"
-            print(f"checkpoint {options.ckpt_path} (step {self.checkpoint['global_step']}{accuracy})")
+            weights = "moving average" if "current_model_state" in self.checkpoint else "trained weights"
+            print(f"checkpoint {options.ckpt_path} ({weights} of step {self.checkpoint['global_step']}{accuracy})")
+
+    def _plain_options(self) -> dict[str, Any]:
+        """Return the options that belong to the run, as plain values."""
+        options = self.options.clone()
+        for name in _NOT_SAVED:
+            options.pop(name, None)
+        dumped = self._parser(self.config.subcommand).dump(
+            options, format="json", skip_none=False, skip_validation=True
+        )
+        return cast(dict[str, Any], json.loads(dumped))
 
     def _parse_ckpt_path(self) -> None:
         """Leaves the options as they are: no checkpoint of this package holds options."""
@@ -231,7 +272,9 @@ class RunCLI(LightningCLI):
         metrics: list[Logger] = []
         if training:
             resume_step = self.checkpoint["global_step"] if self.checkpoint is not None else None
-            self.metrics = MetricsCSV(run_dir / METRICS, None if options.dry_run else resume_step)
+            existing = standing_file(run_dir, METRICS)
+            resume_step = None if options.dry_run else resume_step
+            self.metrics = MetricsCSV(run_dir / METRICS, resume_step, existing, self.run_directory)
             metrics, callbacks = [self.metrics], self._fit_callbacks(run_dir)
         else:
             callbacks = [GracefulInterrupt(self.request), *self.evaluation_callbacks(run_dir), *self._progress()]
@@ -240,20 +283,29 @@ class RunCLI(LightningCLI):
         given = trainer_options.callbacks or []
         callbacks = [*(given if isinstance(given, list) else [given]), *callbacks]
         kwargs["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in callbacks)
-        self.save_config_kwargs = {"run": self.run_directory, "not_saved": _NOT_SAVED}
+        self.save_config_kwargs = {
+            "run": self.run_directory,
+            "not_saved": _NOT_SAVED,
+            "options": self._plain_options(),
+        }
         if options.dry_run:
             metrics, self.save_config_callback = [], None
             callbacks.insert(0, DryRun(run_dir, options.ckpt_path))
         plugins = trainer_options.plugins or []
+        after_save = None if self.run_directory is None else self.run_directory.discard_replaced
         kwargs["callbacks"], kwargs["logger"] = callbacks, metrics
-        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), self._checkpoint_io()]
+        kwargs["plugins"] = [
+            *(plugins if isinstance(plugins, list) else [plugins]),
+            AtomicCheckpointIO(after_save, self.run_directory),
+        ]
         kwargs["default_root_dir"] = str(run_dir)
         # else Lightning adds a checkpoint of its own
         kwargs["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
         try:
             trainer = super().instantiate_trainer(**kwargs)
-        except (MisconfigurationException, ValueError, TypeError) as error:  # as Lightning refuses options
+        except (MisconfigurationException, ValueError, TypeError, ImportError) as error:  # as Lightning refuses options
             raise InputError(f"trainer: {error}") from error
+        trainer.callbacks.sort(key=lambda callback: not isinstance(callback, StartRun))  # type: ignore[attr-defined]
         if isinstance(trainer.strategy, DDPStrategy):  # else gradients are kept twice, and copied
             trainer.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
         opt = options.model.optimizer.opt
@@ -262,6 +314,11 @@ class RunCLI(LightningCLI):
             f"model.optimizer.opt={opt} cannot compute on shards of weights: choose another, or trainer.strategy=ddp",
         )
         return trainer
+
+    def before_fit(self) -> None:
+        """Tells the data module whether other data are accepted, and the module whether a recipe was made shorter."""
+        self.datamodule.data_changed = self.options.data_changed
+        self.model.may_end_in_warmup = self.options.ckpt_path is not None or is_shortened(self.given)
 
     def _progress(self) -> list[Callback]:
         """Makes what shows the progress: a bar on a terminal, else lines."""
@@ -276,9 +333,6 @@ class RunCLI(LightningCLI):
         elif trainer.enable_progress_bar is not False:
             shown.append(EpochLines(self.speed) if training else EvaluationLines())
         return shown
-
-    def _checkpoint_io(self) -> AtomicCheckpointIO:
-        return AtomicCheckpointIO(self.run_directory.discard_replaced if self.run_directory is not None else None)
 
     def _fit_callbacks(self, run_dir: Path) -> list[Callback]:
         options = self.options
@@ -303,6 +357,7 @@ class RunCLI(LightningCLI):
                 self.request,
                 self.last,
                 " ".join([resume_command(run_dir), *self.trust.needed_to_resume(options)]),
+                self.run_directory,
             ),
             *after,
         ]
@@ -333,8 +388,9 @@ def _silence_what_does_not_apply() -> None:
 def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: str | None = None) -> None:
     """Runs a command line.
 
-    Wrong input, and a batch too large for the device, end the process with one line and exit status 2, non-finite
-    numbers with one line and exit status 1; every other exception is a defect and keeps its traceback.
+    Wrong input, and a batch too large for the device, end the process with one line and exit status 2. Non-finite
+    numbers, and a run directory that is lost, end it with one line and exit status 1. Every other exception is a defect
+    and keeps its traceback.
 
     Args:
         cli: The command line.
@@ -348,7 +404,7 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
         try:
             given = with_config_of_run(list(sys.argv[1:] if args is None else args))
             cli(request, resources, with_config_paths(given, cli.recipes, default_config))
-        except NonFiniteError as error:
+        except (NonFiniteError, RunLostError) as error:
             end(str(error), status=1)
         except MisconfigurationException as error:
             raise InputError(str(error)) from error

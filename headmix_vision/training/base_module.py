@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from timm.optim import Muon, create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from headmix_vision.console.notes import say_once
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
@@ -96,6 +98,7 @@ class BaseModule(LightningModule):
         sharers: Processes that have the same training batches, and compute parts of them.
         step_loss: Mean loss of the last training batch, on the device.
         epoch_loss: Mean loss of the epoch; None before its last batch.
+        may_end_in_warmup: Whether the run may be shorter than the warm-up of its learning rate.
     """
 
     net: nn.Module
@@ -105,6 +108,7 @@ class BaseModule(LightningModule):
     step_loss: Tensor | None = None
     epoch_loss: float | None = None
     _optimizer_states: list[Any] | None = None
+    may_end_in_warmup: bool = False
 
     def __init__(
         self,
@@ -204,11 +208,25 @@ class BaseModule(LightningModule):
         epoch_steps = count_epoch_steps(self.trainer)
         if math.isinf(epoch_steps) and self.schedule_config.warmup_epochs:
             raise InputError("the length of an epoch is unknown: set schedule.warmup_epochs=0")
+        self._check_warmup(total_steps, epoch_steps)
         self.schedule = make_schedule(optimizer, self.schedule_config, int(total_steps), epoch_steps)
         self.schedule.step_update(max(0, self.trainer.global_step - 1))
         if not hasattr(self, "train_loss"):
             self.train_loss = torch.zeros(2)
         self.train_loss = self.train_loss.to(self.device)
+
+    def _check_warmup(self, total_steps: float, epoch_steps: float) -> None:
+        """Refuse a warm-up that the run does not finish; the default one, and that of a shortened recipe, are noted."""
+        warmup = self.schedule_config.warmup_epochs
+        if math.isinf(epoch_steps) or warmup * epoch_steps <= total_steps or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        message = (
+            f"model.schedule.warmup_epochs={warmup:g} is longer than the run of {total_steps / epoch_steps:g} epochs:"
+            " the learning rate does not reach model.optimizer.lr"
+        )
+        if warmup != ScheduleConfig.warmup_epochs and not self.may_end_in_warmup:
+            raise InputError(f"{message}; train longer, or set a shorter warm-up")
+        say_once(f"note: {message}")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Sets the learning rate of this step and the random numbers of this batch."""
@@ -301,6 +319,9 @@ class BaseModule(LightningModule):
         check_progress(self.trainer, self, checkpoint)
         if self.trainer.state.fn == "fit":
             self._optimizer_states = checkpoint["optimizer_states"]
+            if not any(isinstance(callback, WeightAveraging) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+                # a run without average goes on from the weights that were trained, to which the optimizer belongs
+                checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
         if self.trainer.state.fn == "fit" and "batch" in checkpoint:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             within_epoch = progress["current"]["processed"] > 0 and not progress["is_last_batch"]

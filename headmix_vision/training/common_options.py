@@ -19,7 +19,10 @@ _RUN: Options = {
     "seed_everything": "seed of everything that is random",
     "print_config": "print the values of all options",
 }
-_EVALUATION: Options = {"ckpt_path": "best, last or a file; the best of the run if not given"}
+_EVALUATION: Options = {
+    "ckpt_path": "best, last or a file; the best of the run if not given",
+    "trust_config": "let the YAML name any class, address and folder",
+}
 _DRY: Options = {"dry_run": "try everything with one batch, write nothing"}
 _NETWORK: Options = {
     "model.name": "name in timm",

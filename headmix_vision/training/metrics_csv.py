@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path
+from headmix_vision.training.run_directory import RunDirectory
 
 _FIRST_COLUMNS = ("epoch", "step")
 
@@ -26,17 +27,27 @@ class MetricsCSV(Logger):
         path: The CSV file.
         resume_step: Number of optimizer steps at which the run continues: earlier rows of an existing file are kept,
             later ones dropped. None starts a new file.
+        existing: The file whose rows are kept; `path` when None.
+        run: The run directory; nothing is written to one that is lost.
 
     Raises:
         InputError: If the file of the run that is continued is damaged.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int | None = None,
+        existing: Path | None = None,
+        run: RunDirectory | None = None,
+    ) -> None:
         super().__init__()
         self.path = path
+        self.run = run
         self._rows: dict[int, dict[str, Any]] = {}
-        if resume_step is not None and path.is_file():
-            self._rows = {step: row for step, row in _read(path).items() if step < resume_step}
+        existing = existing or path
+        if resume_step is not None and existing.is_file():
+            self._rows = {step: row for step, row in _read(existing).items() if step < resume_step}
         self._names = {name for row in self._rows.values() for name in row} - set(_FIRST_COLUMNS)
         self._unsaved: set[int] = set()
         # what the file holds, once it has been written: its columns, the step and the place of the last row, its size
@@ -84,8 +95,16 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def save(self) -> None:
         """Writes what has been logged since the last time."""
-        if not self._unsaved:
+        if not self._unsaved or (self.run is not None and self.run.lost()):
             return
+        try:
+            self._save()
+        except OSError as error:
+            if self.run is None:
+                raise
+            self.run.note(error)
+
+    def _save(self) -> None:
         columns = [*_FIRST_COLUMNS, *sorted(self._names)]
         whole = columns != self._columns or min(self._unsaved) < self._last_step or not self._is_untouched()
         if whole:

@@ -5,6 +5,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Timer
 from timm.optim import list_optimizers
 from torch.distributed import is_torchelastic_launched
 
@@ -287,6 +289,9 @@ class BestConfig:
 _LEAST_OF_TRAINER = {
     "max_epochs": (1, -1),
     "max_steps": (1, -1),
+    "min_epochs": (1, None),
+    "min_steps": (1, None),
+    "reload_dataloaders_every_n_epochs": (0, None),
     "accumulate_grad_batches": (1, None),
     "check_val_every_n_epoch": (1, None),
     "log_every_n_steps": (1, None),
@@ -304,6 +309,24 @@ def _count_devices(devices: Any) -> int | None:
     return int(devices) if str(devices).isdecimal() else None
 
 
+def _check_times(trainer: Any) -> None:
+    interval = trainer.val_check_interval
+    if isinstance(interval, int | float):
+        require(interval > 0, f"trainer.val_check_interval must be above 0, got {interval}")
+    if trainer.max_time is not None:
+        try:
+            length_s = Timer(trainer.max_time).time_remaining() or 0.0
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            raise InputError(f"trainer.max_time={trainer.max_time}: {error}") from None
+        require(length_s > 0, f"trainer.max_time must be a time above 0, got {trainer.max_time}")
+    for name in ("epochs", "steps"):
+        least, most = trainer[f"min_{name}"], trainer[f"max_{name}"]
+        require(
+            least is None or most in (None, -1) or least <= most,
+            f"trainer.min_{name}={least} is above trainer.max_{name}={most}",
+        )
+
+
 def check_trainer_options(trainer: Any, subcommand: str) -> None:
     """Raises `InputError` for options that divide by zero, train nothing, or do not fit the processes of torchrun."""
     for name, (least, unlimited) in _LEAST_OF_TRAINER.items():
@@ -311,6 +334,7 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
         if value is not None and value != unlimited and not value >= least:
             other = "" if unlimited is None else f", or {unlimited} for no limit"
             raise InputError(f"trainer.{name} must be at least {least}{other}, got {value}")
+    _check_times(trainer)
     require(
         str(trainer.strategy).lower() not in ("fsdp", "fsdp_cpu_offload"),
         f"trainer.strategy={trainer.strategy} is of FSDP1; networks are sharded by fsdp2 (-c overlays/fsdp)",
@@ -318,6 +342,10 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
     if (devices := _count_devices(trainer.devices)) is not None:
         check_workers(**{"trainer.devices": devices})
     here, started = map(os.environ.get, ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    require(
+        not any(word in str(trainer.strategy).lower() for word in ("spawn", "fork", "notebook")),
+        f"trainer.strategy={trainer.strategy} copies a process: set it to ddp, which starts the command once more",
+    )
     require(
         devices is None
         or not is_torchelastic_launched()

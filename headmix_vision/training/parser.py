@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from headmix_vision.checks import keywords, suggest, unknown_keyword
 from headmix_vision.errors import InputError
 from headmix_vision.files.texts import read_text
-from headmix_vision.runs.directory import CONFIG
+from headmix_vision.runs.directory import CONFIG, standing_file
 from headmix_vision.training.trust import refusal
 from headmix_vision.training.yaml_loader import load_yaml
 
@@ -168,7 +168,8 @@ def with_config_of_run(args: list[str]) -> list[str]:
     training = subcommand == ["fit"]
     if not given.run_dir or (training and not given.ckpt_path):
         return args
-    config = Path(given.run_dir) / CONFIG
+    run = Path(given.run_dir)
+    config = standing_file(run, CONFIG) if training else run / CONFIG
     if config.is_file():
         return [*subcommand, "--config", str(config), *_rules_of_earlier_versions(config), *options]
     if training:

@@ -4,8 +4,12 @@ A run that replaces another one (`--overwrite true`) leaves it alone until its f
 and trainer stand. Then the earlier run's files go to `.replaced/`, which is itself a run directory, and when the new
 run has its first checkpoint they are deleted. They are collected in `.replacing/`, which is renamed when it is whole:
 what a killed process has left there belongs back.
+
+A command that refuses changes nothing: leftovers of killed processes are tidied up when training begins. Until then a
+run is read from where they have left it, see `runs.directory.standing_file`.
 """
 
+import errno
 import os
 import shutil
 import sys
@@ -16,7 +20,7 @@ from pathlib import Path
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from headmix_vision.console.arguments import command_words
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, message_of
 from headmix_vision.files.atomic import remove_temporaries
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.runs.directory import (
@@ -25,15 +29,24 @@ from headmix_vision.runs.directory import (
     LAST,
     LOCK,
     REPLACED,
+    REPLACING,
     WRITTEN_BY_A_RUN,
-    find_checkpoint,
+    check_folders,
+    find_standing_checkpoint,
     has_results,
     is_run,
     run_files,
+    run_folders,
+    standing_file,
+    standing_places,
 )
 from headmix_vision.runs.shards import remove_unfinished
 
-_REPLACING = ".replacing"
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what is there stays, and the run goes on from it
+
+
+class RunLostError(RuntimeError):
+    """The directory of a run has disappeared, or cannot be written to any more."""
 
 
 class RunDirectory:
@@ -49,36 +62,41 @@ class RunDirectory:
         self.path = path
         self.checkpoint = checkpoint
         self.overwrite = overwrite
-        self._replaced, self._replacing = path / REPLACED, path / _REPLACING
+        self._begun = False
+        self._claimed: os.stat_result | None = None
+        self._failure: str | None = None
+        self._replaced, self._replacing = path / REPLACED, path / REPLACING
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the directory against other runs, and check that this run may write into it.
-
-        Puts an earlier run back whose replacement ended before its first checkpoint, and removes the temporary files
-        of killed runs. Nothing else is changed.
+        """Hold the directory against other runs, and check that this run may write into it; change nothing.
 
         Raises:
             InputError: If another run writes there, if there is an earlier run that is neither continued nor replaced,
-                or files that no run wrote.
+                or files that no run wrote, or a link in the place of a folder.
         """
         if self.checkpoint is not None and self.overwrite:
             raise InputError("--overwrite true would delete the checkpoint to resume from; give one of the two options")
         with hold_lock(self.path / LOCK, f"run directory {self.path}"):
-            self._tidy()
             self.check()
+            self._claimed = self.path.stat()
             try:
                 yield
             finally:
-                if self._replaced.is_dir():
+                if self._begun and self._replaced.is_dir():
                     print(
                         f"{self.path} has no checkpoint yet: the earlier run is kept in {self._replaced}"
-                        " until it has one, and put back by the next fit without --overwrite",
+                        " until it has one, and put back by fit --ckpt_path last",
                         file=sys.stderr,
                     )
 
     def begin(self) -> None:
-        """Make room for a new run, when nothing stands in the way of its first step."""
+        """Tidy up after killed runs, and make room for a new one, when nothing stands in the way of its first step.
+
+        Put an earlier run back that goes on, and whose replacement ended before its first checkpoint.
+        """
+        self._begun = True
+        self._tidy()
         if self.checkpoint is not None or _requeued(self.path):
             return
         if self._replaced.is_dir() or not has_results(self.path):
@@ -86,6 +104,23 @@ class RunDirectory:
         else:
             _move(self.path, self._replacing)
             self._replacing.rename(self._replaced)
+
+    def note(self, error: OSError) -> None:
+        """Remember that a file could not be written, which ends the run at its next step; raise if a disk is full."""
+        if error.errno in FULL_DISK:
+            raise error
+        self._failure = self._failure or message_of(error)
+
+    def lost(self) -> str | None:
+        """Say why nothing can be written to the directory any more; None while it can."""
+        assert self._claimed is not None
+        try:
+            if not os.path.samestat(self._claimed, self.path.stat()):
+                return f"another folder has taken the place of the run directory {self.path}"
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+            return f"the run directory {self.path} has disappeared" if gone else message_of(error)
+        return self._failure
 
     def discard_replaced(self) -> None:
         """Delete the run that this one has replaced."""
@@ -112,19 +147,22 @@ class RunDirectory:
         Raises:
             InputError: As `claimed`, but for another run that writes there.
         """
+        check_folders(self.path)
         if _requeued(self.path) or self._continues():
             return
+        places = standing_places(self.path)
         files = run_files(self.path) or sorted((self.path / CHECKPOINTS).glob("*"))
-        if files and not is_run(self.path):
+        if files and not any(map(is_run, places)):
             raise InputError(f"{self.path} holds {files[0]}, which no run wrote; choose another --run_dir")
-        if self.overwrite or not has_results(self.path):
+        if self.overwrite or not any(map(has_results, places)):
             return
         if self.checkpoint is not None:
             raise InputError(
                 f"{self.path} already holds a run, and {self.checkpoint} is none of its checkpoints:"
                 " choose another --run_dir"
             )
-        resume = "continue it with --ckpt_path last, " if (self.path / LAST).is_file() else "it has no last.ckpt, "
+        can_go_on = standing_file(self.path, LAST).is_file()
+        resume = "continue it with --ckpt_path last, " if can_go_on else "it has no last.ckpt, "
         raise InputError(
             f"{self.path} already holds a run: {resume}choose another --run_dir, or delete it with --overwrite true"
         )
@@ -133,7 +171,7 @@ class RunDirectory:
         """Tells whether the run continues from a checkpoint of this directory."""
         if self.checkpoint is None:
             return False
-        return find_checkpoint(self.path, self.checkpoint).resolve().is_relative_to(self.path.resolve())
+        return find_standing_checkpoint(self.path, self.checkpoint).resolve().is_relative_to(self.path.resolve())
 
 
 def _requeued(run_dir: Path) -> bool:
@@ -156,9 +194,7 @@ def _delete(run_dir: Path) -> None:
 
 
 def _remove_empty_folders(run_dir: Path) -> None:
-    parents = {Path(pattern).parent for pattern in WRITTEN_BY_A_RUN} - {Path()}
-    folders = {folder for parent in parents for folder in run_dir.glob(str(parent))}
-    for folder in sorted(folders, reverse=True):  # those inside of others first
+    for folder in sorted(run_folders(run_dir), reverse=True):  # those inside of others first
         if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
             folder.rmdir()
 

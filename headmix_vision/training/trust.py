@@ -16,6 +16,7 @@ import yaml
 from jsonargparse import set_parsing_settings
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.texts import parse_yaml
 from headmix_vision.recipes import FOLDER
 from headmix_vision.runs.directory import is_run
 
@@ -165,7 +166,7 @@ def _class_options(args: Sequence[str]) -> Iterator[str]:
 def _class_names(text: str) -> Iterator[str]:
     """Yield the class paths in YAML; a bare name may be that of any class of Lightning."""
     with suppress(yaml.YAMLError):
-        for _, value in _entries(yaml.safe_load(text)):
+        for _, value in _entries(parse_yaml(text)):
             if isinstance(value, str) and _CLASS.fullmatch(value):
                 yield value
             elif isinstance(value, str) and value.isidentifier():

@@ -129,3 +129,5 @@ def test_webdataset_is_decoded_and_labelled_like_other_data(tmp_path: Path) -> N
     with pytest.raises(InputError, match="skip_unlabelled is true, it must be false for the stream 'wds/'"):
         request = SplitRequest("wds/", "train", (3, 20, 20), "classification", str(root), skip_unlabelled=True)
         open_split(request)
+    with pytest.raises(InputError, match="dataset 'wds/' needs root, the place of the data"):
+        open_split(SplitRequest("wds/", "train", (3, 20, 20), "classification"))

@@ -1,15 +1,21 @@
 """Stopping and resuming a real trainer: the batches seen must be those of a run that was never stopped."""
 
+import shutil
+import tarfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from headmix_vision.data import Augmentation, ClassificationData
+from headmix_vision.data import Augmentation, ClassificationData, cache_latents
+from headmix_vision.data.datasets import open_source
+from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.data.index_shards import write_index
 
-from .helpers import Recorder, make_trainer
+from .helpers import Recorder, make_trainer, write_image
 
 BATCH_SIZE = 80  # 360 digits: 4 batches an epoch
 EPOCHS = 3
@@ -149,3 +155,76 @@ def test_another_class_list_in_the_checkpoint(tmp_path: Path) -> None:
         torch.save(checkpoint, path)
         with pytest.raises(ValueError, match=f"first differ in {first}"):
             run(ckpt_path=path)
+
+
+def timeless(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.mtime = 0
+    return member
+
+
+def as_folder(classes: Path, root: Path) -> str:
+    shutil.copytree(classes, root / "train")
+    return "folder"
+
+
+def as_tar(classes: Path, root: Path) -> str:
+    with tarfile.open(root / "train.tar", "w") as archive:
+        archive.add(classes, "train")
+    return "folder"
+
+
+def as_table(classes: Path, root: Path) -> str:
+    shutil.copytree(classes, root / "all")
+    paths = sorted(path.relative_to(root) for path in root.rglob("*.png"))
+    rows = [f"{path},{path.parent.name}" for path in paths]
+    (root / "images.csv").write_text("\n".join(["path,kind", *rows]))
+    return "table/kind"
+
+
+def as_shards(classes: Path, root: Path) -> str:
+    with tarfile.open(root / "0.tar", "w") as archive:
+        for path in sorted(classes.rglob("*.png")):
+            label = path.with_suffix(".cls")
+            label.write_text(path.parent.name)
+            for file in (path, label):
+                archive.add(file, f"{path.parent.name}{file.name}", filter=timeless)
+    write_index(root)
+    return "shards"
+
+
+def as_latents(classes: Path, root: Path) -> str:
+    options = ("--images", classes, "--vae", "none", "--image-size", 8, "--workers", 0, "--device", "cpu")
+    cache_latents.main([*map(str, options), "--out", str(root / "train")])
+    return "latents"
+
+
+def removed(classes: Path) -> None:
+    (classes / "a" / "0.png").unlink()
+
+
+def renamed(classes: Path) -> None:
+    (classes / "a" / "0.png").rename(classes / "a" / "9.png")
+
+
+def moved(classes: Path) -> None:
+    (classes / "a" / "0.png").rename(classes / "b" / "9.png")
+
+
+@pytest.mark.parametrize("kind", [as_folder, as_tar, as_table, as_shards, as_latents])
+def test_samples_are_told_apart_from_others_wherever_they_lie(
+    kind: Callable[[Path, Path], str], tmp_path: Path
+) -> None:
+    def keys(name: str, change: Callable[[Path], None] | None = None) -> list[str] | None:
+        classes, root = tmp_path / f"{name}-classes", tmp_path / name
+        root.mkdir()
+        for number, label in enumerate("aabb"):
+            write_image(classes / label / f"{number}.png", number, (8, 8))
+        if change is not None:
+            change(classes)
+        dataset, use = kind(classes, root), "generation"
+        return open_source(SplitRequest(dataset, "train", (3, 8, 8), use, root=str(root), num_classes=2)).keys()
+
+    first = keys("first")
+    assert first and keys("second") == first
+    changed = [keys(change.__name__, change) for change in (removed, renamed, moved)]
+    assert all(first != other for other in changed)

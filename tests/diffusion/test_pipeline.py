@@ -312,7 +312,8 @@ def test_guidance_needs_a_null_class():
         labels = None if model.num_classes == 0 else [0]
         with pytest.raises(ValueError, match=f"needs a null class, but the model is .*{kind}"):
             pipeline(labels, guidance_scale=1.5)
-        assert len(pipeline(labels, num_images=1, num_inference_steps=2).images) == 1
+        for count in ({"num_images": 1}, {}):
+            assert len(pipeline(labels, **count, num_inference_steps=2).images) == 1
     with pytest.raises(ValueError, match="out of range"):
         pipeline([10])
     unconditional = HeadMixDiTPipeline(

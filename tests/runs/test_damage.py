@@ -12,9 +12,10 @@ import torch
 
 from headmix_vision.diffusion import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
+from headmix_vision.files.hashes import state_sha256
 from headmix_vision.runs import export
 from headmix_vision.runs.checkpoints import read_checkpoint
-from headmix_vision.runs.networks import create_generator
+from headmix_vision.runs.networks import create_generator, create_network
 from headmix_vision.runs.opening import open_network
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
@@ -86,6 +87,14 @@ def test_a_flipped_byte_of_a_checkpoint_without_hash_never_opens_another_network
     stored.pop("tensors_sha256")
     torch.save(stored, tmp_path / "a.ckpt")
     assert count_refused(tmp_path / "a.ckpt", tmp_path / "a.ckpt", opened) > 0.7 * FLIPS
+
+
+def test_a_flipped_byte_never_starts_from_other_weights(tmp_path: Path) -> None:
+    def start(path: Path) -> str:
+        return state_sha256(create_network("deit_linear_digits", model_args=SMALL, checkpoint=str(path)).state_dict())
+
+    torch.save(timm.create_model("deit_linear_digits", **SMALL).state_dict(), tmp_path / "a.pth")
+    assert count_refused(tmp_path / "a.pth", tmp_path / "a.pth", start) > 0.7 * FLIPS
 
 
 def test_a_flipped_byte_of_a_pipeline_is_noticed(folder: Path) -> None:

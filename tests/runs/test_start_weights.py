@@ -97,3 +97,43 @@ def test_weights_of_other_strides_and_precision_are_taken(tmp_path: Path) -> Non
         torch.save({**state, WEIGHT: state[WEIGHT].half().t().contiguous().t()}, tmp_path / "a.pth")
         loaded = create(name, model_args=SMALL, checkpoint=str(tmp_path / "a.pth")).state_dict()
         assert torch.equal(loaded[WEIGHT], state[WEIGHT].half().float())
+
+
+@pytest.mark.parametrize(
+    ("create", "name", "message"),
+    [
+        (create_network, "dit_linear_digits", "is a generator, which headmix-train-gen trains"),
+        (create_network, "dit_video_linear_digits", "is a generator, which headmix-train-gen trains"),
+        (create_generator, "deit_linear_digits", "is a classifier, which headmix-train-cls trains"),
+        (create_generator, "resnet18.tv_in1k", "is a classifier, which headmix-train-cls trains"),
+        (create_network, "deit_linear_small.x", "tag behind the dot is 'x', it must be left out with the dot"),
+        (create_network, "deit_linear_digits.x", "tag behind the dot is 'x', it must be one of digits"),
+        (create_network, "resnet18.x", "tag behind the dot is 'x', it must be one of a1_in1k,"),
+        (create_network, "deit_linear_digits.", "tag behind the dot is '', it must be one of digits"),
+        (create_generator, "dit_linear_digits.x", "tag behind the dot is 'x'"),
+        (create_network, ".digits", "unknown model '.digits'"),
+        (create_network, "", "unknown model ''"),
+    ],
+)
+def test_names_of_the_other_family_and_unknown_tags_are_refused(create: Any, name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        create(name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_known_tag_names_the_same_model() -> None:
+    tagged, plain = (
+        create_network(name, model_args=SMALL) for name in ("deit_linear_digits.digits", "deit_linear_digits")
+    )
+    assert tagged.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_start_weights_of_the_other_family_are_refused(tmp_path: Path) -> None:
+    for name, other in zip(CREATORS, reversed(CREATORS), strict=True):
+        network = timm.create_model(name, **SMALL)
+        about: dict[str, Any] = {"name": name, "num_classes": 10, "model_args": SMALL, "objective": {}}
+        about |= {"kind": "generator", "architecture": network.architecture} if name.startswith("dit_") else {}
+        state = {f"net.{weight}": value for weight, value in network.state_dict().items()}
+        torch.save({"state_dict": state, "headmix_vision": about}, tmp_path / "a.ckpt")
+        with pytest.raises(InputError, match=f"a.ckpt holds the (classifier|generator) {name}, "):
+            CREATORS[other](other, model_args=SMALL, checkpoint=str(tmp_path / "a.ckpt"))

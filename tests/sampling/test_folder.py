@@ -244,7 +244,16 @@ def test_a_folder_holds_samples_of_one_decoder(tmp_path: Path, capfd: pytest.Cap
         ("vae/config.json", {"scaling_factor": 0.5}, "vae.scale"),
     ):
         other = tmp_path / name.partition(" ")[0]
-        shutil.copytree(model, other)
+        shutil.copytree(model, other, ignore=shutil.ignore_patterns("SHA256SUMS"))
         (other / file).write_text(json.dumps(json.loads((other / file).read_text()) | change))
         assert run(out, num=6, model=other) == 2
         assert f"holds samples with {name}" in capfd.readouterr().err
+
+
+def test_samples_are_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / ".000000.png.99.tmp").touch()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "images").symlink_to(tmp_path / "others")
+    assert run(tmp_path / "out") == 2
+    assert [path.name for path in (tmp_path / "others").iterdir()] == [".000000.png.99.tmp"]

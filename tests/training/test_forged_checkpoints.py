@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 
 from headmix_vision.errors import InputError
@@ -110,7 +111,7 @@ def forge(checkpoint: Any, path: tuple[Any, ...], value: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def resumed(reference_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any], Path], None]:
+def resumed(reference_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
     """What a run does with a checkpoint before it trains, with the trainer of a run that has ended."""
     copy, made = tmp_path_factory.mktemp("resumed") / "run", []
     shutil.copytree(reference_run, copy)
@@ -124,23 +125,29 @@ def resumed(reference_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
     trainer, module = made[0].trainer, made[0].model
     trainer.state.fn = TrainerFn.FITTING
 
-    def resume(checkpoint: dict[str, Any], path: Path) -> None:
+    def resume(checkpoint: dict[str, Any], path: Path, averages: bool = True) -> dict[str, Any]:
         torch.save(checkpoint, path)
         trainer.checkpoint_callback.best_k_models.clear()  # as they are when a run starts
         read = read_checkpoint(path)
         check_entries(read, path, resuming=True)
-        module.on_load_checkpoint(read)
+        callbacks = trainer.callbacks
+        trainer.callbacks = [one for one in callbacks if averages or not isinstance(one, WeightAveraging)]
+        try:
+            module.on_load_checkpoint(read)
+        finally:
+            trainer.callbacks = callbacks
         for callback in trainer.checkpoint_callbacks:
             if callback.state_key in read["callbacks"]:
                 callback.load_state_dict(read["callbacks"][callback.state_key])
         check_optimizers(trainer.optimizers, read["optimizer_states"])
+        return read
 
     return resume
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_part_of_another_form_is_refused(
-    form: str, resumed: Callable[[dict[str, Any], Path], None], reference_run: Path, tmp_path: Path
+    form: str, resumed: Callable[..., dict[str, Any]], reference_run: Path, tmp_path: Path
 ) -> None:
     path, value, message = FORMS[form]
     checkpoint = load(reference_run / "checkpoints" / "last.ckpt")
@@ -150,3 +157,15 @@ def test_a_part_of_another_form_is_refused(
     with pytest.raises(InputError, match=message) as error:
         resumed(checkpoint, tmp_path / "a.ckpt")
     assert "\n" not in str(error.value)
+
+
+def test_a_run_without_average_goes_on_from_the_trained_weights(
+    resumed: Callable[..., dict[str, Any]], reference_run: Path, tmp_path: Path
+) -> None:
+    checkpoint = load(reference_run / "checkpoints" / "last.ckpt")
+    for averages, name in ((True, "state_dict"), (False, "current_model_state")):
+        restored = resumed(checkpoint, tmp_path / "a.ckpt", averages)["state_dict"]
+        assert all(torch.equal(restored[weight], value) for weight, value in checkpoint[name].items())
+    assert not torch.equal(
+        checkpoint["state_dict"]["net.head.bias"], checkpoint["current_model_state"]["net.head.bias"]
+    )

@@ -1,19 +1,22 @@
-"""A disk that is full ends a run with one line that names the file, and costs nothing that was there."""
+"""A disk that is full, or a folder that is gone, ends a run with one line, and costs nothing that was there."""
 
 import errno
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from headmix_vision.runs.directory import metric_names
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
+from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.metrics_csv import MetricsCSV
 
-from .helpers import run, write_config
+from .helpers import load, run, write_config
 
 
 @contextmanager
@@ -68,3 +71,54 @@ def test_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         checkpoint.unlink()
     assert run(*fit) == 2
     assert "it has no last.ckpt" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["beside", "here", "nowhere"])
+def test_a_run_directory_that_disappears_ends_the_run_and_keeps_the_weights(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    config, run_dir = write_config(tmp_path / "tiny.yaml"), tmp_path / "runs" / "run"
+    step = ImageClassifier.training_step
+
+    def removing(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+        if (self.current_epoch, batch_idx) == (1, 3):
+            shutil.rmtree(run_dir if place == "beside" else run_dir.parent)
+            if place == "nowhere":
+                monkeypatch.setattr("headmix_vision.training.checkpoint_io._other_places", lambda run: [config])
+        return step(self, batch, batch_idx)
+
+    with monkeypatch.context() as context:
+        context.setattr(ImageClassifier, "training_step", removing)
+        context.setattr("headmix_vision.training.callbacks.graceful_interrupt._LOOK_EVERY_S", 0)
+        assert run("fit", "-c", config, "--run_dir", run_dir) == 1
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and f"the run directory {run_dir} has disappeared; the weights of step 5 are " in errors[0]
+    assert not run_dir.exists()
+    if place == "nowhere":
+        assert errors[0].endswith(f"of step 5 are lost: Not a directory: {config}")
+        return
+    kept = (run_dir.parent if place == "beside" else tmp_path / "here") / "run-step-5.ckpt"
+    assert errors[0].endswith(f"--ckpt_path {kept if place == 'beside' else kept.name}")
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "new", "--ckpt_path", kept) == 0
+    assert load(tmp_path / "new" / "checkpoints" / "last.ckpt")["global_step"] == 6
+
+
+def test_a_run_directory_that_cannot_be_written_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    write = Path.open
+
+    def refuse(path: Path, mode: str = "r", **kwargs: Any) -> Any:
+        if "metrics" in path.name and "w" in mode:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return write(path, mode, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)  # tests may run as a user whom no mode stops
+    monkeypatch.setattr("headmix_vision.training.callbacks.graceful_interrupt._LOOK_EVERY_S", 0)
+    assert run("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", run_dir) == 1
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and errors[0].startswith(f"error: Read-only file system: {run_dir}")
+    assert load(tmp_path / "run-step-1.ckpt")["global_step"] == 1

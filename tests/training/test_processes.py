@@ -13,6 +13,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+from headmix_vision.console.processes import stopped_processes
 from headmix_vision.training.base_cli import RunCLI
 
 from . import gen_helpers
@@ -142,6 +143,49 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
     assert process.returncode == 128 + signal.SIGTERM, output
     assert "--ckpt_path last" in output and "Traceback" not in output
     assert 0 < load(run_dir / "checkpoints" / "last.ckpt")["global_step"] < 80
+
+
+def wait_for_state(pid: int, letter: str) -> None:
+    deadline = time.monotonic() + 10
+    while f") {letter}" not in Path(f"/proc/{pid}/stat").read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
+def test_stopped_processes_of_this_job_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "12345")
+    ours, other = (
+        subprocess.Popen(["sleep", "60"], env={**os.environ, "MASTER_PORT": port}) for port in ("12345", "54321")
+    )
+    try:
+        assert stopped_processes() == {}
+        for process in (ours, other):
+            process.send_signal(signal.SIGSTOP)
+            wait_for_state(process.pid, "T")
+        assert stopped_processes() == {ours.pid: True}
+        monkeypatch.delenv("MASTER_PORT")  # of a single process
+        assert stopped_processes() == {}
+    finally:
+        for process in (ours, other):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
+def test_a_signal_ends_a_rank_that_waits_for_a_stopped_one(tmp_path: Path) -> None:
+    long = {"trainer__max_epochs": 40, "trainer__limit_train_batches": 40, "trainer__limit_val_batches": 0}
+    config, run_dir = write_config(tmp_path / "tiny.yaml", **long), tmp_path / "run"
+    process = start("fit", "-c", config, "--run_dir", run_dir, *TWO_RANKS)
+    wait_for_row(process, run_dir / "metrics.csv")
+    stopped = second_rank(process)
+    os.kill(stopped, signal.SIGSTOP)
+    wait_for_state(stopped, "T")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert f"error: process {stopped} of this job was stopped" in output and "Traceback" not in output
+    assert not Path(f"/proc/{stopped}").exists()
 
 
 @pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])

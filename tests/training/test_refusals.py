@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,20 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--lr", "3"), "did you mean --model.optimizer.lr?"),
         (("--trainer.val_check_interval", "7"), "trainer.val_check_interval is 7, but an epoch has 6 batches"),
         (("--seed_everything", "-1"), "seed_everything must be in [0, 2**32), got -1"),
+        (("--trainer.val_check_interval", "0"), "trainer.val_check_interval must be above 0, got 0"),
+        (("--trainer.max_time", "00:00:00:00"), "trainer.max_time must be a time above 0, got 00:00:00:00"),
+        (("--trainer.max_time", "soon"), "trainer.max_time=soon: "),
+        (("--trainer.min_epochs", "-1"), "trainer.min_epochs must be at least 1, got -1"),
+        (("--trainer.min_epochs", "5"), "trainer.min_epochs=5 is above trainer.max_epochs=2"),
+        (("--trainer.precision", "transformer-engine"), "'transformer_engine>=0.11.0' not met"),
+        (("--trainer.accelerator", "tpu"), "torch_xla"),
+        (("--trainer.strategy", "deepspeed"), "DeepSpeed installed"),
+        (("--trainer.strategy", "ddp_spawn", "--trainer.devices", "2"), "trainer.strategy=ddp_spawn copies a process"),
+        (("--trainer.profiler", "foo"), "it can only be one of"),
+        (("--data.val_split", ""), "data.val_split is an empty text"),
+        (("--ckpt_path", ""), "ckpt_path is an empty text"),
+        (("--model.schedule.warmup_epochs", "2.5"), "warmup_epochs=2.5 is longer than the run of 2 epochs"),
+        (("--data.holdout_every", "1500"), "holdout_every=1500 is more than the 1437 images"),
     ],
 )
 def test_wrong_options(
@@ -147,6 +162,51 @@ def test_wrong_options(
     config = write_config(tmp_path / "tiny.yaml")
     assert message in refused(capfd, "fit", "-c", config, "--run_dir", tmp_path / "run", *options)
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "cause"),
+    [
+        ("fit", ("--early_stopping.monitor", "val/loss"), "early_stopping.patience is null"),
+        ("fit", ("--analysis.images=3",), "analysis.every_n_epochs is null"),
+        (
+            "fit",
+            ("--model.mixup.switch_prob", "0.3", "--model.mixup.cutmix_alpha", "0"),
+            "for mixup and CutMix together",
+        ),
+        ("fit", ("--model.schedule.warmup_lr", "0", "--model.schedule.warmup_epochs", "0"), "warmup_epochs is 0"),
+        ("fit", ("--data.val_split", "all", "--data.holdout_every", "5"), "the samples of data.holdout_every"),
+        ("fit", ("--model.checkpoint", "x.pth", "--ckpt_path", "last"), "weights come from --ckpt_path"),
+        ("fit", ("--trainer.logger", "false"), "a run directory has its own files"),
+        ("validate", ("--ema.decay", "null"), "it is for fit"),
+        ("test", ("--overwrite", "true"), "it is for fit"),
+    ],
+)
+def test_given_options_without_effect(
+    command: str, options: tuple[str, ...], cause: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path / "tiny.yaml")
+    name = options[0].partition("=")[0]
+    line = refused(capfd, command, "-c", config, "--run_dir", tmp_path / "run", *options)
+    assert line.startswith(f"error: {name} has no effect: ") and cause in line
+
+
+def test_options_of_a_recipe_may_have_no_effect(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    idle = {"early_stopping": {"min_delta": 0.1}, "analysis": {"images": 3}}
+    schedule = {"sched": "constant", "min_lr": 0.0}  # and the warm-up of 10 epochs that nobody asked for
+    config = write_config(tmp_path / "tiny.yaml", **idle, model__schedule=schedule)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run", "--dry_run") == 0
+    assert "warmup_epochs=10 is longer than the run of 2 epochs" in capfd.readouterr().err
+
+
+def test_a_warm_up_that_is_longer_than_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "tiny.yaml", model__schedule={"warmup_epochs": 1.5})
+    fit = ("fit", "-c", config, "--run_dir", tmp_path / "run", "--dry_run")
+    assert run(*fit) == 0
+    longer = "warmup_epochs=1.5 is longer than the run of 1 epochs"
+    assert run(*fit, "--trainer.max_epochs", 1) == 0, "a recipe is tried"
+    assert f"note: model.schedule.{longer}" in capfd.readouterr().err
+    assert longer in refused(capfd, *fit, "--trainer.max_epochs", 1, "--model.schedule.warmup_epochs", 1.5)
 
 
 def test_wrong_config_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -225,6 +285,17 @@ def test_wrong_input_found_by_a_data_worker(
     config = write_config(tmp_path / "tiny.yaml", data__num_workers=1)
     monkeypatch.setattr("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch", fetch)  # workers are forked
     assert refused(capfd, "fit", "-c", config, "--run_dir", tmp_path / "run") == "error: a shard is damaged"
+
+
+def test_a_data_worker_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path / "tiny.yaml", data__num_workers=1)
+    fetch = "torch.utils.data._utils.fetch._MapDatasetFetcher.fetch"  # workers are forked
+    monkeypatch.setattr(fetch, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 1
+    lines = [line for line in capfd.readouterr().err.splitlines() if "DataLoader" in line]
+    assert len(lines) == 1 and lines[0].startswith("error: DataLoader worker (pid")
 
 
 def test_defects_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.classifier import ImageClassifier
@@ -192,6 +193,10 @@ def test_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert capfd.readouterr().err.strip() == "interrupted by SIGTERM"
     exits: list[int] = []
     monkeypatch.setattr(os, "_exit", exits.append)
+    with pytest.raises(SystemExit):  # the process would have ended before
+        os.kill(os.getpid(), signal.SIGINT)
+    assert exits == [130]
+    exits.clear()
     request.deferred = True
     os.kill(os.getpid(), signal.SIGINT)
     assert (request.signum, exits) == (signal.SIGINT, [])
@@ -201,3 +206,55 @@ def test_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     os.kill(os.getpid(), signal.SIGINT)
     assert exits == [130]
+
+
+def test_other_training_data_need_an_option(
+    reference_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = shutil.copytree(reference_run, tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    more = ("fit", "--run_dir", run_dir, "--ckpt_path", "last", "--trainer.max_epochs", 3, "--data.train_split", "all")
+    assert run(*more) == 2
+    assert "changed since the checkpoint: number of samples 1437 -> 1797; restore them" in capfd.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+    assert run("fit", "-c", run_dir / "config.yaml", "--run_dir", tmp_path / "new", "--data_changed") == 2
+    assert "--data_changed applies only to a run that goes on" in capfd.readouterr().err
+    assert run(*more, "--data-changed") == 0
+    assert "note: the training data have changed" in capfd.readouterr().err
+    known = load(run_dir / "checkpoints" / "last.ckpt")["ClassificationData"]["training"]
+    assert known["number of samples"] == 1797
+
+
+@pytest.mark.parametrize("stored", ["checkpoint", "config", "nowhere"])
+def test_edited_options_are_listed_when_a_run_goes_on(
+    stored: str, reference_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = shutil.copytree(reference_run, tmp_path / "run")
+    path = run_dir / "checkpoints" / "last.ckpt"
+    config = write_config(
+        tmp_path / "edited.yaml",
+        seed_everything=4,
+        model__optimizer={"lr": 2e-3, "args": {"betas": [0.9, 0.98]}},
+        model__schedule={"warmup_epochs": 0.5, "sched": "wsd"},
+        model__loss={"smoothing": 0.2},
+        ema__decay=0.8,
+        data__num_workers=0,
+    )
+    if stored != "checkpoint":  # of an earlier version
+        checkpoint = load(path)
+        del checkpoint["options"], checkpoint["ClassificationData"]["training"]
+        torch.save(checkpoint, path)
+    if stored == "nowhere":
+        (run_dir / "config.yaml").unlink()
+    capfd.readouterr()
+    options = ("-c", config, "--run_dir", run_dir, "--trainer.log_every_n_steps", 7, "--dry_run")
+    assert run("fit", *options, "--ckpt_path", "last") == 0
+    lines = [line.strip() for line in capfd.readouterr().err.splitlines() if " -> " in line]
+    assert lines == (stored != "nowhere") * [
+        "seed_everything 3 -> 4",
+        "model.loss.smoothing 0.1 -> 0.2",
+        "model.optimizer.lr 0.001 -> 0.002",
+        "model.optimizer.args.betas unset -> [0.9, 0.98]",
+        "model.schedule.sched cosine -> wsd",
+        "ema.decay 0.9 -> 0.8",
+    ]

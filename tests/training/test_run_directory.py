@@ -14,13 +14,23 @@ from headmix_vision.runs.shards import remove_shards, shards_folder
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.run_directory import RunDirectory
 
-from .helpers import assert_same_run, load, run, write_config
+from .helpers import assert_same_run, load, read_csv, run, write_config
 
 OVERWRITE = ("--overwrite", "true")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Mode, time of the last change and contents, or target, of all that is in a folder, but of no lock."""
+    found = {}
+    for path in folder.rglob("*"):
+        info = path.lstat()
+        inside = str(path.readlink()).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        found[str(path.relative_to(folder))] = (info.st_mode, path.is_file() * info.st_mtime_ns, inside)
+    return found
 
 
 @pytest.fixture
@@ -87,9 +97,13 @@ def test_replacement_killed_before_its_first_checkpoint(
         assert contents(finished / ".replaced") == before
     assert run("validate", "-c", config, "--run_dir", finished, "--ckpt_path", "last") == 2
     assert f"is a run directory still: {finished / '.replaced'}" in capfd.readouterr().err
+    (finished / ".lock").unlink()  # of the killed run
+    left = contents(finished)
     assert run(*fit) == 2
-    captured = capfd.readouterr().err
-    assert "put back the run" in captured and "already holds a run" in captured
+    assert "already holds a run: continue it with --ckpt_path last" in capfd.readouterr().err
+    assert contents(finished) == left
+    assert run(*fit, "--ckpt_path", "last") == 0  # nothing is left to train
+    assert "put back the run" in capfd.readouterr().err
     assert contents(finished) == before
 
 
@@ -190,19 +204,20 @@ def test_a_move_that_was_cut_short_is_undone(finished: Path) -> None:
     (finished / ".replacing" / "checkpoints").mkdir(parents=True)
     for name in ("config.yaml", "checkpoints/last.ckpt"):
         (finished / name).rename(finished / ".replacing" / name)
-    with (
-        pytest.raises(InputError, match="already holds a run: continue it with --ckpt_path last, choose"),
-        RunDirectory(finished, None, overwrite=False).claimed(),
-    ):
-        pass
+    left = contents(finished)
+    with pytest.raises(InputError, match="already holds a run: continue it with --ckpt_path last, choose"):
+        RunDirectory(finished, None, overwrite=False).check()
+    assert contents(finished) == left
+    directory = RunDirectory(finished, "last", overwrite=False)
+    directory.check()
+    directory.begin()
     assert contents(finished) == before
 
 
 def test_what_a_replacement_killed_after_its_first_checkpoint_left_goes(finished: Path) -> None:
     before = contents(finished)
     shutil.copytree(finished, finished / ".replaced")
-    with RunDirectory(finished, "last", overwrite=False).claimed():
-        pass
+    RunDirectory(finished, "last", overwrite=False).begin()
     assert contents(finished) == before
 
 
@@ -235,8 +250,8 @@ def test_shards_that_a_killed_run_was_writing_are_removed(finished: Path) -> Non
     last = finished / "checkpoints" / "last.ckpt"
     unfinished = write_shards(last, 1, "__0_0.distcp", ".metadata.tmp")
     whole = write_shards(last, 2, "__0_0.distcp", ".metadata")
-    with RunDirectory(finished, "last", overwrite=False).claimed():
-        assert whole.exists() and not unfinished.exists()
+    RunDirectory(finished, "last", overwrite=False).begin()
+    assert whole.exists() and not unfinished.exists()
 
 
 def test_shards_of_checkpoints_with_like_names_are_kept_apart(tmp_path: Path) -> None:
@@ -246,3 +261,64 @@ def test_shards_of_checkpoints_with_like_names_are_kept_apart(tmp_path: Path) ->
     assert [folder.exists() for folder in folders] == [False, True, True]
     remove_shards(tmp_path / names[2])
     assert [folder.exists() for folder in folders] == [False, True, False]
+
+
+@pytest.mark.parametrize("state", ["whole", "replaced", "moved"])
+def test_a_command_that_refuses_changes_nothing(state: str, finished: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "tiny.yaml")
+    if state == "replaced":  # by a run that was killed before its first checkpoint
+        shutil.copytree(finished, finished / ".replaced")
+        shutil.rmtree(finished / "checkpoints")
+    if state == "moved":
+        (finished / ".replacing" / "checkpoints").mkdir(parents=True)
+        (finished / "checkpoints" / "best.ckpt").rename(finished / ".replacing" / "checkpoints" / "best.ckpt")
+    (finished / "checkpoints").mkdir(exist_ok=True)
+    write_shards(finished / "checkpoints" / "last.ckpt", 1, "__0_0.distcp")
+    for name in ("checkpoints/.last.ckpt.99.tmp", ".metrics.csv.99.tmp"):
+        (finished / name).touch()
+    go_on = ("--ckpt_path", "last", "--trainer.max_epochs", 3)
+    before = snapshot(finished)
+    for refused in (
+        (),
+        OVERWRITE + go_on,
+        (*OVERWRITE, "--model.name", "deit_mla_digits"),
+        (*OVERWRITE, "--model.num_classes", 7),
+        (*OVERWRITE, "--data.root", "", "--data.dataset", "folder"),
+        ("--ckpt_path", "absent.ckpt"),
+        (*go_on, "--data.batch_size", 7),
+        (*go_on, "--model.optimizer.opt", "lion"),
+        (*go_on, "--model.model_args.depth", 3),
+        (*go_on, "--early_stopping.patience", 1, "--trainer.limit_val_batches", 0),
+    ):
+        assert run("fit", "-c", config, "--run_dir", finished, *refused) == 2, refused
+        assert snapshot(finished) == before, refused
+    assert run("fit", "-c", config, "--run_dir", finished, *go_on) == 0
+    assert load(finished / "checkpoints" / "last.ckpt")["global_step"] == 9
+    assert not any(path.name.endswith(".tmp") or path.name.startswith(".re") for path in finished.rglob("*"))
+    assert len(read_csv(finished / "metrics.csv")) == 9
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "tensorboard", "samples", ".replaced", ".replacing", "shards"])
+def test_no_link_out_of_the_run_is_followed(folder: str, finished: Path, tmp_path: Path) -> None:
+    others = shutil.copytree(finished, tmp_path / "others") if folder.startswith(".") else tmp_path / "others"
+    if folder == "shards":
+        folder = "checkpoints/last.0123456789abcdef.shards"
+    if (finished / folder).exists():
+        (finished / folder).rename(others)
+    others.mkdir(exist_ok=True)
+    write_shards(others / "last.ckpt", 1, "__0_0.distcp")
+    (others / ".last.ckpt.99.tmp").touch()
+    (finished / folder).symlink_to(others)
+    before = snapshot(tmp_path)
+    for checkpoint, overwrite in ((None, False), (None, True), ("best", False)):
+        with pytest.raises(InputError, match=r"is a link to .*: a run moves and deletes files"):
+            RunDirectory(finished, checkpoint, overwrite=overwrite).claimed().__enter__()
+    assert snapshot(tmp_path) == before
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_written_to(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    (finished / ".lock").symlink_to(tmp_path / "mine.txt")
+    config = write_config(tmp_path / "tiny.yaml")
+    assert run("fit", "-c", config, "--run_dir", finished, *OVERWRITE) == 2
+    assert (tmp_path / "mine.txt").read_text() == "mine"

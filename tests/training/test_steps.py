@@ -17,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from headmix_vision.errors import InputError
+from headmix_vision.training import base_module
+from headmix_vision.training import classifier as classifier_module
+from headmix_vision.training import generator as generator_module
 from headmix_vision.training.base_module import BaseModule, place_steps
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.classification_metrics import ClassificationMetrics
@@ -33,6 +36,7 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
+STREAMS = (base_module._STEP, classifier_module._MIXUP, generator_module._VALIDATION)
 UNMIXED = MixupConfig(mixup_alpha=0.0, cutmix_alpha=0.0)
 
 
@@ -99,8 +103,8 @@ def test_seeds_differ_by_seed_epoch_batch_rank_and_stream(make: Any) -> None:
     for seed, epoch, rank in places:
         module = make(seed=seed)
         attach(module, rank, 2, epoch)
-        seeds |= {module.batch_seed(batch, stream) for batch in (0, 1) for stream in (0, 1)}
-    assert len(seeds) == 4 * len(places)
+        seeds |= {module.batch_seed(batch, stream) for batch in (0, 1) for stream in STREAMS}
+    assert len(seeds) == 2 * len(STREAMS) * len(places)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

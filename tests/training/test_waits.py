@@ -1,6 +1,7 @@
 """Training steps read nothing that a device computes: on a CPU, where nothing is waited for, reads are counted."""
 
 import inspect
+import signal
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -141,6 +142,19 @@ def test_lightning_does_not_ask_for_its_own_signals(monkeypatch: pytest.MonkeyPa
     assert "_broadcast_sigterm_tensor" in inspect.getsource(type(trainer.fit_loop.epoch_loop).advance), "renamed"
     monkeypatch.setattr(torch, "tensor", ask)
     loop()
+
+
+def test_signals_wait_for_a_step_while_there_are_steps() -> None:
+    trainer: Any = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    request, module = InterruptRequest(), lightning.LightningModule()
+    interrupt = GracefulInterrupt(request)
+    with request.installed():
+        interrupt.on_train_start(trainer, module)
+        signal.raise_signal(signal.SIGINT)
+        assert request.signum == signal.SIGINT
+        interrupt.on_train_end(trainer, module)
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGINT)):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_what_is_shown_of_a_device_is_from_the_time_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,13 @@ class Source(ABC):
         """
         return None
 
+    def keys(self) -> list[str] | None:
+        """What tells all samples apart from other ones without reading them: names, labels, hashes; None without any.
+
+        They do not depend on where the data lie.
+        """
+        return None
+
 
 class Pictures(Source):
     """Pictures behind a data set or reader of a library, decoded when they are read.

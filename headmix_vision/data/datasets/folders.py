@@ -168,5 +168,9 @@ class TarImages(Pictures):
         """Names and sizes of the members."""
         return [(member.name, member.size) for member in self.data]
 
+    def keys(self) -> list[str]:
+        """Names and sizes of the members, and labels."""
+        return [f"{m.name} {m.size} {target}" for m, target in zip(self.data, self._targets, strict=True)]
+
     def name(self, index: int) -> str:
         return f"{self.path}: {self.data[index].name}"

@@ -13,6 +13,7 @@ from headmix_vision.data.datasets.timm_readers import create_timm_dataset, reade
 from headmix_vision.data.labels import number_labels
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding
+from headmix_vision.files.texts import parse_yaml, read_text
 
 _DESCRIPTIONS = ("README.md", ".huggingface.yaml")
 
@@ -40,10 +41,10 @@ def _check_local(description: Path) -> None:
     """Raise InputError for a description of a data set that names addresses, which `datasets` would fetch."""
     if not description.is_file():
         return
-    text = description.read_text(errors="replace")
+    text = read_text(description)
     head = re.match(r"\s*---\r?\n(.*?)\n---", text, re.DOTALL)
     try:
-        found = yaml.safe_load(head[1] if head else text if description.suffix == ".yaml" else "")
+        found = parse_yaml(head[1] if head else text if description.suffix == ".yaml" else "")
     except yaml.YAMLError:
         raise InputError(f"the description of the data set in {description} is no YAML") from None
     address = re.search(r"[\w+.-]+://[^\s'\"]*", str(found.get("configs")) if isinstance(found, dict) else "")
@@ -114,6 +115,10 @@ class HuggingFaceImages(Pictures):
         if stored is None:
             raise ValueError("the image is missing")
         return self.decoding.first_frame(stored["bytes"] or stored["path"]), self.targets[index]
+
+    def keys(self) -> list[str]:
+        """Rows and labels."""
+        return [f"{row} {target}" for row, target in zip(self.rows, self.targets, strict=True)]
 
     def name(self, index: int) -> str:
         return f"{self.place}[{self.rows[index]}]"

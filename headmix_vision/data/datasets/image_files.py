@@ -63,6 +63,11 @@ class LabelledFiles(ImageFiles):
         """Image and target."""
         return super().read(index)[0], self._targets[index]
 
+    def keys(self) -> list[str]:
+        """Names relative to the folder, and labels."""
+        start = len(str(self.folder or os.path.commonpath([path.parent for path in self.data])))
+        return [f"{str(path)[start:]} {target}" for path, target in zip(self.data, self._targets, strict=True)]
+
 
 def find_images(path: str, option: str) -> list[Path]:
     """Find an image file, or all image files below a folder, in sorted order; messages name the option.

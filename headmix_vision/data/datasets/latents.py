@@ -4,12 +4,13 @@ A cache is a directory with `latents.json`, which says how the latents were made
 images in the order of the data set: `shard-00000.safetensors`, ...
 
 Each shard holds a CRC-32 of each image or clip, `mean.crc32` beside `mean`, which is compared whenever one is read.
-This costs 0.3 to 0.5 s per GiB, in the processes that read. Caches of earlier versions have none.
+This costs 0.35 s of CPU time per GiB, in the processes that read. Caches of earlier versions have none.
 
 n images or clips of a shard, C latent channels, * the axes of the latent grid: h and w of an image, t, h and w of a
 clip.
 """
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,10 @@ def sums_name(name: str) -> str:
 def row_sums(name: str, rows: Tensor) -> Tensor:
     """CRC-32 of the name and type of a tensor and of each of its rows, int64 [n]."""
     start = zlib.crc32(f"{name} {rows.dtype} {list(rows.shape[1:])}".encode())
-    return torch.tensor([zlib.crc32(tensor_bytes(row), start) for row in rows], dtype=torch.int64)
+    content = tensor_bytes(rows)
+    size = len(content) // max(len(rows), 1)
+    sums = [zlib.crc32(content[i * size : (i + 1) * size], start) for i in range(len(rows))]
+    return torch.tensor(sums, dtype=torch.int64)
 
 
 def read_rows(path: Path, file: Any, name: str, rows: slice = slice(None)) -> Tensor:
@@ -283,6 +287,11 @@ class LatentShards(PreparedSource):
 
     def name(self, index: int) -> str:
         return f"{self.path}[{index}]"
+
+    def keys(self) -> list[str]:
+        """What the manifest says, hashes of the source among it, but for places."""
+        known = {name: _without_source(value) for name, value in self.manifest.items() if name != "images"}
+        return [json.dumps(known, sort_keys=True)]
 
     def labels(self) -> Tensor:
         """All labels, int64 [count]."""

@@ -53,6 +53,9 @@ class InMemory(BatchSource):
             image, target = self.source.read(index)
         return pil_to_tensor(to_picture(image)), target
 
+    def keys(self) -> list[str] | None:
+        return self.source.keys()
+
     def __len__(self) -> int:
         return len(self._targets)
 

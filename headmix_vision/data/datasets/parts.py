@@ -29,6 +29,10 @@ class Part(Source):
     def read(self, index: int) -> tuple[Any, int]:
         return self.source.read(self.indices[index])
 
+    def keys(self) -> list[str] | None:
+        """As the other source says; their number tells the part."""
+        return self.source.keys()
+
     def name(self, index: int) -> str:
         return self.source.name(self.indices[index])
 
@@ -50,8 +54,12 @@ def hold_out(source: Source, every: int, *, held: bool) -> Part:
     """Take every so many-th sample of a source, from the first on (`held`), or all others.
 
     Raises:
-        InputError: None is left.
+        InputError: None is left, or the source is smaller than what one sample is to be held out of.
     """
+    if every > len(source):
+        raise InputError(
+            f"holdout_every={every} is more than the {len(source)} {source.what}s, of which it holds out one"
+        )
     indices = [index for index in range(len(source)) if (index % every == 0) == held]
     if not indices:
         raise InputError(f"holdout_every={every} leaves nothing of {len(source)} {source.what}s to train on")

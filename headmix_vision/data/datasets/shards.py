@@ -100,6 +100,8 @@ class Shards:
         self.names = [shard["name"] for shard in shards]
         self.shard_sizes = [shard["samples"] for shard in shards]
         self._ends = list(accumulate(self.shard_sizes))
+        self.keys = [f"{shard['name']} {shard['bytes']} {shard['samples']} {shard['head']}" for shard in shards]
+        self.keys.append(str(self.labels.tolist()))
         if not {len(self.offsets), len(self.sizes), len(self.labels)} == {sum(self.shard_sizes)}:
             raise InputError(f"{path} has {len(self.offsets)} samples, its shards have {sum(self.shard_sizes)}")
         _check_places(path, self.offsets, self.sizes, shards)
@@ -182,6 +184,10 @@ class ShardImages(Pictures):
     def files(self) -> list[tuple[str, int]]:
         return self.data.files()
 
+    def keys(self) -> list[str]:
+        """Shards and labels."""
+        return self.data.keys
+
 
 class ShardStills(ShardImages):
     """Images of shards as clips of one frame, float32 [C, 1, H, W] in [0, 1].
@@ -257,6 +263,10 @@ class ShardClips(ClipSource):
     def files(self) -> list[tuple[str, int]]:
         files = self.shards.files()
         return [files[number] for number in self.kept]
+
+    def keys(self) -> list[str]:
+        """Shards and labels; their number tells which are left out."""
+        return self.shards.keys
 
 
 def _check_places(path: Path, offsets: Tensor, sizes: Tensor, shards: list[dict[str, Any]]) -> None:

@@ -21,15 +21,16 @@ def open_torchvision(request: SplitRequest) -> Source:
     names, labels = getattr(opened, "classes", None), getattr(opened, "targets", None)
     names = names and [_class_name(name) for name in names]
     kept: Sequence[int] = range(len(opened))
+    targets: Sequence[int] | None = None
     if labels is not None:
-        kept, _, names = number_labels(
+        kept, targets, names = number_labels(
             [label.item() if hasattr(label, "item") else label for label in labels],
             lambda number: _name(opened, number),
             request.name,
             request.label_rule,
             class_names=names,
         )
-    return TorchvisionImages(opened, kept, names or [], request.decoding, request.label_rule)
+    return TorchvisionImages(opened, kept, targets, names or [], request.decoding, request.label_rule)
 
 
 def _class_name(name: str | Sequence[str]) -> str:
@@ -48,16 +49,23 @@ class TorchvisionImages(Pictures):
     Args:
         data: The data set.
         kept: Which of its images are read.
+        targets: Their labels; None where the data set does not list them.
         class_names: One name per label.
         decoding: The pixels that they become.
         rule: What is done with an image that has no valid label.
     """
 
     def __init__(
-        self, data: Any, kept: Sequence[int], class_names: list[str], decoding: Decoding, rule: LabelRule
+        self,
+        data: Any,
+        kept: Sequence[int],
+        targets: Sequence[int] | None,
+        class_names: list[str],
+        decoding: Decoding,
+        rule: LabelRule,
     ) -> None:
         super().__init__(data, class_names, decoding)
-        self.kept, self.rule = kept, rule
+        self.kept, self.targets, self.rule = kept, targets, rule
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -67,6 +75,12 @@ class TorchvisionImages(Pictures):
         if self.rule.needed:
             target = check_label(target, self.name(index), len(self.class_names) or MOST_CLASSES)
         return self.decoding.convert(image), int(target)
+
+    def keys(self) -> list[str] | None:
+        """Numbers and labels."""
+        if self.targets is None:
+            return None
+        return [f"{number} {target}" for number, target in zip(self.kept, self.targets, strict=True)]
 
     def name(self, index: int) -> str:
         return _name(self.data, self.kept[index])

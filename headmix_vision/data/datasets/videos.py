@@ -163,6 +163,13 @@ class Videos(ClipSource):
             for video, _ in self.videos
         ]
 
+    def keys(self) -> list[str]:
+        """Names relative to the folder, the frames that may be used, and labels."""
+        return [
+            f"{os.path.relpath(video.path, self.folder)}[{video.start}:{video.end}] {target}"
+            for video, target in self.videos
+        ]
+
 
 def _find_split(request: SplitRequest) -> tuple[list[Video], Path]:
     root = request.existing_root()

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint, can_resume_after_batch
 from headmix_vision.training.later import Latest, sum_of_processes
+from headmix_vision.training.run_directory import RunDirectory
 from headmix_vision.training.sharding import finish_saving
 from headmix_vision.training.signals import InterruptRequest
+
+_LOOK_EVERY_S = 1.0
 
 
 class GracefulInterrupt(Callback):
@@ -25,12 +29,21 @@ class GracefulInterrupt(Callback):
         request: The signal handler, installed by this callback whenever Lightning has put its own in place.
         last: The callback which writes `last.ckpt`; None outside training.
         resume_command: The command to print.
+        run: The run directory; when it is lost, training is to stop as well, and saving ends the process.
     """
 
-    def __init__(self, request: InterruptRequest, last: LastCheckpoint | None = None, resume_command: str = "") -> None:
+    def __init__(
+        self,
+        request: InterruptRequest,
+        last: LastCheckpoint | None = None,
+        resume_command: str = "",
+        run: RunDirectory | None = None,
+    ) -> None:
         self.request = request
         self.last = last
         self.resume_command = resume_command
+        self.run = run
+        self._looked_at_s = 0.0
         self._last_step = 0
         self._asked = Latest()
 
@@ -94,10 +107,19 @@ class GracefulInterrupt(Callback):
     def _requested_lately(self, trainer: Trainer) -> bool:
         """Tells whether any process was asked to stop, as far as it is known without waiting for the device."""
         if trainer.world_size == 1:
-            return self.request.signum is not None
-        asked = torch.full((), float(self.request.signum is not None), device=trainer.strategy.root_device)
+            return self._is_asked()
+        asked = torch.full((), float(self._is_asked()), device=trainer.strategy.root_device)
         known = self._asked.read(sum_of_processes(trainer, asked))
         return known is not None and known.item() > 0
+
+    def _is_asked(self) -> bool:
+        """Tells whether this process got a signal or, asked once in a second, has lost its run directory."""
+        now_s = time.monotonic()
+        if self.run is not None and now_s - self._looked_at_s >= _LOOK_EVERY_S:
+            self._looked_at_s = now_s
+            if self.run.lost() is not None:
+                return True
+        return self.request.signum is not None
 
     def _requested(self, trainer: Trainer) -> bool:
         return trainer.strategy.reduce_boolean_decision(self.request.signum is not None, all=False)

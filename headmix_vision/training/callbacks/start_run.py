@@ -1,6 +1,8 @@
 """Writes the first files of a training run, when nothing stands in the way of its first step."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +12,79 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.runs.directory import CONFIG, TENSORBOARD
+from headmix_vision.training.changes import OPTIONS
 from headmix_vision.training.run_directory import RunDirectory
 
 
+def _leave_to_main(args: threading.ExceptHookArgs) -> None:
+    """Print what ends a thread, but no error of the thread that writes for TensorBoard, which raises it once more."""
+    if not (issubclass(args.exc_type, OSError) and type(args.thread).__name__ == "_AsyncWriterThread"):
+        threading.__excepthook__(args)
+
+
+class _TensorBoard(TensorBoardLogger):
+    """Writes the file of TensorBoard in a run directory, and notes if that fails.
+
+    Args:
+        path: The run directory.
+        run: The same; None in processes other than the first, which write nothing.
+    """
+
+    def __init__(self, path: Path, run: RunDirectory | None) -> None:
+        super().__init__(path, name="", version=TENSORBOARD)
+        self.run = run
+        threading.excepthook = _leave_to_main
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            cause = (
+                error if isinstance(error, OSError) else error.__cause__
+            )  # Lightning covers it with words of its own
+            if self.run is None or not isinstance(cause, OSError):
+                raise
+            self.run.note(cause)
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        with self._noting():
+            super().log_metrics(*args, **kwargs)
+
+    def save(self) -> None:
+        with self._noting():
+            super().save()
+
+    def finalize(self, status: str) -> None:
+        with self._noting():
+            super().finalize(status)
+
+
 class StartRun(SaveConfigCallback):
-    """Takes the run directory over at the first training batch: `config.yaml`, and TensorBoard's file.
+    """Takes the run directory over when training begins: `config.yaml`, and TensorBoard's file.
 
     Until then a mistake in the options, the model or the data may still end the run, which leaves the directory as it
-    was. That is also why TensorBoard's logger, which opens its file in the setup, joins the others here.
+    was. That is also why TensorBoard's logger, which opens its file in the setup, joins the others here. It comes
+    before callbacks that write to the directory.
 
     Args:
         *args: As for Lightning's `SaveConfigCallback`.
         run: The run directory; None in processes other than the first.
         not_saved: Options that concern this start of the run only.
+        options: The others, as plain values, which checkpoints keep.
         **kwargs: As for Lightning's `SaveConfigCallback`.
     """
 
-    def __init__(self, *args: Any, run: RunDirectory | None, not_saved: Sequence[str], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        run: RunDirectory | None,
+        not_saved: Sequence[str],
+        options: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.options = options
         self.run = run
         self.not_saved = not_saved
         self._started = False
@@ -37,6 +94,23 @@ class StartRun(SaveConfigCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Writes the first files."""
+        self._start(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the first files of a run that goes on with a validation."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._start(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keeps the options, with which those of a run that goes on are compared."""
+        checkpoint[OPTIONS] = self.options
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tidies up where no batch was left to train."""
+        if not self._started and self.run is not None:
+            self.run.begin()
+
+    def _start(self, trainer: Trainer) -> None:
         if self._started or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._started = True
@@ -44,7 +118,7 @@ class StartRun(SaveConfigCallback):
         if self.run is not None:
             self.run.begin()
             self._save_config(run_dir / CONFIG)
-        trainer.loggers = [*trainer.loggers, TensorBoardLogger(run_dir, name="", version=TENSORBOARD)]
+        trainer.loggers = [*trainer.loggers, _TensorBoard(run_dir, self.run)]
 
     def _save_config(self, path: Path) -> None:
         config = self.config.clone()
