@@ -112,7 +112,7 @@ def test_a_defect_of_the_doctor_ends_with_one_line(monkeypatch, capsys):
     ("arguments", "line"),
     [
         (["--device", "meta"], "device 'meta' cannot be used here"),
-        (["--seed", "-1"], "--seed must be a whole number of at least 0, got -1."),
+        (["--seed", "-1"], "--seed must be a whole number from 0 to 4294967295, got -1."),
         (["--json", "{folder}"], "--json must be a file, {folder} is a folder"),
         (["--jsn", "x"], "unknown option --jsn; did you mean --json?"),
     ],

@@ -43,7 +43,7 @@ def _examine(device: str | None, seed: int, json_file: Path | None, started_s: f
     from headmix_vision.doctor.lines import lines_of
     from headmix_vision.files.atomic import atomic_path, check_place
 
-    check_counts(0, **{"--seed": seed})
+    check_counts(0, 2**32 - 1, **{"--seed": seed})
     if json_file is not None:
         check_place(json_file)
         if json_file.is_dir():
