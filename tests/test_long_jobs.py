@@ -46,6 +46,9 @@ def test_commands_side_by_side_share_the_gpus_out(monkeypatch: pytest.MonkeyPatc
         assert [first, second] == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
     with gpus.least_busy(), gpus.least_busy(), gpus.least_busy() as third:
         assert third == {"CUDA_VISIBLE_DEVICES": "3"}
+    for _ in range(2):  # a GPU is free again when its command has ended
+        with gpus.least_busy() as alone:
+            assert alone == {"CUDA_VISIBLE_DEVICES": "3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with Gpus().least_busy() as only:
         assert only == {}

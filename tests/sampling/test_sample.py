@@ -299,6 +299,14 @@ def test_run_directory_checkpoint_and_export_are_the_same_model(
     assert f"is still training {run_dir}, the samples are of step 3\n" in capsys.readouterr().err
     assert run(*drawing) == 0 and not capsys.readouterr().err
 
+    for option, weights in ((("--raw",), raw), ((), about)):
+        out = tmp_path / weights["weights"]
+        assert run("--model", run_dir, "--out", out, "--num", 1, "--steps", 1, *option) == 0
+        metadata = json.loads((out / "metadata.json").read_text())
+        assert metadata["weights"] == weights["weights"]
+        assert metadata["settings"]["weights_sha256"] == weights["weights_sha256"]
+    capsys.readouterr()
+
     export.main([str(run_dir), "--out", str(tmp_path / "exported")])
     assert "HeadMixDiTPipeline.from_pretrained" in capsys.readouterr().out
     exported, there = load_pipeline(tmp_path / "exported")
