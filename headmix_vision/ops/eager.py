@@ -64,3 +64,28 @@ def as_function(run: Run, setup_context: Run, backward: Run) -> Run:
 
     Function.__name__ = run.__name__.strip("_")
     return Function.apply
+
+
+def apply_either(traced: type[torch.autograd.Function], eager: type[torch.autograd.Function]) -> Run:
+    """Return what applies one of two forms of a function: ``traced`` under torch.compile, else ``eager``.
+
+    Both have a ``setup_context``, without which torch.func cannot transform them. PyTorch binds the arguments of such a
+    function by name, which takes longer than a small kernel, so that ``eager`` is applied without it outside of
+    transformations.
+    """
+
+    class Unbound(eager):  # type: ignore[valid-type, misc]
+        setup_context = staticmethod(torch.autograd.Function.setup_context)  # none of its own
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = eager.forward(*args)
+            eager.setup_context(ctx, args, output)
+            return output
+
+    def apply(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced.apply(*args)
+        return (eager if is_transforming() else Unbound).apply(*args)
+
+    return apply
