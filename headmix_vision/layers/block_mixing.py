@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headmix_vision.checks import check_choice, check_counts
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks
-from headmix_vision.ops.eager import apply_either
+from headmix_vision.ops.dispatch import apply_either
 
 MIXING_INITS = ("locality", "uniform")
 LOWER, UPPER = 1e-6, 1.0

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.cached_tables import cached_tables
-from headmix_vision.ops.eager import apply_either
-from headmix_vision.ops.index_maps import IndexMap, with_tangents
+from headmix_vision.ops.dispatch import IndexMap, apply_either, is_plain, with_tangents
+from headmix_vision.ops.runtime import cached_tables
 from headmix_vision.ops.token_grid import TokenGrid
-from headmix_vision.ops.tracing import is_plain
 
 SCAN_ORDERS = ("row_major", "column_major")
 

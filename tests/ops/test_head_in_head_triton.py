@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from headmix_vision.ops import TokenScan, kernels
+from headmix_vision.ops import TokenScan, runtime
 from headmix_vision.ops.head_in_head import triton_impl, triton_launch
 
 from .helpers import (
@@ -355,7 +355,7 @@ def test_what_the_kernels_cannot_run_is_refused_by_name(options, message):
 
 
 def test_other_devices_are_refused(monkeypatch):
-    monkeypatch.setattr(kernels, "find_gpu", lambda device: None)
+    monkeypatch.setattr(runtime, "find_gpu", lambda device: None)
     for device in ("cpu", "meta"):
         with pytest.raises(ValueError, match=f"q is on {device}: the kernels need a CUDA device; impl='triton'"):
             head_in_head(*(x.to(device) for x in make()), impl="triton")

@@ -10,11 +10,10 @@ import triton
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from headmix_vision.ops import TokenBlocks, TokenGrid, kernels, mhla
-from headmix_vision.ops.kernels import why_no_kernels
-from headmix_vision.ops.launching import forget_plans
+from headmix_vision.ops import TokenBlocks, TokenGrid, mhla, runtime
 from headmix_vision.ops.mhla import regimes, triton_launch_pairwise, triton_launch_summary, triton_tables, triton_tuning
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, Settings, unpack
+from headmix_vision.ops.runtime import forget_plans, why_no_kernels
 
 from .helpers import make_inputs, relative_error, run
 
@@ -161,8 +160,8 @@ def test_forms_of_rows_for_bfloat16(monkeypatch, row, blocks, dims):
 @pytest.fixture
 def small_gpu(monkeypatch):
     """What is there has as little shared memory as the smallest GPUs."""
-    gpu = kernels.find_gpu(torch.device(DEVICE))._replace(shared_memory=kernels.LEAST_SHARED_MEMORY)
-    monkeypatch.setattr(kernels, "find_gpu", lambda device: gpu)
+    gpu = runtime.find_gpu(torch.device(DEVICE))._replace(shared_memory=runtime.LEAST_SHARED_MEMORY)
+    monkeypatch.setattr(runtime, "find_gpu", lambda device: gpu)
 
 
 @pytest.mark.parametrize("impl", REGIMES)

@@ -7,10 +7,11 @@ from functools import partial
 
 from torch import Tensor
 
+from headmix_vision.ops.dispatch import select, why_no_kernel_takes
 from headmix_vision.ops.grid_conv.reference import grid_conv_reference
 from headmix_vision.ops.grid_conv.torch_impl import grid_conv_torch
 from headmix_vision.ops.grid_conv.validation import validate_grid_conv
-from headmix_vision.ops.kernels import NO_KERNELS, select, why_no_kernel_takes
+from headmix_vision.ops.runtime import NO_KERNELS
 from headmix_vision.ops.token_grid import TokenGrid
 
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"reference": grid_conv_reference, "torch": grid_conv_torch}

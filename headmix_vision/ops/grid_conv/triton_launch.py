@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headmix_vision.ops.grid_conv import triton_backward as backward
 from headmix_vision.ops.grid_conv import triton_forward as forward
-from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
+from headmix_vision.ops.runtime import Launch, Layout, alignment, layout, planned
 from headmix_vision.ops.token_grid import TokenGrid
 
 # A thread has 4 channels of a token, which is as much as a weight of each tap leaves registers for.

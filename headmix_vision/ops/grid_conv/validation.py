@@ -6,7 +6,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_choice, check_flags
 from headmix_vision.errors import InputError
-from headmix_vision.ops.arguments import check_tensors, check_types
+from headmix_vision.ops.dispatch import check_tensors, check_types
 from headmix_vision.ops.token_grid import TokenGrid
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton")

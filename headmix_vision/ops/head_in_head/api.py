@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from headmix_vision.ops.dispatch import select, why_not_triton
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
 from headmix_vision.ops.head_in_head.validation import validate_head_in_head, validate_head_in_head_rwkv7
-from headmix_vision.ops.kernels import NO_KERNELS, select, why_not_triton
+from headmix_vision.ops.runtime import NO_KERNELS
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
 
 State = tuple[Tensor, Tensor]  # output and final state

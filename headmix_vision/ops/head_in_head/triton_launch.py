@@ -13,8 +13,7 @@ from torch import Tensor
 
 from headmix_vision.ops.head_in_head import triton_backward as backward
 from headmix_vision.ops.head_in_head import triton_forward as forward
-from headmix_vision.ops.kernels import numerics, storage_dtype
-from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
+from headmix_vision.ops.runtime import Launch, Layout, alignment, layout, numerics, planned, storage_dtype
 
 Tiles = dict[str, int]
 # These are the best of sweeps on an H200 for bfloat16, up to 64 rows and keys. More stages hide the latency of memory

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.arguments import check_tensors, check_types
+from headmix_vision.ops.dispatch import check_tensors, check_types, is_plain
 from headmix_vision.ops.token_scan import TokenScan
-from headmix_vision.ops.tracing import is_plain
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton")
 RWKV7_IMPL_NAMES = IMPL_NAMES[:3]

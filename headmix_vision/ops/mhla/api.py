@@ -8,11 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import NO_KERNELS, is_amd, select, why_not_triton
+from headmix_vision.ops.dispatch import select, why_not_triton
 from headmix_vision.ops.mhla.reference import mhla_reference
 from headmix_vision.ops.mhla.settings import REGIMES, Settings
 from headmix_vision.ops.mhla.torch_impl import mhla_torch
 from headmix_vision.ops.mhla.validation import validate_mhla
+from headmix_vision.ops.runtime import NO_KERNELS, is_amd
 from headmix_vision.ops.token_blocks import TokenBlocks
 
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"reference": mhla_reference, "torch": mhla_torch}

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import INTERPRETED, warn_once
-from headmix_vision.ops.launching import KernelFailed, Launch, Layout, alignment, forget_plans, planned
+from headmix_vision.ops.dispatch import warn_once
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mhla.triton_launch import (
@@ -25,6 +24,7 @@ from headmix_vision.ops.mhla.triton_launch import (
     sum_leading,
 )
 from headmix_vision.ops.mhla.triton_tables import block_of_token
+from headmix_vision.ops.runtime import INTERPRETED, KernelFailed, Launch, Layout, alignment, forget_plans, planned
 
 
 class Kernels(NamedTuple):

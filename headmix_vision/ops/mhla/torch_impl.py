@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_vision.ops.eager import apply_either
-from headmix_vision.ops.index_maps import IndexMap, with_tangents
+from headmix_vision.ops.dispatch import IndexMap, apply_either, with_tangents
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map
-from headmix_vision.ops.precision import accumulation_dtype, autocast_off
+from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import BlocksOfRank, BlockTables
 
 CHUNK = 64  # tokens of a block that meet each other one by one, in causal attention

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import numerics
-from headmix_vision.ops.launching import Launch, Layout, planned
 from headmix_vision.ops.mhla import triton_tiles as shared
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.runtime import Launch, Layout, numerics, planned
 
 
 class Gradients(NamedTuple):

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
 from headmix_vision.ops.mhla import triton_causal as causal
 from headmix_vision.ops.mhla import triton_launch_summary as summary
 from headmix_vision.ops.mhla import triton_tuning as tuning
@@ -27,6 +26,7 @@ from headmix_vision.ops.mhla.triton_launch import (
 )
 from headmix_vision.ops.mhla.triton_launch_summary import Summaries, TokenPlan
 from headmix_vision.ops.mhla.triton_tables import parts
+from headmix_vision.ops.runtime import Launch, Layout, alignment, layout, planned
 
 
 class PartWeights(NamedTuple):

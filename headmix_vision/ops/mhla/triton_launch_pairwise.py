@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.launching import KernelFailed, Launch, Layout, alignment, layout, planned
 from headmix_vision.ops.mhla import gluon_launch as hopper
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_tiles as shared
@@ -29,6 +28,7 @@ from headmix_vision.ops.mhla.triton_launch import (
     sum_leading,
 )
 from headmix_vision.ops.mhla.triton_tables import Places, block_of_token, places
+from headmix_vision.ops.runtime import KernelFailed, Launch, Layout, alignment, layout, planned
 
 # Bytes of the unsummed mixing gradients of the backward pass; larger batches take several launches.
 MIXING_GRADIENT_BYTES = 1 << 26

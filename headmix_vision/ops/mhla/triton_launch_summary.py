@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import numerics, storage_dtype
-from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.regimes import PART_TOKENS
@@ -29,6 +27,7 @@ from headmix_vision.ops.mhla.triton_launch import (
     sum_leading,
 )
 from headmix_vision.ops.mhla.triton_tables import parts
+from headmix_vision.ops.runtime import Launch, Layout, alignment, layout, numerics, planned, storage_dtype
 
 MAX_CHUNKS = 8
 VECTOR_TILE = 64

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.cached_tables import cached_tables
+from headmix_vision.ops.runtime import cached_tables
 from headmix_vision.ops.token_blocks import TokenBlocks
 
 _CPU = torch.empty(0)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_flags, check_numbers
 from headmix_vision.errors import InputError
-from headmix_vision.ops.arguments import check_tensors, check_types
+from headmix_vision.ops.dispatch import check_tensors, check_types
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings
 from headmix_vision.ops.token_blocks import BlocksOfRank, TokenBlocks
 

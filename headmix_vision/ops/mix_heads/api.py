@@ -7,10 +7,11 @@ from functools import partial
 
 from torch import Tensor
 
-from headmix_vision.ops.kernels import NO_KERNELS, select, why_not_triton
+from headmix_vision.ops.dispatch import select, why_not_triton
 from headmix_vision.ops.mix_heads.reference import mix_heads_reference
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
 from headmix_vision.ops.mix_heads.validation import validate_mix_heads
+from headmix_vision.ops.runtime import NO_KERNELS
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "reference": mix_heads_reference,

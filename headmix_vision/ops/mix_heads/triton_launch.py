@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.launching import Launch, Layout, alignment, layout, planned
 from headmix_vision.ops.mix_heads import triton_backward as backward
 from headmix_vision.ops.mix_heads import triton_forward as forward
 from headmix_vision.ops.mix_heads import triton_tiles as shared
+from headmix_vision.ops.runtime import Launch, Layout, alignment, layout, planned
 
 AT_ONCE = 3  # tensors of a launch
 LEAST_ROWS = 16  # no side of a product may be shorter

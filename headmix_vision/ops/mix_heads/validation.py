@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_choice
 from headmix_vision.errors import InputError
-from headmix_vision.ops.arguments import check_tensors, check_types
+from headmix_vision.ops.dispatch import check_tensors, check_types
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton")
 
