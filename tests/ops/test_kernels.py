@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, dispatch, mhla, runtime, token_blocks
-from headmix_vision.ops.mhla import triton_tables
+from headmix_vision.ops.mhla import triton_launch
 from headmix_vision.ops.runtime import forget_plans
 
 from .helpers import make_inputs
@@ -207,7 +207,7 @@ def test_index_tables_live_as_long_as_a_graph_that_reads_them(impl):
     with torch.cuda.graph(graph):
         out = mhla(q, k, v, mixing, blocks, impl=impl)
     forget_plans()
-    for tables in (token_blocks._cached_tables, triton_tables.places, triton_tables.parts):
+    for tables in (token_blocks._cached_tables, triton_launch.places, triton_launch.parts):
         tables.cache_clear()
     gc.collect()
     torch.cuda.empty_cache()

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from headmix_vision.ops import TokenBlocks, dispatch, mhla, runtime
-from headmix_vision.ops.mhla import gluon_launch, triton_tuning
+from headmix_vision.ops.mhla import triton_tuning
+from headmix_vision.ops.mhla.hopper import launch as gluon_launch
 from headmix_vision.ops.mhla.settings import NORMALIZERS, Settings
-from headmix_vision.ops.mhla.triton_impl import mhla_triton
-from headmix_vision.ops.mhla.triton_launch_pairwise import pairwise_backward, pairwise_forward
+from headmix_vision.ops.mhla.triton_op import mhla_triton
+from headmix_vision.ops.mhla.triton_pairwise import pairwise_backward, pairwise_forward
 from headmix_vision.ops.runtime import KernelFailed, layout
 
 from .gluon_emulator import Emulated
@@ -28,9 +29,9 @@ PROGRAMS_THAT_FIT = triton_tuning.programs_that_fit
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
     """Emulates a GPU of one multiprocessor, so that programs take several heads; the list names what was launched."""
-    from headmix_vision.ops.mhla.gluon_pairwise_backward import gluon_backward_kernel
-    from headmix_vision.ops.mhla.gluon_pairwise_forward import gluon_forward_kernel
-    from headmix_vision.ops.mhla.gluon_wide_backward import gluon_wide_backward_kernel
+    from headmix_vision.ops.mhla.hopper.backward import gluon_backward_kernel
+    from headmix_vision.ops.mhla.hopper.forward import gluon_forward_kernel
+    from headmix_vision.ops.mhla.hopper.wide_backward import gluon_wide_backward_kernel
 
     launched = []
     emulated = [

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headmix_vision.ops import TokenBlocks, TokenRanks, mhla, runtime
-from headmix_vision.ops.mhla import gluon_launch
+from headmix_vision.ops.mhla.hopper import launch as gluon_launch
 
 from .helpers import assert_within_budget, make_inputs, run
 

@@ -21,9 +21,9 @@ from headmix_vision.ops.dispatch import (
     stand_in,
     without_dispatcher,
 )
-from headmix_vision.ops.mhla import triton_launch_causal as causal
-from headmix_vision.ops.mhla import triton_launch_pairwise as pairwise
-from headmix_vision.ops.mhla import triton_launch_summary as summary
+from headmix_vision.ops.mhla import triton_causal as causal
+from headmix_vision.ops.mhla import triton_pairwise as pairwise
+from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla.regimes import choose_regime
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, needs_output, unpack, unpack_cached
 from headmix_vision.ops.mhla.torch_impl import mhla_torch, source_block_denominator, to_blocks

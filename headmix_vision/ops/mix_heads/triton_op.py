@@ -21,7 +21,7 @@ from headmix_vision.ops.dispatch import (
     stand_in,
     without_dispatcher,
 )
-from headmix_vision.ops.mix_heads import triton_launch as launch
+from headmix_vision.ops.mix_heads import triton_kernels as launch
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
 from headmix_vision.ops.runtime import KernelFailed
 
