@@ -6,16 +6,16 @@ This file can be imported without Triton.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.runtime import NO_KERNELS, KernelFailed, why_not_here
+from headmix_vision.ops.runtime import NO_KERNELS, KernelFailed, forgotten_with_plans, why_not_here
 
 
 def is_plain(x: Tensor) -> bool:
@@ -94,7 +94,7 @@ def _is_whole(number: object) -> bool:
 
 MAX_DIM = 128
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-Run = TypeVar("Run", bound=Callable[..., object])
+R = TypeVar("R")
 
 
 def why_no_kernel_takes(x: Tensor, name: str) -> str | None:
@@ -120,16 +120,18 @@ def why_not_triton(q: Tensor, v: Tensor, names: tuple[str, str] = ("q", "v")) ->
     return None
 
 
-def select(impl: str, implementations: Mapping[str, Run], on_gpu: bool, why_not: Callable[[], str | None]) -> Run:
+def select(impl: str, on_gpu: bool, why_not: Callable[[], str | None]) -> str:
     """Choose the implementation of an op.
 
     Args:
-        impl: name of an implementation, or ``"auto"``: the kernels on a CUDA device wherever they can run, else torch,
-            with a warning for each reason.
-        implementations: ``"reference"``, ``"torch"`` and, where they could be loaded, the names of kernels, which
-            begin with ``"triton"``; ``"auto"`` are the kernels too, but gives way to torch where one does not compile.
+        impl: name of an implementation: ``"reference"``, ``"torch"`` or one of kernels, which begins with ``"triton"``;
+            or ``"auto"``: the kernels on a CUDA device wherever they can run, else torch, with a warning for each
+            reason.
         on_gpu: whether the inputs are on a CUDA device.
         why_not: returns the reason why the kernels cannot run on the inputs, or None if they can.
+
+    Returns:
+        The name of an implementation. ``"auto"`` are the kernels too, but torch serves where one does not compile.
 
     Raises:
         InputError: if kernels are asked for by name and cannot run; with the reason.
@@ -138,10 +140,36 @@ def select(impl: str, implementations: Mapping[str, Run], on_gpu: bool, why_not:
         reason = why_not() if on_gpu else None
         if reason:
             warn_once(f"{reason}; the slower PyTorch form takes their place (impl='auto').")
-        return implementations["auto" if on_gpu and reason is None else "torch"]
+        return "auto" if on_gpu and reason is None else "torch"
     if impl.startswith("triton") and (reason := why_not()):
         raise InputError(f"{reason}; impl={impl!r} was asked for.")
-    return implementations[impl]
+    return impl
+
+
+_MOST_KINDS = 512
+_kinds: dict[Any, Any] = forgotten_with_plans({})
+
+
+def once(check: Callable[..., R], tensors: Sequence[Tensor | None], *settings: Any) -> R:
+    """Return ``check(*tensors, *settings)``, which is called once for each kind of call.
+
+    Calls are of one kind if their settings are equal and of equal types, and their tensors agree in shape, type and
+    device, which is all that ``check`` may read of them. Under tracers and transformations it is always called.
+    """
+    plain = not torch.compiler.is_compiling() and not is_transforming()
+    if not plain or not all([x is None or has_plain_type(x) for x in tensors]):
+        return check(*tensors, *settings)
+    kinds = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
+    key = (check, kinds, settings, tuple(map(type, settings)))
+    try:
+        found = _kinds.get(key)
+    except TypeError:  # settings that cannot be hashed
+        return check(*tensors, *settings)
+    if found is None:
+        if len(_kinds) == _MOST_KINDS:
+            _kinds.clear()
+        found = _kinds[key] = check(*tensors, *settings)
+    return cast(R, found)
 
 
 _warned: set[str] = set()

@@ -304,7 +304,7 @@ def keep_for_graphs(tables: Iterable[Any]) -> None:
 
 
 _MOST_PLANS = 512
-_plans: list[Any] = []
+_forget: list[Callable[[], None]] = []
 
 
 class Layout(NamedTuple):
@@ -333,14 +333,20 @@ def layout(x: Tensor) -> Layout:
 def planned(plan: Callable[..., R]) -> Callable[..., R]:
     """Cache what a function of layouts and other hashable arguments makes of them."""
     cached = lru_cache(maxsize=_MOST_PLANS)(plan)
-    _plans.append(cached)
+    _forget.append(cached.cache_clear)
     return cached
+
+
+def forgotten_with_plans(table: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a table that :func:`forget_plans` empties, too."""
+    _forget.append(table.clear)
+    return table
 
 
 def forget_plans() -> None:
     """Empty the caches of all planned functions, which do not see that a constant of a module is another one."""
-    for plan in _plans:
-        plan.cache_clear()
+    for forget in _forget:
+        forget()
 
 
 class KernelFailed(RuntimeError):

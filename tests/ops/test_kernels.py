@@ -119,18 +119,16 @@ def test_an_old_triton_is_named(monkeypatch, installed):
 
 
 def test_the_slow_form_takes_the_place_of_kernels_with_one_warning():
-    implementations = {"torch": "slow", "triton": "fast", "auto": "fast"}
-
     def choose(impl, reason, on_gpu=True):
-        return dispatch.select(impl, implementations, on_gpu, lambda: reason)
+        return dispatch.select(impl, on_gpu, lambda: reason)
 
     with pytest.warns(UserWarning, match="q has no reason to be here; the slower PyTorch form takes their place"):
-        assert choose("auto", "q has no reason to be here") == "slow"
+        assert choose("auto", "q has no reason to be here") == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose("auto", "q has no reason to be here") == "slow"  # once
-        assert choose("auto", None) == "fast"
-        assert choose("auto", "q is on cpu", on_gpu=False) == "slow"  # nobody expects kernels there
+        assert choose("auto", "q has no reason to be here") == "torch"  # once
+        assert choose("auto", None) == "auto"
+        assert choose("auto", "q is on cpu", on_gpu=False) == "torch"  # nobody expects kernels there
     with pytest.raises(InputError, match="q has no reason to be here; impl='triton' was asked for"):
         choose("triton", "q has no reason to be here")
 
@@ -140,7 +138,7 @@ def test_the_warning_does_not_break_a_compiled_graph():
 
     @torch.compile(fullgraph=True, backend="eager")
     def model(x):
-        return dispatch.select("auto", implementations, True, lambda: "compiled graphs warn, too")(x)
+        return implementations[dispatch.select("auto", True, lambda: "compiled graphs warn, too")](x)
 
     x = torch.ones(3)
     with pytest.warns(UserWarning, match="compiled graphs warn, too"):
@@ -152,6 +150,7 @@ def test_the_warning_does_not_break_a_compiled_graph():
 def test_auto_says_what_the_kernels_do_not_take(dtype, dim):
     inputs = [x.cuda() for x in _inputs(dtype, dim=dim, value_dim=dim)]
     dispatch._warned.clear()
+    forget_plans()
     with pytest.warns(UserWarning, match=f"{dtype}" if dim == 8 else f"head dim {dim}"):
         mhla(*inputs, BLOCKS)
 
@@ -214,3 +213,31 @@ def test_index_tables_live_as_long_as_a_graph_that_reads_them(impl):
     taken = [torch.full((1 << size,), -1, dtype=torch.int32, device="cuda") for size in range(6, 16) for _ in range(64)]
     graph.replay()
     assert torch.equal(out, expected), len(taken)
+
+
+def test_checks_of_a_call_are_made_once_for_each_kind_of_call():
+    seen = []
+
+    def check(x, option):
+        seen.append(option)
+        return f"{tuple(x.shape)} {option!r}"
+
+    def call(x, option):
+        return dispatch.once(check, (x,), option)
+
+    x = torch.ones(2, 3)
+    assert call(x, 1) == call(torch.zeros(2, 3), 1) == "(2, 3) 1" and seen == [1]
+    assert call(x, True) == "(2, 3) True"  # equal to 1, but of another type
+    assert call(x.T, 1) == "(3, 2) 1" and call(x.double(), 1) == "(2, 3) 1" and len(seen) == 4
+    assert call(x, [1]) == call(x, [1]) and len(seen) == 6  # cannot be hashed
+    torch.func.vmap(lambda x: (call(x, 1), x)[1])(x[None])
+    assert len(seen) == 7
+    forget_plans()
+    assert call(x, 1) == "(2, 3) 1" and len(seen) == 8
+
+
+def test_a_wrong_call_is_refused_each_time():
+    q, k, v = make_inputs(BLOCKS)[:3]
+    for _ in range(2):
+        with pytest.raises(InputError, match="mixing must be"):
+            mhla(q, k, v, torch.ones(2, 3), BLOCKS)

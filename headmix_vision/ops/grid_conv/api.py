@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_choice, check_flags
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import check_tensors, check_types, select, why_no_kernel_takes
+from headmix_vision.ops.dispatch import check_tensors, check_types, once, select, why_no_kernel_takes
 from headmix_vision.ops.grid_conv.reference import grid_conv_reference
 from headmix_vision.ops.grid_conv.torch_impl import grid_conv_torch
 from headmix_vision.ops.runtime import NO_KERNELS
@@ -86,9 +86,15 @@ def grid_conv(
         InputError: naming the argument, if shapes, types or devices do not fit, or ``impl`` cannot run them.
     """
     grid = TokenGrid.of(grid)
+    name = once(_check, (x, weight, bias), grid, residual, silu, impl)
+    return IMPLEMENTATIONS[name](x, weight, bias, grid, residual, silu)
+
+
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool, impl: str
+) -> str:
     validate_grid_conv(x, weight, bias, grid, residual, silu, impl)
-    run = select(impl, IMPLEMENTATIONS, x.is_cuda, lambda: _why_not_triton(x, weight))
-    return run(x, weight, bias, grid, residual, silu)
+    return select(impl, x.is_cuda, lambda: _why_not_triton(x, weight))
 
 
 def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:

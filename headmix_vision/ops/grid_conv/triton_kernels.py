@@ -1,4 +1,4 @@
-"""Launches the Triton kernels of the depthwise convolution: plans tiles and grids for each layout, allocates sums.
+"""Convolves each channel of tokens on their grid in Triton kernels: the kernels, and their launches for each layout.
 
 B batch, N tokens, C channels, K taps.
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import check_tensors, check_types, is_plain, select, why_not_triton
+from headmix_vision.ops.dispatch import check_tensors, check_types, is_plain, once, select, why_not_triton
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
@@ -106,6 +106,9 @@ def _check_common(
             )
         check_types({"q": q}, {"initial_state": initial_state})
     _check_scan(scan, q)
+
+
+def _check_decay(log_decay: Tensor) -> None:
     if _values_are_at_hand(log_decay) and (log_decay > 0).any():
         raise InputError(f"log_decay must not be above 0, got {log_decay.max().item():.4g}: the state would grow.")
 
@@ -189,6 +192,21 @@ class HeadInHeadOutput(NamedTuple):
     final_state: Tensor | None
 
 
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    mask: Tensor,
+    initial_state: Tensor | None,
+    scan: TokenScan | Tensor | None,
+    impl: str,
+) -> str:
+    validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl)
+    return select(impl, q.is_cuda, lambda: _why_not_triton(q, v, mask))
+
+
 def _why_not_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
     if mask.shape[-1] not in SUB_HEADS:
         return f"mask has r = {mask.shape[-1]} sub-heads: the kernels take {SUB_HEADS}"
@@ -245,9 +263,10 @@ def head_in_head(
             and, outside a tracer, if ``scan`` is no permutation or, on the CPU only, ``log_decay`` above 0: elsewhere
             reading it would hold up every call.
     """
-    validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl)
-    run = select(impl, IMPLEMENTATIONS, q.is_cuda, lambda: _why_not_triton(q, v, mask))
-    out, state = run(q, k, v, beta, log_decay, mask, initial_state, _tables(scan, q))
+    inputs = (q, k, v, beta, log_decay, mask, initial_state)
+    name = _check(*inputs, scan, impl) if isinstance(scan, Tensor) else once(_check, inputs, scan, impl)
+    _check_decay(log_decay)
+    out, state = IMPLEMENTATIONS[name](*inputs, _tables(scan, q))
     return HeadInHeadOutput(out, state if output_final_state else None)
 
 
@@ -282,9 +301,11 @@ def head_in_head_rwkv7(
     Raises:
         InputError: as :func:`head_in_head`.
     """
-    validate_head_in_head_rwkv7(q, k, v, a, b, log_decay, mask, initial_state, scan, impl)
-    run = select(impl, RWKV7_IMPLEMENTATIONS, False, lambda: None)
-    out, state = run(q, k, v, a, b, log_decay, mask, initial_state, _tables(scan, q))
+    inputs = (q, k, v, a, b, log_decay, mask, initial_state)
+    validate_head_in_head_rwkv7(*inputs, scan, impl)
+    _check_decay(log_decay)
+    name = select(impl, on_gpu=False, why_not=lambda: None)
+    out, state = RWKV7_IMPLEMENTATIONS[name](*inputs, _tables(scan, q))
     return HeadInHeadOutput(out, state if output_final_state else None)
 
 

@@ -1,4 +1,6 @@
-"""Runs the forward pass: each chunk without the state, then the state from chunk to chunk. README.md derives it.
+"""Computes Head-in-Head in Triton kernels: each chunk without the state, then the state from chunk to chunk.
+
+README.md derives the kernels. Their launches are planned for each layout.
 
 B batch, N tokens, H heads, C chunks of T tokens, Dk and Dv head dims, r sub-heads, R = r T rows of a chunk. The
 kernels keep and multiply states and corrections transposed, values first: then the left factor of each product is the

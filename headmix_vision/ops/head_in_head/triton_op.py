@@ -50,7 +50,7 @@ def _forward(
     save: bool,
     fallback: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the output, the final state and the tensors of :class:`triton_launch.Saved`."""
+    """Compute the output, the final state and the tensors of :class:`triton_kernels.Saved`."""
     out, final, buffers = _outputs(q, v, mask, save)
     if q.shape[0] * q.shape[2] == 0:
         return out, final, *buffers

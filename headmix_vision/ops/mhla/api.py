@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_flags, check_numbers
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import check_tensors, check_types, select, why_not_triton
+from headmix_vision.ops.dispatch import check_tensors, check_types, once, select, why_not_triton
 from headmix_vision.ops.mhla.reference import mhla_reference
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings
 from headmix_vision.ops.mhla.torch_impl import mhla_torch
@@ -147,10 +147,25 @@ def mhla(
     Raises:
         InputError: naming the argument, if shapes, types, devices or options do not fit, or ``impl`` cannot run them.
     """
+    name, settings = once(_check, (q, k, v, mixing), blocks, normalizer, feature_map, eps, causal, impl)
+    return IMPLEMENTATIONS[name](q, k, v, mixing, settings)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    blocks: TokenBlocks,
+    normalizer: str | None,
+    feature_map: str,
+    eps: float,
+    causal: bool,
+    impl: str,
+) -> tuple[str, Settings]:
     settings = Settings(blocks, normalizer, feature_map, eps, causal=causal)
     validate_mhla(q, k, v, mixing, settings, impl)
-    run = select(impl, IMPLEMENTATIONS, q.is_cuda, lambda: why_not_triton(q, v) or _why_not_causal(q, v, causal))
-    return run(q, k, v, mixing, settings)
+    return select(impl, q.is_cuda, lambda: why_not_triton(q, v) or _why_not_causal(q, v, causal)), settings
 
 
 def _why_not_causal(q: Tensor, v: Tensor, causal: bool) -> str | None:

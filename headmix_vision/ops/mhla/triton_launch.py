@@ -1,6 +1,8 @@
-"""Builds the index tables of the Triton kernels on the host, once for each partition and device.
+"""Holds what the launches of all regimes share: index tables, constants, strides, gradients, sums.
 
-N tokens, M blocks, C parts of blocks.
+B batch, N tokens, H heads, M blocks, C parts of blocks, D and Dv head dims. Tables are built on the host, once for each
+partition and device. The kernels take the normalizers "paper" (they write the inverse denominators), "given" (they read
+them) and "none".
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from headmix_vision.checks import check_choice
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import check_tensors, check_types, select, why_not_triton
+from headmix_vision.ops.dispatch import check_tensors, check_types, once, select, why_not_triton
 from headmix_vision.ops.mix_heads.reference import mix_heads_reference
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
 from headmix_vision.ops.runtime import NO_KERNELS
@@ -20,9 +21,6 @@ IMPL_NAMES = ("auto", "reference", "torch", "triton")
 def validate_mix_heads(inputs: Sequence[Tensor], weights: Tensor, impl: str) -> None:
     """Raise InputError, naming the argument, unless ``mix_heads`` can run on these arguments."""
     check_choice("impl", impl, IMPL_NAMES)
-    if not isinstance(inputs, (tuple, list)) or len(inputs) == 0:
-        given = "none" if isinstance(inputs, (tuple, list)) else type(inputs).__name__
-        raise InputError(f"inputs must be a tuple of at least one tensor, got {given}.")
     named = {f"inputs[{c}]": x for c, x in enumerate(inputs)}
     check_tensors(**named, weights=weights)
     first = inputs[0]
@@ -75,9 +73,16 @@ def mix_heads(inputs: Sequence[Tensor], weights: Tensor, *, impl: str = "auto") 
     Raises:
         InputError: naming the argument, if shapes, types or devices do not fit, or ``impl`` cannot run them.
     """
+    if not isinstance(inputs, (tuple, list)) or len(inputs) == 0:
+        given = "none" if isinstance(inputs, (tuple, list)) else type(inputs).__name__
+        raise InputError(f"inputs must be a tuple of at least one tensor, got {given}.")
+    return IMPLEMENTATIONS[once(_check, (*inputs, weights), impl)](tuple(inputs), weights)
+
+
+def _check(*arguments: Any) -> str:
+    *inputs, weights, impl = arguments
     validate_mix_heads(inputs, weights, impl)
-    run = select(impl, IMPLEMENTATIONS, inputs[0].is_cuda, lambda: _why_not_triton(inputs[0]))
-    return run(tuple(inputs), weights)
+    return select(impl, inputs[0].is_cuda, lambda: _why_not_triton(inputs[0]))
 
 
 def _why_not_triton(x: Tensor) -> str | None:

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels of head mixing: plans tiles, strides and grids for each layout, and allocates sums.
+"""Mixes heads in Triton kernels: the kernels, and their launches for each layout.
 
 B batch, N tokens, H input heads, G output heads, D head dim, C inputs.
 """
