@@ -21,11 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from headmix_vision.ops.mhla.hopper.names import async_load, barrier, reinterpret
 from headmix_vision.ops.mhla.hopper.tiles import (
     add_product,
+    choose,
+    feature_gradient,
+    features,
     later,
+    load_rows,
     opaque_zero,
     point_to_rows,
     product_layout,
     rotate,
+    rows_of_head,
     shared_layout,
     spread_mixing,
     start_product,
@@ -33,9 +38,8 @@ from headmix_vision.ops.mhla.hopper.tiles import (
     sum_by_block,
     tile_layout,
     weigh,
+    zeros,
 )
-from headmix_vision.ops.mhla.regimes import choose
-from headmix_vision.ops.mhla.triton_tiles import feature_gradient, features, load_rows, rows_of_head, zeros
 
 BQ = gl.constexpr(32)  # queries of a tile
 GROUP = gl.constexpr(2)  # tiles whose query gradients are one product, as 64 rows are the fewest that it takes

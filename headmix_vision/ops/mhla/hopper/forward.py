@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from headmix_vision.ops.mhla.hopper.names import async_load, barrier, reinterpret
-from headmix_vision.ops.mhla.triton_tiles import features
+from headmix_vision.ops.mhla.hopper.tiles import features
 
 KEYS = gl.constexpr(32)  # of a product
 

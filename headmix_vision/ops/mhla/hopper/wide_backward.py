@@ -24,19 +24,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from headmix_vision.ops.mhla.hopper.names import async_load, barrier, first_tile, reinterpret
 from headmix_vision.ops.mhla.hopper.tiles import (
     add_product,
+    choose,
+    feature_gradient,
+    features,
     later,
+    load_rows,
     opaque_zero,
     point_to_rows,
     product_layout,
+    rows_of_head,
     shared_layout,
     spread_mixing,
     start_product,
     store_mixing_gradient,
     tile_layout,
     weigh,
+    zeros,
 )
-from headmix_vision.ops.mhla.regimes import choose
-from headmix_vision.ops.mhla.triton_tiles import feature_gradient, features, load_rows, rows_of_head, zeros
 
 WIDTH = gl.constexpr(64)  # columns before a tail
 TAIL = gl.constexpr(16)
