@@ -381,7 +381,7 @@ SLIPS = [
     ),
     Slip("hooks of a projection act", "layers/bare_modules.py", " and not any(hooks)", "", MEA),
     Slip("hooks of a convolution act", "layers/grid_convolution.py", "if _is_plain(conv)", "if True", CONV),
-    Slip("input gradients flip the kernel", "ops/grid_conv/triton_impl.py", "flip=True", "flip=False", CONV_KERNELS),
+    Slip("input gradients flip the kernel", "ops/grid_conv/triton_op.py", "flip=True", "flip=False", CONV_KERNELS),
     Slip("weight gradients of clips", "ops/grid_conv/torch_impl.py", "max(0, -shift)", "max(0, shift)", CONV_OP),
     Slip(
         "places weigh as one token",
@@ -459,8 +459,8 @@ SLIPS = [
         " else None",
         MIX_NAMES,
     ),
-    Slip("float32 under autocast", "ops/precision.py", "enabled=False", "enabled=True", LAYER),
-    Slip("float32 under autocast", "ops/precision.py", "torch.promote_types(dtype, torch.float32)", "dtype", LAYER),
+    Slip("float32 under autocast", "ops/runtime.py", "enabled=False", "enabled=True", LAYER),
+    Slip("float32 under autocast", "ops/runtime.py", "torch.promote_types(dtype, torch.float32)", "dtype", LAYER),
     # scores and files
     Slip(
         "size of KID's subsets",

@@ -14,9 +14,9 @@ from headmix_vision.doctor.known_gpus import KNOWN_GPUS
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compile_kernels.py"
 WRONG_CODE = """
 import compile_kernels
-from headmix_vision.ops import assembler, kernels
-default = assembler.default_assembler((9, 0))
-assembler.find_assembler = lambda: default
+from headmix_vision.ops import runtime
+default = runtime.default_assembler((9, 0))
+runtime.find_assembler = lambda: default
 case = compile_kernels.mhla_case("", "float32", 88, (16, 32), (4, 4), "pairwise")
 launches, _ = compile_kernels.launches_of(compile_kernels.GPUS["9.0"], [case], "pairwise_forward_kernel")
 ((launch, (kernel, _)),) = launches.items()

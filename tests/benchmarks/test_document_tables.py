@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from headmix_vision.ops.kernels import OLDEST_TRITON
+from headmix_vision.ops.runtime import OLDEST_TRITON
 
 
 def test_documents_say_what_their_csv_files_say(load, capsys):

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.kernels import INTERPRETED, warn_once
-from headmix_vision.ops.launching import KernelFailed, Launch, Layout, alignment, forget_plans, planned
+from headmix_vision.ops.dispatch import warn_once
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mhla.triton_launch import (
     Gradients,
+    block_of_token,
     ceil,
     gradient,
     kernel_constants,
@@ -24,7 +24,7 @@ from headmix_vision.ops.mhla.triton_launch import (
     normalizer_name,
     sum_leading,
 )
-from headmix_vision.ops.mhla.triton_tables import block_of_token
+from headmix_vision.ops.runtime import INTERPRETED, KernelFailed, Launch, Layout, alignment, forget_plans, planned
 
 
 class Kernels(NamedTuple):
@@ -40,9 +40,9 @@ COST = "at 97 to 256 tokens the portable kernels take their place, with 0.7 to 1
 def _kernels() -> Kernels | None:
     """Return the kernels, or None with a warning for a Triton whose Gluon lacks what they use. Importing takes time."""
     try:
-        from headmix_vision.ops.mhla.gluon_pairwise_backward import gluon_backward_kernel
-        from headmix_vision.ops.mhla.gluon_pairwise_forward import gluon_forward_kernel
-        from headmix_vision.ops.mhla.gluon_wide_backward import gluon_wide_backward_kernel
+        from headmix_vision.ops.mhla.hopper.backward import gluon_backward_kernel
+        from headmix_vision.ops.mhla.hopper.forward import gluon_forward_kernel
+        from headmix_vision.ops.mhla.hopper.wide_backward import gluon_wide_backward_kernel
     except ImportError as error:
         import triton
 

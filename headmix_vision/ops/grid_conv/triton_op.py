@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_vision.ops.eager import as_function, without_dispatcher
-from headmix_vision.ops.fallback import FAILED, gradients_of, stand_in
-from headmix_vision.ops.grid_conv import triton_launch as launch
+from headmix_vision.ops.dispatch import FAILED, as_function, gradients_of, stand_in, without_dispatcher
+from headmix_vision.ops.grid_conv import triton_kernels as launch
 from headmix_vision.ops.grid_conv.torch_impl import grid_conv_torch
-from headmix_vision.ops.launching import KernelFailed
+from headmix_vision.ops.runtime import KernelFailed
 from headmix_vision.ops.token_grid import TokenGrid
 
 

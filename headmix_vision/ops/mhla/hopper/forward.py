@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from headmix_vision.ops.mhla.gluon_names import async_load, barrier, reinterpret
-from headmix_vision.ops.mhla.gluon_tiles import features
+from headmix_vision.ops.mhla.hopper.names import async_load, barrier, reinterpret
+from headmix_vision.ops.mhla.hopper.tiles import features
 
 KEYS = gl.constexpr(32)  # of a product
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2, warpgroup_mma
 
 from headmix_vision.ops.mhla import triton_tiles
-from headmix_vision.ops.mhla.gluon_names import barrier, first_tile
+from headmix_vision.ops.mhla.hopper.names import barrier, first_tile
 
 feature = gluon.jit(triton_tiles.feature.fn)
 

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.eager import as_function, without_dispatcher
-from headmix_vision.ops.fallback import FAILED, gradients_of, stand_in
-from headmix_vision.ops.head_in_head import triton_launch as launch
+from headmix_vision.ops.dispatch import FAILED, as_function, gradients_of, stand_in, without_dispatcher
+from headmix_vision.ops.head_in_head import triton_kernels as launch
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
-from headmix_vision.ops.launching import KernelFailed
+from headmix_vision.ops.runtime import KernelFailed
 from headmix_vision.ops.token_scan import ScanTables
 
 
@@ -51,7 +50,7 @@ def _forward(
     save: bool,
     fallback: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the output, the final state and the tensors of :class:`triton_launch.Saved`."""
+    """Compute the output, the final state and the tensors of :class:`triton_kernels.Saved`."""
     out, final, buffers = _outputs(q, v, mask, save)
     if q.shape[0] * q.shape[2] == 0:
         return out, final, *buffers

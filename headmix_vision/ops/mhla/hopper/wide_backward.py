@@ -1,6 +1,6 @@
 """Computes all gradients of MHLA for up to 256 tokens and heads of 64 to 80 dims in one kernel for Hopper, in Gluon.
 
-B batch, N tokens, H heads, M blocks, D head dim of queries, keys and values. This is ``gluon_pairwise_backward.py`` for
+B batch, N tokens, H heads, M blocks, D head dim of queries, keys and values. This is ``backward.py`` for
 sums that would fill the registers: a pass takes KEYS keys and all queries, so that dk and dv of these keys fit. What
 passes sum together, dq and the gradient of the mixing, waits in ``scratch`` between them; a thread reads there only
 what it wrote itself.
@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from headmix_vision.ops.mhla.gluon_names import async_load, barrier, first_tile, reinterpret
-from headmix_vision.ops.mhla.gluon_tiles import (
+from headmix_vision.ops.mhla.hopper.names import async_load, barrier, first_tile, reinterpret
+from headmix_vision.ops.mhla.hopper.tiles import (
     add_product,
     choose,
     feature_gradient,

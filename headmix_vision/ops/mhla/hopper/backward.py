@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from headmix_vision.ops.mhla.gluon_names import async_load, barrier, reinterpret
-from headmix_vision.ops.mhla.gluon_tiles import (
+from headmix_vision.ops.mhla.hopper.names import async_load, barrier, reinterpret
+from headmix_vision.ops.mhla.hopper.tiles import (
     add_product,
     choose,
     feature_gradient,

@@ -12,20 +12,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.eager import as_function, without_dispatcher
-from headmix_vision.ops.fallback import FAILED, gradients_of, stand_in
-from headmix_vision.ops.kernels import storage_dtype
-from headmix_vision.ops.launching import KernelFailed
-from headmix_vision.ops.mhla import triton_launch_causal as causal
-from headmix_vision.ops.mhla import triton_launch_pairwise as pairwise
-from headmix_vision.ops.mhla import triton_launch_summary as summary
+from headmix_vision.ops.dispatch import (
+    FAILED,
+    are_traced_parts,
+    as_function,
+    gradients_of,
+    split_parts,
+    stand_in,
+    without_dispatcher,
+)
+from headmix_vision.ops.mhla import triton_causal as causal
+from headmix_vision.ops.mhla import triton_pairwise as pairwise
+from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla.regimes import choose_regime
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, needs_output, unpack, unpack_cached
 from headmix_vision.ops.mhla.torch_impl import mhla_torch, source_block_denominator, to_blocks
 from headmix_vision.ops.mhla.triton_launch import Gradients, gradient
 from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
-from headmix_vision.ops.packed_parts import are_traced_parts, split_parts
-from headmix_vision.ops.precision import autocast_off
+from headmix_vision.ops.runtime import KernelFailed, autocast_off, storage_dtype
 from headmix_vision.ops.token_blocks import BlocksOfRank
 
 

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.eager import as_function, without_dispatcher
-from headmix_vision.ops.fallback import FAILED, gradients_of, stand_in
-from headmix_vision.ops.launching import KernelFailed
-from headmix_vision.ops.mix_heads import triton_launch as launch
+from headmix_vision.ops.dispatch import (
+    FAILED,
+    are_traced_parts,
+    as_function,
+    gradients_of,
+    split_parts,
+    stand_in,
+    without_dispatcher,
+)
+from headmix_vision.ops.mix_heads import triton_kernels as launch
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
-from headmix_vision.ops.packed_parts import are_traced_parts, split_parts
+from headmix_vision.ops.runtime import KernelFailed
 
 
 def mix_heads_triton(inputs: tuple[Tensor, ...], weights: Tensor, fallback: bool = False) -> tuple[Tensor, ...]:
