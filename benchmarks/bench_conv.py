@@ -1,8 +1,8 @@
 """Time of the depthwise convolution on the token grid against the copy floor and PyTorch's, eager and compiled.
 
-    python benchmarks/bench_conv.py                            # every shape; writes docs/conv_<device>.csv
-    python benchmarks/bench_conv.py --shapes video wan         # a few rows, printed only (--out DIR writes them)
-    python benchmarks/bench_conv.py --device cpu --tiny        # tries the script itself where there is no GPU
+    python -m benchmarks.bench_conv                            # every shape; writes results/conv_<device>.csv
+    python -m benchmarks.bench_conv --shapes video wan         # a few rows, printed only (--out DIR writes them)
+    python -m benchmarks.bench_conv --device cpu --tiny        # tries the script itself where there is no GPU
 
 bf16 tokens with weights in float32, forward and forward with backward (all gradients). "cpe" shapes add the convolution
 to the input; "hih" shapes have SiLU behind it, and read one part of a packed projection. PyTorch's convolution is
@@ -21,23 +21,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from columns import Column, Row, measure, results, run_checks
-from measuring import (
+from torch import Tensor
+
+from benchmarks.columns import Column, Row, measure, results, run_checks
+from benchmarks.measuring import (
+    add_options,
     copy_bandwidth,
-    device_slug,
     environment,
     format_table,
     open_device,
     release_memory,
+    results_path,
     write_csv,
 )
-from torch import Tensor
-
 from headmix_vision.ops import grid_conv
 
 DTYPE = torch.bfloat16
@@ -193,9 +193,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES))
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="small versions of the shapes")
-    parser.add_argument("--out", type=Path, help="folder of the CSV; default docs for a whole run on CUDA")
+    add_options(parser, tiny="small versions of the shapes")
     parser.add_argument("--limit_ms", type=float, default=150, help="skip what takes longer for one call")
     return parser.parse_args(argv)
 
@@ -218,11 +216,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(*notes, *[f"{shape.name} done"], sep="\n", flush=True)
     print_rows(rows)
     whole = len(shapes) == len(SHAPES) and not arguments.tiny and device.type == "cuda"
-    out = arguments.out or (Path("docs") if whole else None)
-    if out is not None:
-        path = out / f"conv_{device_slug(facts['device'])}.csv"
-        write_csv(path, [row | {"copy_tb_per_s": bandwidth / 1e12, "dtype": "bfloat16"} | facts for row in rows])
-        print(f"written to {path}")
+    facts |= {"copy_tb_per_s": bandwidth / 1e12, "dtype": "bfloat16"}
+    write_csv(results_path(arguments, "conv", whole), [row | facts for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Time of head mixes: the mix alone, interleaved heads (IHA) over softmax and over MHLA, and the whole layer.
 
-    python benchmarks/bench_head_mixes.py                            # everything; writes docs/head_mixes_<device>.csv
-    python benchmarks/bench_head_mixes.py --shapes n1024_p4 --parts mix op
-    python benchmarks/bench_head_mixes.py --device cpu --tiny        # tries the script itself where there is no GPU
+    python -m benchmarks.bench_head_mixes                      # everything; writes results/head_mixes_<device>.csv
+    python -m benchmarks.bench_head_mixes --shapes n1024_p4 --parts mix op
+    python -m benchmarks.bench_head_mixes --device cpu --tiny        # tries the script itself where there is no GPU
 
 DeiT-S (6 heads of 64 dims) at 224 and 512 px with 2 and 4 pseudo-heads, bf16, forward and forward with backward (all
 gradients, those of the mixing weights included). Four parts:
@@ -29,22 +29,23 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from head_mixes_cases import CONTESTS, SHAPES, Contest, Form, Shape, Tensors, layer_input, make_layer
-from measuring import (
+from torch import Tensor
+
+from benchmarks.head_mixes_cases import CONTESTS, SHAPES, Contest, Form, Shape, Tensors, layer_input, make_layer
+from benchmarks.measuring import (
+    add_options,
     copy_bandwidth,
-    device_slug,
     environment,
     format_table,
     open_device,
     release_memory,
+    results_path,
     time_calls,
     write_csv,
 )
-from torch import Tensor
 
 CORES = ("mhla", "softmax")
 COLD_BYTES = 2**28
@@ -216,9 +217,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=shapes, default=shapes)
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="small versions of the shapes")
-    parser.add_argument("--out", type=Path, help="folder of the CSV; default docs for a whole run on CUDA")
+    add_options(parser, tiny="small versions of the shapes")
     return parser.parse_args(argv)
 
 
@@ -254,11 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_rows(rows)
     print_ratios(rows)
     whole = len(shapes) == len(SHAPES) and len(arguments.parts) == len(CONTESTS) + 1 and not arguments.tiny
-    out = arguments.out or (Path("docs") if whole and device.type == "cuda" else None)
-    if out is not None:
-        path = out / f"head_mixes_{device_slug(facts['device'])}.csv"
-        write_csv(path, rows)
-        print(f"written to {path}")
+    write_csv(results_path(arguments, "head_mixes", whole and device.type == "cuda"), rows)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Time and memory of `head_in_head` against flash-linear-attention, its own loop and torch form, MHLA, and SDPA.
 
-    python benchmarks/bench_hih.py                         # everything; writes docs/hih_<device>.csv and the plot
-    python benchmarks/bench_hih.py --quick                 # r = 1, r = 4 and fla, without the shapes of fixed batch
-    python benchmarks/bench_hih.py --shapes n1024 --columns r1,fla
-    python benchmarks/bench_hih.py --device cpu --tiny     # tries the script itself where there is no GPU
+    python -m benchmarks.bench_hih                         # everything; writes results/hih_<device>.csv and the plot
+    python -m benchmarks.bench_hih --quick                 # r = 1, r = 4 and fla, without the shapes of fixed batch
+    python -m benchmarks.bench_hih --shapes n1024 --columns r1,fla
+    python -m benchmarks.bench_hih --device cpu --tiny     # tries the script itself where there is no GPU
 
 bf16, forward without saved state and forward with backward (all gradients). "r1" to "r8" are the kernels with that many
 sub-heads, "torch_r1" to "torch_r8" the chunk form in plain PyTorch, "loop_r1" the loop over tokens, and "fla" the gated
@@ -29,11 +29,12 @@ import gc
 import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-from columns import Column, Row, measure, run_checks, scaling_exponents, warm_up
-from hih_cases import (
+from torch import Tensor
+
+from benchmarks.columns import Column, Row, measure, run_checks, scaling_exponents, warm_up
+from benchmarks.hih_cases import (
     COLUMNS,
     DEFAULT_COLUMNS,
     SHAPES,
@@ -44,18 +45,17 @@ from hih_cases import (
     sub_head_mask,
     why_no_fla,
 )
-from hih_report import bars, draw, tables
-from measuring import (
+from benchmarks.hih_report import bars, draw, tables
+from benchmarks.measuring import (
+    add_options,
     copy_bandwidth,
-    device_slug,
     environment,
     open_device,
     release_memory,
+    results_path,
     write_csv,
 )
-from mhla_cases import Shape, select_shapes
-from torch import Tensor
-
+from benchmarks.mhla_cases import Shape, select_shapes
 from headmix_vision.files.origins import installed_version
 from headmix_vision.ops import head_in_head
 
@@ -199,9 +199,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", default="all", help=f"of {', '.join(s.name for s in SHAPES)}, or groups, by commas")
     parser.add_argument("--columns", help=f"of {', '.join(COLUMNS)}, separated by commas")
     parser.add_argument("--quick", action="store_true", help=f"--shapes model,sweep --columns {QUICK_COLUMNS}")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="small versions of the shapes")
-    parser.add_argument("--out", type=Path, help="folder of the CSV and images/; default docs for a whole run on CUDA")
+    add_options(parser, tiny="small versions of the shapes")
     parser.add_argument("--limit_ms", type=float, default=300, help="skip what takes longer for one call")
     parser.add_argument("--jobs", type=int, help="processes of the correctness gate (they compile kernels)")
     arguments = parser.parse_args(argv)
@@ -233,7 +231,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.tiny:
         shapes = [shape.tiny() for shape in shapes]
     whole = arguments.shapes == "all" and not (arguments.columns or arguments.tiny) and device.type == "cuda"
-    out = arguments.out or (Path("docs") if whole else None)
     jobs = arguments.jobs or ((os.cpu_count() or 1) if device.type == "cuda" else 1)
 
     gc.freeze()
@@ -247,12 +244,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, (forward, both) in scaling_exponents(rows, group).items():
             print(f"{name}: time grows as N^{forward:.3f} forward, N^{both:.3f} with backward ({what})")
     print(*notes, sep="\n")
-    if out is not None:
-        slug = device_slug(facts["device"])
-        write_csv(out / f"hih_{slug}.csv", rows)
-        if any(row["group"] == "scaling" for row in rows):
-            draw(rows, out / "images" / f"hih_{slug}.svg")
-        print(f"written to {out}")
+    path = results_path(arguments, "hih", whole)
+    write_csv(path, rows)
+    if path is not None and any(row["group"] == "scaling" for row in rows):
+        draw(rows, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

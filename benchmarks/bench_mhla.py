@@ -1,9 +1,9 @@
 """Time and memory of `mhla` against the copy floor, FlashAttention, cuDNN, the released maths and linear attention.
 
-    python benchmarks/bench_mhla.py                        # every shape; writes docs/mhla_<device>.csv and the plot
-    python benchmarks/bench_mhla.py --shapes deit,k4       # a few rows, printed only (--out DIR writes them)
-    python benchmarks/bench_mhla.py --causal --shapes model --out docs      # causal attention: docs/mhla_causal_...
-    python benchmarks/bench_mhla.py --device cpu --tiny    # tries the script itself where there is no GPU
+    python -m benchmarks.bench_mhla                        # every shape; writes results/mhla_<device>.csv and the plot
+    python -m benchmarks.bench_mhla --shapes deit,k4       # a few rows, printed only (--out DIR writes them)
+    python -m benchmarks.bench_mhla --causal --shapes model --out benchmarks/results  # mhla_causal_...
+    python -m benchmarks.bench_mhla --device cpu --tiny    # tries the script itself where there is no GPU
 
 bf16, forward without saved state and forward with backward (all gradients, that of the mixing matrix included). Floor:
 q, k, v read and o written once at the bandwidth of a large copy measured in the same run, 11/4 of that with backward.
@@ -28,12 +28,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
-from columns import Column, Row, measure, results, run_checks, scaling_exponents, warm_up
-from measuring import copy_bandwidth, device_slug, environment, open_device, release_memory, write_csv
-from mhla_cases import (
+from torch import Tensor
+
+from benchmarks.columns import Column, Row, measure, results, run_checks, scaling_exponents, warm_up
+from benchmarks.measuring import (
+    add_options,
+    copy_bandwidth,
+    environment,
+    open_device,
+    release_memory,
+    results_path,
+    write_csv,
+)
+from benchmarks.mhla_cases import (
     COLUMNS,
     DEFAULT_COLUMNS,
     NOT_CAUSAL,
@@ -43,8 +52,7 @@ from mhla_cases import (
     run_mhla,
     select_shapes,
 )
-from mhla_report import draw, print_tables
-from torch import Tensor
+from benchmarks.mhla_report import draw, print_tables
 
 GATE_BATCH, GATE_HEADS = 2, 2
 REFERENCE_MAX_TOKENS = 1024  # up to here the oracle is the N x N reference, beyond it the float64 torch form
@@ -152,9 +160,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", default="all", help="names, 'sweep', 'scaling' or 'all', separated by commas")
     parser.add_argument("--columns", help=f"of {', '.join(COLUMNS)}, separated by commas")
     parser.add_argument("--causal", action="store_true", help="tokens see those before them in the order of blocks")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="small versions of the shapes")
-    parser.add_argument("--out", type=Path, help="folder of the CSV and images/; default docs for a whole run on CUDA")
+    add_options(parser, tiny="small versions of the shapes")
     parser.add_argument("--limit_ms", type=float, default=150, help="skip what takes longer for one call")
     parser.add_argument("--jobs", type=int, help="processes of the correctness gate (they compile kernels)")
     return parser.parse_args(argv)
@@ -182,7 +188,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     columns = [COLUMNS[name] for name in names]
     partly = arguments.columns or arguments.tiny or arguments.causal
     whole = arguments.shapes == "all" and not partly and device.type == "cuda"
-    out = arguments.out or (Path("docs") if whole else None)
     jobs = arguments.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if device.type == "cuda" else 1)
 
     gc.freeze()
@@ -194,12 +199,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, (forward, both) in scaling_exponents(rows).items():
         print(f"{name}: time grows as N^{forward:.3f} forward, N^{both:.3f} with backward (fixed batch and blocks)")
     print(*notes, sep="\n")
-    if out is not None:
-        slug = f"{'causal_' * arguments.causal}{device_slug(facts['device'])}"
-        write_csv(out / f"mhla_{slug}.csv", rows)
-        if any(row["group"] == "sweep" for row in rows):
-            draw(rows, out / "images" / f"mhla_{slug}.svg")
-        print(f"written to {out}")
+    path = results_path(arguments, "mhla_causal" if arguments.causal else "mhla", whole)
+    write_csv(path, rows)
+    if path is not None and any(row["group"] == "sweep" for row in rows):
+        draw(rows, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

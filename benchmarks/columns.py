@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from measuring import once_ms, peak_mib, time_calls
 from torch import Tensor
+
+from benchmarks.measuring import once_ms, peak_mib, time_calls
 
 COLD_BYTES = 2**28  # all copies of the inputs together: several times the L2 of any GPU of today
 BACKWARD_OVER_FORWARD = 3  # a guess at forward with backward from forward alone, to skip what would take too long

@@ -12,10 +12,10 @@ from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import torch
-from mhla_cases import DTYPE, EPS, run_low_precision, run_sdpa_raster
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from benchmarks.mhla_cases import DTYPE, EPS, run_low_precision, run_sdpa_raster
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla, mix_heads
 

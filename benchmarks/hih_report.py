@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from columns import Row
-
+from benchmarks.columns import Row
 from headmix_vision.analysis.lines import (
     BLACK,
     HEAD_IN_HEAD,

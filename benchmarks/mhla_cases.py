@@ -12,10 +12,10 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from columns import Column
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.columns import Column
 from headmix_vision.ops import TokenBlocks, mhla
 from headmix_vision.ops.mhla.settings import apply_feature_map
 

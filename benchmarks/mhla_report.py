@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from columns import Column, Row
-from measuring import format_table
-
+from benchmarks.columns import Column, Row
+from benchmarks.measuring import format_table
 from headmix_vision.analysis.lines import BLACK, MHLA, OTHERS, SOFTMAX, label_ends, line_figure, save_svg
 
 
