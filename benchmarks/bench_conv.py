@@ -27,14 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.columns import Column, Row, measure, results, run_checks
+from benchmarks.columns import Column, Row, measure_all, print_rows, results, run_checks
 from benchmarks.measuring import (
     add_options,
-    copy_bandwidth,
     environment,
-    format_table,
     open_device,
-    release_memory,
     results_path,
     write_csv,
 )
@@ -147,47 +144,13 @@ def check_shape(shape: Shape, device: torch.device, run: Any = run_ours) -> list
     return failures
 
 
-def time_shape(shape: Shape, device: torch.device, bandwidth: float, limit_ms: float) -> tuple[list[Row], list[str]]:
-    """A CSV row for each column, and the notes."""
-    floor_ms, rows, notes = shape.floor_bytes / bandwidth * 1e3, [], []
-    for column in COLUMNS[device.type]:
-        found, reason = measure(shape, column, device, limit_ms)
-        release_memory()
-        notes += [f"{shape.name}, {column.name}: {reason}"] if reason else []
-        rows.append(
-            {
-                "shape": shape.name,
-                "group": shape.group,
-                "batch": shape.batch,
-                "grid": "x".join(map(str, shape.grid)),
-                "channels": shape.channels,
-                "column": column.name,
-                "forward_floor_ms": floor_ms,
-                "forward_ms": found["forward"],
-                "forward_launched_ms": found["forward_launched"],
-                "forward_backward_floor_ms": floor_ms * 5 / 2,
-                "forward_backward_ms": found["both"],
-                "forward_backward_launched_ms": found["both_launched"],
-                "peak_mib": found["peak_mib"],
-            }
-        )
-    return rows, notes
+def describe(shape: Shape) -> Row:
+    sizes = {"batch": shape.batch, "grid": "x".join(map(str, shape.grid)), "channels": shape.channels}
+    return {"shape": shape.name, "group": shape.group, **sizes}
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    """Print times in us, each with how many times the floor it is."""
-
-    def cell(row: Row, name: str, kind: str = "") -> str:
-        ms = row[f"{name}{kind}_ms"]
-        return "-" if ms is None else f"{ms * 1e3:.1f} ({ms / row[f'{name}_floor_ms']:.2f}x)"
-
-    header = ("shape", "column", "forward us", "with backward us", "launched us", "launched with backward us")
-    table = [
-        [row["shape"], row["column"]]
-        + [cell(row, name, kind) for kind in ("", "_launched") for name in ("forward", "forward_backward")]
-        for row in rows
-    ]
-    print(format_table(header, table))
+def floor_bytes(shape: Shape) -> tuple[float, float]:
+    return shape.floor_bytes, shape.floor_bytes * 5 / 2
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -207,17 +170,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
     run_checks(partial(check_shape, device=device), shapes, jobs=1)
     print(f"correct: ours at {len(shapes)} shapes, all gradients")
-    bandwidth = copy_bandwidth(device)
-    print(f"copy: {bandwidth / 1e12:.3g} TB/s")
-    rows: list[Row] = []
-    for shape in shapes:
-        found, notes = time_shape(shape, device, bandwidth, arguments.limit_ms)
-        rows += found
-        print(*notes, *[f"{shape.name} done"], sep="\n", flush=True)
-    print_rows(rows)
+    rows, notes = measure_all(shapes, COLUMNS[device.type], device, arguments.limit_ms, describe, floor_bytes)
+    print_rows(rows, COLUMNS[device.type])
+    print(*notes, sep="\n")
     whole = len(shapes) == len(SHAPES) and not arguments.tiny and device.type == "cuda"
-    facts |= {"copy_tb_per_s": bandwidth / 1e12, "dtype": "bfloat16"}
-    write_csv(results_path(arguments, "conv", whole), [row | facts for row in rows])
+    write_csv(results_path(arguments, "conv", whole), rows)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.columns import Column, Row, measure, results, run_checks, scaling_exponents, warm_up
+from benchmarks.columns import (
+    Column,
+    Row,
+    add_column_options,
+    choose,
+    measure_all,
+    print_exponents,
+    print_rows,
+    results,
+    run_checks,
+    warm_up,
+)
 from benchmarks.measuring import (
-    add_options,
-    copy_bandwidth,
     environment,
-    open_device,
-    release_memory,
     results_path,
     write_csv,
 )
@@ -46,13 +53,13 @@ from benchmarks.mhla_cases import (
     COLUMNS,
     DEFAULT_COLUMNS,
     NOT_CAUSAL,
+    SHAPES,
     Shape,
     raster_inputs,
     run_low_precision,
     run_mhla,
-    select_shapes,
 )
-from benchmarks.mhla_report import draw, print_tables
+from benchmarks.plots import draw_mhla
 
 GATE_BATCH, GATE_HEADS = 2, 2
 REFERENCE_MAX_TOKENS = 1024  # up to here the oracle is the N x N reference, beyond it the float64 torch form
@@ -103,31 +110,6 @@ def _check(item: tuple[Shape, list[str]], device_name: str) -> list[str]:
     return check_shape(*item, device_name)
 
 
-def measure_all(
-    shapes: Sequence[Shape], columns: Sequence[Column], device: torch.device, limit_ms: float
-) -> tuple[list[Row], list[str]]:
-    """A CSV row for each shape and column, and the notes."""
-    bandwidth = copy_bandwidth(device)
-    print(f"copy: {bandwidth / 1e12:.3g} TB/s; ms forward, forward with backward:")
-    rows, notes = [], []
-    for shape in shapes:
-        floor_ms = shape.floor_bytes / bandwidth * 1e3
-        print(f"{shape.name} ...", end=" ", flush=True)
-        for column in columns:
-            if not column.applies(shape):
-                continue
-            row, reason = measure(shape, column, device, limit_ms)
-            release_memory()
-            notes += [f"{shape.name}, {column.name}: {reason}"] if reason else []
-            rows.append(_describe(shape) | {"column": column.name} | _with_floor(row, floor_ms))
-            print(
-                column.name, *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("forward", "both")), end=" "
-            )
-        print(flush=True)
-    facts = {"copy_tb_per_s": bandwidth / 1e12, "dtype": "bfloat16", **environment(device)}
-    return [row | facts for row in rows], notes
-
-
 def _describe(shape: Shape) -> Row:
     return {
         "shape": shape.name,
@@ -142,44 +124,16 @@ def _describe(shape: Shape) -> Row:
     }
 
 
-def _with_floor(row: Row, floor_ms: float) -> Row:
-    """The row with the floor in ms beside each time, and graph and plain launches named in full."""
-    return {
-        "forward_floor_ms": floor_ms,
-        "forward_ms": row["forward"],
-        "forward_launched_ms": row["forward_launched"],
-        "forward_backward_floor_ms": floor_ms * 11 / 4,
-        "forward_backward_ms": row["both"],
-        "forward_backward_launched_ms": row["both_launched"],
-        "peak_mib": row["peak_mib"],
-    }
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="all", help="names, 'sweep', 'scaling' or 'all', separated by commas")
-    parser.add_argument("--columns", help=f"of {', '.join(COLUMNS)}, separated by commas")
-    parser.add_argument("--causal", action="store_true", help="tokens see those before them in the order of blocks")
-    add_options(parser, tiny="small versions of the shapes")
-    parser.add_argument("--limit_ms", type=float, default=150, help="skip what takes longer for one call")
-    parser.add_argument("--jobs", type=int, help="processes of the correctness gate (they compile kernels)")
-    return parser.parse_args(argv)
+def floor_bytes(shape: Shape) -> tuple[float, float]:
+    return shape.floor_bytes, shape.floor_bytes * 11 / 4
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    try:
-        shapes = select_shapes(arguments.shapes)
-    except ValueError as error:
-        raise SystemExit(f"error: --{error}") from None
-    if unknown := [name for name in (arguments.columns or "").split(",") if name and name not in COLUMNS]:
-        raise SystemExit(f"error: --columns must be of {', '.join(COLUMNS)}, got {unknown[0]!r}.")
-    if arguments.limit_ms <= 0 or (arguments.jobs is not None and arguments.jobs < 1):
-        raise SystemExit(f"error: --limit_ms {arguments.limit_ms:g} and --jobs {arguments.jobs} must be positive.")
-    device = open_device(arguments.device)
-    names = arguments.columns.split(",") if arguments.columns else DEFAULT_COLUMNS[device.type]
-    if arguments.tiny:
-        shapes = [shape.tiny() for shape in shapes]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--causal", action="store_true", help="tokens see those before them in the order of blocks")
+    add_column_options(parser, COLUMNS, limit_ms=150)
+    arguments = parser.parse_args(argv)
+    shapes, names, device = choose(arguments, SHAPES, COLUMNS, DEFAULT_COLUMNS)
     if arguments.causal:
         shapes = [replace(shape, causal=True) for shape in shapes]
         if arguments.columns and (found := [name for name in names if name in NOT_CAUSAL]):
@@ -194,15 +148,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = environment(device)
     print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
     gate(shapes, columns, device, jobs)
-    rows, notes = measure_all(shapes, columns, device, arguments.limit_ms)
-    print_tables(rows, columns)
-    for name, (forward, both) in scaling_exponents(rows).items():
-        print(f"{name}: time grows as N^{forward:.3f} forward, N^{both:.3f} with backward (fixed batch and blocks)")
+    rows, notes = measure_all(shapes, columns, device, arguments.limit_ms, _describe, floor_bytes)
+    print_rows(rows, columns)
+    print_exponents(rows, "scaling", "batch and blocks")
     print(*notes, sep="\n")
     path = results_path(arguments, "mhla_causal" if arguments.causal else "mhla", whole)
     write_csv(path, rows)
     if path is not None and any(row["group"] == "sweep" for row in rows):
-        draw(rows, path.with_suffix(".svg"))
+        draw_mhla(rows, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

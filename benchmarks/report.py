@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import hih_report, mhla_report, plan_scale
+from benchmarks import plan_scale, plots
 from benchmarks.measuring import RESULTS, read_csv
 from headmix_vision.console.tables import markdown_table
 from headmix_vision.doctor.known_gpus import COMPILED, KNOWN_GPUS, MEASURED
@@ -323,6 +323,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "context_parallel": context_parallel,
 }
 PLOTS: dict[str, Callable[[Path], None]] = {
-    "mhla_h200.svg": lambda path: mhla_report.draw(read("mhla_h200"), path),
-    "hih_h200.svg": lambda path: hih_report.draw(read("hih_h200"), path),
+    "mhla_h200.svg": lambda path: plots.draw_mhla(read("mhla_h200"), path),
+    "hih_h200.svg": lambda path: plots.draw_hih(read("hih_h200"), path),
 }

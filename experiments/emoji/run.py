@@ -1,32 +1,24 @@
 """Attention in models that draw emoji: softmax, linear, MHLA and Head-in-Head, under one recipe.
 
-    python -m headmix_vision.data.emoji --source *.tgz --out data/emoji              # see docs/evaluation.md
-    headmix-train-cls fit -c emoji -c lite0 --data.dataset table/style+group --model.num_classes 26 \\
-        --model.checkpoint LITE0.pth --trainer.max_epochs 30 --run_dir runs/emoji_judge
     python -m experiments.emoji.run --root data/emoji --features lite0:LITE0.pth --judge runs/emoji_judge \\
         --out experiments/emoji/results.csv --pictures experiments/emoji --jobs 9
 
-A row is a model of `headmix-train-gen -c emoji` for each seed, of a class for each pair of a style and a group, drawn
-from by `headmix-sample`, scored as by `headmix-evaluate`. Pictures are drawn for the labels of the split that they are
-scored against, all in its shares.
+README.md has the commands that make the data and the judge. Each row is a model of `headmix-train-gen -c emoji` for
+each seed, with a class for each pair of a style and a group. Pictures are drawn for the labels of the split that they
+are scored against.
 
-- Guidance is that of the lowest FID from the validation split, of the first seed of each row; all other scores are of
-  the test split, whose things the training has not seen.
-- `as its label` is what the judge says, a classifier trained on the same training split; of real pictures it is its own
-  accuracy on the test split, the ceiling.
-- The row of real pictures is the validation split, scored as if it were drawn.
+- Guidance has the lowest FID from the validation split at the first seed. All other scores use the test split.
+- `as its label` comes from the judge, a classifier of the same training split. Its accuracy on real pictures is the
+  ceiling. The row of real pictures scores the validation split as if it were drawn.
 - `nearer to training` and `copied` are those of `headmix-evaluate neighbours`: 50 % and 1 % where samples lie as near
-  to training pictures as the test split does; more means copies.
-- All train for --epochs, over which the learning rate falls by half a cosine, so that the table compares them at equal
-  steps. It says whose validation loss, that of the averaged weights asked for after each --interval epochs, was not
-  flat at the end or had been lower (see `flat`). A loss that rises is no reason to stop: FID was seen to
-  fall long after (notes/generation.md).
-- `-cpe` is the same model with position encoding by convolution (--rows all).
+  to training pictures as the test split does.
+- All train for --epochs. The table marks validation losses that were not flat at the end or had been lower. FID was
+  seen to fall long after the validation loss rose (notes/generation.md).
+- `-cpe` is the same model with convolutional position encoding (--rows all).
 
-The CSV is written anew after each row. Started again, the same command leaves out finished rows and goes on with
-interrupted ones where their directories (--runs) are still there. After --minutes it interrupts what is running and
-ends with status 75: repeat the command. What another machine needs to go on: the CSV, and whole directories of runs
-without `images` (16 bytes a parameter while unfinished, then 4); for pictures `drawn_test*/samples.npz`.
+The same command leaves out finished rows and resumes interrupted ones whose directories (--runs) are still there. After
+--minutes it interrupts what is running and ends with status 75. Another machine needs the CSV and whole directories of
+runs without `images`; for pictures `drawn_test*/samples.npz`.
 
 On a CPU, to try it: --size 16 --dim 32 --depth 2 --heads 2 --batch 16 --epochs 2 --interval 1 --samples 40
 --sampling-steps 2 --guidance 1 2 --seeds 0

@@ -2,22 +2,16 @@
 
     python -m experiments.head_mixes.run --out experiments/head_mixes/results.csv
 
-Each core is compared with itself under a mix, once at equal parameters (2 %) and once at equal FLOPs (5 %), for which
-the MLPs of a network that costs more are narrowed. All networks have width 64, 4 blocks and 4 heads of 16 dims, those
-of canvases CPE; runs are `headmix-train-cls fit -c digits` (or canvas) with the options of classifier_runs.py,
-trained side by side as graphed_training.py describes.
+Each core competes with itself under a mix, at equal parameters (2 %) and at equal FLOPs (5 %), for which the MLPs of a
+costlier network are narrowed. Runs are `headmix-train-cls fit -c digits` (or canvas) with the options of
+classifier_runs.py, trained side by side as graphed_training.py describes.
 
-Learning rates: each core and mix takes the one with the highest accuracy at seed 0 on a split that is not reported, of
-the recipe's, half and twice that for digits, of the recipe's and twice that for canvases. Digits are tuned on a fifth
-of the training images, trained anew on all and scored on the 360 held-out images. Canvases are tuned and stopped on
-boards of training handwriting, and scored on the 5,000 of other handwriting.
-
-Of canvases only 1,000 are trained on, in batches of 64: with the 50,000 of the recipe every network is right in more
-than 99 % of all cases, and nothing can be compared. What is compared is how well a network generalises from few boards.
-
-The rule of stopping: digits train for all epochs. A canvas run is validated every fifth epoch, and ends when its
-accuracy has not risen by 0.5 points for 4 validations, not before a third of --canvas-epochs and not after all of them.
-One that ends below 50 % has not learned, and is marked.
+- Learning rates: for each core and mix the one with the highest accuracy at seed 0 on a split that is not reported.
+  Digits are tuned on a fifth of the training images and trained anew on all. Canvases are tuned and stopped on boards
+  of training handwriting, and scored on 5,000 boards of other handwriting.
+- Canvases have 1,000 training boards: with the 50,000 of the recipe every network exceeds 99 %.
+- Digits train for all epochs. A canvas run is validated every fifth epoch. It ends when its accuracy has not risen by
+  0.5 points for 4 validations, after a third of --canvas-epochs at the earliest. Below 50 % it has not learned.
 
 Rows are written as groups of runs end; the same command started again does what is missing.
 """

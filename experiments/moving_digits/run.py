@@ -3,35 +3,21 @@
     python -m experiments.moving_digits.run --out experiments/moving_digits/results.csv --jobs 8 --minutes 9
     python -m experiments.moving_digits.run --out experiments/moving_digits/results.csv --rows all ...  # CPE, RoPE, too
 
-A row is a model of `headmix-train-gen` (recipe.yaml) for each seed, drawn from by `headmix-sample
-videos`, scored by `headmix-evaluate fvd` (with the digits classifier; halves, frozen and shuffled real clips beside it)
-and `moving-digits` (with the judge's ceiling, that of real clips). Real training clips are scored like samples.
+Each row is a model of `headmix-train-gen` (recipe.yaml) for each seed, sampled by `headmix-sample videos` and scored by
+`headmix-evaluate fvd` and `moving-digits`. README.md describes the rows.
 
-- `hybrid` is MHLA with softmax attention in every third layer.
-- All train for --steps, over which the learning rate falls by half a cosine. The table says whose loss was not flat at
-  the end: that of the averaged weights on validation clips, noise and levels always the same, is asked for after each
-  --interval steps, is flat if it is less than 2 % below what it was a tenth of the steps before, and rising if it has
-  been more than 2 % lower.
-- A model whose samples move as their class says in less than half of all cases has not learned; the table says so.
-- Clips longer than those of training (--long) are drawn at once (`whole`) and window by window (`windows`, `--extend`).
-  The class tells in which direction a clip starts, which is wrong for a window in its middle: windows after the first
-  are drawn without it (`--extend-guidance 0`), from the frames before them alone. Beside them stand the times of
-  forward passes of the network on 32 clips (--times), and its training steps, timed alone before anything else runs.
-- `softmax-extends` and so on are the first five, trained for such windows: half of the training clips begin with known
-  frames, and half of these lose their class. Windows keep three quarters of their frames (`--overlap`), not half.
-- `mhla-distilled` and `hybrid-distilled` start from the softmax model of the same seed and have a fifth of its steps,
-  the first 15 % of them on the layers' errors (`headmix-distill`); `-short` is the same model from new weights in as
-  many steps. Both have the recipe of all but for what --distilled and --short say: `--distilled='--ema.decay 0.99
-  --model.optimizer.lr 2e-3 --model.distill_steps 300'`.
-- `mhla-cpe`, `mhla-cpe-factorised` and `mhla-rope` are MHLA with position encodings by convolution of 3 x 3 x 3 tokens,
-  of 3 x 3 and of 3 in time, and with rotary positions.
+- The validation loss of the EMA weights is taken every --interval steps. It is flat if it fell by less than 2 % in the
+  last tenth of the steps, and rising if it was more than 2 % lower before. The table marks runs that are not flat.
+- A model whose samples move as asked in less than half of the clips has not learned, and is marked.
+- Longer clips (--long) are drawn at once (`whole`) and window by window (`windows`). Windows after the first have no
+  class: it tells the direction at the start alone. Networks are timed before anything else runs (--times).
+- Distilled rows take 15 % of their steps on the layers' errors. Further options of theirs: `--distilled='--ema.decay
+  0.99 --model.distill_steps 300'`.
 
-The CSV is written anew after each row. Started again, the same command leaves out finished rows and goes on with
-interrupted ones where their directories (--runs) are still there. After --minutes it interrupts what is running and
-ends with status 75: repeat the command. What another machine needs to go on: the CSV; of `softmax` runs `finished` and
-`checkpoints/last.ckpt` (4 bytes a parameter, once finished) where models are still to be distilled; whole directories
-of unfinished runs (16 bytes a parameter); for pictures `metrics.csv` and `drawn_*/samples.npz`. A run that is needed
-and not there is trained again.
+The same command leaves out finished rows and resumes interrupted ones whose directories (--runs) are still there. After
+--minutes it interrupts what is running and ends with status 75. Another machine needs the CSV; of `softmax` runs
+`finished` and `checkpoints/last.ckpt` for distillation; whole directories of unfinished runs; for pictures
+`metrics.csv` and `drawn_*/samples.npz`.
 
 On a CPU, to try it: --size 16 --frames 8 --patch 2 4 4 --blocks 2 2 2 --dim 32 --depth 3 --heads 2 --batch 8 --steps 20
 --interval 10 --samples 40 --long 16 --long-samples 40 --sampling-steps 2 --times 8 16 --seeds 0

@@ -85,8 +85,8 @@ def test_shapes():
     assert len({s.batch for s in scaling}) == 1
     assert {s.blocks.num_blocks for s in (*sweep, *scaling)} == {16}
 
-    assert [s.name for s in cases.select_shapes("k4,deit,k4")] == ["k4", "deit"]
-    assert cases.select_shapes("all") == list(cases.SHAPES)
+    assert [s.name for s in columns.select_shapes("k4,deit,k4", cases.SHAPES)] == ["k4", "deit"]
+    assert columns.select_shapes("all", cases.SHAPES) == list(cases.SHAPES)
     assert all(s.tiny().tokens <= 1200 for s in cases.SHAPES)
 
 
