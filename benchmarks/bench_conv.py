@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.columns import Column, Row, measure_all, print_rows, results, run_checks
+from benchmarks.columns import Column, Row, beyond_budget, measure_all, print_rows, results, run_checks
 from benchmarks.measuring import (
     add_options,
     environment,
@@ -135,13 +135,7 @@ def check_shape(shape: Shape, device: torch.device, run: Any = run_ours) -> list
     grad = torch.randn(inputs[0].shape, generator=generator, device=device, dtype=DTYPE)
     exact = results(partial(run_pytorch, small), [x.double() for x in inputs], grad.double())
     eager, found = (results(partial(f, small), inputs, grad) for f in (run_pytorch, run))
-    failures = []
-    for what, x, y, reference in zip(("out", "dx", "dweight", "dbias"), found, eager, exact, strict=False):
-        error, budget = ((z.double() - reference).abs().mean().item() for z in (x, y))
-        factor = 2 if what == "out" else 3
-        if not error <= factor * budget:
-            failures.append(f"{shape.name}: mean error of {what} is {error:.2e}, allowed {factor} x {budget:.2e}")
-    return failures
+    return beyond_budget(shape.name, found, eager, exact, ("out", "dx", "dweight", "dbias"))
 
 
 def describe(shape: Shape) -> Row:
@@ -171,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_checks(partial(check_shape, device=device), shapes, jobs=1)
     print(f"correct: ours at {len(shapes)} shapes, all gradients")
     rows, notes = measure_all(shapes, COLUMNS[device.type], device, arguments.limit_ms, describe, floor_bytes)
-    print_rows(rows, COLUMNS[device.type])
+    print_rows(rows, "ours")
     print(*notes, sep="\n")
     whole = len(shapes) == len(SHAPES) and not arguments.tiny and device.type == "cuda"
     write_csv(results_path(arguments, "conv", whole), rows)

@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     gate(shapes, columns, device, jobs)
     rows, notes = measure_all(shapes, columns, device, arguments.limit_ms, describe, floor_bytes)
     rows = [row | {"fla": installed_version("fla-core")} for row in rows]
-    print_rows(rows, columns)
+    print_rows(rows, columns[0].name)
     print_exponents(rows, "sweep", "tokens in all")
     print_exponents(rows, "scaling", "batch")
     print(*notes, sep="\n")

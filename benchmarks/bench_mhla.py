@@ -30,12 +30,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from benchmarks.columns import (
     Column,
     Row,
     add_column_options,
+    beyond_budget,
     choose,
     measure_all,
     print_exponents,
@@ -77,25 +77,15 @@ def check_shape(shape: Shape, column_names: Sequence[str], device_name: str) -> 
 
     exact = results(partial(run_mhla, oracle, small), [x.double() for x in inputs], grad.double())
     eager = results(partial(run_low_precision, small), inputs, grad)
-    budgets = [_errors(x, y) for x, y in zip(eager, exact, strict=True)]
     failures = []
     for name in column_names:
         found = results(partial(COLUMNS[name].run, small), inputs, grad)
-        for what, x, y, budget in zip(("out", *GRADIENT_NAMES), found, exact, budgets, strict=True):
-            factor = 2 if what == "out" else 3
-            for kind, error, allowed in zip(("mean", "maximum"), _errors(x, y), budget, strict=True):
-                if not error <= factor * allowed:
-                    limit = f"{factor} x {allowed:.2e}"
-                    failures.append(f"{shape.name}: {kind} error of {what} of {name} is {error:.2e}, allowed {limit}")
+        where = f"{shape.name}, {name}"
+        failures += beyond_budget(where, found, eager, exact, ("out", *GRADIENT_NAMES), ("mean", "max"))
     if device.type == "cuda":
         for name in column_names:
             warm_up(shape, COLUMNS[name], generator)
     return failures
-
-
-def _errors(x: Tensor, exact: Tensor) -> tuple[float, float]:
-    error = (x.double() - exact).abs()
-    return error.mean().item(), error.max().item()
 
 
 def gate(shapes: Sequence[Shape], columns: Sequence[Column], device: torch.device, jobs: int) -> None:
@@ -149,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
     gate(shapes, columns, device, jobs)
     rows, notes = measure_all(shapes, columns, device, arguments.limit_ms, _describe, floor_bytes)
-    print_rows(rows, columns)
+    print_rows(rows, names[0])
     print_exponents(rows, "scaling", "batch and blocks")
     print(*notes, sep="\n")
     path = results_path(arguments, "mhla_causal" if arguments.causal else "mhla", whole)

@@ -35,13 +35,16 @@ BACKWARD_OVER_FORWARD = 3  # a guess at forward with backward from forward alone
 Row = dict[str, Any]
 
 
+Tensors = tuple[Tensor, ...]
+
+
 @dataclass(frozen=True)
 class Column:
-    """An op: ``make`` draws its inputs for a shape, ``run`` takes the shape and them."""
+    """An op: ``make`` draws its inputs for a shape, ``run`` takes both and returns one or more tensors."""
 
     name: str
-    make: Callable[[Any, torch.Generator], tuple[Tensor, ...]]
-    run: Callable[..., Tensor]
+    make: Callable[[Any, torch.Generator], Tensors]
+    run: Callable[..., Tensor | Tensors]
     ours: bool = False
     scaling: bool = False  # whether it is measured at the "scaling" shapes as well
     max_tokens: int | None = None
@@ -50,11 +53,46 @@ class Column:
         return (self.scaling or shape.group != "scaling") and shape.tokens <= (self.max_tokens or shape.tokens)
 
 
-def results(run: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """Output and the gradients of all inputs."""
+def outputs_of(found: Tensor | Tensors) -> Tensors:
+    return (found,) if isinstance(found, Tensor) else found
+
+
+def results(run: Callable[..., Tensor | Tensors], inputs: Sequence[Tensor], grads: Tensor | Tensors) -> list[Tensor]:
+    """Return outputs and the gradients of all inputs; that of an input which is not read is left out."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = run(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    outs = outputs_of(run(*leaves))
+    weights = [grad.to(x) for grad, x in zip(outputs_of(grads), outs, strict=True)]
+    gradients = torch.autograd.grad(outs, leaves, weights, allow_unused=True)
+    return [*(x.detach() for x in outs), *(x for x in gradients if x is not None)]
+
+
+def beyond_budget(
+    where: str,
+    found: Sequence[Tensor],
+    eager: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    names: Sequence[str],
+    kinds: Sequence[str] = ("mean",),
+) -> list[str]:
+    """Return a line for each result whose error exceeds its budget.
+
+    Args:
+        where: The op and shape in words.
+        found: Results that are judged: outputs, then gradients.
+        eager: The same with every step in the type of the inputs: twice their error is the budget of an output, three
+            times that of a gradient.
+        exact: The same in float64.
+        names: Names of the results; those of gradients begin with d.
+        kinds: Errors that are compared: "mean", "max".
+    """
+    lines = []
+    for name, x, y, reference in zip(names, found, eager, exact, strict=False):
+        factor = 3 if name.startswith("d") else 2
+        for kind in kinds:
+            error, budget = (getattr((z.double() - reference).abs(), kind)().item() for z in (x, y))
+            if not error <= factor * budget:
+                lines.append(f"{where}: {kind} error of {name} is {error:.2e}, allowed {factor} x {budget:.2e}")
+    return lines
 
 
 def warm_up(shape: Any, column: Column, generator: torch.Generator) -> None:
@@ -62,8 +100,8 @@ def warm_up(shape: Any, column: Column, generator: torch.Generator) -> None:
     inputs = column.make(shape, generator)
     with torch.no_grad():
         column.run(shape, *inputs)
-    out = column.run(shape, *inputs)
-    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    outs = outputs_of(column.run(shape, *inputs))
+    torch.autograd.grad(outs, inputs, [torch.ones_like(x) for x in outs])
 
 
 def run_checks(check: Callable[..., list[str]], work: Sequence[Any], jobs: int) -> None:
@@ -109,7 +147,7 @@ def measure_all(
     device: torch.device,
     limit_ms: float,
     describe: Callable[[Any], Row],
-    floor_bytes: Callable[[Any], tuple[float, float]],
+    floor_bytes: Callable[[Any], tuple[float, float]] | None,
 ) -> tuple[list[Row], list[str]]:
     """Measure all columns at all shapes.
 
@@ -119,7 +157,7 @@ def measure_all(
         device: Where they run.
         limit_ms: Longest call that is timed.
         describe: Return the cells that tell a shape.
-        floor_bytes: Return the bytes that a shape must move forward, and with backward.
+        floor_bytes: Return the bytes that a shape must move forward, and with backward; None without a floor.
 
     Returns:
         A row for each shape and column, and a note for each missing time.
@@ -129,7 +167,7 @@ def measure_all(
     facts = {"copy_tb_per_s": bandwidth / 1e12, "dtype": "bfloat16", **environment(device)}
     rows, notes = [], []
     for shape in shapes:
-        floors = [size / bandwidth * 1e3 for size in floor_bytes(shape)]
+        floors = [size / bandwidth * 1e3 for size in floor_bytes(shape)] if floor_bytes else [None, None]
         print(f"{shape.name} ...", end=" ", flush=True)
         for column in (column for column in columns if column.applies(shape)):
             found, reason = measure(shape, column, device, limit_ms)
@@ -190,10 +228,9 @@ def choose(
     return shapes, names or list(defaults[device.type]), device
 
 
-def print_rows(rows: Sequence[Row], columns: Sequence[Column]) -> None:
-    """Print times in ms, in brackets over the floor and over the first column of ours, and peak memory."""
-    first = next((column.name for column in columns if column.ours), None)
-    ours = {row["shape"]: row for row in rows if row["column"] == first}
+def print_rows(rows: Sequence[Row], base: str) -> None:
+    """Print times in ms, in brackets over the floor and over a column, and peak memory."""
+    ours = {row["shape"]: row for row in rows if row["column"] == base}
 
     def number(value: float | None, form: str) -> str:
         return "–" if value is None else f"{value:{form}}"
@@ -212,7 +249,7 @@ def print_rows(rows: Sequence[Row], columns: Sequence[Column]) -> None:
         for row in rows
     ]
     header = ["shape", "column", "forward, ms", "forward + backward", "launched", "with backward", "peak MiB"]
-    print(f"\nin brackets: over the floor, over {first}\n\n{markdown_table(header, lines)}\n")
+    print(f"\nin brackets: over the floor, over {base}\n\n{markdown_table(header, lines)}\n")
 
 
 def print_exponents(rows: Sequence[Row], group: str, fixed: str) -> None:
@@ -222,17 +259,17 @@ def print_exponents(rows: Sequence[Row], group: str, fixed: str) -> None:
 
 
 def _measure(row: Row, shape: Any, column: Column, device: torch.device, limit_ms: float) -> None:
-    def make(copy: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    def make(copy: int) -> tuple[Tensors, Tensors]:
         inputs = column.make(shape, torch.Generator(device).manual_seed(copy))
         with torch.no_grad():
-            return inputs, torch.randn_like(column.run(shape, *inputs))
+            return inputs, tuple(torch.randn_like(x) for x in outputs_of(column.run(shape, *inputs)))
 
     @torch.no_grad()
-    def forward(inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return column.run(shape, *inputs)
+    def forward(inputs: Tensors, grads: Tensors) -> Tensors:
+        return outputs_of(column.run(shape, *inputs))
 
-    def both(inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(column.run(shape, *inputs), inputs, grad)
+    def both(inputs: Tensors, grads: Tensors) -> Tensors:
+        return torch.autograd.grad(outputs_of(column.run(shape, *inputs)), inputs, grads, allow_unused=True)
 
     first = make(0)
     forward_ms = once_ms(lambda: forward(*first), device)
