@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import shlex
@@ -12,52 +11,50 @@ from pathlib import Path
 
 from experiments.harness.classifier_runs import Result, Run, size_of
 from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.result_table import write_table
+from headmix_vision.files.result_table import ResultTable
 
+KEYS = 8  # columns that tell rows apart
 COLUMNS = (
     *("task", "core", "mix", "options", "mlp_ratio", "dataset", "rate", "seed", "parameters", "flops", "epochs"),
     *("top1_percent", "test_top1_percent", "train_loss", "recipe"),
 )
-
-Row = dict[str, str]
 
 
 class RunTable:
     """Results of runs, in a CSV file that is rewritten whole with every new one.
 
     Args:
-        path: The file; its rows are kept, and count for the runs that they are of.
+        path: The file; its rows are kept, and count for the runs whose recipe they have.
 
     Raises:
         ValueError: The file is of another kind.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: dict[str, Row] = {}
-        if path.exists():
-            with path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-            if any(set(row) != set(COLUMNS) for row in rows):
-                raise ValueError(f"{path} is no table of runs; choose another --out")
-            self.rows = {row["recipe"]: row for row in rows}
+        self.rows = ResultTable(path, COLUMNS, KEYS, lambda key: key)
 
     def __contains__(self, run: Run) -> bool:
-        return recipe(run) in self.rows
+        return self.rows.row(_key(run), recipe(run)) is not None
+
+    def __bool__(self) -> bool:
+        return bool(self.rows.rows)
 
     def add(self, run: Run, result: Result) -> None:
         """Add or replace the row of a run."""
-        network, size = run.network, size_of(run.network)
-        described = (network.task, network.core, network.mix, json.dumps(dict(network.options)), network.mlp_ratio)
-        scores = (f"{result.top1:.2f}", f"{result.test_top1:.2f}", f"{result.loss:.4f}", recipe(run))
-        values = (*described, run.dataset, f"{run.rate:.3g}", run.seed, *size, result.epochs, *scores)
-        self.rows[recipe(run)] = dict(zip(COLUMNS, map(str, values), strict=True))
-        ordered = sorted(self.rows.values(), key=lambda row: [row[name] for name in COLUMNS[:8]])
-        write_table(self.path, COLUMNS, ordered, completed=True)
+        size, scores = size_of(run.network), {"top1_percent": result.top1, "test_top1_percent": result.test_top1}
+        counts = {"parameters": size.parameters, "flops": size.flops, "epochs": result.epochs}
+        self.rows.add(_key(run), **counts, **scores, train_loss=f"{result.loss:.4f}", recipe=recipe(run))
 
     def values(self, runs: Iterable[Run], column: str) -> list[float]:
         """One column of the runs that have a row."""
-        return [float(self.rows[recipe(run)][column]) for run in runs if run in self]
+        found = (self.rows.row(_key(run), recipe(run)) for run in runs)
+        return [float(row[column]) for row in found if row]
+
+
+def _key(run: Run) -> tuple[object, ...]:
+    network = run.network
+    described = (network.task, network.core, network.mix, json.dumps(dict(network.options)), network.mlp_ratio)
+    return (*described, run.dataset, f"{run.rate:.3g}", run.seed)
 
 
 @contextmanager

@@ -135,9 +135,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         comparison = Comparison(arguments, table)
         tuning = [run for network in comparison.networks() for run in comparison.tuning(network)]
         completion = complete(table, arguments, tuning, comparison.follow)
-    for task in arguments.tasks if table.rows else ():
+    for task in arguments.tasks if table else ():
         print(f"\n{task}:\n\n{report.table(task, arguments.out)}")
-    if arguments.plot and table.rows:
+    if arguments.plot and table:
         report.draw(arguments.plot, arguments.out)
     completion.exit()
 

@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with open_table(arguments.out) as table:
         sweep = Sweep(arguments, table)
         completion = complete(table, arguments, sweep.first(), sweep.follow)
-    if table.rows:
+    if table:
         print(f"\n{report.table(arguments.out)}")
         if arguments.plot:
             report.draw(arguments.plot, arguments.out)

@@ -117,7 +117,7 @@ def test_rates_are_chosen_on_the_tuning_split_and_the_rest_is_left_for_the_next_
     assert {(run.network.mix, run.seed) for run in asked[count:]} == {("mea", 1)} and out.read_text() == written
 
     out.write_text("something,else\n1,2\n")
-    with pytest.raises(SystemExit, match="no table of runs"):
+    with pytest.raises(SystemExit, match="no table of this command"):
         head_mixes_run.main(arguments)
 
 
@@ -157,6 +157,15 @@ def test_a_variant_may_bear_all_rates_that_were_tried(without_training, tmp_path
     without_training(lambda run: 90 - 5 * (run.seed == 1 and run.rate > 4e-3))
     stable_rates_run.main(["--out", str(tmp_path / "x.csv"), "--cores", "mhla", "--steps", "4", "--seeds", "0", "1"])
     assert capsys.readouterr().out.count(" | **87.5 ± 3.5** |\n") == 4
+
+
+@pytest.mark.parametrize("script", [head_mixes_run, stable_rates_run], ids=["head_mixes", "stable_rates"])
+def test_a_comparison_whose_rows_are_recorded_trains_nothing(without_training, tmp_path, script):
+    asked, out = without_training(lambda run: 0), tmp_path / "x.csv"
+    recorded = (Path(script.__file__).parent / "results.csv").read_bytes()
+    out.write_bytes(recorded)
+    script.main(["--out", str(out), "--cores", "mhla"])
+    assert not asked and out.read_bytes() == recorded
 
 
 @pytest.mark.slow
