@@ -1,6 +1,6 @@
 """Times what the host does for a call of each op launched by itself: all but the kernels. It needs no GPU.
 
-    python benchmarks/bench_host.py
+    python -m benchmarks.bench_host
 
 Triton runs up to the driver, whose compiled kernels are replaced by nothing, and tensors lie in the memory of the CPU.
 Forward passes are without gradients. Before an op is timed, its second call must launch what the first launched: the

@@ -1,9 +1,9 @@
 """Compile every kernel that the ops can choose for GPUs that need not be there, and read what it needs of them.
 
-    python benchmarks/compile_kernels.py                            # a part that takes a minute or two for each GPU
-    python benchmarks/compile_kernels.py --quick                    # a few for three GPUs: a minute of two cores
-    python benchmarks/compile_kernels.py --all --csv needs.csv      # every type, head dim and regime: hours of a core
-    python benchmarks/compile_kernels.py --all --gpu 8.9 gfx942 --match resident
+    python -m benchmarks.compile_kernels                            # a part that takes a minute or two for each GPU
+    python -m benchmarks.compile_kernels --quick                    # a few for three GPUs: a minute of two cores
+    python -m benchmarks.compile_kernels --all --csv needs.csv      # every type, head dim and regime: hours of a core
+    python -m benchmarks.compile_kernels --all --gpu 8.9 gfx942 --match resident
 
 The ops run on CPU tensors as they would on the GPU. Their launches are recorded and compiled instead of run. The exit
 status is 1 if a kernel does not compile, needs more shared memory than a program may have, or got wrong machine code.
@@ -36,14 +36,14 @@ from unittest import mock
 
 import torch
 import triton
-from machine_code import amd_resource_usage, disassemble, resource_usage, unwritten_registers
-from measuring import write_csv
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
+from benchmarks.machine_code import amd_resource_usage, disassemble, resource_usage, unwritten_registers
+from benchmarks.measuring import write_csv
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, TokenScan, dispatch, grid_conv, head_in_head, mhla, mix_heads, runtime
 from headmix_vision.ops.mhla.triton_tuning import head_parts

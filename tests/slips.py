@@ -413,14 +413,14 @@ SLIPS = [
     ),
     Slip(
         "full tiles",
-        "ops/mhla/triton_launch_pairwise.py",
+        "ops/mhla/triton_pairwise.py",
         ' and t.num_places % c["BK"] == 0',
         "",
         "tests/ops/test_mhla_triton.py -k beyond",
     ),
     Slip(
         "alignment of output gradients",
-        "ops/mix_heads/triton_launch.py",
+        "ops/mix_heads/triton_kernels.py",
         "alignment(*inputs, *d_outs)",
         "alignment(*inputs)",
         "tests/ops/test_mix_heads_triton.py -k strides",

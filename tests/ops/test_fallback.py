@@ -141,10 +141,10 @@ def test_the_ops_of_a_rank_have_their_pytorch_form(broken, normalizer, letters):
 
     expected = results()
     assert expected[0].shape == (2, 2, m, 16, 16)
-    launching.forget_plans()
+    runtime.forget_plans()
     broken(letters)
     with pytest.warns(UserWarning, match="slower PyTorch form"):
         found = results()
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
-    assert len(fallback.FAILED) == 1, "all ops leave out kernels for inputs of this kind"
+    assert len(dispatch.FAILED) == 1, "all ops leave out kernels for inputs of this kind"

@@ -117,12 +117,12 @@ def test_no_kernel_reads_a_table_of_places_beyond_its_end(monkeypatch):
     blocks, built = TokenBlocks.from_grid((12, 8), (3, 1)), []
 
     def places(*arguments):
-        listed = triton_tables.places(*arguments)
+        listed = triton_launch.places(*arguments)
         followed = torch.cat([listed.tokens, listed.tokens.flip(0)])  # by tokens of the last block
         built.append(listed._replace(tokens=followed[: len(listed.tokens)]))
         return built[-1]
 
-    monkeypatch.setattr(triton_launch_pairwise, "places", places)
+    monkeypatch.setattr(triton_pairwise, "places", places)
     inputs, d_out = make(blocks)
     assert_agrees("triton_pairwise", inputs, d_out, blocks)
     assert len(built) == 3 and all(x.full for x in built)
