@@ -304,6 +304,7 @@ def test_an_autoencoder_that_a_file_names_is_not_fetched(capsys: pytest.CaptureF
 def test_indices_of_pipelines_name_no_modules(capsys: pytest.CaptureFixture[str]) -> None:
     run = write_generator()
     assert call("export", run, "--out", "pipe") == 0
+    Path("pipe/SHA256SUMS").unlink()  # whoever edits an index leaves out or rewrites its sum
     index = json.loads(Path("pipe/model_index.json").read_text())
     for part in ("transformer", "scheduler"):
         Path("pipe/model_index.json").write_text(json.dumps({**index, part: ["canary", "Canary"]}))
