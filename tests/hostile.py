@@ -400,7 +400,8 @@ def main() -> None:
         torch.set_num_threads(1)
         for command in COMMANDS:
             parser_of(command)
-        make_kit(lines, kit, make)
+        if not kit.exists():
+            make_kit(lines, kit, make)
         if options.case is not None:
             case, end, verdicts = try_case(lines, kit, options.seed, options.case, options.limit)
             print(f"headmix {' '.join(case.words)}\n{case.about}\n{end.stdout}{end.stderr}{end.status}: {verdicts}")

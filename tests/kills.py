@@ -103,7 +103,7 @@ def begin(job: Job, folder: Path) -> int:
     """Start a command in a folder; return its process."""
     if not job.processes:
         return start(job.words.split(), folder, folder)
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes), "-m"]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes), "-m", "--"]
     words = ["headmix_vision", *job.words.split()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as errors:

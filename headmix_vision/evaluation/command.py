@@ -85,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in {**described, "stats": "keep the statistics of real images in a file"}.items():
         command = commands.add_parser(name, help=text)
         compares = name == "stats" or METRICS[name].compares
-        command.add_argument("--real", required=compares, help="real images, or for fid their statistics")
+        if compares:
+            command.add_argument("--real", required=True, help="real images, or for fid their statistics")
         if name != "stats":
             command.add_argument("--fake", required=True, help="generated images, or for fid their statistics")
             if METRICS[name].takes_labels:

@@ -3,6 +3,7 @@
 import atexit
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from headmix_vision.console.arguments import command_words
 from headmix_vision.console.processes import end_without_others, leave_group
 from headmix_vision.console.progress import is_terminal
 from headmix_vision.errors import InputError, end, one_line_errors
+from headmix_vision.files.texts import read_text
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
 from headmix_vision.runs.directory import (
@@ -53,7 +55,7 @@ from headmix_vision.training.callbacks.whole_network import ValidateWhole
 from headmix_vision.training.changes import list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
-from headmix_vision.training.idle_options import check_given, check_texts, given_options, is_shortened
+from headmix_vision.training.idle_options import check_given, check_groups, check_texts, given_options, is_shortened
 from headmix_vision.training.metrics_csv import MetricsCSV
 from headmix_vision.training.options import (
     AnalysisConfig,
@@ -66,7 +68,8 @@ from headmix_vision.training.parser import OptionParser, with_config_of_run
 from headmix_vision.training.run_directory import RunDirectory, RunLostError, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
-from headmix_vision.training.trust import OPTION, Trust
+from headmix_vision.training.trust import OPTION, Trust, configs_of
+from headmix_vision.training.yaml_loader import load_yaml
 
 _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run", "trust_config", "data_changed")
 
@@ -187,7 +190,15 @@ class RunCLI(LightningCLI):
                 super().parse_arguments(parser, args)
             except UnicodeDecodeError as error:
                 raise InputError(f"a config file is no text: {error}") from error
+            except InputError:
+                raise
+            except (ValueError, TypeError, AttributeError, KeyError) as error:  # of jsonargparse, for values in files
+                raise InputError(f"a config or an option cannot be read: {error}") from error
         options = self.options
+        defaults = self._parser(self.config.subcommand).get_defaults()
+        configs = [load_yaml(read_text(one) if os.path.isfile(one) else one) for one in configs_of(args)]
+        for given in (options, *configs):
+            check_groups(given, defaults)  # which jsonargparse leaves out, or takes as they are
         self.trust.check(options, training=self.config.subcommand == "fit")
         check_texts(options)
         check_trainer_options(options.trainer, self.config.subcommand)

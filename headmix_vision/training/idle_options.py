@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headmix_vision.errors import InputError
 from headmix_vision.training.options import require
 
 
@@ -136,6 +137,17 @@ def check_given(given: Sequence[str], options: Any, subcommand: str) -> None:
         for name in given:
             if rule.concerns(name):
                 require(not rule.applies(options), f"--{name} has no effect: {rule.cause}; remove it")
+
+
+def check_groups(given: Any, defaults: Namespace, name: str = "") -> None:
+    """Raise `InputError` for a group of options, such as `model.loss`, that is not a mapping of names to values."""
+    for key, default in vars(defaults).items():
+        value = given.get(key)  # a mapping, or what jsonargparse makes of one
+        if isinstance(default, Namespace) and value is not None:
+            place = f"{name}.{key}" if name else key
+            if not isinstance(value, Mapping | Namespace):
+                raise InputError(f"{place} must be a mapping of options to values, got {str(value)[:60]!r}")
+            check_groups(value, default, place)
 
 
 def check_texts(options: Any, name: str = "") -> None:

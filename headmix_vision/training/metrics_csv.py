@@ -150,16 +150,16 @@ def _line(cells: list[Any]) -> bytes:
 
 def _read(path: Path) -> dict[int, dict[str, str]]:
     """Reads the rows of a file by their steps, without empty cells; not a last one that a power cut has torn."""
-    with path.open(newline="") as file:
-        lines = file.read().splitlines(keepends=True)
-    torn = bool(lines) and not lines[-1].endswith("\n")
-    rows = {}
-    for number, cells in enumerate(csv.DictReader(lines[:-1] if torn else lines), start=2):
-        row = {name: value for name, value in cells.items() if value}
-        try:
-            step = int(row["step"])
+    number, rows = 1, {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = file.read().splitlines(keepends=True)
+        torn = bool(lines) and not lines[-1].endswith("\n")
+        for cells in csv.DictReader(lines[:-1] if torn else lines):
+            number += 1
+            row = {name: value for name, value in cells.items() if value}
             list(map(float, row.values()))
-        except (KeyError, TypeError, ValueError):
-            raise InputError(f"{path} is damaged in line {number}; correct it, or remove the file") from None
-        rows[step] = row
+            rows[int(row["step"])] = row
+    except (KeyError, TypeError, ValueError, csv.Error):
+        raise InputError(f"{path} is damaged in line {number}; correct it, or remove the file") from None
     return rows

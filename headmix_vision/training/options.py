@@ -116,8 +116,8 @@ class MixupConfig:
     """Mixup and CutMix by `timm.data.Mixup`, applied to the batch on its device; off when both alphas are 0.
 
     Args:
-        mixup_alpha: Beta distribution of mixup; 0 turns it off.
-        cutmix_alpha: Beta distribution of CutMix; 0 turns it off.
+        mixup_alpha: Beta distribution of mixup, from 1e-6 to 1e6; 0 turns it off.
+        cutmix_alpha: Beta distribution of CutMix, likewise.
         prob: Probability of mixing a batch (or an image, by `mode`).
         switch_prob: Probability of CutMix instead of mixup when both are on.
         mode: Draw per `batch`, per `pair` of images or per image (`elem`).
@@ -130,7 +130,9 @@ class MixupConfig:
     mode: Literal["batch", "pair", "elem"] = "batch"
 
     def __post_init__(self) -> None:
-        check_numbers(0, **{f"mixup.{name}": getattr(self, name) for name in ("mixup_alpha", "cutmix_alpha")})
+        for name in ("mixup_alpha", "cutmix_alpha"):
+            if getattr(self, name) != 0:  # NumPy draws NaN beyond
+                check_numbers(1e-6, 1e6, **{f"mixup.{name}": getattr(self, name)})
         check_numbers(0, 1, **{f"mixup.{name}": getattr(self, name) for name in ("prob", "switch_prob")})
 
     @property

@@ -61,7 +61,7 @@ class Trust:
 
     def __init__(self, args: Sequence[str]) -> None:
         self.is_whole = any(arg in _FLAGS for arg in args)
-        files = [Path(value) for value in _configs(args) if os.path.isfile(value)]
+        files = [Path(value) for value in configs_of(args) if os.path.isfile(value)]
         self._own = [path for path in files if not path.resolve().is_relative_to(FOLDER.resolve())]
         shipped = [path.read_text() for path in files if path not in self._own]
         self._words = {*args, *(arg.partition("=")[2] for arg in args)}
@@ -145,7 +145,8 @@ def _listed() -> Iterator[str]:
     return (f"{home}.{name}" for home, names in _LISTED.items() for name in names)
 
 
-def _configs(args: Sequence[str]) -> Iterator[str]:
+def configs_of(args: Sequence[str]) -> Iterator[str]:
+    """Yield the configs of a command line: their paths, or their texts where they are written out."""
     for before, arg in zip(("", *args), args, strict=False):
         option, _, value = arg.partition("=")
         if before in _CONFIGS or (value and option in _CONFIGS):
