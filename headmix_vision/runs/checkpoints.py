@@ -81,11 +81,8 @@ def read_checkpoint(
     check_nesting(str(path), checkpoint)
     if not isinstance(checkpoint, dict) or DESCRIPTION_KEY not in checkpoint or "state_dict" not in checkpoint:
         raise InputError(f"{path} was not written by this package (no entry {DESCRIPTION_KEY!r})")
-    try:
-        for name, tensor in named_tensors(checkpoint):
-            check_plain(path, name, tensor)
-    except RecursionError:
-        raise InputError(f"{path} is damaged: its entries are nested without end") from None
+    for name, tensor in named_tensors(checkpoint):
+        check_plain(path, name, tensor)
     for key in _STATES:
         state = checkpoint.get(key, {})
         if not isinstance(state, dict) or not all(

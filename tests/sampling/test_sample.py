@@ -207,7 +207,7 @@ def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
         (("--guidance-interval", "0.8,0.2"), "low before high"),
         (("--guidance-interval", "0.8"), "--guidance-interval must be two numbers"),
         (("--guidance", "1", "--guidance-interval", "0.1,0.8"), "--guidance-interval has no effect"),
-        (("--vae", ""), "--vae is ''"),
+        (("--vae", ""), "--vae is an empty text"),
         (("--num", "0"), "--num must be a whole number from 1"),
         (("--batch-size", "0"), "--batch-size must be a whole number from 1"),
         (("--steps", "2000"), "--steps must be a whole number from 1 to 1000, got 2000"),
