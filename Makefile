@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CHECKED := headmix_vision tests benchmarks examples train_cls.py train_gen.py sample.py
+CHECKED := headmix_vision tests benchmarks experiments examples train_cls.py train_gen.py sample.py
 
 # Processes of the tests, each with one thread.
 JOBS ?= 2
@@ -80,17 +80,17 @@ fuzz-gpu: install
 	$(BIN)/python tests/ops/fuzz.py --seconds $(SECONDS) --seed $(SEED)
 
 # Every kernel for GPUs that need not be there, with the environment's Triton and the newest: a day of a core.
-# `benchmarks/compile_kernels.py --help` chooses a part.
+# `python -m benchmarks.compile_kernels --help` chooses a part.
 compile-kernels: install $(VENV)-triton/.installed
-	$(BIN)/python benchmarks/compile_kernels.py --all
-	$(NEWEST_TRITON) $(BIN)/python benchmarks/compile_kernels.py --all
+	$(BIN)/python -m benchmarks.compile_kernels --all
+	$(NEWEST_TRITON) $(BIN)/python -m benchmarks.compile_kernels --all
 
 # The kernels for Hopper and a few others, with the environment's Triton and with the newest: Gluon, in which some are
 # written, changes between releases. The newest is put beside the environment once; delete $(VENV)-triton for a newer.
 NEWEST_TRITON := PYTHONPATH=$(CURDIR)/$(VENV)-triton
 compile-kernels-quick: install $(VENV)-triton/.installed
-	$(BIN)/python benchmarks/compile_kernels.py --quick --jobs $(JOBS)
-	$(NEWEST_TRITON) $(BIN)/python benchmarks/compile_kernels.py --quick --jobs $(JOBS)
+	$(BIN)/python -m benchmarks.compile_kernels --quick --jobs $(JOBS)
+	$(NEWEST_TRITON) $(BIN)/python -m benchmarks.compile_kernels --quick --jobs $(JOBS)
 
 $(VENV)-triton/.installed: | install
 	rm -rf $(VENV)-triton

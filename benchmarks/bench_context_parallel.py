@@ -1,8 +1,8 @@
 """Time, error and traffic of tokens that are spread over GPUs, against one GPU with all of them.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py                # 31,500 and 262,144 tokens
-    torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py --grids 21x30x50/4x5x10 --repeats 50
-    torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py --device cpu --tiny    # tries the script itself
+    torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel                # 31,500 and 262,144 tokens
+    torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel --grids 21x30x50/4x5x10 --repeats 50
+    torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel --device cpu --tiny    # tries the script itself
 
 Timed are MHLA itself (``mhla``), the attention layer around it with a convolution of tokens (``layer``) and a video DiT
 (``model``), forward, and forward with backward, on batches of one clip in bf16. The sizes of heads and widths are those
@@ -27,15 +27,25 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from measuring import as_graph, device_slug, environment, format_table, open_device, release_memory, times_ms, write_csv
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.measuring import (
+    add_options,
+    as_graph,
+    environment,
+    fill,
+    format_table,
+    open_device,
+    release_memory,
+    results_path,
+    times_ms,
+    write_csv,
+)
 from headmix_vision.console.processes import end_without_others
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.models import HeadMixVideoDiT
@@ -248,13 +258,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--grids", nargs="+", help="tokens/blocks of clips, as in 21x30x50/3x5x10")
     for name in ("heads", "head_dim", "depth", "repeats"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="sizes that try the script itself")
-    parser.add_argument("--out", type=Path, help="folder of the CSV file (default: docs; none with --tiny)")
+    add_options(parser, tiny="sizes that try the script itself")
     arguments = parser.parse_args(argv)
-    for name, value in (TINY_DEFAULTS if arguments.tiny else DEFAULTS).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    fill(arguments, TINY_DEFAULTS if arguments.tiny else DEFAULTS)
     if min(arguments.heads, arguments.head_dim, arguments.depth, arguments.repeats) < 1:
         raise SystemExit("error: --heads, --head_dim, --depth and --repeats must be positive.")
     return arguments
@@ -265,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     grids = [read_grid(spelling) for spelling in arguments.grids]
     arguments.device = open_device(arguments.device)
     if "LOCAL_RANK" not in os.environ:
-        raise SystemExit("error: start it by torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py.")
+        raise SystemExit("error: start it by torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel.")
     if arguments.device.type == "cuda":
         arguments.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(arguments.device)
@@ -282,8 +288,7 @@ def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None
     facts, rows, size = environment(arguments.device), [], dist.get_world_size()
     show = print if dist.get_rank() == 0 else lambda *args, **kwargs: None
     show(f"{size} x {facts['device']}, torch {facts['torch']}, bf16")
-    out = arguments.out or (None if arguments.tiny else Path("docs"))
-    path = out / f"context_parallel_{device_slug(facts['device'])}.csv" if out else None
+    path = results_path(arguments, "context_parallel") if dist.get_rank() == 0 else None
     for blocks in grids:
         ranks = TokenRanks.of(dist.group.WORLD, even_axis(blocks.grid.shape, blocks.block_grid, size))
         errors = check_errors(blocks, arguments.head_dim, ranks, arguments.device)
@@ -293,11 +298,8 @@ def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None
         for case in cases(blocks, ranks, arguments):
             rows.append(measure(case, ranks, arguments) | sizes | errors | facts)
             show(*format_row(rows[-1]), sep="  ", flush=True)
-            if path is not None and ranks.rank == 0:  # after each: the next may take more memory than there is
-                write_csv(path, rows)
+            write_csv(path, rows)  # after each: the next may take more memory than there is
     show(f"\n{format_table(HEADER, [format_row(row) for row in rows])}\n")
-    if path is not None:
-        show(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Time of the depthwise convolution on the token grid against the copy floor and PyTorch's, eager and compiled.
 
-    python benchmarks/bench_conv.py                            # every shape; writes docs/conv_<device>.csv
-    python benchmarks/bench_conv.py --shapes video wan         # a few rows, printed only (--out DIR writes them)
-    python benchmarks/bench_conv.py --device cpu --tiny        # tries the script itself where there is no GPU
+    python -m benchmarks.bench_conv                            # every shape; writes results/conv_<device>.csv
+    python -m benchmarks.bench_conv --shapes video wan         # a few rows, printed only (--out DIR writes them)
+    python -m benchmarks.bench_conv --device cpu --tiny        # tries the script itself where there is no GPU
 
 bf16 tokens with weights in float32, forward and forward with backward (all gradients). "cpe" shapes add the convolution
 to the input; "hih" shapes have SiLU behind it, and read one part of a packed projection. PyTorch's convolution is
@@ -21,23 +21,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from columns import Column, Row, measure, results, run_checks
-from measuring import (
-    copy_bandwidth,
-    device_slug,
-    environment,
-    format_table,
-    open_device,
-    release_memory,
-    write_csv,
-)
 from torch import Tensor
 
+from benchmarks.columns import Column, Row, beyond_budget, measure_all, print_rows, results, run_checks
+from benchmarks.measuring import (
+    add_options,
+    environment,
+    open_device,
+    results_path,
+    write_csv,
+)
 from headmix_vision.ops import grid_conv
 
 DTYPE = torch.bfloat16
@@ -138,64 +135,22 @@ def check_shape(shape: Shape, device: torch.device, run: Any = run_ours) -> list
     grad = torch.randn(inputs[0].shape, generator=generator, device=device, dtype=DTYPE)
     exact = results(partial(run_pytorch, small), [x.double() for x in inputs], grad.double())
     eager, found = (results(partial(f, small), inputs, grad) for f in (run_pytorch, run))
-    failures = []
-    for what, x, y, reference in zip(("out", "dx", "dweight", "dbias"), found, eager, exact, strict=False):
-        error, budget = ((z.double() - reference).abs().mean().item() for z in (x, y))
-        factor = 2 if what == "out" else 3
-        if not error <= factor * budget:
-            failures.append(f"{shape.name}: mean error of {what} is {error:.2e}, allowed {factor} x {budget:.2e}")
-    return failures
+    return beyond_budget(shape.name, found, eager, exact, ("out", "dx", "dweight", "dbias"))
 
 
-def time_shape(shape: Shape, device: torch.device, bandwidth: float, limit_ms: float) -> tuple[list[Row], list[str]]:
-    """A CSV row for each column, and the notes."""
-    floor_ms, rows, notes = shape.floor_bytes / bandwidth * 1e3, [], []
-    for column in COLUMNS[device.type]:
-        found, reason = measure(shape, column, device, limit_ms)
-        release_memory()
-        notes += [f"{shape.name}, {column.name}: {reason}"] if reason else []
-        rows.append(
-            {
-                "shape": shape.name,
-                "group": shape.group,
-                "batch": shape.batch,
-                "grid": "x".join(map(str, shape.grid)),
-                "channels": shape.channels,
-                "column": column.name,
-                "forward_floor_ms": floor_ms,
-                "forward_ms": found["forward"],
-                "forward_launched_ms": found["forward_launched"],
-                "forward_backward_floor_ms": floor_ms * 5 / 2,
-                "forward_backward_ms": found["both"],
-                "forward_backward_launched_ms": found["both_launched"],
-                "peak_mib": found["peak_mib"],
-            }
-        )
-    return rows, notes
+def describe(shape: Shape) -> Row:
+    sizes = {"batch": shape.batch, "grid": "x".join(map(str, shape.grid)), "channels": shape.channels}
+    return {"shape": shape.name, "group": shape.group, **sizes}
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    """Print times in us, each with how many times the floor it is."""
-
-    def cell(row: Row, name: str, kind: str = "") -> str:
-        ms = row[f"{name}{kind}_ms"]
-        return "-" if ms is None else f"{ms * 1e3:.1f} ({ms / row[f'{name}_floor_ms']:.2f}x)"
-
-    header = ("shape", "column", "forward us", "with backward us", "launched us", "launched with backward us")
-    table = [
-        [row["shape"], row["column"]]
-        + [cell(row, name, kind) for kind in ("", "_launched") for name in ("forward", "forward_backward")]
-        for row in rows
-    ]
-    print(format_table(header, table))
+def floor_bytes(shape: Shape) -> tuple[float, float]:
+    return shape.floor_bytes, shape.floor_bytes * 5 / 2
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES))
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="small versions of the shapes")
-    parser.add_argument("--out", type=Path, help="folder of the CSV; default docs for a whole run on CUDA")
+    add_options(parser, tiny="small versions of the shapes")
     parser.add_argument("--limit_ms", type=float, default=150, help="skip what takes longer for one call")
     return parser.parse_args(argv)
 
@@ -209,20 +164,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
     run_checks(partial(check_shape, device=device), shapes, jobs=1)
     print(f"correct: ours at {len(shapes)} shapes, all gradients")
-    bandwidth = copy_bandwidth(device)
-    print(f"copy: {bandwidth / 1e12:.3g} TB/s")
-    rows: list[Row] = []
-    for shape in shapes:
-        found, notes = time_shape(shape, device, bandwidth, arguments.limit_ms)
-        rows += found
-        print(*notes, *[f"{shape.name} done"], sep="\n", flush=True)
-    print_rows(rows)
+    rows, notes = measure_all(shapes, COLUMNS[device.type], device, arguments.limit_ms, describe, floor_bytes)
+    print_rows(rows, "ours")
+    print(*notes, sep="\n")
     whole = len(shapes) == len(SHAPES) and not arguments.tiny and device.type == "cuda"
-    out = arguments.out or (Path("docs") if whole else None)
-    if out is not None:
-        path = out / f"conv_{device_slug(facts['device'])}.csv"
-        write_csv(path, [row | {"copy_tb_per_s": bandwidth / 1e12, "dtype": "bfloat16"} | facts for row in rows])
-        print(f"written to {path}")
+    write_csv(results_path(arguments, "conv", whole), rows)
 
 
 if __name__ == "__main__":

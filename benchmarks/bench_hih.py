@@ -1,9 +1,9 @@
 """Time and memory of `head_in_head` against flash-linear-attention, its own loop and torch form, MHLA, and SDPA.
 
-    python benchmarks/bench_hih.py                         # everything; writes docs/hih_<device>.csv and the plot
-    python benchmarks/bench_hih.py --quick                 # r = 1, r = 4 and fla, without the shapes of fixed batch
-    python benchmarks/bench_hih.py --shapes n1024 --columns r1,fla
-    python benchmarks/bench_hih.py --device cpu --tiny     # tries the script itself where there is no GPU
+    python -m benchmarks.bench_hih                         # everything; writes results/hih_<device>.csv and the plot
+    python -m benchmarks.bench_hih --quick                 # r = 1, r = 4 and fla, without the shapes of fixed batch
+    python -m benchmarks.bench_hih --shapes n1024 --columns r1,fla
+    python -m benchmarks.bench_hih --device cpu --tiny     # tries the script itself where there is no GPU
 
 bf16, forward without saved state and forward with backward (all gradients). "r1" to "r8" are the kernels with that many
 sub-heads, "torch_r1" to "torch_r8" the chunk form in plain PyTorch, "loop_r1" the loop over tokens, and "fla" the gated
@@ -29,11 +29,22 @@ import gc
 import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-from columns import Column, Row, measure, run_checks, scaling_exponents, warm_up
-from hih_cases import (
+from torch import Tensor
+
+from benchmarks.columns import (
+    Column,
+    Row,
+    add_column_options,
+    choose,
+    measure_all,
+    print_exponents,
+    print_rows,
+    run_checks,
+    warm_up,
+)
+from benchmarks.hih_cases import (
     COLUMNS,
     DEFAULT_COLUMNS,
     SHAPES,
@@ -44,18 +55,14 @@ from hih_cases import (
     sub_head_mask,
     why_no_fla,
 )
-from hih_report import bars, draw, tables
-from measuring import (
-    copy_bandwidth,
-    device_slug,
+from benchmarks.measuring import (
     environment,
-    open_device,
     release_memory,
+    results_path,
     write_csv,
 )
-from mhla_cases import Shape, select_shapes
-from torch import Tensor
-
+from benchmarks.mhla_cases import Shape
+from benchmarks.plots import draw_hih
 from headmix_vision.files.origins import installed_version
 from headmix_vision.ops import head_in_head
 
@@ -142,35 +149,7 @@ def _check(work: tuple[str, str], shapes: Sequence[Shape], device_name: str) -> 
     return check_fla(device, "triton" if device.type == "cuda" else "torch")
 
 
-def measure_all(
-    shapes: Sequence[Shape], columns: Sequence[Column], device: torch.device, limit_ms: float
-) -> tuple[list[Row], list[str]]:
-    """A CSV row for each shape and column, and the notes."""
-    bandwidth = copy_bandwidth(device)
-    print(f"copy: {bandwidth / 1e12:.3g} TB/s; ms forward, forward with backward:")
-    facts = {"copy_tb_per_s": bandwidth / 1e12, "dtype": "bfloat16", "fla": installed_version("fla-core")}
-    facts |= environment(device)
-    rows, notes = [], []
-    for shape in shapes:
-        floors = [size / bandwidth * 1e3 for size in floor_bytes(shape)]
-        print(f"{shape.name} ...", end=" ", flush=True)
-        for column in columns:
-            if not column.applies(shape):
-                continue
-            row, reason = measure(shape, column, device, limit_ms)
-            release_memory()
-            if reason and column.name == "fla" and "beyond" not in reason:
-                reason = f"refused by fla: {reason}"
-            notes += [f"{shape.name}, {column.name}: {reason}"] if reason else []
-            rows.append(_describe(shape, column) | _times(row, floors) | {"note": reason} | facts)
-            print(
-                column.name, *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("forward", "both")), end=" "
-            )
-        print(flush=True)
-    return rows, notes
-
-
-def _describe(shape: Shape, column: Column) -> Row:
+def describe(shape: Shape) -> Row:
     return {
         "shape": shape.name,
         "group": shape.group,
@@ -178,36 +157,7 @@ def _describe(shape: Shape, column: Column) -> Row:
         "tokens": shape.tokens,
         "heads": shape.heads,
         "head_dim": shape.head_dim,
-        "column": column.name,
     }
-
-
-def _times(row: Row, floors: Sequence[float]) -> Row:
-    return {
-        "forward_floor_ms": floors[0],
-        "forward_ms": row["forward"],
-        "forward_launched_ms": row["forward_launched"],
-        "forward_backward_floor_ms": floors[1],
-        "forward_backward_ms": row["both"],
-        "forward_backward_launched_ms": row["both_launched"],
-        "peak_mib": row["peak_mib"],
-    }
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="all", help=f"of {', '.join(s.name for s in SHAPES)}, or groups, by commas")
-    parser.add_argument("--columns", help=f"of {', '.join(COLUMNS)}, separated by commas")
-    parser.add_argument("--quick", action="store_true", help=f"--shapes model,sweep --columns {QUICK_COLUMNS}")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="small versions of the shapes")
-    parser.add_argument("--out", type=Path, help="folder of the CSV and images/; default docs for a whole run on CUDA")
-    parser.add_argument("--limit_ms", type=float, default=300, help="skip what takes longer for one call")
-    parser.add_argument("--jobs", type=int, help="processes of the correctness gate (they compile kernels)")
-    arguments = parser.parse_args(argv)
-    if arguments.quick:
-        arguments.shapes, arguments.columns = "model,sweep", arguments.columns or QUICK_COLUMNS
-    return arguments
 
 
 def select_columns(names: Sequence[str]) -> list[Column]:
@@ -219,40 +169,31 @@ def select_columns(names: Sequence[str]) -> list[Column]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    try:
-        shapes = select_shapes(arguments.shapes, SHAPES)
-    except ValueError as error:
-        raise SystemExit(f"error: --{error}") from None
-    if unknown := [name for name in (arguments.columns or "").split(",") if name and name not in COLUMNS]:
-        raise SystemExit(f"error: --columns must be of {', '.join(COLUMNS)}, got {unknown[0]!r}.")
-    if arguments.limit_ms <= 0 or (arguments.jobs is not None and arguments.jobs < 1):
-        raise SystemExit(f"error: --limit_ms {arguments.limit_ms:g} and --jobs {arguments.jobs} must be positive.")
-    device = open_device(arguments.device)
-    columns = select_columns(arguments.columns.split(",") if arguments.columns else DEFAULT_COLUMNS[device.type])
-    if arguments.tiny:
-        shapes = [shape.tiny() for shape in shapes]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help=f"--shapes model,sweep --columns {QUICK_COLUMNS}")
+    add_column_options(parser, COLUMNS, limit_ms=300)
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.shapes, arguments.columns = "model,sweep", arguments.columns or QUICK_COLUMNS
+    shapes, names, device = choose(arguments, SHAPES, COLUMNS, DEFAULT_COLUMNS)
+    columns = select_columns(names)
     whole = arguments.shapes == "all" and not (arguments.columns or arguments.tiny) and device.type == "cuda"
-    out = arguments.out or (Path("docs") if whole else None)
     jobs = arguments.jobs or ((os.cpu_count() or 1) if device.type == "cuda" else 1)
 
     gc.freeze()
     facts = environment(device)
     print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
     gate(shapes, columns, device, jobs)
-    rows, notes = measure_all(shapes, columns, device, arguments.limit_ms)
-    print(f"\n{tables(rows)}\n")
-    print(*bars(rows), sep="\n")
-    for group, what in (("sweep", "tokens in all fixed, per image"), ("scaling", "batch fixed")):
-        for name, (forward, both) in scaling_exponents(rows, group).items():
-            print(f"{name}: time grows as N^{forward:.3f} forward, N^{both:.3f} with backward ({what})")
+    rows, notes = measure_all(shapes, columns, device, arguments.limit_ms, describe, floor_bytes)
+    rows = [row | {"fla": installed_version("fla-core")} for row in rows]
+    print_rows(rows, columns[0].name)
+    print_exponents(rows, "sweep", "tokens in all")
+    print_exponents(rows, "scaling", "batch")
     print(*notes, sep="\n")
-    if out is not None:
-        slug = device_slug(facts["device"])
-        write_csv(out / f"hih_{slug}.csv", rows)
-        if any(row["group"] == "scaling" for row in rows):
-            draw(rows, out / "images" / f"hih_{slug}.svg")
-        print(f"written to {out}")
+    path = results_path(arguments, "hih", whole)
+    write_csv(path, rows)
+    if path is not None and any(row["group"] == "scaling" for row in rows):
+        draw_hih(rows, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

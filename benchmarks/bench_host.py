@@ -1,6 +1,6 @@
 """Times what the host does for a call of each op launched by itself: all but the kernels. It needs no GPU.
 
-    python benchmarks/bench_host.py
+    python -m benchmarks.bench_host
 
 Triton runs up to the driver, whose compiled kernels are replaced by nothing, and tensors lie in the memory of the CPU.
 Forward passes are without gradients. Before an op is timed, its second call must launch what the first launched: the
@@ -25,10 +25,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from headmix_vision.console.tables import markdown_table
-from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, kernels, mhla, mix_heads
-from headmix_vision.ops.launching import forget_plans
+from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, mhla, mix_heads, runtime
+from headmix_vision.ops.runtime import forget_plans
 
-HOPPER = kernels.Gpu("no GPU", (9, 0), 227 << 10, 132)
+HOPPER = runtime.Gpu("no GPU", (9, 0), 227 << 10, 132)
 
 
 class EmptyKernel(CompiledKernel):  # type: ignore[misc]
@@ -60,7 +60,7 @@ def leave_out_the_gpu() -> None:
         )
     )
     JITFunction._do_compile = compile
-    kernels.find_gpu = lambda device: HOPPER
+    runtime.find_gpu = lambda device: HOPPER
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

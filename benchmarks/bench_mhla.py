@@ -1,9 +1,9 @@
 """Time and memory of `mhla` against the copy floor, FlashAttention, cuDNN, the released maths and linear attention.
 
-    python benchmarks/bench_mhla.py                        # every shape; writes docs/mhla_<device>.csv and the plot
-    python benchmarks/bench_mhla.py --shapes deit,k4       # a few rows, printed only (--out DIR writes them)
-    python benchmarks/bench_mhla.py --causal --shapes model --out docs      # causal attention: docs/mhla_causal_...
-    python benchmarks/bench_mhla.py --device cpu --tiny    # tries the script itself where there is no GPU
+    python -m benchmarks.bench_mhla                        # every shape; writes results/mhla_<device>.csv and the plot
+    python -m benchmarks.bench_mhla --shapes deit,k4       # a few rows, printed only (--out DIR writes them)
+    python -m benchmarks.bench_mhla --causal --shapes model --out benchmarks/results  # mhla_causal_...
+    python -m benchmarks.bench_mhla --device cpu --tiny    # tries the script itself where there is no GPU
 
 bf16, forward without saved state and forward with backward (all gradients, that of the mixing matrix included). Floor:
 q, k, v read and o written once at the bandwidth of a large copy measured in the same run, 11/4 of that with backward.
@@ -28,23 +28,38 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
-from columns import Column, Row, measure, results, run_checks, scaling_exponents, warm_up
-from measuring import copy_bandwidth, device_slug, environment, open_device, release_memory, write_csv
-from mhla_cases import (
+
+from benchmarks.columns import (
+    Column,
+    Row,
+    add_column_options,
+    beyond_budget,
+    choose,
+    measure_all,
+    print_exponents,
+    print_rows,
+    results,
+    run_checks,
+    warm_up,
+)
+from benchmarks.measuring import (
+    environment,
+    results_path,
+    write_csv,
+)
+from benchmarks.mhla_cases import (
     COLUMNS,
     DEFAULT_COLUMNS,
     NOT_CAUSAL,
+    SHAPES,
     Shape,
     raster_inputs,
     run_low_precision,
     run_mhla,
-    select_shapes,
 )
-from mhla_report import draw, print_tables
-from torch import Tensor
+from benchmarks.plots import draw_mhla
 
 GATE_BATCH, GATE_HEADS = 2, 2
 REFERENCE_MAX_TOKENS = 1024  # up to here the oracle is the N x N reference, beyond it the float64 torch form
@@ -62,25 +77,15 @@ def check_shape(shape: Shape, column_names: Sequence[str], device_name: str) -> 
 
     exact = results(partial(run_mhla, oracle, small), [x.double() for x in inputs], grad.double())
     eager = results(partial(run_low_precision, small), inputs, grad)
-    budgets = [_errors(x, y) for x, y in zip(eager, exact, strict=True)]
     failures = []
     for name in column_names:
         found = results(partial(COLUMNS[name].run, small), inputs, grad)
-        for what, x, y, budget in zip(("out", *GRADIENT_NAMES), found, exact, budgets, strict=True):
-            factor = 2 if what == "out" else 3
-            for kind, error, allowed in zip(("mean", "maximum"), _errors(x, y), budget, strict=True):
-                if not error <= factor * allowed:
-                    limit = f"{factor} x {allowed:.2e}"
-                    failures.append(f"{shape.name}: {kind} error of {what} of {name} is {error:.2e}, allowed {limit}")
+        where = f"{shape.name}, {name}"
+        failures += beyond_budget(where, found, eager, exact, ("out", *GRADIENT_NAMES), ("mean", "max"))
     if device.type == "cuda":
         for name in column_names:
             warm_up(shape, COLUMNS[name], generator)
     return failures
-
-
-def _errors(x: Tensor, exact: Tensor) -> tuple[float, float]:
-    error = (x.double() - exact).abs()
-    return error.mean().item(), error.max().item()
 
 
 def gate(shapes: Sequence[Shape], columns: Sequence[Column], device: torch.device, jobs: int) -> None:
@@ -93,31 +98,6 @@ def gate(shapes: Sequence[Shape], columns: Sequence[Column], device: torch.devic
 
 def _check(item: tuple[Shape, list[str]], device_name: str) -> list[str]:
     return check_shape(*item, device_name)
-
-
-def measure_all(
-    shapes: Sequence[Shape], columns: Sequence[Column], device: torch.device, limit_ms: float
-) -> tuple[list[Row], list[str]]:
-    """A CSV row for each shape and column, and the notes."""
-    bandwidth = copy_bandwidth(device)
-    print(f"copy: {bandwidth / 1e12:.3g} TB/s; ms forward, forward with backward:")
-    rows, notes = [], []
-    for shape in shapes:
-        floor_ms = shape.floor_bytes / bandwidth * 1e3
-        print(f"{shape.name} ...", end=" ", flush=True)
-        for column in columns:
-            if not column.applies(shape):
-                continue
-            row, reason = measure(shape, column, device, limit_ms)
-            release_memory()
-            notes += [f"{shape.name}, {column.name}: {reason}"] if reason else []
-            rows.append(_describe(shape) | {"column": column.name} | _with_floor(row, floor_ms))
-            print(
-                column.name, *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("forward", "both")), end=" "
-            )
-        print(flush=True)
-    facts = {"copy_tb_per_s": bandwidth / 1e12, "dtype": "bfloat16", **environment(device)}
-    return [row | facts for row in rows], notes
 
 
 def _describe(shape: Shape) -> Row:
@@ -134,46 +114,16 @@ def _describe(shape: Shape) -> Row:
     }
 
 
-def _with_floor(row: Row, floor_ms: float) -> Row:
-    """The row with the floor in ms beside each time, and graph and plain launches named in full."""
-    return {
-        "forward_floor_ms": floor_ms,
-        "forward_ms": row["forward"],
-        "forward_launched_ms": row["forward_launched"],
-        "forward_backward_floor_ms": floor_ms * 11 / 4,
-        "forward_backward_ms": row["both"],
-        "forward_backward_launched_ms": row["both_launched"],
-        "peak_mib": row["peak_mib"],
-    }
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="all", help="names, 'sweep', 'scaling' or 'all', separated by commas")
-    parser.add_argument("--columns", help=f"of {', '.join(COLUMNS)}, separated by commas")
-    parser.add_argument("--causal", action="store_true", help="tokens see those before them in the order of blocks")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="small versions of the shapes")
-    parser.add_argument("--out", type=Path, help="folder of the CSV and images/; default docs for a whole run on CUDA")
-    parser.add_argument("--limit_ms", type=float, default=150, help="skip what takes longer for one call")
-    parser.add_argument("--jobs", type=int, help="processes of the correctness gate (they compile kernels)")
-    return parser.parse_args(argv)
+def floor_bytes(shape: Shape) -> tuple[float, float]:
+    return shape.floor_bytes, shape.floor_bytes * 11 / 4
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    try:
-        shapes = select_shapes(arguments.shapes)
-    except ValueError as error:
-        raise SystemExit(f"error: --{error}") from None
-    if unknown := [name for name in (arguments.columns or "").split(",") if name and name not in COLUMNS]:
-        raise SystemExit(f"error: --columns must be of {', '.join(COLUMNS)}, got {unknown[0]!r}.")
-    if arguments.limit_ms <= 0 or (arguments.jobs is not None and arguments.jobs < 1):
-        raise SystemExit(f"error: --limit_ms {arguments.limit_ms:g} and --jobs {arguments.jobs} must be positive.")
-    device = open_device(arguments.device)
-    names = arguments.columns.split(",") if arguments.columns else DEFAULT_COLUMNS[device.type]
-    if arguments.tiny:
-        shapes = [shape.tiny() for shape in shapes]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--causal", action="store_true", help="tokens see those before them in the order of blocks")
+    add_column_options(parser, COLUMNS, limit_ms=150)
+    arguments = parser.parse_args(argv)
+    shapes, names, device = choose(arguments, SHAPES, COLUMNS, DEFAULT_COLUMNS)
     if arguments.causal:
         shapes = [replace(shape, causal=True) for shape in shapes]
         if arguments.columns and (found := [name for name in names if name in NOT_CAUSAL]):
@@ -182,24 +132,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     columns = [COLUMNS[name] for name in names]
     partly = arguments.columns or arguments.tiny or arguments.causal
     whole = arguments.shapes == "all" and not partly and device.type == "cuda"
-    out = arguments.out or (Path("docs") if whole else None)
     jobs = arguments.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if device.type == "cuda" else 1)
 
     gc.freeze()
     facts = environment(device)
     print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
     gate(shapes, columns, device, jobs)
-    rows, notes = measure_all(shapes, columns, device, arguments.limit_ms)
-    print_tables(rows, columns)
-    for name, (forward, both) in scaling_exponents(rows).items():
-        print(f"{name}: time grows as N^{forward:.3f} forward, N^{both:.3f} with backward (fixed batch and blocks)")
+    rows, notes = measure_all(shapes, columns, device, arguments.limit_ms, _describe, floor_bytes)
+    print_rows(rows, names[0])
+    print_exponents(rows, "scaling", "batch and blocks")
     print(*notes, sep="\n")
-    if out is not None:
-        slug = f"{'causal_' * arguments.causal}{device_slug(facts['device'])}"
-        write_csv(out / f"mhla_{slug}.csv", rows)
-        if any(row["group"] == "sweep" for row in rows):
-            draw(rows, out / "images" / f"mhla_{slug}.svg")
-        print(f"written to {out}")
+    path = results_path(arguments, "mhla_causal" if arguments.causal else "mhla", whole)
+    write_csv(path, rows)
+    if path is not None and any(row["group"] == "sweep" for row in rows):
+        draw_mhla(rows, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

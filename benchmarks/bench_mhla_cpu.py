@@ -1,7 +1,7 @@
 """Time of mhla(impl="torch") on a CPU against the number of tokens, at a fixed number of blocks.
 
     MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=1073741824 \\
-        python benchmarks/bench_mhla_cpu.py --out docs/mhla_cpu.csv
+        python -m benchmarks.bench_mhla_cpu --out benchmarks/results/mhla_cpu.csv
 
 The form is linear in N: from 4,096 to 16,384 tokens the time should grow 4 times. Before any time is printed the
 result is compared with the float64 reference. The variables make glibc keep freed memory; without them tensors above
@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 import torch
-from measuring import environment, write_csv
 
+from benchmarks.measuring import environment, write_csv
 from headmix_vision.ops import TokenBlocks, mhla
 
 BATCH, HEADS, DIM, BLOCK_GRID = 1, 6, 64, (4, 4)

@@ -1,11 +1,11 @@
 """Images per second and peak memory of whole models against a baseline, training and inference.
 
-    python benchmarks/bench_models.py                          # deit_mhla_small against timm's softmax DeiT-S
-    python benchmarks/bench_models.py --models deit_mhla_small deit_linear_small --sizes 224 512 --batch 256 64
-    python benchmarks/bench_models.py --baseline deit_iha_small:head_mix_args.pseudo_heads=4 \
+    python -m benchmarks.bench_models                          # deit_mhla_small against timm's softmax DeiT-S
+    python -m benchmarks.bench_models --models deit_mhla_small deit_linear_small --sizes 224 512 --batch 256 64
+    python -m benchmarks.bench_models --baseline deit_iha_small:head_mix_args.pseudo_heads=4 \
         --models deit_mhla_iha_small:head_mix_args.pseudo_heads=4 --sizes 512 --batch 64
-    python benchmarks/bench_models.py --models dit_mhla_xl_2 --baseline dit_softmax_xl_2 --sizes 64 --batch 32
-    python benchmarks/bench_models.py --device cpu --tiny      # tries the script itself where there is no GPU
+    python -m benchmarks.bench_models --models dit_mhla_xl_2 --baseline dit_softmax_xl_2 --sizes 64 --batch 32
+    python -m benchmarks.bench_models --device cpu --tiny      # tries the script itself where there is no GPU
 
 All models of a run see the same random data under bf16 autocast and the same torch.compile mode. A training step is
 forward, loss, backward and a fused AdamW step; inference is a forward pass in inference mode. The models take turns,
@@ -28,15 +28,23 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from measuring import device_slug, environment, format_table, open_device, release_memory, write_csv
-from model_families import family_of, make_model, read_spelling
 from torch import Tensor, nn
 
+from benchmarks.measuring import (
+    add_options,
+    environment,
+    fill,
+    format_table,
+    open_device,
+    release_memory,
+    results_path,
+    write_csv,
+)
+from benchmarks.model_families import family_of, make_model, read_spelling
 from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.training.base_module import compile_blocks
 
@@ -221,13 +229,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", help="a mode of torch.compile, or none, by default 'default'")
     parser.add_argument("--windows", type=int, help="windows of each model, by default 7")
     parser.add_argument("--window_s", type=float, help="seconds of a window, at least one step, by default 1")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="other defaults: tiny models, 64 px, batch 2, not compiled")
-    parser.add_argument("--out", type=Path, help="folder of the CSV; default docs, none with --tiny")
+    add_options(parser, tiny="other defaults: tiny models, 64 px, batch 2, not compiled")
     arguments = parser.parse_args(argv)
-    for name, value in (TINY_DEFAULTS if arguments.tiny else DEFAULTS).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    fill(arguments, TINY_DEFAULTS if arguments.tiny else DEFAULTS)
     return arguments
 
 
@@ -272,18 +276,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     gc.freeze()
 
-    out = arguments.out or (None if arguments.tiny else Path("docs"))
-    path = out / f"{name_of_results(names)}_{device_slug(facts['device'])}.csv" if out else None
+    path = results_path(arguments, name_of_results(names))
     rows: list[Row] = []
     for size, batch in zip(arguments.sizes, batches, strict=True):
         for mode in arguments.modes:
             found = compare_at_largest_batch(names, size, batch, mode, arguments)
             print(f"\n{format_table(HEADER, [format_row(row) for row in found])}", flush=True)
             rows += [row | facts for row in found]
-            if path is not None:
-                write_csv(path, rows)
-    if path is not None:
-        print(f"\nwritten to {path}")
+            write_csv(path, rows)
 
 
 if __name__ == "__main__":

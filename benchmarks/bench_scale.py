@@ -1,11 +1,11 @@
 """Training on several GPUs of a host: images per second, peak memory and losses, by how the weights are kept.
 
-    python benchmarks/bench_scale.py                        # deit_mhla_base and dit_mhla_xl_2 on 1 and 2 GPUs
-    python benchmarks/bench_scale.py --runs runs/scale      # keeps what each run found: a second call goes on
-    python benchmarks/bench_scale.py --ways one ddp         # some of the ways that are below
-    python benchmarks/bench_scale.py --losses               # 200 steps of each at one global batch, against one GPU
-    python benchmarks/bench_scale.py --checkpointing --models dit_mhla_xl_2 --batch 16 --ways ddp fsdp2    # memory
-    python benchmarks/bench_scale.py --device cpu --tiny    # tries the script itself where there is no GPU
+    python -m benchmarks.bench_scale                        # deit_mhla_base and dit_mhla_xl_2 on 1 and 2 GPUs
+    python -m benchmarks.bench_scale --runs runs/scale      # keeps what each run found: a second call goes on
+    python -m benchmarks.bench_scale --ways one ddp         # some of the ways that are below
+    python -m benchmarks.bench_scale --losses               # 200 steps of each at one global batch, against one GPU
+    python -m benchmarks.bench_scale --checkpointing --models dit_mhla_xl_2 --batch 16 --ways ddp fsdp2    # memory
+    python -m benchmarks.bench_scale --device cpu --tiny    # tries the script itself where there is no GPU
 
 Each line is a run of the command of its own, timed as in bench_training.py: data that cost nothing, averaged weights,
 no validation, each block compiled by itself. The batch of a GPU is the same in all of them, so that the ideal ratio is
@@ -17,7 +17,7 @@ pass are kept for the backward pass. `hybrid`: as fsdp2 with two copies, each sp
 
 Losses are means over the GPUs of training in float32 without anything random. One GPU computes the parts of the batch
 one after the other, so that all round in the same way: training makes of a rounded bit a difference of 1 in a loss of 4
-within 70 steps (docs/lab-notes.md, 24 November 2026), behind which a mistake could hide.
+within 70 steps (notes/scale.md), behind which a mistake could hide.
 """
 
 from __future__ import annotations
@@ -32,13 +32,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import bench_training
 import torch
-from bench_training import Clock
 from lightning.pytorch import LightningModule, Trainer
-from measuring import device_slug, environment, format_table, open_device, write_csv
-from model_families import family_of, read_spelling
 
+from benchmarks import bench_training
+from benchmarks.bench_training import Clock
+from benchmarks.measuring import (
+    REPOSITORY,
+    add_options,
+    environment,
+    fill,
+    format_table,
+    open_device,
+    results_path,
+    write_csv,
+)
+from benchmarks.model_families import family_of, read_spelling
 from headmix_vision.console.scripts import run_python
 from headmix_vision.files.atomic import atomic_path
 
@@ -126,7 +135,10 @@ def measure(model: str, what: str, gpus: int, arguments: argparse.Namespace, arg
     with tempfile.TemporaryDirectory() as folder:
         kept = (arguments.runs or Path(folder)) / name
         if not kept.exists():
-            run_python([__file__, *argv, "--case", json.dumps(case | {"folder": f"{folder}/run"})])
+            run_python(
+                ["-m", "benchmarks.bench_scale", *argv, "--case", json.dumps(case | {"folder": f"{folder}/run"})],
+                cwd=REPOSITORY,
+            )
             with atomic_path(kept) as path:
                 path.write_text((Path(folder) / "run" / "found.json").read_text())
         found = json.loads(kept.read_text())
@@ -184,14 +196,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--losses", action="store_true", help="compare losses, of classifiers")
     parser.add_argument("--loss_steps", type=int, help="by default 200")
     parser.add_argument("--runs", type=Path, help="folder that keeps what each run found, for the next call")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="other defaults: a tiny model, batch 4, not compiled")
-    parser.add_argument("--out", type=Path, help="folder of the CSV; default docs, none with --tiny")
+    add_options(parser, tiny="other defaults: a tiny model, batch 4, not compiled")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    for name, value in (TINY_DEFAULTS if arguments.tiny else DEFAULTS).items():
-        if getattr(arguments, name, None) is None:
-            setattr(arguments, name, value)
+    fill(arguments, TINY_DEFAULTS if arguments.tiny else DEFAULTS)
     return arguments
 
 
@@ -214,9 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "error: nothing to run: --losses takes classifiers, and all --ways but one take --gpus 2 or more."
         )
     header, rows_of = (LOSS_HEADER, loss_rows) if arguments.losses else (HEADER, speed_rows)
-    out = arguments.out or (None if arguments.tiny else Path("docs"))
-    kind = "".join(f"{option}_" for option in ("losses", "checkpointing") if getattr(arguments, option))
-    name = f"scale_{kind}{device_slug(facts['device'])}.csv"
+    kinds = [option for option in ("losses", "checkpointing") if getattr(arguments, option)]
+    path = results_path(arguments, "_".join(["scale", *kinds]))
     rows = []
     for model in models:
         if not arguments.losses:
@@ -224,11 +231,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in rows_of(model, arguments, list(argv if argv is not None else sys.argv[1:])):
             print(*format_row(row), sep="  ", flush=True)
             rows.append(row | facts)
-            if out is not None:  # after each run: the next may take longer than there is time
-                write_csv(out / name, rows)
+            write_csv(path, rows)  # after each run: the next may take longer than there is time
     print(f"\n{format_table(header, [format_row(row) for row in rows])}\n")
-    if out is not None:
-        print(f"written to {out / name}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Images per second of the commands of training, from end to end, against the bare step of the same network.
 
-    python benchmarks/bench_training.py                             # dit_mhla_s_2 and deit_mhla_small, batch 256
-    python benchmarks/bench_training.py --models dit_mhla_xl_2:cpe=True --size 64 --batch 32
-    python benchmarks/bench_training.py --device cpu --tiny         # tries the script itself where there is no GPU
+    python -m benchmarks.bench_training                             # dit_mhla_s_2 and deit_mhla_small, batch 256
+    python -m benchmarks.bench_training --models dit_mhla_xl_2:cpe=True --size 64 --batch 32
+    python -m benchmarks.bench_training --device cpu --tiny         # tries the script itself where there is no GPU
 
 The bare step is that of bench_models.py: forward, loss, backward and a fused AdamW step on tensors that lie on the
 device, under bf16 autocast. The commands are `headmix-train-gen fit -c imagenet256` and `headmix-train-cls fit -c
@@ -27,13 +27,22 @@ from typing import Any
 
 import timm
 import torch
-from bench_models import Contestant
 from lightning.pytorch import Callback, LightningModule, Trainer
-from measuring import device_slug, environment, format_table, open_device, release_memory, write_csv
-from model_families import family_of, read_spelling
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.bench_models import Contestant
+from benchmarks.measuring import (
+    add_options,
+    environment,
+    fill,
+    format_table,
+    open_device,
+    release_memory,
+    results_path,
+    write_csv,
+)
+from benchmarks.model_families import family_of, read_spelling
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.data.loading import as_it_is
@@ -227,13 +236,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", choices=list(COMPILE), help="mode of bare step and commands, by default 'default'")
     parser.add_argument("--steps", type=int, help="of each command, by default 320")
     parser.add_argument("--warmup_steps", type=int, help="the first ones, which are not timed, by default 110")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="other defaults: tiny models, batch 2, not compiled")
-    parser.add_argument("--out", type=Path, help="folder of the CSV; default docs, none with --tiny")
+    add_options(parser, tiny="other defaults: tiny models, batch 2, not compiled")
     arguments = parser.parse_args(argv)
-    for name, value in (TINY_DEFAULTS if arguments.tiny else DEFAULTS).items():
-        if getattr(arguments, name, None) is None:
-            setattr(arguments, name, value)
+    fill(arguments, TINY_DEFAULTS if arguments.tiny else DEFAULTS)
     return arguments
 
 
@@ -257,17 +262,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_arguments(arguments)
     arguments.device = open_device(arguments.device)
     facts = environment(arguments.device) | {"timm": timm.__version__}
-    out = arguments.out or (None if arguments.tiny else Path("docs"))
-    path = out / f"training_{device_slug(facts['device'])}.csv" if out else None
+    path = results_path(arguments, "training")
     rows = []
     for spelling in arguments.models:
         found = measure(spelling, arguments)
         print(f"\n{format_table(HEADER, [format_row(row) for row in found])}\n", flush=True)
         rows += [row | facts for row in found]
-        if path is not None:
-            write_csv(path, rows)
-    if path is not None:
-        print(f"written to {path}")
+        write_csv(path, rows)
 
 
 if __name__ == "__main__":

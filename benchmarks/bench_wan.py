@@ -1,8 +1,8 @@
 """Times Wan2.1-1.3B's shape, softmax and converted to MHLA: one denoising forward, one training step.
 
-    python benchmarks/bench_wan.py                                    # all rows at all sizes, some minutes on an H200
-    python benchmarks/bench_wan.py --sizes 21x30x50 --modes forward --rows cudnn converted
-    python benchmarks/bench_wan.py --device cpu --tiny                # tries the script itself where there is no GPU
+    python -m benchmarks.bench_wan                                    # all rows at all sizes, some minutes on an H200
+    python -m benchmarks.bench_wan --sizes 21x30x50 --modes forward --rows cudnn converted
+    python -m benchmarks.bench_wan --device cpu --tiny                # tries the script itself where there is no GPU
 
 Rows: `installed` is diffusers with the attention that PyTorch chooses, `cudnn` the same with cuDNN's, `converted` has
 MHLA in all layers, `hybrid` in two thirds of them. Weights are random, in bf16; all rows are compiled alike, block by
@@ -23,15 +23,22 @@ import copy
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from measuring import device_slug, environment, format_table, open_device, release_memory, write_csv
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.measuring import (
+    add_options,
+    environment,
+    format_table,
+    open_device,
+    release_memory,
+    results_path,
+    write_csv,
+)
 from headmix_vision.files.origins import installed_version
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
 
@@ -185,9 +192,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--compile", help="a mode of torch.compile, or none, by default 'default'")
     parser.add_argument("--windows", type=int, default=3, help="timed steps of each row, by default 3")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, 5x4x6 tokens, float32, not compiled")
-    parser.add_argument("--out", type=Path, help="folder of the CSV; default docs, none with --tiny")
+    add_options(parser, tiny="a tiny model, 5x4x6 tokens, float32, not compiled")
     arguments = parser.parse_args(argv)
     arguments.compile = arguments.compile or ("none" if arguments.tiny else "default")
     arguments.dtype = torch.float32 if arguments.tiny else torch.bfloat16
@@ -209,15 +214,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = environment(arguments.device) | {"diffusers": installed_version("diffusers")}
     print(f"{facts['device']}, torch {facts['torch']}, diffusers {facts['diffusers']}, compile {arguments.compile}")
     check(arguments.sizes[0], arguments)
-    out = arguments.out or (None if arguments.tiny else Path("docs"))
+    path = results_path(arguments, "wan")
     rows: list[Row] = []
     for size in arguments.sizes:
         for mode in arguments.modes:
             found = with_ratios([measure(row, size, mode, arguments) for row in arguments.rows])
             print(f"\n{format_table(HEADER, [format_row(row) for row in found])}", flush=True)
             rows += [row | facts for row in found]
-            if out is not None:  # now, as the whole table takes long
-                write_csv(out / f"wan_{device_slug(facts['device'])}.csv", rows)
+            write_csv(path, rows)  # now, as the whole table takes long
 
 
 if __name__ == "__main__":

@@ -1,35 +1,50 @@
-"""What the benchmarks of ops share: columns, correct before they are timed, measured at the shapes.
+"""Columns of the benchmarks of ops: checked before they are timed, and measured at shapes.
 
 A shape is anything with a name, group, batch, tokens and floor_bytes, as that of `mhla_cases`.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from measuring import once_ms, peak_mib, time_calls
 from torch import Tensor
+
+from benchmarks.measuring import (
+    add_options,
+    copy_bandwidth,
+    environment,
+    once_ms,
+    open_device,
+    peak_mib,
+    release_memory,
+    time_calls,
+)
+from headmix_vision.console.tables import markdown_table
 
 COLD_BYTES = 2**28  # all copies of the inputs together: several times the L2 of any GPU of today
 BACKWARD_OVER_FORWARD = 3  # a guess at forward with backward from forward alone, to skip what would take too long
 Row = dict[str, Any]
 
 
+Tensors = tuple[Tensor, ...]
+
+
 @dataclass(frozen=True)
 class Column:
-    """An op: ``make`` draws its inputs for a shape, ``run`` takes the shape and them."""
+    """An op: ``make`` draws its inputs for a shape, ``run`` takes both and returns one or more tensors."""
 
     name: str
-    make: Callable[[Any, torch.Generator], tuple[Tensor, ...]]
-    run: Callable[..., Tensor]
+    make: Callable[[Any, torch.Generator], Tensors]
+    run: Callable[..., Tensor | Tensors]
     ours: bool = False
     scaling: bool = False  # whether it is measured at the "scaling" shapes as well
     max_tokens: int | None = None
@@ -38,11 +53,46 @@ class Column:
         return (self.scaling or shape.group != "scaling") and shape.tokens <= (self.max_tokens or shape.tokens)
 
 
-def results(run: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """Output and the gradients of all inputs."""
+def outputs_of(found: Tensor | Tensors) -> Tensors:
+    return (found,) if isinstance(found, Tensor) else found
+
+
+def results(run: Callable[..., Tensor | Tensors], inputs: Sequence[Tensor], grads: Tensor | Tensors) -> list[Tensor]:
+    """Return outputs and the gradients of all inputs; that of an input which is not read is left out."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = run(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    outs = outputs_of(run(*leaves))
+    weights = [grad.to(x) for grad, x in zip(outputs_of(grads), outs, strict=True)]
+    gradients = torch.autograd.grad(outs, leaves, weights, allow_unused=True)
+    return [*(x.detach() for x in outs), *(x for x in gradients if x is not None)]
+
+
+def beyond_budget(
+    where: str,
+    found: Sequence[Tensor],
+    eager: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    names: Sequence[str],
+    kinds: Sequence[str] = ("mean",),
+) -> list[str]:
+    """Return a line for each result whose error exceeds its budget.
+
+    Args:
+        where: The op and shape in words.
+        found: Results that are judged: outputs, then gradients.
+        eager: The same with every step in the type of the inputs: twice their error is the budget of an output, three
+            times that of a gradient.
+        exact: The same in float64.
+        names: Names of the results; those of gradients begin with d.
+        kinds: Errors that are compared: "mean", "max".
+    """
+    lines = []
+    for name, x, y, reference in zip(names, found, eager, exact, strict=False):
+        factor = 3 if name.startswith("d") else 2
+        for kind in kinds:
+            error, budget = (getattr((z.double() - reference).abs(), kind)().item() for z in (x, y))
+            if not error <= factor * budget:
+                lines.append(f"{where}: {kind} error of {name} is {error:.2e}, allowed {factor} x {budget:.2e}")
+    return lines
 
 
 def warm_up(shape: Any, column: Column, generator: torch.Generator) -> None:
@@ -50,8 +100,8 @@ def warm_up(shape: Any, column: Column, generator: torch.Generator) -> None:
     inputs = column.make(shape, generator)
     with torch.no_grad():
         column.run(shape, *inputs)
-    out = column.run(shape, *inputs)
-    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    outs = outputs_of(column.run(shape, *inputs))
+    torch.autograd.grad(outs, inputs, [torch.ones_like(x) for x in outs])
 
 
 def run_checks(check: Callable[..., list[str]], work: Sequence[Any], jobs: int) -> None:
@@ -85,23 +135,141 @@ def measure(shape: Any, column: Column, device: torch.device, limit_ms: float) -
     except Exception as error:  # of any kind: others refuse what they cannot run in their own ways
         if column.ours:
             raise
-        return row, str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return row, f"refused by {column.name}: {reason}"
     skipped = [name for name, key in (("forward", "forward"), ("forward+backward", "both")) if row[key] is None]
     return row, f"{', '.join(skipped)} beyond {limit_ms:g} ms" if skipped else ""
 
 
+def measure_all(
+    shapes: Sequence[Any],
+    columns: Sequence[Column],
+    device: torch.device,
+    limit_ms: float,
+    describe: Callable[[Any], Row],
+    floor_bytes: Callable[[Any], tuple[float, float]] | None,
+) -> tuple[list[Row], list[str]]:
+    """Measure all columns at all shapes.
+
+    Args:
+        shapes: The shapes.
+        columns: The columns; each is measured where it applies.
+        device: Where they run.
+        limit_ms: Longest call that is timed.
+        describe: Return the cells that tell a shape.
+        floor_bytes: Return the bytes that a shape must move forward, and with backward; None without a floor.
+
+    Returns:
+        A row for each shape and column, and a note for each missing time.
+    """
+    bandwidth = copy_bandwidth(device)
+    print(f"copy: {bandwidth / 1e12:.3g} TB/s; ms forward, forward with backward:")
+    facts = {"copy_tb_per_s": bandwidth / 1e12, "dtype": "bfloat16", **environment(device)}
+    rows, notes = [], []
+    for shape in shapes:
+        floors = [size / bandwidth * 1e3 for size in floor_bytes(shape)] if floor_bytes else [None, None]
+        print(f"{shape.name} ...", end=" ", flush=True)
+        for column in (column for column in columns if column.applies(shape)):
+            found, reason = measure(shape, column, device, limit_ms)
+            release_memory()
+            notes += [f"{shape.name}, {column.name}: {reason}"] if reason else []
+            times: Row = {"column": column.name}
+            for name, key, floor in zip(("forward", "forward_backward"), ("forward", "both"), floors, strict=True):
+                times |= {f"{name}_floor_ms": floor, f"{name}_ms": found[key]}
+                times[f"{name}_launched_ms"] = found[f"{key}_launched"]
+            rows.append(describe(shape) | times | {"peak_mib": found["peak_mib"], "note": reason} | facts)
+            shown = ("-" if found[key] is None else f"{found[key]:.3f}" for key in ("forward", "both"))
+            print(column.name, *shown, end=" ", flush=True)
+        print(flush=True)
+    return rows, notes
+
+
+def add_column_options(parser: argparse.ArgumentParser, columns: Iterable[str], limit_ms: float) -> None:
+    """Add the options that choose shapes and columns."""
+    parser.add_argument("--shapes", default="all", help="names, groups (model, sweep, scaling) or all, by commas")
+    parser.add_argument("--columns", help=f"of {', '.join(columns)}, separated by commas")
+    add_options(parser, tiny="small versions of the shapes")
+    parser.add_argument("--limit_ms", type=float, default=limit_ms, help="skip what takes longer for one call")
+    parser.add_argument("--jobs", type=int, help="processes of the correctness gate (they compile kernels)")
+
+
+def select_shapes(names: str, among: Sequence[Any]) -> list[Any]:
+    """Return shapes by comma-separated names or groups; "all" is every shape. End with one line for others."""
+    chosen: list[Any] = []
+    for name in names.split(","):
+        found = [shape for shape in among if name in ("all", shape.name, shape.group)]
+        if not found:
+            known = [shape.name for shape in among if shape.group == "model"]
+            raise SystemExit(
+                f"error: --shapes must be of all, {', '.join(known)}, model, sweep, scaling, got {name!r}."
+            )
+        chosen += [shape for shape in found if shape not in chosen]
+    return chosen
+
+
+def choose(
+    arguments: argparse.Namespace,
+    shapes: Sequence[Any],
+    columns: Iterable[str],
+    defaults: Mapping[str, Sequence[str]],
+) -> tuple[list[Any], list[str], torch.device]:
+    """Return the shapes, names of columns and device that the options name; end with one line for others.
+
+    `shapes` are all that there are, `columns` all names, `defaults` those of a device.
+    """
+    chosen = select_shapes(arguments.shapes, shapes)
+    names = arguments.columns.split(",") if arguments.columns else []
+    if unknown := set(names).difference(columns):
+        raise SystemExit(f"error: --columns must be of {', '.join(columns)}, got {unknown.pop()!r}.")
+    if arguments.limit_ms <= 0 or (arguments.jobs is not None and arguments.jobs < 1):
+        raise SystemExit(f"error: --limit_ms {arguments.limit_ms:g} and --jobs {arguments.jobs} must be positive.")
+    device = open_device(arguments.device)
+    shapes = [shape.tiny() if arguments.tiny else shape for shape in chosen]
+    return shapes, names or list(defaults[device.type]), device
+
+
+def print_rows(rows: Sequence[Row], base: str) -> None:
+    """Print times in ms, in brackets over the floor and over a column, and peak memory."""
+    ours = {row["shape"]: row for row in rows if row["column"] == base}
+
+    def number(value: float | None, form: str) -> str:
+        return "–" if value is None else f"{value:{form}}"
+
+    def cell(row: Row, time: str) -> str:
+        ms = row[f"{time}_ms"]
+        if ms is None:
+            return "refused" if row["note"].startswith("refused") else "–"
+        bases = (row[f"{time}_floor_ms"], ours.get(row["shape"], {}).get(f"{time}_ms"))
+        return f"{ms:.3f} ({', '.join(number(base and ms / base, '.2f') for base in bases)})"
+
+    lines = [
+        [row["shape"], row["column"], cell(row, "forward"), cell(row, "forward_backward")]
+        + [number(row[f"{time}_launched_ms"], ".3f") for time in ("forward", "forward_backward")]
+        + [number(row["peak_mib"], ",.0f")]
+        for row in rows
+    ]
+    header = ["shape", "column", "forward, ms", "forward + backward", "launched", "with backward", "peak MiB"]
+    print(f"\nin brackets: over the floor, over {base}\n\n{markdown_table(header, lines)}\n")
+
+
+def print_exponents(rows: Sequence[Row], group: str, fixed: str) -> None:
+    """Print how times grow with the tokens, at the shapes of a group."""
+    for name, (forward, both) in scaling_exponents(rows, group).items():
+        print(f"{name}: time grows as N^{forward:.3f} forward, N^{both:.3f} with backward ({fixed} fixed)")
+
+
 def _measure(row: Row, shape: Any, column: Column, device: torch.device, limit_ms: float) -> None:
-    def make(copy: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    def make(copy: int) -> tuple[Tensors, Tensors]:
         inputs = column.make(shape, torch.Generator(device).manual_seed(copy))
         with torch.no_grad():
-            return inputs, torch.randn_like(column.run(shape, *inputs))
+            return inputs, tuple(torch.randn_like(x) for x in outputs_of(column.run(shape, *inputs)))
 
     @torch.no_grad()
-    def forward(inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return column.run(shape, *inputs)
+    def forward(inputs: Tensors, grads: Tensors) -> Tensors:
+        return outputs_of(column.run(shape, *inputs))
 
-    def both(inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(column.run(shape, *inputs), inputs, grad)
+    def both(inputs: Tensors, grads: Tensors) -> Tensors:
+        return torch.autograd.grad(outputs_of(column.run(shape, *inputs)), inputs, grads, allow_unused=True)
 
     first = make(0)
     forward_ms = once_ms(lambda: forward(*first), device)

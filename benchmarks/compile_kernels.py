@@ -1,9 +1,9 @@
 """Compile every kernel that the ops can choose for GPUs that need not be there, and read what it needs of them.
 
-    python benchmarks/compile_kernels.py                            # a part that takes a minute or two for each GPU
-    python benchmarks/compile_kernels.py --quick                    # a few for three GPUs: a minute of two cores
-    python benchmarks/compile_kernels.py --all --csv needs.csv      # every type, head dim and regime: hours of a core
-    python benchmarks/compile_kernels.py --all --gpu 8.9 gfx942 --match resident
+    python -m benchmarks.compile_kernels                            # a part that takes a minute or two for each GPU
+    python -m benchmarks.compile_kernels --quick                    # a few for three GPUs: a minute of two cores
+    python -m benchmarks.compile_kernels --all --csv needs.csv      # every type, head dim and regime: hours of a core
+    python -m benchmarks.compile_kernels --all --gpu 8.9 gfx942 --match resident
 
 The ops run on CPU tensors as they would on the GPU. Their launches are recorded and compiled instead of run. The exit
 status is 1 if a kernel does not compile, needs more shared memory than a program may have, or got wrong machine code.
@@ -36,42 +36,41 @@ from unittest import mock
 
 import torch
 import triton
-from machine_code import amd_resource_usage, disassemble, resource_usage, unwritten_registers
-from measuring import write_csv
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
+from benchmarks.machine_code import amd_resource_usage, disassemble, resource_usage, unwritten_registers
+from benchmarks.measuring import write_csv
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenBlocks, TokenScan, grid_conv, head_in_head, kernels, mhla, mix_heads
-from headmix_vision.ops.assembler import right_assembler
-from headmix_vision.ops.launching import forget_plans
+from headmix_vision.ops import TokenBlocks, TokenScan, dispatch, grid_conv, head_in_head, mhla, mix_heads, runtime
 from headmix_vision.ops.mhla.triton_tuning import head_parts
+from headmix_vision.ops.runtime import forget_plans, right_assembler
 
 # NVIDIA GPUs by compute capability, AMD GPUs by architecture, with the bytes of shared memory that a program may have.
 # Sources: "Compute Capabilities" in the CUDA programming guide, getAddressableLocalMemorySize in LLVM. A program on
 # gfx950 may have 160 KB, but the ops hold themselves to what all AMD GPUs have.
 GPUS = {
-    "8.0": kernels.Gpu("A100", (8, 0), 163 << 10),
-    "8.6": kernels.Gpu("RTX 3090", (8, 6), 99 << 10),
-    "8.9": kernels.Gpu("RTX 4090", (8, 9), 99 << 10),
-    "9.0": kernels.Gpu("H100", (9, 0), 227 << 10),
-    "10.0": kernels.Gpu("B200", (10, 0), 227 << 10),
-    "10.3": kernels.Gpu("B300", (10, 3), 227 << 10),
-    "11.0": kernels.Gpu("Thor", (11, 0), 227 << 10),
-    "12.0": kernels.Gpu("RTX 5090", (12, 0), 99 << 10),
-    "12.1": kernels.Gpu("DGX Spark", (12, 1), 99 << 10),
-    "gfx942": kernels.Gpu("MI300X", (9, 4), kernels.AMD_SHARED_MEMORY, amd="gfx942"),
-    "gfx950": kernels.Gpu("MI350X", (9, 5), kernels.AMD_SHARED_MEMORY, amd="gfx950"),
-    "gfx1100": kernels.Gpu("RX 7900 XTX", (11, 0), kernels.AMD_SHARED_MEMORY, amd="gfx1100"),
+    "8.0": runtime.Gpu("A100", (8, 0), 163 << 10),
+    "8.6": runtime.Gpu("RTX 3090", (8, 6), 99 << 10),
+    "8.9": runtime.Gpu("RTX 4090", (8, 9), 99 << 10),
+    "9.0": runtime.Gpu("H100", (9, 0), 227 << 10),
+    "10.0": runtime.Gpu("B200", (10, 0), 227 << 10),
+    "10.3": runtime.Gpu("B300", (10, 3), 227 << 10),
+    "11.0": runtime.Gpu("Thor", (11, 0), 227 << 10),
+    "12.0": runtime.Gpu("RTX 5090", (12, 0), 99 << 10),
+    "12.1": runtime.Gpu("DGX Spark", (12, 1), 99 << 10),
+    "gfx942": runtime.Gpu("MI300X", (9, 4), runtime.AMD_SHARED_MEMORY, amd="gfx942"),
+    "gfx950": runtime.Gpu("MI350X", (9, 5), runtime.AMD_SHARED_MEMORY, amd="gfx950"),
+    "gfx1100": runtime.Gpu("RX 7900 XTX", (11, 0), runtime.AMD_SHARED_MEMORY, amd="gfx1100"),
 }
 QUICK_GPUS = ("9.0", "10.0", "gfx942")
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Two head dims for each way in which kernels cut them: the largest multiple of 8 that is padded, and the largest. The
 # former also serve as value dims beside all others: tiles that take turns in shared memory have led ptxas astray.
-CUTS = [list(dims) for _, dims in itertools.groupby(range(1, kernels.MAX_DIM + 1), head_parts)]
+CUTS = [list(dims) for _, dims in itertools.groupby(range(1, dispatch.MAX_DIM + 1), head_parts)]
 VALUE_DIMS = tuple(max(dim for dim in dims[:-1] or dims if dim % 8 == 0) for dims in CUTS)
 HEAD_DIMS = tuple(sorted({*VALUE_DIMS, *(dims[-1] for dims in CUTS)}))
 HIH_HEAD_DIMS = (16, 24, 64, 72, 128)
@@ -272,7 +271,7 @@ def all_cases(part: str, gpu_name: str) -> Iterator[Case]:
 
 
 @contextmanager
-def recorded(gpu: kernels.Gpu) -> Iterator[dict[Launch, JITFunction]]:
+def recorded(gpu: runtime.Gpu) -> Iterator[dict[Launch, JITFunction]]:
     """Let the ops take CPU tensors for those of a GPU, and record what they launch there."""
     launches: dict[Launch, JITFunction] = {}
 
@@ -283,7 +282,7 @@ def recorded(gpu: kernels.Gpu) -> Iterator[dict[Launch, JITFunction]]:
     forget_plans()  # those for another GPU
     with (
         mock.patch.object(JITFunction, "run", record),
-        mock.patch.object(kernels, "find_gpu", lambda device: gpu),
+        mock.patch.object(runtime, "find_gpu", lambda device: gpu),
         mock.patch.object(torch.version, "hip", gpu.amd or None),
     ):
         yield launches
@@ -316,7 +315,7 @@ def describe(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any])
     return Launch(kernel.__name__, tuple(signature), tuple(constants), tuple(aligned), tuple(sorted(options.items())))
 
 
-def target_of(gpu: kernels.Gpu) -> GPUTarget:
+def target_of(gpu: runtime.Gpu) -> GPUTarget:
     """Return Triton's name of a GPU; waves of AMD's CDNA (gfx9) have 64 threads, of RDNA 32."""
     if gpu.amd:
         return GPUTarget("hip", gpu.amd, 64 if gpu.amd.startswith("gfx9") else 32)
@@ -378,7 +377,7 @@ def compile_apart(launch: Launch, kernel: JITFunction, target: GPUTarget) -> Nee
 
 
 def launches_of(
-    gpu: kernels.Gpu, cases: Iterable[Case], match: str
+    gpu: runtime.Gpu, cases: Iterable[Case], match: str
 ) -> tuple[dict[Launch, tuple[JITFunction, Case]], list[str]]:
     """Collect what the cases launch on a GPU, each launch once, and what the ops refuse there."""
     found: dict[Launch, tuple[JITFunction, Case]] = {}
@@ -399,7 +398,7 @@ def launches_of(
 def missing_hopper_kernels(launched: set[str]) -> list[str]:
     """Name the kernels that are written for Hopper alone and were not launched, with the reason if it is known."""
     missing = []
-    for path in sorted(Path(kernels.__file__).parent.glob("*/gluon_*.py")):
+    for path in sorted(Path(runtime.__file__).parent.glob("*/gluon_*.py")):
         module = f"headmix_vision.ops.{path.parent.name}.{path.stem}"
         try:
             names = [name for name in vars(importlib.import_module(module)) if name.endswith("_kernel")]
@@ -437,7 +436,7 @@ def check(gpu_name: str, part: str, match: str, share: int, shares: int) -> Repo
 
 def default_gpus() -> list[str]:
     """Name the GPUs for which this Triton compiles all kernels, and rightly."""
-    new = kernels.triton_release() >= kernels.RIGHT_ON_TENSOR_MEMORY
+    new = runtime.triton_release() >= runtime.RIGHT_ON_TENSOR_MEMORY
     return [name for name, gpu in GPUS.items() if new or not (gpu.amd or gpu.has_tensor_memory)]
 
 

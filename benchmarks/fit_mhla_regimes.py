@@ -1,7 +1,7 @@
 """Fit the cost model that picks the regime of the Triton MHLA, `headmix_vision/ops/mhla/regimes.py`.
 
-    python benchmarks/fit_mhla_regimes.py
-    python benchmarks/fit_mhla_regimes.py --device cpu --tiny    # tries the script itself, on the plain form
+    python -m benchmarks.fit_mhla_regimes
+    python -m benchmarks.fit_mhla_regimes --device cpu --tiny    # tries the script itself, on the plain form
 
 Times both regimes, forward with backward in bf16, over tokens, blocks and head dims, and prints each time as it comes;
 fits the constants by non-negative least squares on relative errors; prints them with what the model's choices lose
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from columns import run_checks
-from measuring import format_table, open_device, release_memory, time_calls
-from mhla_cases import Shape, raster_inputs, run_mhla
 from scipy.optimize import nnls
 
+from benchmarks.columns import run_checks
+from benchmarks.measuring import format_table, open_device, release_memory, time_calls
+from benchmarks.mhla_cases import Shape, raster_inputs, run_mhla
 from headmix_vision.ops.mhla import regimes
 
 GRIDS = ((8, 8), (14, 14), (16, 16), (20, 20), (24, 24), (32, 32))

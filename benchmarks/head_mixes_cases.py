@@ -12,10 +12,10 @@ from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import torch
-from mhla_cases import DTYPE, EPS, run_low_precision, run_sdpa_raster
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from benchmarks.mhla_cases import DTYPE, EPS, run_low_precision, run_sdpa_raster
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla, mix_heads
 
@@ -27,7 +27,7 @@ Mix = Callable[[Tensors, Tensor], Tensors]
 class Shape:
     """Interleaved heads on images: B images of a grid of tokens."""
 
-    causal = False  # what `mhla_cases` asks its own shapes
+    causal, group = False, ""  # what `mhla_cases` and `columns` ask their own shapes
 
     name: str
     batch: int
@@ -50,6 +50,11 @@ class Shape:
     def unit_bytes(self) -> int:
         """Size of one tensor [B, N, H, D]."""
         return self.batch * self.tokens * self.heads * self.head_dim * DTYPE.itemsize
+
+    @property
+    def floor_bytes(self) -> int:
+        """Size of the inputs, by which copies of them are counted."""
+        return 3 * self.unit_bytes
 
     def tiny(self) -> Shape:
         return replace(self, batch=2, grid=(5, 6), heads=2, head_dim=8, block_grid=(2, 2))

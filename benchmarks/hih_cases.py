@@ -11,11 +11,11 @@ from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
-from columns import Column
-from mhla_cases import DTYPE, Shape, head_inputs, raster_inputs, run_mhla, run_sdpa
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from benchmarks.columns import Column
+from benchmarks.mhla_cases import DTYPE, Shape, head_inputs, raster_inputs, run_mhla, run_sdpa
 from headmix_vision.ops import head_in_head
 
 SUB_HEADS = (1, 2, 4, 8)

@@ -10,6 +10,7 @@ Each is the median of repeated passes over the copies, divided by the calls of a
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gc
 import itertools
@@ -26,6 +27,9 @@ import torch
 
 from headmix_vision.files.origins import installed_version
 from headmix_vision.files.result_table import write_table
+
+REPOSITORY = Path(__file__).parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
 
 Call = Callable[[], object]
 SLOW_MS = 5.0  # from here on one copy of the inputs will do: its time is not that of filling the L2
@@ -173,6 +177,30 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size * source.itemsize / (ms * 1e-3)
 
 
+def add_options(parser: argparse.ArgumentParser, tiny: str) -> None:
+    """Add the options of every benchmark: device, a trial of the script itself (`tiny`), folder of the results."""
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--tiny", action="store_true", help=tiny)
+    parser.add_argument("--out", type=Path, help="folder of the CSV (default of a complete run: benchmarks/results)")
+
+
+def fill(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Set the options that were not given."""
+    for name, value in defaults.items():
+        if getattr(arguments, name, None) is None:
+            setattr(arguments, name, value)
+
+
+def results_path(arguments: argparse.Namespace, name: str, whole: bool = True) -> Path | None:
+    """CSV file of a device's results: in the folder given, of a complete run in the repository, of others none."""
+    folder = arguments.out or (RESULTS if whole and not arguments.tiny else None)
+    if folder is None:
+        return None
+    path: Path = folder / f"{name}_{device_slug(environment(torch.device(arguments.device))['device'])}.csv"
+    print(f"results: {path}")
+    return path
+
+
 def open_device(name: str) -> torch.device:
     """The device to measure on; exits with one line if it is not there."""
     if name not in ("cuda", "cpu"):
@@ -196,8 +224,13 @@ def device_slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", model).strip("_")
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows with the fields of the first as header; None is an empty field, floats have five digits."""
+def write_csv(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows with the fields of the first as header: None as an empty field, floats with five digits.
+
+    Without a path nothing is written.
+    """
+    if path is None:
+        return
     texts = ({key: f"{x:.5g}" if isinstance(x, float) else x for key, x in row.items()} for row in rows)
     write_table(path, list(rows[0]), texts)
 
@@ -206,6 +239,11 @@ def read_csv(path: Path, **wanted: str) -> list[dict[str, str]]:
     """The rows of a CSV file with these texts in their columns."""
     with path.open(newline="") as file:
         return [row for row in csv.DictReader(file) if all(row[column] == text for column, text in wanted.items())]
+
+
+def numbers(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
+    """Return the numbers of a column."""
+    return [float(row[column]) for row in rows]
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

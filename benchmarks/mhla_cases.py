@@ -6,16 +6,16 @@ B batch, N tokens, H heads, D head dim, M token blocks, n tokens in the largest 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from columns import Column
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.columns import Column
 from headmix_vision.ops import TokenBlocks, mhla
 from headmix_vision.ops.mhla.settings import apply_feature_map
 
@@ -82,22 +82,6 @@ SHAPES = (
     *_line("sweep", lambda tokens: 65536 // tokens, range(6, 17)),
     *_line("scaling", lambda tokens: 4, range(12, 17)),
 )
-
-
-def select_shapes(names: str, among: Sequence[Shape] = SHAPES) -> list[Shape]:
-    """Shapes by comma-separated names or groups ("model", "sweep", "scaling"); "all" is every shape.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
-    chosen: list[Shape] = []
-    for name in names.split(","):
-        found = [s for s in among if name in ("all", s.name, s.group)]
-        if not found:
-            known = [s.name for s in among if s.group == "model"]
-            raise ValueError(f"shapes must be of all, {', '.join(known)}, model, sweep, scaling, got {name!r}.")
-        chosen += [s for s in found if s not in chosen]
-    return chosen
 
 
 def raster_inputs(shape: Shape, generator: torch.Generator) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """A table on paper: what a training step sends, holds and takes on many GPUs, from steps that were measured on one.
 
-    python benchmarks/plan_scale.py                     # 8, 64 and 512 GPUs in hosts of 8
-    python benchmarks/plan_scale.py --gpus 256 --rates 450 25 --cpe
+    python -m benchmarks.plan_scale                     # 8, 64 and 512 GPUs in hosts of 8
+    python -m benchmarks.plan_scale --gpus 256 --rates 450 25 --cpe
 
 Measured are time and peak memory of a step on one GPU: of DiT-XL/2 at 256 px by bench_scale.py (H100), and of
 Wan2.1-1.3B with MHLA on 21x45x80 tokens by bench_wan.py (H200). P, the number of parameters, is that of the models. All
@@ -36,16 +36,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from bench_wan import WAN
-from measuring import format_table, read_csv
-from model_families import make_model
-from training_runs import REPOSITORY
 
+from benchmarks.bench_wan import WAN
+from benchmarks.measuring import RESULTS, format_table, read_csv
+from benchmarks.model_families import make_model
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
 from headmix_vision.ops import TokenBlocks, TokenRanks
 from headmix_vision.ops.token_ranks import even_axis
 
-DOCS = REPOSITORY / "docs"
 HOST = 8
 GPUS = (8, 64, 512)
 RATES = (450.0, 50.0)  # GB/s that a GPU sends within its host and to others, nominal: NVLink, and 400 Gb/s of network
@@ -88,7 +86,7 @@ def model_of(
     return Model(f"{name}, {batch}", batch, *sizes, rest, measured, spreads or {})
 
 
-def trained(path: Path = DOCS / "scale_h100.csv", name: str = "dit_mhla_xl_2", batch: int = 160) -> Model:
+def trained(path: Path = RESULTS / "scale_h100.csv", name: str = "dit_mhla_xl_2", batch: int = 160) -> Model:
     """A DiT for latents of 32 x 32 as bench_scale.py measured it with such a batch."""
     rows = read_csv(path, model=name, batch=str(batch))
     measured = {(row["what"], int(row["gpus"])): (float(row["step_s"]), float(row["peak_gib"])) for row in rows}
@@ -99,7 +97,7 @@ def trained(path: Path = DOCS / "scale_h100.csv", name: str = "dit_mhla_xl_2", b
 
 def wan(cpe: bool) -> Model:
     """Wan as bench_wan.py measured it: weights in bf16, without an optimizer."""
-    (row,) = read_csv(DOCS / "wan_h200.csv", size="x".join(map(str, WAN_TOKENS)), mode="train", row="converted")
+    (row,) = read_csv(RESULTS / "wan_h200.csv", size="x".join(map(str, WAN_TOKENS)), mode="train", row="converted")
     with torch.device("meta"):
         network = WanMHLATransformer3DModel(**WAN)
     heads, dim = network.config.num_attention_heads, network.config.attention_head_dim

@@ -2,12 +2,15 @@
 
 import os
 import random
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))  # benchmarks and experiments, which are not installed
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined, before the package is imported
 

@@ -381,7 +381,7 @@ SLIPS = [
     ),
     Slip("hooks of a projection act", "layers/bare_modules.py", " and not any(hooks)", "", MEA),
     Slip("hooks of a convolution act", "layers/grid_convolution.py", "if _is_plain(conv)", "if True", CONV),
-    Slip("input gradients flip the kernel", "ops/grid_conv/triton_impl.py", "flip=True", "flip=False", CONV_KERNELS),
+    Slip("input gradients flip the kernel", "ops/grid_conv/triton_op.py", "flip=True", "flip=False", CONV_KERNELS),
     Slip("weight gradients of clips", "ops/grid_conv/torch_impl.py", "max(0, -shift)", "max(0, shift)", CONV_OP),
     Slip(
         "places weigh as one token",
@@ -413,14 +413,14 @@ SLIPS = [
     ),
     Slip(
         "full tiles",
-        "ops/mhla/triton_launch_pairwise.py",
+        "ops/mhla/triton_pairwise.py",
         ' and t.num_places % c["BK"] == 0',
         "",
         "tests/ops/test_mhla_triton.py -k beyond",
     ),
     Slip(
         "alignment of output gradients",
-        "ops/mix_heads/triton_launch.py",
+        "ops/mix_heads/triton_kernels.py",
         "alignment(*inputs, *d_outs)",
         "alignment(*inputs)",
         "tests/ops/test_mix_heads_triton.py -k strides",
@@ -459,8 +459,8 @@ SLIPS = [
         " else None",
         MIX_NAMES,
     ),
-    Slip("float32 under autocast", "ops/precision.py", "enabled=False", "enabled=True", LAYER),
-    Slip("float32 under autocast", "ops/precision.py", "torch.promote_types(dtype, torch.float32)", "dtype", LAYER),
+    Slip("float32 under autocast", "ops/runtime.py", "enabled=False", "enabled=True", LAYER),
+    Slip("float32 under autocast", "ops/runtime.py", "torch.promote_types(dtype, torch.float32)", "dtype", LAYER),
     # scores and files
     Slip(
         "size of KID's subsets",

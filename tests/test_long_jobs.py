@@ -46,6 +46,9 @@ def test_commands_side_by_side_share_the_gpus_out(monkeypatch: pytest.MonkeyPatc
         assert [first, second] == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
     with gpus.least_busy(), gpus.least_busy(), gpus.least_busy() as third:
         assert third == {"CUDA_VISIBLE_DEVICES": "3"}
+    for _ in range(2):  # a GPU is free again when its command has ended
+        with gpus.least_busy() as alone:
+            assert alone == {"CUDA_VISIBLE_DEVICES": "3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with Gpus().least_busy() as only:
         assert only == {}
@@ -93,12 +96,13 @@ def test_a_table_says_where_its_rows_come_from(completed: bool, tmp_path: Path, 
         monkeypatch.setattr(sys, "argv", [str(Path("benchmarks/x.py").absolute()), "--rate", rate])
         origins._this_call.cache_clear()
         write_table(tmp_path / "x.csv", ["a"], [{"a": 1}], completed=completed)
-        calls: list[dict[str, str]] = json.loads((tmp_path / "x.origin.json").read_text())
+        calls: list[dict[str, str]] = json.loads((tmp_path / "origins.json").read_text())["x.csv"]
         return calls
 
     first, again = write("abc1234", "0.1"), write("abc1234", "0.1")
     assert first == again and first[0]["torch"] == installed_version("torch")
     assert [first[0][name] for name in ("commit", "command")] == ["abc1234", "python benchmarks/x.py --rate 0.1"]
+    write_table(tmp_path / "other.csv", ["a"], [])
     both = write("def5678", "a b")
     assert both[:-1] == (first if completed else []) and both[-1]["command"].endswith("--rate 'a b'")
     (tmp_path / "x.csv").unlink()
@@ -114,13 +118,15 @@ def test_the_commit_of_a_table_is_that_of_the_code(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("HEADMIX_VISION_COMMIT", raising=False)
     monkeypatch.setattr(origins, "_REPOSITORY", tmp_path)
     assert origins._commit() == "unknown"
-    for folder in ("headmix_vision", "benchmarks", "docs"):
+    for folder in ("headmix_vision", "experiments", "docs"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a").touch()
+        for name in ("a.py", "a.csv"):
+            (tmp_path / folder / name).touch()
     git("init", "--quiet")
     git("add", ".")
     git("commit", "--quiet", "--message", "x")
-    (tmp_path / "docs" / "a").write_text("a result")
+    for folder in ("experiments", "docs"):
+        (tmp_path / folder / "a.csv").write_text("a result")
     assert re.fullmatch("[0-9a-f]{7,}", origins._commit())
-    (tmp_path / "benchmarks" / "a").write_text("a change")
+    (tmp_path / "experiments" / "a.py").write_text("a change")
     assert re.fullmatch(r"[0-9a-f]{7,}\+changes", origins._commit())

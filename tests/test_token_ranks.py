@@ -19,7 +19,7 @@ from headmix_vision.layers import ConvPositionEncoding, HeadMixAttention
 from headmix_vision.layers.positions import rotary_tables
 from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla
-from headmix_vision.ops.kernels import INTERPRETED
+from headmix_vision.ops.runtime import INTERPRETED
 from headmix_vision.ops.token_ranks import even_axis
 
 LIMIT_S = 400

@@ -23,7 +23,7 @@ from headmix_vision.checks import check_counts, is_whole
 from headmix_vision.console.devices import available_memory
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenGrid
-from headmix_vision.ops.precision import autocast_off
+from headmix_vision.ops.runtime import autocast_off
 
 _BYTES = torch.float64.itemsize
 # What is held at once, in multiples of the matrices: they are collected from their rows and joined, and entropy and

@@ -15,8 +15,8 @@ import torch
 
 import headmix_vision
 from headmix_vision.doctor.known_gpus import known_gpu
-from headmix_vision.ops.assembler import default_assembler, find_assembler
-from headmix_vision.ops.kernels import why_no_kernel_takes
+from headmix_vision.ops.dispatch import why_no_kernel_takes
+from headmix_vision.ops.runtime import default_assembler, find_assembler
 
 LOCAL = "local"  # marks fields that a report leaves out
 _PROGRAM_LIMIT_S = 5

@@ -68,7 +68,7 @@ class I3DExtractor(ClipExtractor):
         if sha256 is None:
             raise InputError(
                 f"{path} is a program, which can do anything: if you trust it, give --features-sha256 with the hash"
-                f" that sha256sum {path} prints, and compare it with that of the publisher"
+                f" that sha256sum {path} prints, and compare it with the publisher's"
             )
         if sha256.lower() != digest:
             raise InputError(f"{path} has the SHA-256 {digest}, not {sha256} of --features-sha256: it was not opened")

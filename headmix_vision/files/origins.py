@@ -1,4 +1,4 @@
-"""Where a table of results comes from: a JSON file beside it with commit, command, device and versions."""
+"""Origins of result tables: one `origins.json` a folder, with commit, command, device and versions of their calls."""
 
 import json
 import os
@@ -16,28 +16,35 @@ import headmix_vision
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.files.texts import read_json
 
+ORIGINS = "origins.json"
 COMMIT_VARIABLE = "HEADMIX_VISION_COMMIT"  # for copies of a clone without its git directory
 _REPOSITORY = Path(__file__).parents[2]
-_CODE = ("headmix_vision", "benchmarks")  # results in docs/ are no changes
+_CODE = ("headmix_vision", "benchmarks/*.py", "experiments/*.py", "experiments/*.yaml")  # results are no changes
 
 
-def origin_path(table: Path) -> Path:
-    """The file beside a table: `x.origin.json` of `x.csv`."""
-    return table.with_suffix(".origin.json")
+def origins_of(table: Path) -> list[dict[str, str]]:
+    """Return the recorded calls that wrote a table, none if its folder has no `origins.json`."""
+    return _read(table.with_name(ORIGINS)).get(table.name, [])
 
 
 def write_origin(table: Path, completed: bool) -> None:
-    """Write the call of this process beside a table.
+    """Record the call of this process as an origin of a table.
 
     Args:
         table: The table.
-        completed: Keep the calls that are there, as the table keeps their rows.
+        completed: Keep the recorded calls, as the table keeps their rows.
     """
-    path, call = origin_path(table), _this_call()
-    calls = read_json(path) if completed and path.exists() else []
+    call = _this_call()
+    calls = origins_of(table) if completed else []
     if call not in calls:
+        path = table.with_name(ORIGINS)
+        origins = {**_read(path), table.name: [*calls, call]}
         with atomic_path(path) as temporary:
-            temporary.write_text(json.dumps([*calls, call], indent=1) + "\n")
+            temporary.write_text(json.dumps(dict(sorted(origins.items())), indent=1) + "\n")
+
+
+def _read(path: Path) -> dict[str, list[dict[str, str]]]:
+    return read_json(path) if path.exists() else {}
 
 
 @cache

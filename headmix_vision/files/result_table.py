@@ -1,4 +1,4 @@
-"""Tables of results: CSV files, each with its origin beside it, and one that outlives an interruption."""
+"""Tables of results: CSV files, their origins recorded beside them, and one that outlives an interruption."""
 
 import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ Row = dict[str, str]
 def write_table(
     path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]], *, completed: bool = False
 ) -> None:
-    """Write a CSV file that is complete or absent, and beside it the commit, command, device and versions of this call.
+    """Write a CSV file that is complete or absent, and record beside it by which call it was written.
 
     Args:
         path: The file; its folder is created when absent.

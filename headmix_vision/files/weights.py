@@ -51,7 +51,7 @@ def one_line_damage(path: Path) -> Iterator[None]:
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "not a regular file"
         raise InputError(f"{path} is {kind}; give a file of weights")
-    if zipfile.is_zipfile(path):
+    if is_archive(path):
         check_archive(path)
     try:
         with warnings.catch_warnings():
@@ -68,6 +68,14 @@ def one_line_damage(path: Path) -> Iterator[None]:
         known = isinstance(error, RuntimeError | OSError | ValueError)
         reason = str(error).partition("\n")[0][:300] if known else "it is not a table of weights by name"
         raise InputError(f"{path} holds no readable weights: {reason or type(error).__name__}") from None
+
+
+def is_archive(path: Path) -> bool:
+    """Return whether a file is a ZIP archive, as `torch.save` writes, possibly a damaged one."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:
+        return True
 
 
 def check_archive(path: Path, *, tensors: bool | None = None) -> None:

@@ -23,7 +23,7 @@ from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.layers.positions import Rotation
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid, TokenRanks
-from headmix_vision.ops.arguments import as_axes
+from headmix_vision.ops.dispatch import as_axes
 
 
 class HeadMixAttention(nn.Module):

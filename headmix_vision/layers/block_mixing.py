@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headmix_vision.checks import check_choice, check_counts
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks
+from headmix_vision.ops.dispatch import apply_either
 
 MIXING_INITS = ("locality", "uniform")
 LOWER, UPPER = 1e-6, 1.0
@@ -158,8 +159,9 @@ class _ClipKeepInwardGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (weight,), (grad,), (lower, upper) = ctx.saved_tensors, grads, ctx.bounds
-        outward = ((weight <= lower) & (grad > 0)) | ((weight >= upper) & (grad < 0))
-        return grad.masked_fill(outward, 0), None, None
+        least = torch.where(weight >= upper, 0.0, -math.inf)
+        most = torch.where(weight <= lower, 0.0, math.inf)
+        return grad.clamp(least, most).to(grad.dtype), None, None
 
 
 class _ClipWithTangents(_ClipKeepInwardGradient):
@@ -177,6 +179,9 @@ class _ClipWithTangents(_ClipKeepInwardGradient):
         return tangents[0].masked_fill((weight < lower) | (weight > upper), 0)
 
 
+_clip = apply_either(_ClipKeepInwardGradient, _ClipWithTangents)
+
+
 @torch.fx.wrap
 def clip_keep_inward_gradient(weight: Tensor, lower: float = LOWER, upper: float = UPPER) -> Tensor:
     """Clip weights to an interval, (0, 1); pass the gradient, except where its step would leave the interval.
@@ -184,8 +189,7 @@ def clip_keep_inward_gradient(weight: Tensor, lower: float = LOWER, upper: float
     Whether it would is decided in each backward pass: of a weight at a bound, gradients of parts of a batch, on several
     devices or accumulated, need not sum to that of the whole.
     """
-    clip = _ClipKeepInwardGradient if torch.compiler.is_compiling() else _ClipWithTangents
-    return clip.apply(weight, lower, upper)
+    return cast(Tensor, _clip(weight, lower, upper))
 
 
 def locality_weights(blocks: TokenBlocks) -> Tensor:

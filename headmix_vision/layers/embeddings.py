@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.layers.positions import grid_places
-from headmix_vision.ops.cached_tables import cached_tables
-from headmix_vision.ops.tracing import is_plain
+from headmix_vision.ops.dispatch import is_plain
+from headmix_vision.ops.runtime import cached_tables
 
 
 def sincos_positions(

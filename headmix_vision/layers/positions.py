@@ -11,9 +11,8 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenGrid
-from headmix_vision.ops.cached_tables import cached_tables
-from headmix_vision.ops.precision import accumulation_dtype
-from headmix_vision.ops.tracing import is_plain
+from headmix_vision.ops.dispatch import is_plain
+from headmix_vision.ops.runtime import accumulation_dtype, cached_tables
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [N, D / 2], float32
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmix_vision.checks import check_counts
-from headmix_vision.ops.precision import accumulation_dtype, autocast_off
+from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 
 
 class SubHeadMask(nn.Module):

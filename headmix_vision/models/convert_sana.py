@@ -24,7 +24,7 @@ from headmix_vision.layers.block_mixing import MIXING_INITS
 from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
 from headmix_vision.models.diffusers_features import found_by_diffusers
 from headmix_vision.ops import TokenBlocks, mhla
-from headmix_vision.ops.arguments import as_axes
+from headmix_vision.ops.dispatch import as_axes
 
 _EPS = 1e-15  # of Sana's denominator
 

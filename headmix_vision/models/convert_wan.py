@@ -29,7 +29,7 @@ from headmix_vision.models.converted import ConvertedModel, check_layers, new_mi
 from headmix_vision.models.diffusers_features import found_by_diffusers
 from headmix_vision.models.stored_positions import state_dict_in
 from headmix_vision.ops import TokenBlocks, TokenGrid
-from headmix_vision.ops.arguments import as_axes
+from headmix_vision.ops.dispatch import as_axes
 
 RELEASE_GRID = (21, 30, 50)  # tokens of 81 frames at 480 x 800
 RELEASE_BLOCKS = (3, 5, 10)

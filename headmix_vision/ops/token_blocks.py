@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.arguments import as_axes
-from headmix_vision.ops.cached_tables import cached_tables
+from headmix_vision.ops.dispatch import as_axes, is_plain
+from headmix_vision.ops.runtime import cached_tables
 from headmix_vision.ops.token_grid import TokenGrid
 from headmix_vision.ops.token_ranks import TokenRanks
-from headmix_vision.ops.tracing import is_plain
 
 
 class BlockTables(NamedTuple):

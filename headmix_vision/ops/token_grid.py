@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.arguments import as_axes, check_size
+from headmix_vision.ops.dispatch import as_axes, check_size
 
 
 @dataclass(frozen=True)

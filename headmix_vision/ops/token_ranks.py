@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.arguments import check_size
+from headmix_vision.ops.dispatch import check_size
 from headmix_vision.ops.token_grid import TokenGrid
 
 

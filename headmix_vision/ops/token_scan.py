@@ -6,16 +6,15 @@ N tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.cached_tables import cached_tables
-from headmix_vision.ops.index_maps import IndexMap, with_tangents
+from headmix_vision.ops.dispatch import IndexMap, apply_either, is_plain, with_tangents
+from headmix_vision.ops.runtime import cached_tables
 from headmix_vision.ops.token_grid import TokenGrid
-from headmix_vision.ops.tracing import is_plain
 
 SCAN_ORDERS = ("row_major", "column_major")
 
@@ -117,7 +116,7 @@ def restore(x: Tensor, tables: ScanTables) -> Tensor:
 
 
 def _reorder(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    return (_Reorder if torch.compiler.is_compiling() else _ReorderDual).apply(x, order, inverse)
+    return cast(Tensor, _apply_reorder(x, order, inverse))
 
 
 class _Reorder(IndexMap):
@@ -133,7 +132,7 @@ class _Reorder(IndexMap):
         return _reorder(grads[0], inverse, order), None, None
 
 
-_ReorderDual = with_tangents(_Reorder)
+_apply_reorder = apply_either(_Reorder, with_tangents(_Reorder))
 
 
 def _build_tables(scan: TokenScan, device: torch.device) -> ScanTables:

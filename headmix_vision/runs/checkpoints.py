@@ -10,7 +10,6 @@ import math
 import os
 import pickle
 import re
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from headmix_vision.checks import is_whole
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields, check_nesting
 from headmix_vision.files.hashes import tensors_sha256
-from headmix_vision.files.weights import check_archive, check_plain
+from headmix_vision.files.weights import check_archive, check_plain, is_archive
 from headmix_vision.runs.shards import check_shards, named_tensors, read_shards, whole
 
 DESCRIPTION_KEY = "headmix_vision"
@@ -69,7 +68,7 @@ def read_checkpoint(
     path = Path(path)
     if not path.is_file():
         raise InputError(f"no checkpoint at {path}")
-    if not zipfile.is_zipfile(path):
+    if not is_archive(path):
         raise InputError(f"{path} is not a checkpoint, or it is truncated ({path.stat().st_size} bytes)")
     check_archive(path, tensors=False)
     try:
@@ -82,11 +81,8 @@ def read_checkpoint(
     check_nesting(str(path), checkpoint)
     if not isinstance(checkpoint, dict) or DESCRIPTION_KEY not in checkpoint or "state_dict" not in checkpoint:
         raise InputError(f"{path} was not written by this package (no entry {DESCRIPTION_KEY!r})")
-    try:
-        for name, tensor in named_tensors(checkpoint):
-            check_plain(path, name, tensor)
-    except RecursionError:
-        raise InputError(f"{path} is damaged: its entries are nested without end") from None
+    for name, tensor in named_tensors(checkpoint):
+        check_plain(path, name, tensor)
     for key in _STATES:
         state = checkpoint.get(key, {})
         if not isinstance(state, dict) or not all(

@@ -53,7 +53,7 @@ _OF_ONE_START = ("run_dir", "overwrite", "ckpt_path")
 
 
 class Trust:
-    """What a command line has named, and what its configs may therefore name.
+    """Holds what a command line has named, and decides what its configs may therefore name.
 
     Args:
         args: The command line, with paths in the place of recipes' names.

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_context_parallel
 
-def test_times_errors_and_bytes(load, monkeypatch, tmp_path: Path):
+
+def test_times_errors_and_bytes(monkeypatch, tmp_path: Path):
     group = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     for name, value in group.items():
         monkeypatch.setenv(name, str(value))
     arguments = ["--device", "cpu", "--tiny", "--grids", "4x4x4/2x2x2", "--repeats", "1", "--out", str(tmp_path)]
-    load("bench_context_parallel").main(arguments)
+    bench_context_parallel.main(arguments)
     with (tmp_path / "context_parallel_cpu.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["what"], row["pass"]) for row in rows] == [
@@ -30,7 +32,7 @@ def test_times_errors_and_bytes(load, monkeypatch, tmp_path: Path):
     [(["--grids", "4x4/2x2"], "three axes"), (["--repeats", "0"], "positive"), ([], "torchrun")],
     ids=lambda value: "".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_calls_end_with_one_line(load, monkeypatch, arguments, message):
+def test_wrong_calls_end_with_one_line(monkeypatch, arguments, message):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
-        load("bench_context_parallel").main(["--device", "cpu", "--tiny", *arguments])
+        bench_context_parallel.main(["--device", "cpu", "--tiny", *arguments])

@@ -3,18 +3,14 @@
 import csv
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
-import pytest
 import torch
 
-
-@pytest.fixture
-def cases(load) -> ModuleType:
-    return load("head_mixes_cases")
+from benchmarks import bench_head_mixes as bench
+from benchmarks import head_mixes_cases as cases
 
 
-def test_all_forms_compute_the_same(cases):
+def test_all_forms_compute_the_same():
     """In float64, so far as they run on a CPU; softmax is another op than the exact form, which is MHLA."""
     shape = replace(cases.SHAPES[1].tiny(), block_grid=(2, 2))
     for contest in cases.CONTESTS.values():
@@ -26,7 +22,7 @@ def test_all_forms_compute_the_same(cases):
                 torch.testing.assert_close(a, b)
 
 
-def test_softmax_sees_all_pseudo_heads(cases):
+def test_softmax_sees_all_pseudo_heads():
     shape = cases.SHAPES[0].tiny()
     q, k, v, weights, collapse, _ = inputs = [
         x.detach().double() for x in cases.op_inputs(shape, torch.Generator().manual_seed(0))
@@ -41,8 +37,8 @@ def test_softmax_sees_all_pseudo_heads(cases):
     torch.testing.assert_close(math_form.run(shape, *inputs)[0], expected)
 
 
-def test_the_gate_refuses_wrong_results(cases, load):
-    bench, shape = load("bench_head_mixes"), cases.SHAPES[0].tiny()
+def test_the_gate_refuses_wrong_results():
+    shape = cases.SHAPES[0].tiny()
     contest = cases.CONTESTS["mix"]
     assert bench.check_contest(contest, shape, torch.device("cpu")) == []
 
@@ -55,9 +51,9 @@ def test_the_gate_refuses_wrong_results(cases, load):
     assert len(failures) == 3 + 3 + 1 and all("wrong of mix" in line for line in failures)
 
 
-def test_bench_head_mixes_writes_a_table(load, tmp_path: Path, capsys):
+def test_bench_head_mixes_writes_a_table(tmp_path: Path, capsys):
     arguments = ["--device", "cpu", "--tiny", "--shapes", "n196_p2", "--out", str(tmp_path)]
-    load("bench_head_mixes").main(arguments)
+    bench.main(arguments)
     printed = capsys.readouterr().out
     assert "correct: ours in mix, collapse, op at 1 shapes" in printed
     assert "n196_p2, op: over MHLA" in printed and "n196_p2, layer: over MHLA" in printed

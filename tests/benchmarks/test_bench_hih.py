@@ -1,4 +1,4 @@
-"""`bench_hih.py`: its columns and bars, its gate, and a small run on a CPU."""
+"""`bench_hih.py`: its columns, its gate, and a small run on a CPU."""
 
 import csv
 from pathlib import Path
@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import bench_hih as bench
+from benchmarks import columns
+from benchmarks import hih_cases as cases
 
-def test_bench_hih_writes_tables(load, tmp_path: Path, capsys):
+
+def test_bench_hih_writes_tables(tmp_path: Path, capsys):
     arguments = ["--device", "cpu", "--tiny", "--shapes", "model,sweep", "--out", str(tmp_path), "--limit_ms", "1e6"]
-    load("bench_hih").main(arguments)
+    bench.main(arguments)
     printed = capsys.readouterr().out
     assert "correct: torch_r1, torch_r4, loop_r1, " in printed and "torch_r4: time grows as N^" in printed
-    assert printed.count("| torch, r = 4 | ") == 4
+    assert printed.count(" | torch_r4 | ") == 4
     with (tmp_path / "hih_cpu.csv").open() as file:
         rows = list(csv.DictReader(file))
     shapes = ("n256", "n1024", "n4096", "n16384")
@@ -22,8 +26,7 @@ def test_bench_hih_writes_tables(load, tmp_path: Path, capsys):
     assert all(float(r["forward_backward_ms"]) > 0 and float(r["forward_floor_ms"]) > 0 for r in rows)
 
 
-def test_shapes_and_columns_of_head_in_head(load, monkeypatch, capsys):
-    cases = load("hih_cases")
+def test_shapes_and_columns_of_head_in_head(monkeypatch, capsys):
     by_name = {shape.name: shape for shape in cases.SHAPES}
     sizes = {(s.batch, s.tokens, s.heads, s.head_dim) for s in cases.SHAPES if s.group != "scaling"}
     assert sizes == {(128, 256, 6, 64), (32, 1024, 16, 64), (8, 4096, 16, 64), (2, 16384, 16, 64)}
@@ -31,7 +34,7 @@ def test_shapes_and_columns_of_head_in_head(load, monkeypatch, capsys):
     assert len({s.batch for s in cases.SHAPES if s.group == "scaling"}) == 1
     features, gates = 2 * 8 * 4096 * 16 * 64, 4 * 8 * 4096 * 16
     assert cases.floor_bytes(by_name["n4096"]) == (4 * features + 2 * gates, 11 * features + 6 * gates)
-    assert load("mhla_cases").select_shapes("sweep,n256,n1024", cases.SHAPES)[-1] is by_name["n256"]
+    assert columns.select_shapes("sweep,n256,n1024", cases.SHAPES)[-1] is by_name["n256"]
 
     tiny = by_name["n1024"].tiny()
     generator = torch.Generator().manual_seed(0)
@@ -44,14 +47,13 @@ def test_shapes_and_columns_of_head_in_head(load, monkeypatch, capsys):
     mask = cases.sub_head_mask((3, 5, 4, 4), generator)
     torch.testing.assert_close(mask.diagonal(dim1=-2, dim2=-1), torch.ones(3, 5, 4))
 
-    bench = load("bench_hih")
     monkeypatch.setattr(bench, "why_no_fla", lambda: "package fla-core is not installed")
     assert [c.name for c in bench.select_columns(["r1", "fla"])] == ["r1"]
     assert capsys.readouterr().out == "fla: package fla-core is not installed, its rows are left out\n"
 
 
-def test_the_gate_of_head_in_head_refuses_wrong_results(load, monkeypatch):
-    bench, columns = load("bench_hih"), load("hih_cases").COLUMNS
+def test_the_gate_of_head_in_head_refuses_wrong_results(monkeypatch):
+    columns = cases.COLUMNS
     device, right = torch.device("cpu"), bench.head_in_head
     assert bench.check_column(columns["torch_r4"], "head", device) == []
     assert bench.check_column(columns["torch_r4"], "token", device) == []
@@ -67,14 +69,12 @@ def test_the_gate_of_head_in_head_refuses_wrong_results(load, monkeypatch):
     with pytest.raises(SystemExit, match="nothing timed"):
         bench.gate([], [columns["loop_r1"]], device, jobs=1)
     monkeypatch.setattr(bench, "head_in_head", right)
-    fla = load("hih_cases").COLUMNS["torch_r1"]
+    fla = cases.COLUMNS["torch_r1"]
     monkeypatch.setattr(bench, "run_fla", lambda shape, *x: 1.1 * fla.run(shape, *x, torch.ones(shape.heads, 1, 1)))
     assert len(bench.check_fla(device, "torch")) == 1
 
 
-def test_what_others_refuse_is_reported_and_the_forward_pass_kept(load):
-    bench, cases, columns = load("bench_hih"), load("hih_cases"), load("columns")
-
+def test_what_others_refuse_is_reported_and_the_forward_pass_kept(capsys):
     class Refuses(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *x):
@@ -86,24 +86,15 @@ def test_what_others_refuse_is_reported_and_the_forward_pass_kept(load):
 
     theirs = columns.Column("fla", cases.delta_inputs, lambda shape, *x: Refuses.apply(*x))
     shape, device = cases.SHAPES[1].tiny(), torch.device("cpu")
-    rows, notes = bench.measure_all([shape], [theirs, cases.COLUMNS["torch_r1"]], device, 1e4)
+    rows, notes = columns.measure_all(
+        [shape], [theirs, cases.COLUMNS["torch_r1"]], device, 1e4, bench.describe, cases.floor_bytes
+    )
     assert notes == ["n1024, fla: refused by fla: Triton is too new (see #640)"]
     assert rows[0]["forward_ms"] > 0 and rows[0]["forward_backward_ms"] is None
-    (line,) = (line for line in load("hih_report").tables(rows).splitlines() if line.startswith("| flash-linear"))
-    assert line.count("refused") == 1 and line.split(" | ")[2] == "1.00"
+    columns.print_rows(rows, "torch_r1")
+    theirs_shown, ours_shown = capsys.readouterr().out.strip().splitlines()[-2:]
+    assert theirs_shown.startswith("| n1024 | fla | ") and " | refused | " in theirs_shown
+    assert ours_shown.startswith("| n1024 | torch_r1 | ") and ours_shown.count(", 1.00) | ") == 2
     ours = columns.Column("ours", theirs.make, theirs.run, ours=True)
     with pytest.raises(RuntimeError, match="too new"):
         columns.measure(shape, ours, device, 1e4)
-
-
-def test_bars_of_head_in_head(load):
-    report = load("hih_report")
-    times = {"fla": (1.0, None), "r1": (1.2, 2.0), "r4": (3.7, 7.0), "torch_r4": (9.0, 9.0)}
-    rows = [
-        {"shape": "a", "group": "sweep", "column": name, "forward_ms": x, "forward_backward_ms": y}
-        for name, (x, y) in times.items()
-    ]
-    lines = report.bars(rows)
-    assert [line.rsplit(": ", 1)[1] for line in lines] == ["met", "missed", "met"]
-    assert lines[1] == "a forward: Triton, r = 4 takes 3.08x Triton, r = 1, at most 3: missed"
-    assert [report.label(name) for name in ("torch_r8", "mhla")] == ["torch, r = 8", "MHLA"]

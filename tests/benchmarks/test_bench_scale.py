@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_scale as bench
+
 
 @pytest.mark.slow
-def test_bench_scale_compares_losses_of_one_process_and_two(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bench_scale_compares_losses_of_one_process_and_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     command = ["--device", "cpu", "--tiny", "--losses", "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
-    load("bench_scale").main(command)
+    bench.main(command)
     monkeypatch.setattr("sys.executable", "none")  # all is found already
-    load("bench_scale").main(command)
+    bench.main(command)
     with (tmp_path / "scale_losses_cpu.csv").open() as file:
         rows = list(csv.DictReader(file))
     ways = [("one", "1"), *((way, "2") for way in ("ddp", "fsdp2", "kept", "hybrid"))]
@@ -20,16 +22,15 @@ def test_bench_scale_compares_losses_of_one_process_and_two(load, tmp_path: Path
     assert all(float(row["largest_difference"]) == 0 for row in rows)
 
 
-def test_a_case_of_bench_scale_says_what_it_found(load, tmp_path: Path):
+def test_a_case_of_bench_scale_says_what_it_found(tmp_path: Path):
     model, folder = "deit_mhla_tiny:depth=1,embed_dim=24", tmp_path / "run"
     case = {"model": model, "what": "one", "gpus": 1, "losses": True, "batch": 4, "folder": str(folder)}
-    load("bench_scale").main(["--device", "cpu", "--tiny", "--case", json.dumps(case)])
+    bench.main(["--device", "cpu", "--tiny", "--case", json.dumps(case)])
     found = json.loads((folder / "found.json").read_text())
     assert len(found["losses"]) == 4 and found["peak_gib"] is None
 
 
-def test_ratios_are_of_one_gpu(load, monkeypatch: pytest.MonkeyPatch):
-    bench = load("bench_scale")
+def test_ratios_are_of_one_gpu(monkeypatch: pytest.MonkeyPatch):
     found = {"step_s": 0.5, "peak_gib": 1.0, "losses": None}
     monkeypatch.setattr(
         bench, "measure", lambda model, what, gpus, arguments, argv: {"what": what, "gpus": gpus, **found}
@@ -40,8 +41,7 @@ def test_ratios_are_of_one_gpu(load, monkeypatch: pytest.MonkeyPatch):
     assert [(row["what"], row["gpus"]) for row in rows] == [("one", 1), ("ddp", 2)]
 
 
-def test_files_are_named_after_what_is_measured(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    bench = load("bench_scale")
+def test_files_are_named_after_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = {"step_s": 0.5, "peak_gib": None, "losses": [1.0]}
     monkeypatch.setattr(
         bench,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_training as bench
 
-def test_bench_training_compares_commands_with_the_bare_step(load, tmp_path: Path):
-    load("bench_training").main(
-        ["--device", "cpu", "--tiny", "--steps", "6", "--warmup_steps", "2", "--out", str(tmp_path)]
-    )
+
+def test_bench_training_compares_commands_with_the_bare_step(tmp_path: Path):
+    bench.main(["--device", "cpu", "--tiny", "--steps", "6", "--warmup_steps", "2", "--out", str(tmp_path)])
     with (tmp_path / "training_cpu.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["what"] for row in rows] == 2 * ["bare step", "no averaging", "averaging"]
@@ -21,8 +21,8 @@ def test_bench_training_compares_commands_with_the_bare_step(load, tmp_path: Pat
         assert math.isclose(float(command["ratio_to_bare"]), ratio, rel_tol=1e-3)
 
 
-def test_the_clock_leaves_out_the_first_steps_and_the_last(load, monkeypatch: pytest.MonkeyPatch):
-    bench, trainer, module = load("bench_training"), Trainer(), None
+def test_the_clock_leaves_out_the_first_steps_and_the_last(monkeypatch: pytest.MonkeyPatch):
+    trainer, module = Trainer(), None
     clock = bench.Clock(2)
     monkeypatch.setattr(clock, "_now", lambda _: 10.0 * trainer.global_step)
     for step in range(6):

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_wan as bench
 
-def test_bench_wan_compares_with_softmax(load, tmp_path: Path):
-    bench = load("bench_wan")
+
+def test_bench_wan_compares_with_softmax(tmp_path: Path):
     bench.main(["--device", "cpu", "--tiny", "--windows", "1", "--out", str(tmp_path)])
     with (tmp_path / "wan_cpu.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import machine_code
 from headmix_vision.doctor.known_gpus import KNOWN_GPUS
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compile_kernels.py"
+REPOSITORY = Path(__file__).parents[2]
 WRONG_CODE = """
-import compile_kernels
-from headmix_vision.ops import assembler, kernels
-default = assembler.default_assembler((9, 0))
-assembler.find_assembler = lambda: default
+from benchmarks import compile_kernels
+from headmix_vision.ops import runtime
+default = runtime.default_assembler((9, 0))
+runtime.find_assembler = lambda: default
 case = compile_kernels.mhla_case("", "float32", 88, (16, 32), (4, 4), "pairwise")
 launches, _ = compile_kernels.launches_of(compile_kernels.GPUS["9.0"], [case], "pairwise_forward_kernel")
 ((launch, (kernel, _)),) = launches.items()
@@ -26,7 +27,8 @@ print(compile_kernels.compile_launch(launch, kernel, compile_kernels.target_of(c
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "benchmarks.compile_kernels", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
 def compile_for(*arguments):
@@ -59,7 +61,7 @@ def test_every_gpu_of_which_something_is_known_can_be_compiled_for():
 
 def test_the_check_finds_what_an_old_assembler_gets_wrong():
     """A float32 head of 88 dims is cut into tiles of two swizzles, which take turns in shared memory."""
-    done = subprocess.run([sys.executable, "-c", WRONG_CODE], cwd=SCRIPT.parent, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", WRONG_CODE], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     version, error = done.stdout.splitlines()
     if version == "(12, 8)":
@@ -99,8 +101,8 @@ LISTING = """
 """
 
 
-def test_registers_that_a_path_leaves_unwritten(load):
-    unwritten_registers = load("machine_code").unwritten_registers
+def test_registers_that_a_path_leaves_unwritten():
+    unwritten_registers = machine_code.unwritten_registers
     (found,) = unwritten_registers(LISTING)
     assert found.endswith("at 0030")
     assert not unwritten_registers(LISTING.replace("@P0 BRA", "@P0 EXIT"))

@@ -14,12 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import measuring
+from benchmarks import plan_scale as plan
+from experiments import tables
 from headmix_vision.ops import TokenBlocks
 from headmix_vision.training.sharding import ShardedStrategy
 
 
-def test_a_ring_sums_gradients(load):
-    sent = load("plan_scale").weights_sent
+def test_a_ring_sums_gradients():
+    sent = plan.weights_sent
     assert sent(90, 10, "ddp", 1, 4) == pytest.approx([2 * 3 / 4 * 400, 0])
     two_hosts = sent(90, 10, "ddp", 2, 8)
     assert two_hosts.sum() == pytest.approx(2 * 15 / 16 * 400)
@@ -43,8 +46,7 @@ class Collectives(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_sharded_weights_send_what_is_planned(load, hosts, monkeypatch: pytest.MonkeyPatch):
-    plan = load("plan_scale")
+def test_sharded_weights_send_what_is_planned(hosts, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ShardedStrategy, "root_device", torch.device("cuda"))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8 * hosts)
     try:
@@ -63,8 +65,8 @@ def test_sharded_weights_send_what_is_planned(load, hosts, monkeypatch: pytest.M
     np.testing.assert_allclose(plan.weights_sent(3 * 256, 128, way, hosts, 8), sent)
 
 
-def test_spread_tokens_send_summaries_and_edges(load):
-    spread = load("plan_scale").spread_over_host
+def test_spread_tokens_send_summaries_and_edges():
+    spread = plan.spread_over_host
     own, shared, uneven = (TokenBlocks.from_grid((t, 2, 3), (b, 1, 2)) for t, b in ((8, 8), (8, 4), (21, 8)))
     passes, others, numbers = 3 * 5, 7, 4 * 10 * 10 * 2  # five layers, forward twice and backward; heads, D, D, blocks
     for blocks in (own, shared):
@@ -74,12 +76,12 @@ def test_spread_tokens_send_summaries_and_edges(load):
     assert [spread(blocks, 4, 10, 5, False).share for blocks in (own, uneven)] == [1 / 8, 1 / 7]
 
 
-def test_measured_steps_stand_beside_planned_ones(load, tmp_path: Path):
-    plan, model = load("plan_scale"), "dit_mhla_s_2:depth=1,embed_dim=16,num_heads=2"
+def test_measured_steps_stand_beside_planned_ones(tmp_path: Path):
+    model = "dit_mhla_s_2:depth=1,embed_dim=16,num_heads=2"
     cases = {("one", 1): 0.2, ("ddp", 2): 0.3, ("fsdp2", 2): 0.4, ("hybrid", 2): 0.5}
     rows = [{"model": model, "batch": 4, "what": what, "gpus": gpus, "step_s": step_s, "peak_gib": 3}
             for (what, gpus), step_s in cases.items()]  # fmt: skip
-    load("measuring").write_csv(tmp_path / "scale.csv", rows)
+    measuring.write_csv(tmp_path / "scale.csv", rows)
     tiny = plan.trained(tmp_path / "scale.csv", model, 4)
     assert tiny.rest == 3 * 2**30 - 16 * (tiny.blocks + tiny.outside)
     ddp, fsdp2, *eight = plan.lines(tiny, [8], [450, 50])
@@ -93,11 +95,10 @@ def test_measured_steps_stand_beside_planned_ones(load, tmp_path: Path):
     assert fsdp2[6:] == ["200 to 200 (measured: 400)", "40.0 to 40.0"]
 
 
-def test_the_document_follows_the_files_of_measurements(load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    tables, plan = load("document_tables"), load("plan_scale")
-    text = (plan.DOCS / "scale.md").read_text()
+def test_the_document_follows_the_files_of_measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    text = (measuring.REPOSITORY / "docs" / "scale.md").read_text()
     assert tables.renewed(text) == text
-    for path in plan.DOCS.glob("*_h200.csv"):
+    for path in plan.RESULTS.glob("*_h200.csv"):
         (tmp_path / path.name).write_text(re.sub(r",1685\.3,", ",1885.3,", path.read_text()))
-    monkeypatch.setattr(plan, "DOCS", tmp_path)
+    monkeypatch.setattr(plan, "RESULTS", tmp_path)
     assert "1,885 to" in tables.renewed(text)

@@ -1,14 +1,17 @@
 """What all scripts share: measuring, and wrong arguments."""
 
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import fit_mhla_regimes as fit
+from benchmarks import measuring
 
-def test_measuring(load, tmp_path: Path):
-    measuring = load("measuring")
+
+def test_measuring(tmp_path: Path):
     device = torch.device("cpu")
     timing = measuring.time_calls([lambda: time.sleep(0.002)] * 2, device, budget_s=0.01)
     assert timing.graph_ms is None and timing.ms >= 2
@@ -27,7 +30,11 @@ def test_measuring(load, tmp_path: Path):
         ("bench_mhla", ["--shapes", "deit,big"], "'big'"),
         ("bench_mhla", ["--columns", "flash,fast"], "'fast'"),
         ("bench_mhla", ["--device", "tpu"], "'tpu'"),
-        ("bench_mhla", ["--device", "cpu", "--causal", "--columns", "torch,linear"], "linear cannot be causal"),
+        (
+            "bench_mhla",
+            ["--device", "cpu", "--causal", "--columns", "torch,linear"],
+            "linear cannot be causal",
+        ),
         ("bench_mhla", ["--limit_ms", "0"], "positive"),
         ("bench_hih", ["--shapes", "n256,n257"], "'n257'"),
         ("bench_hih", ["--columns", "r1,r3"], "'r3'"),
@@ -41,25 +48,23 @@ def test_measuring(load, tmp_path: Path):
         ("bench_training", ["--models", "dit_mhla_huge"], "'dit_mhla_huge'"),
         ("bench_training", ["--batch", "3"], "even"),
         ("bench_training", ["--steps", "100"], "--warmup_steps"),
-        ("bench_scale", ["--device", "cpu", "--losses", "--models", "dit_mhla_s_2"], "--losses takes classifiers"),
+        (
+            "bench_scale",
+            ["--device", "cpu", "--losses", "--models", "dit_mhla_s_2"],
+            "--losses takes classifiers",
+        ),
         ("bench_scale", ["--device", "cpu", "--gpus", "1", "--ways", "ddp"], "--gpus 2 or more"),
         ("plan_scale", ["--gpus", "12"], "multiples of 8"),
-        ("compare_moving_digits", ["--out", "x.csv", "--rows", "mhla", "soft"], "'soft'"),
-        ("compare_moving_digits", ["--out", "x.csv", "--rows", "mhla", "mhla"], "twice"),
-        ("compare_moving_digits", ["--out", "x.csv", "--samples", "3"], "--samples"),
-        ("compare_moving_digits", ["--out", "x.csv", "--long", "16"], "above --frames 16"),
-        ("compare_moving_digits", ["--out", __file__], "another --out"),
     ],
 )
-def test_wrong_arguments_end_with_one_line(load, script, arguments, message):
+def test_wrong_arguments_end_with_one_line(script, arguments, message):
     with pytest.raises(SystemExit) as stop:
-        load(script).main(arguments)
+        import_module(f"benchmarks.{script}").main(arguments)
     line = str(stop.value)
     assert line.startswith("error: ") and message in line and "\n" not in line
 
 
-def test_regimes_are_fitted_to_what_is_timed(load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    fit = load("fit_mhla_regimes")
+def test_regimes_are_fitted_to_what_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     few = fit.shapes()[::8]
     monkeypatch.setattr(fit, "shapes", lambda: few)
     fit.main(["--device", "cpu", "--tiny"])

@@ -85,7 +85,8 @@ def test_validation_of_a_generator_is_never_flipped(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_image(tmp_path / split / "one" / "0.png", seed=0, size=(8, 8))
     for dataset, shape, split in (("digits", (1, 8, 8), "validation"), ("folder", (3, 8, 8), "val")):
-        options = {"root": str(tmp_path), "val_split": split, "batch_size": 1, "num_workers": 0}
+        root = str(tmp_path) if dataset == "folder" else None
+        options = {"root": root, "val_split": split, "batch_size": 1, "num_workers": 0}
         first = {}
         for hflip in (0.0, 1.0):
             data = attach(GenerationData(dataset, hflip=hflip, **options), shape)

@@ -22,7 +22,7 @@ from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.folders import open_class_folders
-from headmix_vision.data.datasets.latents import MANIFEST, LatentShards, shard_name
+from headmix_vision.data.datasets.latents import MANIFEST, LatentShards, open_latents, shard_name
 from headmix_vision.data.latent_cache import write_cache
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
@@ -190,6 +190,12 @@ def test_digits_of_a_data_set(tmp_path: Path) -> None:
     assert run(*arguments, "--out", tmp_path / "out", "--workers", 0) == 0
     shards = LatentShards(tmp_path / "out")
     assert len(shards) == 360 and shards.shape == (1, 8, 8) and shards.num_classes == 10
+
+
+def test_latents_of_images_are_stills_where_clips_are_taken(images: Path, tmp_path: Path) -> None:
+    plain = cache(images, "none", tmp_path / "out")
+    stills = open_latents(SplitRequest("latents", "train", (3, 1, 12, 12), "generation", root=str(tmp_path / "out")))
+    assert torch.equal(stills[4][0], plain[4][0][:, None])
 
 
 def test_decoding_inverts_the_scale(vae: Path) -> None:

@@ -110,7 +110,7 @@ def test_latte_takes_every_third_frame_of_real_clips(network: Path, sides: tuple
 
 
 def test_the_seed_draws_the_controls(network: Path, sides: tuple[Path, Path], tmp_path: Path) -> None:
-    common = ("--real", sides[0], "--fake", sides[1], "--features", network, "--frames", 12)
+    common = ("--real", sides[0], "--fake", sides[1], *vouched(network), "--frames", 12)
     first, again, other = (score(tmp_path, *common, "--seed", seed) for seed in (1, 1, 2))
     assert first["controls"] == again["controls"] != other["controls"]
     assert first["scores"]["fvd"] == other["scores"]["fvd"]

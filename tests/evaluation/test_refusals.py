@@ -83,7 +83,7 @@ def test_bad_options(
     sides = ("--real", folders[0], "--fake", folders[1])
     common = (*sides, "--features", classifier)
     assert "subset size is 81" in refused(capsys, "kid", *common, "--subset-size", 81)
-    assert "splits is 81" in refused(capsys, "is", *common, "--splits", 81)
+    assert "splits is 81" in refused(capsys, "is", *common[2:], "--splits", 81)
     assert "neighbours is 80" in refused(capsys, "prc", *common, "--neighbours", 80)
     message = refused(capsys, "fid", *sides, "--features", "resnet")
     assert "must be inception, digits, lite0:PATH, or the path" in message

@@ -89,3 +89,9 @@ def test_tables_of_a_transformed_call_are_not_kept(core, grid, core_args):
     each = vmap(grad(lambda x: layer(x[None]).square().sum()))(x)
     (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
     torch.testing.assert_close(each, expected)
+
+
+def test_images_of_evaluation_are_cropped_as_timms_models_of_the_size():
+    for size in (224, 384):
+        ours, theirs = (timm.get_pretrained_cfg(f"{name}_base_patch16_{size}") for name in ("deit_mhla", "deit"))
+        assert (ours.crop_pct, ours.interpolation) == (theirs.crop_pct, theirs.interpolation)

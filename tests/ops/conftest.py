@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from headmix_vision.ops.kernels import INTERPRETED
-from headmix_vision.ops.launching import forget_plans
+from headmix_vision.ops.runtime import INTERPRETED, forget_plans
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.runtime.jit import JITFunction
 
-from headmix_vision.ops.mhla import gluon_names
+from headmix_vision.ops.mhla.hopper import names as gluon_names
 
 NAN = float("nan")
 

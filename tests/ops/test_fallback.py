@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, fallback, kernels, launching
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, dispatch, runtime
 from headmix_vision.ops.grid_conv import api as grid_conv
 from headmix_vision.ops.head_in_head import api as head_in_head
-from headmix_vision.ops.launching import KernelFailed, Launch
 from headmix_vision.ops.mhla import api as mhla
 from headmix_vision.ops.mhla import triton_ranks
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mix_heads import api as mix_heads
+from headmix_vision.ops.runtime import KernelFailed, Launch
 
-pytestmark = pytest.mark.skipif(kernels.NO_KERNELS is not None, reason="needs the kernels")
+pytestmark = pytest.mark.skipif(runtime.NO_KERNELS is not None, reason="needs the kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = TokenBlocks.from_grid((4, 5), (2, 2), 1)
 CASES = ("mhla", "mhla source_block", "mhla causal", "head_in_head", "head_in_head state", "grid_conv", "mix_heads")
@@ -45,15 +45,15 @@ def broken(monkeypatch):
                 return compile_and_run(self, tensors)
             self.kernel = NoCompiler(self.kernel.__name__)
             with monkeypatch.context() as compiling:
-                compiling.setattr(launching, "INTERPRETED", False)
+                compiling.setattr(runtime, "INTERPRETED", False)
                 return compile_and_run(self, tensors)
 
         monkeypatch.setattr(Launch, "_compile_and_run", run)
 
-    fallback.FAILED.clear()
-    kernels._warned.clear()
+    dispatch.FAILED.clear()
+    dispatch._warned.clear()
     yield break_
-    fallback.FAILED.clear()
+    dispatch.FAILED.clear()
 
 
 def _call(case: str, impl: str) -> list[Tensor]:
@@ -141,10 +141,10 @@ def test_the_ops_of_a_rank_have_their_pytorch_form(broken, normalizer, letters):
 
     expected = results()
     assert expected[0].shape == (2, 2, m, 16, 16)
-    launching.forget_plans()
+    runtime.forget_plans()
     broken(letters)
     with pytest.warns(UserWarning, match="slower PyTorch form"):
         found = results()
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
-    assert len(fallback.FAILED) == 1, "all ops leave out kernels for inputs of this kind"
+    assert len(dispatch.FAILED) == 1, "all ops leave out kernels for inputs of this kind"

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from headmix_vision.ops import TokenGrid, grid_conv
-from headmix_vision.ops.grid_conv import triton_launch
+from headmix_vision.ops.grid_conv import triton_kernels
 
 from .helpers import grid_conv_call, make_grid_conv_inputs, relative_error, run
 
@@ -60,10 +60,10 @@ def test_weights_of_extent_five_in_three_axes():
 @pytest.mark.parametrize(("shape", "batch"), [((7, 6), 3), ((5, 3, 2), 2)], ids=str)
 def test_images_of_several_parts_and_sums_in_several_steps(monkeypatch, shape, batch):
     grid = TokenGrid(shape)
-    monkeypatch.setattr(triton_launch, "MOST_STEPS", 3)
-    monkeypatch.setattr(triton_launch, "PART_ITEMS", 2)
-    monkeypatch.setattr(triton_launch, "TOKENS", 4)
-    monkeypatch.setattr(triton_launch, "SUM_ROWS", 4)
+    monkeypatch.setattr(triton_kernels, "MOST_STEPS", 3)
+    monkeypatch.setattr(triton_kernels, "PART_ITEMS", 2)
+    monkeypatch.setattr(triton_kernels, "TOKENS", 4)
+    monkeypatch.setattr(triton_kernels, "SUM_ROWS", 4)
     assert_agrees(grid, *make(grid, (3,) * len(shape), batch=batch))
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from headmix_vision.ops import TokenScan, kernels
-from headmix_vision.ops.head_in_head import triton_impl, triton_launch
+from headmix_vision.ops import TokenScan, runtime
+from headmix_vision.ops.head_in_head import triton_kernels, triton_op
 
 from .helpers import (
     HEAD_IN_HEAD_NAMES,
@@ -300,8 +300,8 @@ def test_activation_checkpointing(use_reentrant):
 
 def test_without_gradients_no_state_is_saved(monkeypatch):
     calls = []
-    original = triton_launch.saved
-    monkeypatch.setattr(triton_launch, "saved", lambda *x: calls.append(original(*x)) or calls[-1])
+    original = triton_kernels.saved
+    monkeypatch.setattr(triton_kernels, "saved", lambda *x: calls.append(original(*x)) or calls[-1])
     inputs = [x.requires_grad_() for x in make(r=4)]
     with torch.no_grad():
         head_in_head(*inputs, impl="triton")
@@ -355,7 +355,7 @@ def test_what_the_kernels_cannot_run_is_refused_by_name(options, message):
 
 
 def test_other_devices_are_refused(monkeypatch):
-    monkeypatch.setattr(kernels, "find_gpu", lambda device: None)
+    monkeypatch.setattr(runtime, "find_gpu", lambda device: None)
     for device in ("cpu", "meta"):
         with pytest.raises(ValueError, match=f"q is on {device}: the kernels need a CUDA device; impl='triton'"):
             head_in_head(*(x.to(device) for x in make()), impl="triton")
@@ -363,5 +363,5 @@ def test_other_devices_are_refused(monkeypatch):
 
 def test_auto_takes_torch_off_cuda(monkeypatch):
     inputs = [x.cpu() for x in make()]
-    monkeypatch.setattr(triton_impl.launch, "forward_pass", None)
+    monkeypatch.setattr(triton_op.launch, "forward_pass", None)
     assert torch.equal(head_in_head(*inputs)[0], head_in_head(*inputs, impl="torch")[0])

@@ -8,14 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenBlocks, assembler, kernels, mhla, token_blocks
-from headmix_vision.ops.launching import forget_plans
-from headmix_vision.ops.mhla import triton_tables
+from headmix_vision.ops import TokenBlocks, dispatch, mhla, runtime, token_blocks
+from headmix_vision.ops.mhla import triton_launch
+from headmix_vision.ops.runtime import forget_plans
 
 from .helpers import make_inputs
 
 BLOCKS = TokenBlocks.from_grid((4, 4), (2, 2))
-RTX_4090 = kernels.Gpu("RTX 4090", (8, 9), 99 << 10)
+RTX_4090 = runtime.Gpu("RTX 4090", (8, 9), 99 << 10)
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def gpu(monkeypatch):
     """Put a GPU behind every device."""
 
     def put(gpu):
-        monkeypatch.setattr(kernels, "find_gpu", lambda device: gpu)
+        monkeypatch.setattr(runtime, "find_gpu", lambda device: gpu)
 
     return put
 
@@ -48,18 +48,18 @@ def _inputs(dtype=torch.float32, **options):
     ],
 )
 def test_gpus_that_the_kernels_refuse(gpu, monkeypatch, about, reason):
-    monkeypatch.setattr(kernels, "triton_release", lambda: (3, 8))
-    gpu(about and kernels.Gpu(*about))
+    monkeypatch.setattr(runtime, "triton_release", lambda: (3, 8))
+    gpu(about and runtime.Gpu(*about))
     with pytest.raises(InputError, match=reason):
         mhla(*_inputs(), BLOCKS, impl="triton")
 
 
 @pytest.mark.parametrize("about", [("B200", (10, 0), 227 << 10), ("MI300X", (9, 4), 64 << 10, 1, "gfx942")])
 def test_untested_gpus_on_demand(gpu, monkeypatch, about):
-    gpu(kernels.Gpu(*about))
-    monkeypatch.setattr(kernels, "triton_release", lambda: (3, 8))
-    monkeypatch.setenv(kernels.ALLOW_UNTESTED, "1")
-    assert kernels.why_not_here(torch.device("cpu")) is None
+    gpu(runtime.Gpu(*about))
+    monkeypatch.setattr(runtime, "triton_release", lambda: (3, 8))
+    monkeypatch.setenv(runtime.ALLOW_UNTESTED, "1")
+    assert runtime.why_not_here(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(
@@ -67,47 +67,47 @@ def test_untested_gpus_on_demand(gpu, monkeypatch, about):
     [((10, 0), (3, 9), None), ((10, 3), (3, 10), None), ((10, 0), (3, 6), "DISABLE_MMA_V5"), ((11, 0), (3, 6), None)],
 )
 def test_tensor_memory_is_right_with_a_new_triton_or_unused(gpu, monkeypatch, capability, release, variable):
-    gpu(kernels.Gpu("B200", capability, 227 << 10))
-    monkeypatch.setattr(kernels, "triton_release", lambda: release)
+    gpu(runtime.Gpu("B200", capability, 227 << 10))
+    monkeypatch.setattr(runtime, "triton_release", lambda: release)
     if variable:
         monkeypatch.setenv(variable, "1")
-    assert kernels.why_not_here(torch.device("cpu")) is None
+    assert runtime.why_not_here(torch.device("cpu")) is None
 
 
-@pytest.mark.skipif(kernels.NO_KERNELS is not None, reason="needs triton")
+@pytest.mark.skipif(runtime.NO_KERNELS is not None, reason="needs triton")
 def test_hopper_gets_an_assembler_that_is_right(gpu, monkeypatch):
     from triton.backends.nvidia.compiler import get_ptxas_version
 
     default = get_ptxas_version(90)
-    found = assembler.find_assembler()
-    assert found and found.version >= assembler.FIRST_RIGHT
-    assert found.is_default == (assembler.default_assembler((9, 0)).version >= assembler.FIRST_RIGHT)
-    with assembler.right_assembler():
-        assert assembler.default_assembler((9, 0)).path == found.path
+    found = runtime.find_assembler()
+    assert found and found.version >= runtime.FIRST_RIGHT
+    assert found.is_default == (runtime.default_assembler((9, 0)).version >= runtime.FIRST_RIGHT)
+    with runtime.right_assembler():
+        assert runtime.default_assembler((9, 0)).path == found.path
         assert "release {}.{}".format(*found.version) in get_ptxas_version(90)  # part of the key of cached code
     assert get_ptxas_version(90) == default
 
-    gpu(kernels.Gpu("H100", (9, 0), 227 << 10))
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
-    assert kernels.why_not_here(torch.device("cpu")) is None
-    monkeypatch.setattr(assembler, "FIRST_RIGHT", (99, 0))
-    assembler.find_assembler.cache_clear()
+    gpu(runtime.Gpu("H100", (9, 0), 227 << 10))
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    assert runtime.why_not_here(torch.device("cpu")) is None
+    monkeypatch.setattr(runtime, "FIRST_RIGHT", (99, 0))
+    runtime.find_assembler.cache_clear()
     with pytest.raises(InputError, match=r"H100, where triton .* has no ptxas that makes right .* TRITON_PTXAS_PATH"):
         mhla(*_inputs(), BLOCKS, impl="triton")
-    assembler.find_assembler.cache_clear()
+    runtime.find_assembler.cache_clear()
 
 
 def test_a_driver_does_not_load_code_of_a_later_assembler(monkeypatch):
-    monkeypatch.setattr(assembler, "_driver_major", lambda: 11)
-    assembler.find_assembler.cache_clear()
-    assert assembler.find_assembler() is None
-    assembler.find_assembler.cache_clear()
+    monkeypatch.setattr(runtime, "_driver_major", lambda: 11)
+    runtime.find_assembler.cache_clear()
+    assert runtime.find_assembler() is None
+    runtime.find_assembler.cache_clear()
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (12, 0)])
 def test_gpus_that_the_kernels_take(gpu, capability):
     gpu(RTX_4090._replace(capability=capability))
-    assert kernels.why_not_here(torch.device("cpu")) is None
+    assert runtime.why_not_here(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("installed", ["3.4.1", "2.3.0"])
@@ -115,22 +115,20 @@ def test_an_old_triton_is_named(monkeypatch, installed):
     import triton
 
     monkeypatch.setattr(triton, "__version__", installed)
-    assert f"they need triton 3.5 (torch 2.9), installed is {installed}" in kernels.why_no_kernels()
+    assert f"they need triton 3.5 (torch 2.9), installed is {installed}" in runtime.why_no_kernels()
 
 
 def test_the_slow_form_takes_the_place_of_kernels_with_one_warning():
-    implementations = {"torch": "slow", "triton": "fast", "auto": "fast"}
-
     def choose(impl, reason, on_gpu=True):
-        return kernels.select(impl, implementations, on_gpu, lambda: reason)
+        return dispatch.select(impl, on_gpu, lambda: reason)
 
     with pytest.warns(UserWarning, match="q has no reason to be here; the slower PyTorch form takes their place"):
-        assert choose("auto", "q has no reason to be here") == "slow"
+        assert choose("auto", "q has no reason to be here") == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose("auto", "q has no reason to be here") == "slow"  # once
-        assert choose("auto", None) == "fast"
-        assert choose("auto", "q is on cpu", on_gpu=False) == "slow"  # nobody expects kernels there
+        assert choose("auto", "q has no reason to be here") == "torch"  # once
+        assert choose("auto", None) == "auto"
+        assert choose("auto", "q is on cpu", on_gpu=False) == "torch"  # nobody expects kernels there
     with pytest.raises(InputError, match="q has no reason to be here; impl='triton' was asked for"):
         choose("triton", "q has no reason to be here")
 
@@ -140,7 +138,7 @@ def test_the_warning_does_not_break_a_compiled_graph():
 
     @torch.compile(fullgraph=True, backend="eager")
     def model(x):
-        return kernels.select("auto", implementations, True, lambda: "compiled graphs warn, too")(x)
+        return implementations[dispatch.select("auto", True, lambda: "compiled graphs warn, too")](x)
 
     x = torch.ones(3)
     with pytest.warns(UserWarning, match="compiled graphs warn, too"):
@@ -151,7 +149,8 @@ def test_the_warning_does_not_break_a_compiled_graph():
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float64, 8), (torch.bfloat16, 160)])
 def test_auto_says_what_the_kernels_do_not_take(dtype, dim):
     inputs = [x.cuda() for x in _inputs(dtype, dim=dim, value_dim=dim)]
-    kernels._warned.clear()
+    dispatch._warned.clear()
+    forget_plans()
     with pytest.warns(UserWarning, match=f"{dtype}" if dim == 8 else f"head dim {dim}"):
         mhla(*inputs, BLOCKS)
 
@@ -177,7 +176,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(kernels.NO_KERNELS is not None, reason="needs the kernels")
+@pytest.mark.skipif(runtime.NO_KERNELS is not None, reason="needs the kernels")
 def test_who_looks_on_sees_ops_and_others_go_past_the_dispatcher():
     blocks = TokenBlocks.from_grid((2, 4), (1, 2))
     x, mixing = torch.rand(3, 1, 8, 1, 16, requires_grad=True), torch.rand(2, 2)
@@ -207,10 +206,38 @@ def test_index_tables_live_as_long_as_a_graph_that_reads_them(impl):
     with torch.cuda.graph(graph):
         out = mhla(q, k, v, mixing, blocks, impl=impl)
     forget_plans()
-    for tables in (token_blocks._cached_tables, triton_tables.places, triton_tables.parts):
+    for tables in (token_blocks._cached_tables, triton_launch.places, triton_launch.parts):
         tables.cache_clear()
     gc.collect()
     torch.cuda.empty_cache()
     taken = [torch.full((1 << size,), -1, dtype=torch.int32, device="cuda") for size in range(6, 16) for _ in range(64)]
     graph.replay()
     assert torch.equal(out, expected), len(taken)
+
+
+def test_checks_of_a_call_are_made_once_for_each_kind_of_call():
+    seen = []
+
+    def check(x, option):
+        seen.append(option)
+        return f"{tuple(x.shape)} {option!r}"
+
+    def call(x, option):
+        return dispatch.once(check, (x,), option)
+
+    x = torch.ones(2, 3)
+    assert call(x, 1) == call(torch.zeros(2, 3), 1) == "(2, 3) 1" and seen == [1]
+    assert call(x, True) == "(2, 3) True"  # equal to 1, but of another type
+    assert call(x.T, 1) == "(3, 2) 1" and call(x.double(), 1) == "(2, 3) 1" and len(seen) == 4
+    assert call(x, [1]) == call(x, [1]) and len(seen) == 6  # cannot be hashed
+    torch.func.vmap(lambda x: (call(x, 1), x)[1])(x[None])
+    assert len(seen) == 7
+    forget_plans()
+    assert call(x, 1) == "(2, 3) 1" and len(seen) == 8
+
+
+def test_a_wrong_call_is_refused_each_time():
+    q, k, v = make_inputs(BLOCKS)[:3]
+    for _ in range(2):
+        with pytest.raises(InputError, match="mixing must be"):
+            mhla(q, k, v, torch.ones(2, 3), BLOCKS)

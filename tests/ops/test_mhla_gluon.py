@@ -6,17 +6,18 @@ from functools import partial
 import pytest
 import torch
 
-from headmix_vision.ops import TokenBlocks, kernels, mhla
-from headmix_vision.ops.launching import KernelFailed, layout
-from headmix_vision.ops.mhla import gluon_launch, triton_tuning
+from headmix_vision.ops import TokenBlocks, dispatch, mhla, runtime
+from headmix_vision.ops.mhla import triton_tuning
+from headmix_vision.ops.mhla.hopper import launch as gluon_launch
 from headmix_vision.ops.mhla.settings import NORMALIZERS, Settings
-from headmix_vision.ops.mhla.triton_impl import mhla_triton
-from headmix_vision.ops.mhla.triton_launch_pairwise import pairwise_backward, pairwise_forward
+from headmix_vision.ops.mhla.triton_op import mhla_triton
+from headmix_vision.ops.mhla.triton_pairwise import pairwise_backward, pairwise_forward
+from headmix_vision.ops.runtime import KernelFailed, layout
 
 from .gluon_emulator import Emulated
 from .helpers import assert_within_budget, make_inputs, relative_error, run
 
-pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="a GPU runs them, in test_mhla_gpu.py")
+pytestmark = pytest.mark.skipif(not runtime.INTERPRETED, reason="a GPU runs them, in test_mhla_gpu.py")
 
 
 KERNELS = ["gluon_forward_kernel", "gluon_backward_kernel"]
@@ -28,9 +29,9 @@ PROGRAMS_THAT_FIT = triton_tuning.programs_that_fit
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
     """Emulates a GPU of one multiprocessor, so that programs take several heads; the list names what was launched."""
-    from headmix_vision.ops.mhla.gluon_pairwise_backward import gluon_backward_kernel
-    from headmix_vision.ops.mhla.gluon_pairwise_forward import gluon_forward_kernel
-    from headmix_vision.ops.mhla.gluon_wide_backward import gluon_wide_backward_kernel
+    from headmix_vision.ops.mhla.hopper.backward import gluon_backward_kernel
+    from headmix_vision.ops.mhla.hopper.forward import gluon_forward_kernel
+    from headmix_vision.ops.mhla.hopper.wide_backward import gluon_wide_backward_kernel
 
     launched = []
     emulated = [
@@ -177,7 +178,7 @@ def test_portable_kernels_serve_where_one_does_not_compile(launched, monkeypatch
         raise KernelFailed(f"gluon_{name}_kernel does not compile with triton 4.0 on H100: no barrier")
 
     monkeypatch.setattr(gluon_launch, "_left_out", False)
-    kernels._warned.clear()
+    dispatch._warned.clear()
     given = gluon_launch._kernels()
     failing = Emulated(getattr(given, name), fail)
     monkeypatch.setattr(gluon_launch, "_kernels", lambda: given._replace(**{name: failing}))

@@ -10,11 +10,10 @@ import triton
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from headmix_vision.ops import TokenBlocks, TokenGrid, kernels, mhla
-from headmix_vision.ops.kernels import why_no_kernels
-from headmix_vision.ops.launching import forget_plans
-from headmix_vision.ops.mhla import regimes, triton_launch_pairwise, triton_launch_summary, triton_tables, triton_tuning
+from headmix_vision.ops import TokenBlocks, TokenGrid, mhla, runtime
+from headmix_vision.ops.mhla import regimes, triton_launch, triton_pairwise, triton_summary, triton_tuning
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, Settings, unpack
+from headmix_vision.ops.runtime import forget_plans, why_no_kernels
 
 from .helpers import make_inputs, relative_error, run
 
@@ -118,12 +117,12 @@ def test_no_kernel_reads_a_table_of_places_beyond_its_end(monkeypatch):
     blocks, built = TokenBlocks.from_grid((12, 8), (3, 1)), []
 
     def places(*arguments):
-        listed = triton_tables.places(*arguments)
+        listed = triton_launch.places(*arguments)
         followed = torch.cat([listed.tokens, listed.tokens.flip(0)])  # by tokens of the last block
         built.append(listed._replace(tokens=followed[: len(listed.tokens)]))
         return built[-1]
 
-    monkeypatch.setattr(triton_launch_pairwise, "places", places)
+    monkeypatch.setattr(triton_pairwise, "places", places)
     inputs, d_out = make(blocks)
     assert_agrees("triton_pairwise", inputs, d_out, blocks)
     assert len(built) == 3 and all(x.full for x in built)
@@ -141,7 +140,7 @@ def test_a_single_token_keeps_its_value(impl):
 
 
 def test_more_blocks_than_weights_stay_on_chip(monkeypatch):
-    monkeypatch.setattr(triton_launch_summary, "MAX_CHUNKS", 0)
+    monkeypatch.setattr(triton_summary, "MAX_CHUNKS", 0)
     inputs, d_out = make(UNEVEN)
     assert_agrees("triton_summary", inputs, d_out, UNEVEN)
 
@@ -177,8 +176,8 @@ def test_forms_of_rows_for_bfloat16(monkeypatch, row, blocks, dims):
 @pytest.fixture
 def small_gpu(monkeypatch):
     """What is there has as little shared memory as the smallest GPUs."""
-    gpu = kernels.find_gpu(torch.device(DEVICE))._replace(shared_memory=kernels.LEAST_SHARED_MEMORY)
-    monkeypatch.setattr(kernels, "find_gpu", lambda device: gpu)
+    gpu = runtime.find_gpu(torch.device(DEVICE))._replace(shared_memory=runtime.LEAST_SHARED_MEMORY)
+    monkeypatch.setattr(runtime, "find_gpu", lambda device: gpu)
 
 
 @pytest.mark.parametrize("impl", REGIMES)
@@ -190,7 +189,7 @@ def test_tiles_of_wide_heads_on_small_gpus(small_gpu, impl, dim):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_cut_into_parts(monkeypatch, causal):
-    monkeypatch.setattr(triton_launch_summary, "PART_TOKENS", 7)
+    monkeypatch.setattr(triton_summary, "PART_TOKENS", 7)
     blocks = TokenBlocks.from_grid((6, 7), (1, 2), num_prefix_tokens=1)
     inputs, d_out = make(blocks, batch=2, per_head=causal)
     assert_agrees("triton_summary", inputs, d_out, blocks, causal=causal)
@@ -199,7 +198,7 @@ def test_blocks_cut_into_parts(monkeypatch, causal):
 def test_mixing_gradients_in_several_launches(monkeypatch):
     inputs, d_out = make(UNEVEN, batch=3)
     at_once = assert_agrees("triton_pairwise", inputs, d_out, UNEVEN)
-    monkeypatch.setattr(triton_launch_pairwise, "MIXING_GRADIENT_BYTES", 1)
+    monkeypatch.setattr(triton_pairwise, "MIXING_GRADIENT_BYTES", 1)
     forget_plans()
     one_by_one = assert_agrees("triton_pairwise", inputs, d_out, UNEVEN)
     for a, b in zip(at_once[:-1], one_by_one[:-1], strict=True):
@@ -244,7 +243,7 @@ def test_gradients_of_a_packed_projection_are_written_in_place(impl, blocks):
 @pytest.mark.parametrize("blocks", [EVEN, UNEVEN], ids=["full", "masked"])
 def test_heads_held_on_chip(monkeypatch, blocks, prefetch_run):
     """As in bf16 and up to 256 tokens; here in float32, for the interpreter."""
-    monkeypatch.setattr(triton_launch_pairwise, "is_resident", lambda *_: True)
+    monkeypatch.setattr(triton_pairwise, "is_resident", lambda *_: True)
     monkeypatch.setattr(triton_tuning, "PREFETCH_RUN", prefetch_run)
     inputs, d_out = make(blocks)
     assert_agrees("triton_pairwise", inputs, d_out, blocks)
@@ -369,15 +368,15 @@ def test_saved_state_is_no_larger_than_the_block_summaries(impl):
     ],
 )
 def test_places_waste_no_tile(blocks, run_length, count):
-    places = triton_tables.places(blocks, 64, torch.device("cpu"))
+    places = triton_launch.places(blocks, 64, torch.device("cpu"))
     present = places.tokens[places.tokens >= 0]
     assert present.sort().values.equal(torch.arange(blocks.num_tokens, dtype=torch.int32))
     owner = blocks.tables(torch.empty(0)).block_of_token
     by_place = places.blocks.repeat_interleave(places.run)[places.tokens >= 0]
     assert by_place.long().equal(owner[present.long()])
     assert (places.run, places.num_places) == (run_length, count)
-    tiles = math.ceil(places.num_places / triton_tables.TILE)
-    assert tiles == math.ceil(blocks.num_tokens / triton_tables.TILE)
+    tiles = math.ceil(places.num_places / triton_launch.TILE)
+    assert tiles == math.ceil(blocks.num_tokens / triton_launch.TILE)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +405,7 @@ def test_cost_model_picks_the_measured_regime(grid, block_grid, dim, regime):
 
 def test_cost_model_decides_what_triton_runs(monkeypatch):
     launched = []
-    for module, name in ((triton_launch_pairwise, "pairwise_forward"), (triton_launch_summary, "summarize")):
+    for module, name in ((triton_pairwise, "pairwise_forward"), (triton_summary, "summarize")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *x, f=original, n=name: (launched.append(n), f(*x))[1])
     inputs, _ = make(EVEN)

@@ -6,7 +6,7 @@ import torch._inductor.config
 from torch.utils.checkpoint import checkpoint
 
 from headmix_vision.ops import mix_heads
-from headmix_vision.ops.mix_heads import triton_launch
+from headmix_vision.ops.mix_heads import triton_kernels
 
 from .helpers import make_mix_heads_inputs, mix_heads_call, relative_error, run
 
@@ -54,11 +54,11 @@ def test_any_number_of_tensors(count):
 
 
 def test_images_of_several_parts_and_sums_in_several_steps(monkeypatch):
-    monkeypatch.setattr(triton_launch, "PART_TILES", 2)
-    monkeypatch.setattr(triton_launch, "SUM_SHARE", 3)
+    monkeypatch.setattr(triton_kernels, "PART_TILES", 2)
+    monkeypatch.setattr(triton_kernels, "SUM_SHARE", 3)
     for table in ("FORWARD", "BACKWARD"):
-        rows = [row | {"COLUMNS": 32} for row in getattr(triton_launch, table)]
-        monkeypatch.setattr(triton_launch, table, rows)
+        rows = [row | {"COLUMNS": 32} for row in getattr(triton_kernels, table)]
+        monkeypatch.setattr(triton_kernels, table, rows)
     assert_agrees(*make(2, 2, 23, 3, 6, 24))
 
 
@@ -67,8 +67,8 @@ def test_images_of_several_parts_and_sums_in_several_steps(monkeypatch):
 def test_tiles_of_narrow_types(monkeypatch, row, heads, out_heads):
     """As in bf16, with sums over several tiles; here in float32, for the interpreter."""
     for table in ("FORWARD", "BACKWARD"):
-        monkeypatch.setattr(triton_launch, table, [getattr(triton_launch, table)[row]] * 3)
-    monkeypatch.setattr(triton_launch, "EXACT", torch.float64)
+        monkeypatch.setattr(triton_kernels, table, [getattr(triton_kernels, table)[row]] * 3)
+    monkeypatch.setattr(triton_kernels, "EXACT", torch.float64)
     assert_agrees(*make(2, 2, 23, heads, out_heads, 24))
 
 
@@ -226,6 +226,6 @@ def test_meta_tensors_and_transformations_are_refused():
 
 def test_sums_of_many_parts_stay_within_the_grid():
     """Only the first axis of a grid may exceed 65,535."""
-    launch, shares = triton_launch._sum_rows(torch.Size((3, 1 << 25, 4096)), torch.device("cpu"), torch.float32)
+    launch, shares = triton_kernels._sum_rows(torch.Size((3, 1 << 25, 4096)), torch.device("cpu"), torch.float32)
     assert shares == launch.grid[0] == 1 << 17
     assert max(launch.grid[1:]) < 65536

@@ -13,6 +13,7 @@ import torch
 from headmix_vision.diffusion import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.files.hashes import state_sha256
+from headmix_vision.files.weights import read_weights
 from headmix_vision.runs import export
 from headmix_vision.runs.checkpoints import read_checkpoint
 from headmix_vision.runs.networks import create_generator, create_network
@@ -135,3 +136,12 @@ def test_swapped_members_of_a_checkpoint_are_noticed(folder: Path, tmp_path: Pat
             archive.writestr(name, content)
     with pytest.raises(InputError, match="is damaged or was edited: its tensors do not have the SHA-256"):
         read_checkpoint(tmp_path / "swapped.ckpt")
+
+
+def test_an_archive_of_several_disks_is_refused(folder: Path, tmp_path: Path) -> None:
+    content = bytearray((folder / "a.ckpt").read_bytes())
+    content[content.rindex(b"PK\x06\x07") + 16] = 2  # number of disks, at which zipfile raises while it looks
+    for name, read in (("a.ckpt", read_checkpoint), ("a.pth", read_weights)):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match="is truncated or damaged"):
+            read(tmp_path / name)

@@ -111,7 +111,7 @@ def test_entries_that_are_nested_without_end_are_refused(weights: dict[str, torc
     loop: dict[str, Any] = {}
     loop["again"] = loop
     for entries in ({"loops": loop}, {"callbacks": deep}):
-        with pytest.raises(InputError, match=r"nested without end|truncated or damaged"):
+        with pytest.raises(InputError, match=r"nested too deeply|truncated or damaged"):
             read_checkpoint(save_deep(tmp_path / "a.ckpt", weights, **entries))
 
 
@@ -146,9 +146,9 @@ def test_networks_that_cannot_be_made(
             load(state, {**about, "architecture": {**about["architecture"], **change}})
     for change in ({"embed_dim": 10**7}, {"depth": 10**9}):
         huge = {**CLASSIFIER, "model_args": {**SMALL, **change}}
-        with pytest.raises(InputError, match=r"needs \S+ GB|the depth of \S+ is 1000000000"):
+        with pytest.raises(InputError, match=r"needs \S+ (GB|bytes) of memory|the depth of .* is 1000000000"):
             load(weights, huge)
-        with pytest.raises(InputError, match=r"needs \S+ GB|the depth of \S+ is 1000000000"):
+        with pytest.raises(InputError, match=r"needs \S+ (GB|bytes) of memory|the depth of .* is 1000000000"):
             load(state, {**about, "architecture": {**about["architecture"], **change}})
     spoilt_file, other = tmp_path / "a.ckpt", tmp_path / "other.pth"
     save(spoilt_file, spoilt, CLASSIFIER)

@@ -207,7 +207,7 @@ def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
         (("--guidance-interval", "0.8,0.2"), "low before high"),
         (("--guidance-interval", "0.8"), "--guidance-interval must be two numbers"),
         (("--guidance", "1", "--guidance-interval", "0.1,0.8"), "--guidance-interval has no effect"),
-        (("--vae", ""), "--vae is ''"),
+        (("--vae", ""), "--vae is an empty text"),
         (("--num", "0"), "--num must be a whole number from 1"),
         (("--batch-size", "0"), "--batch-size must be a whole number from 1"),
         (("--steps", "2000"), "--steps must be a whole number from 1 to 1000, got 2000"),
@@ -298,6 +298,14 @@ def test_run_directory_checkpoint_and_export_are_the_same_model(
         assert run(*drawing) == 0
     assert f"is still training {run_dir}, the samples are of step 3\n" in capsys.readouterr().err
     assert run(*drawing) == 0 and not capsys.readouterr().err
+
+    for option, weights in ((("--raw",), raw), ((), about)):
+        out = tmp_path / weights["weights"]
+        assert run("--model", run_dir, "--out", out, "--num", 1, "--steps", 1, *option) == 0
+        metadata = json.loads((out / "metadata.json").read_text())
+        assert metadata["weights"] == weights["weights"]
+        assert metadata["settings"]["weights_sha256"] == weights["weights_sha256"]
+    capsys.readouterr()
 
     export.main([str(run_dir), "--out", str(tmp_path / "exported")])
     assert "HeadMixDiTPipeline.from_pretrained" in capsys.readouterr().out

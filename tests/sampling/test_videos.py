@@ -286,7 +286,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--extend --frames 9 --overlap 4", "--overlap 4: it must be below 4, the frames of training"),
         ("--extend --frames 9 --overlap 0", "--overlap 0: the overlap must be a whole number of at least 1"),
         ("--first-frame nowhere.png", "--first-frame 'nowhere.png' is no file"),
-        ("--first-frame ''", "--first-frame '' is no file"),
+        ("--first-frame ''", "--first-frame is an empty text"),
         ("--first-frame text.png", "text.png cannot be read"),
         ("--first-frame cut.png", "cut.png cannot be read"),
         ("--first-frame deep.tif", "deep.tif cannot be read (its pixels are of mode F, they must have 8 or 16 bits"),

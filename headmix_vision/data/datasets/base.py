@@ -195,7 +195,7 @@ class Source(ABC):
         return None
 
     def keys(self) -> list[str] | None:
-        """What tells all samples apart from other ones without reading them: names, labels, hashes; None without any.
+        """Return what tells all samples apart without reading them: names, labels, hashes; None without any.
 
         They do not depend on where the data lie.
         """

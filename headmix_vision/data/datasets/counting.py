@@ -11,7 +11,7 @@ would not matter; the paper asks for G > 2M, which excludes neither.
 Numbers are drawn evenly and stand on a square grid in raster order, one for each pixel, in one of two encodings: a
 value is one channel, x / (M - 1), as in the paper; a symbol is one of M channels, 1 in channel x and 0 elsewhere.
 
-Its targets are counts of positions, not classes, so it is no line of `DATASETS`; `benchmarks/counting.py` reads it.
+Its targets are counts of positions, not classes, so `DATASETS` lacks it; `experiments/counting/run.py` reads it.
 
 B images, N numbers of an image, M modulus.
 """

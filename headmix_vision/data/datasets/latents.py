@@ -289,7 +289,7 @@ class LatentShards(PreparedSource):
         return f"{self.path}[{index}]"
 
     def keys(self) -> list[str]:
-        """What the manifest says, hashes of the source among it, but for places."""
+        """Return what the manifest says, hashes of the source included, but no places."""
         known = {name: _without_source(value) for name, value in self.manifest.items() if name != "images"}
         return [json.dumps(known, sort_keys=True)]
 

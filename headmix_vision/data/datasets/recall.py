@@ -9,7 +9,7 @@ Places are named with very unequal frequency (the n-th favourite of a rod as 1 /
 one place of a rod changes its glyph with most patches, others keep theirs for long. A memory can neither keep
 everything nor forget everything at one rate.
 
-Its targets are answers of patches, not classes, so it is no line of `DATASETS`; `benchmarks/expressivity.py` reads it.
+Its targets are answers of patches, not classes, so `DATASETS` lacks it; `experiments/recall/run.py` reads it.
 """
 
 from typing import NamedTuple

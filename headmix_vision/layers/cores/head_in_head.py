@@ -23,7 +23,7 @@ from headmix_vision.layers.positions import Rotation, rotate
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.layers.sub_head_mask import SubHeadMask
 from headmix_vision.ops import TokenGrid, TokenScan, head_in_head
-from headmix_vision.ops.head_in_head.validation import check_impl
+from headmix_vision.ops.head_in_head.api import check_impl
 
 torch.fx.wrap("clip_keep_inward_gradient")  # of the module that calls it
 

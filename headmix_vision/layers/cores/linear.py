@@ -14,9 +14,9 @@ from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.positions import Rotation, rotate
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla
+from headmix_vision.ops.mhla.api import check_options
 from headmix_vision.ops.mhla.settings import apply_feature_map
-from headmix_vision.ops.mhla.validation import check_options
-from headmix_vision.ops.precision import accumulation_dtype
+from headmix_vision.ops.runtime import accumulation_dtype
 from headmix_vision.ops.token_blocks import BlocksOfRank
 
 

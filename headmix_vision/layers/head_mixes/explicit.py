@@ -16,7 +16,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.layers.head_mixes.base import HEAD_MIXES, HeadMix
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid
-from headmix_vision.ops.precision import autocast_off
+from headmix_vision.ops.runtime import autocast_off
 
 
 @HEAD_MIXES.register("mea")

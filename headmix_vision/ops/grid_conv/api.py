@@ -7,15 +7,42 @@ from functools import partial
 
 from torch import Tensor
 
+from headmix_vision.checks import check_choice, check_flags
+from headmix_vision.errors import InputError
+from headmix_vision.ops.dispatch import check_tensors, check_types, once, select, why_no_kernel_takes
 from headmix_vision.ops.grid_conv.reference import grid_conv_reference
 from headmix_vision.ops.grid_conv.torch_impl import grid_conv_torch
-from headmix_vision.ops.grid_conv.validation import validate_grid_conv
-from headmix_vision.ops.kernels import NO_KERNELS, select, why_no_kernel_takes
+from headmix_vision.ops.runtime import NO_KERNELS
 from headmix_vision.ops.token_grid import TokenGrid
+
+IMPL_NAMES = ("auto", "reference", "torch", "triton")
+
+
+def validate_grid_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool, impl: str
+) -> None:
+    """Raise InputError, naming the argument, unless ``grid_conv`` can run on these arguments."""
+    check_choice("impl", impl, IMPL_NAMES)
+    check_flags(residual=residual, silu=silu)
+    others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    check_tensors(x=x, **others)
+    if x.ndim != 3 or x.shape[1] != grid.num_tokens or x.shape[2] < 1:
+        raise InputError(f"x must be [B, N, C] with the N = {grid.num_tokens} of {grid}, got shape {tuple(x.shape)}.")
+    C, axes = x.shape[2], len(grid.shape)
+    extents = weight.shape[2:]
+    if weight.shape[:2] != (C, 1) or len(extents) != axes or not all(extent % 2 for extent in extents):
+        raise InputError(
+            f"weight must be [C, 1, *extents] with C = {C} channels and an odd extent for each of {axes} axes, "
+            f"got shape {tuple(weight.shape)}."
+        )
+    if bias is not None and bias.shape != (C,):
+        raise InputError(f"bias must be [C] with C = {C} channels, got shape {tuple(bias.shape)}.")
+    check_types({"x": x}, others)
+
 
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"reference": grid_conv_reference, "torch": grid_conv_torch}
 if NO_KERNELS is None:
-    from headmix_vision.ops.grid_conv.triton_impl import grid_conv_triton
+    from headmix_vision.ops.grid_conv.triton_op import grid_conv_triton
 
     IMPLEMENTATIONS |= {"triton": grid_conv_triton, "auto": partial(grid_conv_triton, fallback=True)}
 
@@ -59,9 +86,15 @@ def grid_conv(
         InputError: naming the argument, if shapes, types or devices do not fit, or ``impl`` cannot run them.
     """
     grid = TokenGrid.of(grid)
+    name = once(_check, (x, weight, bias), grid, residual, silu, impl)
+    return IMPLEMENTATIONS[name](x, weight, bias, grid, residual, silu)
+
+
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool, impl: str
+) -> str:
     validate_grid_conv(x, weight, bias, grid, residual, silu, impl)
-    run = select(impl, IMPLEMENTATIONS, x.is_cuda, lambda: _why_not_triton(x, weight))
-    return run(x, weight, bias, grid, residual, silu)
+    return select(impl, x.is_cuda, lambda: _why_not_triton(x, weight))
 
 
 def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:

@@ -18,7 +18,7 @@ from headmix_vision.ops.head_in_head.chunks import (
     solve_unit_lower,
     to_chunks,
 )
-from headmix_vision.ops.precision import accumulation_dtype, autocast_off
+from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_scan import ScanTables, reorder, restore
 
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.ops.mhla.api import validate_mhla
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map
 from headmix_vision.ops.mhla.torch_impl import causal_sums, to_blocks, to_tokens
-from headmix_vision.ops.mhla.validation import validate_mhla
-from headmix_vision.ops.precision import accumulation_dtype, autocast_off
+from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import BlockTables, TokenBlocks
 
 _CPU = torch.empty(0)

@@ -5,16 +5,15 @@ B batch, N tokens, H heads, D and Dv head dims, M blocks, n tokens in the larges
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_vision.ops.index_maps import IndexMap, with_tangents
+from headmix_vision.ops.dispatch import IndexMap, apply_either, with_tangents
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map
-from headmix_vision.ops.precision import accumulation_dtype, autocast_off
+from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import BlocksOfRank, BlockTables
 
 CHUNK = 64  # tokens of a block that meet each other one by one, in causal attention
@@ -94,11 +93,11 @@ def to_tokens(x: Tensor, tables: BlockTables) -> Tensor:
 
 
 def _to_blocks(x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
-    return (_ToBlocks if torch.compiler.is_compiling() else _ToBlocksDual).apply(x, tokens, slot_of_token)
+    return cast(Tensor, _apply_to_blocks(x, tokens, slot_of_token))
 
 
 def _to_tokens(x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
-    return (_ToTokens if torch.compiler.is_compiling() else _ToTokensDual).apply(x, tokens, slot_of_token)
+    return cast(Tensor, _apply_to_tokens(x, tokens, slot_of_token))
 
 
 class _ToBlocks(IndexMap):
@@ -127,7 +126,8 @@ class _ToTokens(IndexMap):
         return _to_blocks(grads[0], *ctx.saved_tensors), None, None
 
 
-_ToBlocksDual, _ToTokensDual = with_tangents(_ToBlocks), with_tangents(_ToTokens)
+_apply_to_blocks = apply_either(_ToBlocks, with_tangents(_ToBlocks))
+_apply_to_tokens = apply_either(_ToTokens, with_tangents(_ToTokens))
 
 
 def source_block_denominator(

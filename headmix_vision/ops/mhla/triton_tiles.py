@@ -2,13 +2,13 @@
 
 A head dim that is no power of two is cut into two parts, ``D1`` the largest power of two in it and ``D2`` the rest
 (padded; 0 if there is none), so that 72 costs 64 + 16 columns and not 128. Rows are tuples with one tile per part.
-The kernels spread mixing matrices from blocks to runs of places (``triton_tables.py``) and sum their gradients back.
+The kernels spread mixing matrices from blocks to runs of places (``triton_launch.py``) and sum their gradients back.
 """
 
 import triton
 import triton.language as tl
 
-from headmix_vision.ops.kernels import INTERPRETED
+from headmix_vision.ops.runtime import INTERPRETED
 
 ADDS_BF16 = tl.constexpr(not INTERPRETED)  # the interpreter adds the bits
 

@@ -4,20 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from headmix_vision.ops.kernels import NO_KERNELS, select, why_not_triton
+from headmix_vision.checks import check_choice
+from headmix_vision.errors import InputError
+from headmix_vision.ops.dispatch import check_tensors, check_types, once, select, why_not_triton
 from headmix_vision.ops.mix_heads.reference import mix_heads_reference
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
-from headmix_vision.ops.mix_heads.validation import validate_mix_heads
+from headmix_vision.ops.runtime import NO_KERNELS
+
+IMPL_NAMES = ("auto", "reference", "torch", "triton")
+
+
+def validate_mix_heads(inputs: Sequence[Tensor], weights: Tensor, impl: str) -> None:
+    """Raise InputError, naming the argument, unless ``mix_heads`` can run on these arguments."""
+    check_choice("impl", impl, IMPL_NAMES)
+    named = {f"inputs[{c}]": x for c, x in enumerate(inputs)}
+    check_tensors(**named, weights=weights)
+    first = inputs[0]
+    if first.ndim != 4 or first.shape[2] < 1 or first.shape[3] < 1:
+        raise InputError(
+            f"inputs[0] must be [B, N, H, D] with at least one head and a head dim of at least 1, "
+            f"got shape {tuple(first.shape)}."
+        )
+    for name, x in named.items():
+        if x.shape != first.shape:
+            raise InputError(f"{name} must have the shape of inputs[0], {tuple(first.shape)}, got {tuple(x.shape)}.")
+    C, H = len(inputs), first.shape[2]
+    if weights.ndim != 3 or weights.shape[0] != C or weights.shape[1] < 1 or weights.shape[2] != H:
+        raise InputError(
+            f"weights must be [C, G, H] with C = {C} inputs and H = {H} heads, got shape {tuple(weights.shape)}."
+        )
+
+    check_types(named, {"weights": weights})
+
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "reference": mix_heads_reference,
     "torch": mix_heads_torch,
 }
 if NO_KERNELS is None:
-    from headmix_vision.ops.mix_heads.triton_impl import mix_heads_triton
+    from headmix_vision.ops.mix_heads.triton_op import mix_heads_triton
 
     IMPLEMENTATIONS |= {"triton": mix_heads_triton, "auto": partial(mix_heads_triton, fallback=True)}
 
@@ -44,9 +73,16 @@ def mix_heads(inputs: Sequence[Tensor], weights: Tensor, *, impl: str = "auto") 
     Raises:
         InputError: naming the argument, if shapes, types or devices do not fit, or ``impl`` cannot run them.
     """
+    if not isinstance(inputs, (tuple, list)) or len(inputs) == 0:
+        given = "none" if isinstance(inputs, (tuple, list)) else type(inputs).__name__
+        raise InputError(f"inputs must be a tuple of at least one tensor, got {given}.")
+    return IMPLEMENTATIONS[once(_check, (*inputs, weights), impl)](tuple(inputs), weights)
+
+
+def _check(*arguments: Any) -> str:
+    *inputs, weights, impl = arguments
     validate_mix_heads(inputs, weights, impl)
-    run = select(impl, IMPLEMENTATIONS, inputs[0].is_cuda, lambda: _why_not_triton(inputs[0]))
-    return run(tuple(inputs), weights)
+    return select(impl, inputs[0].is_cuda, lambda: _why_not_triton(inputs[0]))
 
 
 def _why_not_triton(x: Tensor) -> str | None:

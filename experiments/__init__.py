@@ -1,0 +1,1 @@
+"""Experiments, a folder for each question. Each runs from the root: `python -m experiments.QUESTION.run`."""

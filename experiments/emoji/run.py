@@ -1,0 +1,112 @@
+"""Attention in models that draw emoji: softmax, linear, MHLA and Head-in-Head, under one recipe.
+
+    python -m experiments.emoji.run --root data/emoji --features lite0:LITE0.pth --judge runs/emoji_judge \\
+        --out experiments/emoji/results.csv --pictures experiments/emoji --jobs 9
+
+README.md has the commands that make the data and the judge. Each row is a model of `headmix-train-gen -c emoji` for
+each seed, with a class for each pair of a style and a group. Pictures are drawn for the labels of the split that they
+are scored against.
+
+- Guidance has the lowest FID from the validation split at the first seed. All other scores use the test split.
+- `as its label` comes from the judge, a classifier of the same training split. Its accuracy on real pictures is the
+  ceiling. The row of real pictures scores the validation split as if it were drawn.
+- `nearer to training` and `copied` are those of `headmix-evaluate neighbours`: 50 % and 1 % where samples lie as near
+  to training pictures as the test split does.
+- All train for --epochs. The table marks validation losses that were not flat at the end or had been lower. FID was
+  seen to fall long after the validation loss rose (notes/generation.md).
+- `-cpe` is the same model with convolutional position encoding (--rows all).
+
+The same command leaves out finished rows and resumes interrupted ones whose directories (--runs) are still there. After
+--minutes it interrupts what is running and ends with status 75. Another machine needs the CSV and whole directories of
+runs without `images`; for pictures `drawn_test*/samples.npz`.
+
+On a CPU, to try it: --size 16 --dim 32 --depth 2 --heads 2 --batch 16 --epochs 2 --interval 1 --samples 40
+--sampling-steps 2 --guidance 1 2 --seeds 0
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+from experiments.emoji.report import Report, open_table
+from experiments.emoji.runs import BASE, MODELS, TEST, Case, Runs
+from experiments.harness.script_runs import Outcome, add_options, check_options, compare
+from experiments.harness.script_runs import complete as score_all
+from headmix_vision.files.result_table import ResultTable
+
+
+def complete(runs: Runs, table: ResultTable) -> Outcome:
+    """Run everything that the table lacks, until the deadline."""
+    start_s, given = time.monotonic(), runs.arguments
+    shown = {"FID": "fid", "as its label, %": "top1_percent", "copied, %": "copied_percent", "steps": "steps"}
+
+    def lacking(cases: Sequence[Case]) -> list[Case]:
+        return [case for case in cases if table.row(case, runs.recipe(case)) is None]
+
+    wanted = {(case.row, case.seed) for case in lacking([*runs.swept(), *runs.compared(table)])}
+    if wanted:
+        runs.check()
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for seed, row in product(given.seeds, given.rows):
+            if runs.chosen(table, row) is None or (row, seed) in wanted:
+                pool.submit(runs.train, row, seed)  # what goes wrong is said by the rows that need it
+    failures, missing = score_all(table, lacking(runs.swept()), runs.score, shown, given.jobs, start_s)
+    cases = lacking(runs.compared(table))
+    others = score_all(table, cases, runs.score, shown, given.jobs, start_s)
+    return Outcome(failures + others.failures, missing + others.missing)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add_options(parser, "runs/emoji_gen")
+    add("--root", type=Path, default=Path("data/emoji"), help="what headmix_vision.data.emoji wrote (%(default)s)")
+    add("--features", required=True, help="of FID, precision, recall and copies: lite0:PATH, inception, a run")
+    add("--judge", required=True, help="classifier of table/style+group: a run or an export")
+    add("--rows", nargs="+", default=list(BASE), help=f"all, or of {', '.join(MODELS)} (the first four)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of training and samples (0 1 2)")
+    add("--guidance", type=float, nargs="+", default=[1, 1.5, 2, 3, 4], help="scales to choose from (1 1.5 2 3 4)")
+    add("--size", type=int, default=64, help="height and width in pixels (%(default)s)")
+    add("--patch", type=int, default=4, help="height and width of a patch (%(default)s)")
+    add("--dim", type=int, default=192, help="width (%(default)s)")
+    add("--depth", type=int, default=8, help="blocks of the transformer (%(default)s)")
+    add("--heads", type=int, default=3, help="attention heads (%(default)s)")
+    add("--batch", type=int, default=128, help="pictures of a training step (%(default)s)")
+    add("--epochs", type=int, default=100, help="epochs of training (%(default)s)")
+    add("--interval", type=int, default=10, help="epochs between validations (%(default)s)")
+    add("--samples", type=int, default=0, help="pictures drawn for a split, 0 for as many as it has (%(default)s)")
+    add("--sampling-steps", type=int, default=50, help="steps of the sampler (%(default)s)")
+    add("--dtype", default="bfloat16", help="type of the sampler's network (%(default)s)")
+    add("--shown", default="mhla", help="the row whose samples are in the first picture (%(default)s)")
+    return parser.parse_args(argv)
+
+
+def find(option: str, features: str) -> str:
+    """Return what `headmix-evaluate --features` takes with a path from the root on: scripts run in the repository."""
+    kind, colon, path = features.rpartition(":")
+    if features in ("inception", "digits"):
+        return features
+    if not Path(path).exists():
+        raise SystemExit(f"error: --{option} {features}: there is no {path}")
+    return f"{kind}{colon}{Path(path).absolute()}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    check_options(arguments, list(MODELS), ("rows", "seeds", "guidance"), samples=0)
+    arguments.features, arguments.judge = (find(name, vars(arguments)[name]) for name in ("features", "judge"))
+
+    def run(deadline_s: float) -> tuple[Outcome, Report]:
+        runs, table = Runs(arguments, deadline_s), open_table(arguments.out)
+        print(f"{len(runs.labels[TEST])} pictures of {len(runs.class_names)} classes are drawn for the test split")
+        outcome = complete(runs, table)
+        return outcome, Report(table, runs)
+
+    compare(arguments, run)
+
+
+if __name__ == "__main__":
+    main()

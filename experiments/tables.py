@@ -1,0 +1,117 @@
+"""Renew the tables and plots of all documents from the CSV files of the experiments and benchmarks.
+
+    python -m experiments.tables            # after a run has written its CSV
+    python -m experiments.tables --check    # name the documents that differ; exit status 1
+
+A line `<!-- table NAME -->` in a document is followed by the table of that name. The `report.py` of each experiment and
+of the benchmarks has functions of tables (`TABLES`) and plots (`PLOTS`, by file), and says what its CSV files measure
+(`CLAIMS`). Deviations are those of samples (n - 1). The check leaves out plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report as benchmarks_report
+from benchmarks.measuring import REPOSITORY
+from benchmarks.report import ms
+from experiments.head_mixes.report import accuracies
+from headmix_vision.console.tables import markdown_table, mean_and_deviation
+from headmix_vision.files.origins import ORIGINS, origins_of
+
+HERE = Path(__file__).parent
+REPORTS: list[Any] = [
+    benchmarks_report,
+    *(import_module(f"experiments.{path.parent.name}.report") for path in sorted(HERE.glob("*/report.py"))),
+]
+MARKER = re.compile(r"(?m)^<!-- table (?P<name>\S+) -->\n(?P<table>(?:\|.*\n)*)")
+
+
+def claims() -> str:
+    """Claims with the script and the code that measured them; the file of origins has the whole commands."""
+    lines = []
+    for report in REPORTS:
+        for name, claim in report.CLAIMS.items():
+            table = report.FOLDER / f"{name}.csv"
+            calls = origins_of(table)
+            words = (takewhile(lambda word: not word.startswith("--"), call["command"].split()) for call in calls)
+            (script,) = set(map(" ".join, words))
+            commits = ", ".join(dict.fromkeys(call["commit"] for call in calls))
+            place = Path(os.path.relpath(table, HERE))
+            lines.append([claim, f"[`{script}`]({place.with_name(ORIGINS)})", f"[{place.name}]({place})", commits])
+    return markdown_table(["claim", "command", "measured in", "commit"], lines)
+
+
+def attentions() -> str:
+    """The cores side by side: cost, time at two lengths and peak memory at the longer, accuracy on two tasks."""
+    columns = {"softmax": "cudnn_packed", "linear": "linear", "mhla": "auto"}
+    names = {
+        "softmax": "softmax (cuDNN)",
+        "linear": "linear (eager PyTorch)",
+        "mhla": "MHLA",
+        "hih": "Head-in-Head, r = 4",
+    }
+    read, lines = benchmarks_report.read, []
+    trained = benchmarks_report.read_csv(HERE / "head_mixes" / "results.csv")
+    for core, name in names.items():
+        times = []
+        for shape, hih_shape in (("deit", "n256"), ("k16", "n16384")):
+            found = read("hih_h200", shape=hih_shape, column="r4")
+            found = found if core == "hih" else read("mhla_h200", shape=shape, column=columns[core])
+            times.append(ms(found[0]["forward_backward_ms"]))
+        times.append(f"{float(found[0]['peak_mib']):,.0f}")
+        scores = [
+            mean_and_deviation(accuracies(trained, task, core, "plain", True), 1) for task in ("digits", "canvas")
+        ]
+        lines.append([name, "N²" if core == "softmax" else "N", *times, *scores])
+    header = ["attention", "cost", "128 images of 256 tokens, ms", "2 of 16,384, ms", "MiB", "digits, %", "canvases, %"]
+    return markdown_table(header, lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"claims": claims, "attentions": attentions}
+for _report in REPORTS:
+    assert not TABLES.keys() & _report.TABLES.keys(), _report
+    TABLES |= _report.TABLES
+
+
+def renewed(text: str) -> str:
+    """Return a document's text with all of its tables made anew.
+
+    Raises:
+        KeyError: A marker of an unknown name.
+    """
+    return MARKER.sub(lambda found: f"<!-- table {found['name']} -->\n{TABLES[found['name']]()}\n", text)
+
+
+def documents() -> Iterator[tuple[Path, str]]:
+    """Yield all documents that have tables, with their text."""
+    folders = (REPOSITORY, REPOSITORY / "docs", REPOSITORY / "benchmarks", HERE, *sorted(HERE.glob("*/")))
+    for path in (path for folder in folders for path in sorted(folder.glob("*.md"))):
+        if MARKER.search(text := path.read_text()):
+            yield path, text
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table differs")
+    check = parser.parse_args(argv).check
+    stale = [(path, new) for path, old in documents() if (new := renewed(old)) != old]
+    for path, new in stale:
+        print(f"{path.relative_to(REPOSITORY)} {'differs from' if check else 'is renewed by'} its CSV files")
+        if not check:
+            path.write_text(new)
+    for report in () if check else REPORTS:
+        for name, draw in getattr(report, "PLOTS", {}).items():
+            draw(report.FOLDER / name)
+    raise SystemExit(1 if check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()

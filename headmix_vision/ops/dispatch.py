@@ -1,0 +1,339 @@
+"""Checks arguments, chooses the implementation of an op, and calls it with as little of PyTorch's dispatcher as may be.
+
+This file can be imported without Triton.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from numbers import Integral
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
+
+from headmix_vision.errors import InputError
+from headmix_vision.ops.runtime import NO_KERNELS, KernelFailed, forgotten_with_plans, why_not_here
+
+
+def is_plain(x: Tensor) -> bool:
+    """Tell whether a tensor has values that Python may read, and that may be kept from call to call.
+
+    A tensor of torch.compile, of another tracer or of a fake-tensor mode has none; under a transformation of torch.func
+    it stands for many, or leaks when it is kept.
+    """
+    return not torch.compiler.is_compiling() and has_plain_type(x) and not is_transforming()
+
+
+def has_plain_type(x: Tensor) -> bool:
+    """Tell whether a tensor is of no subclass, which may have its own way with ops."""
+    return type(x) in (Tensor, torch.nn.Parameter)
+
+
+def is_transforming() -> bool:
+    """Tell whether a transformation of torch.func runs, outside of compilers, which have their own ways with it."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def check_tensors(**tensors: object) -> None:
+    """Raise InputError for what is no tensor."""
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"{name} must be a tensor, got {type(value).__name__}.")
+
+
+def check_types(same_type: dict[str, torch.Tensor], any_type: dict[str, torch.Tensor]) -> None:
+    """Raise InputError unless tensors have floating types, and the device of the first, some of them its type too."""
+    first_name, first = next(iter(same_type.items()))
+    for name, x in {**same_type, **any_type}.items():
+        if not x.is_floating_point():
+            raise InputError(f"{name} must have a floating type, got {x.dtype}.")
+        if x.device != first.device:
+            raise InputError(
+                f"{name} is on {x.device}, {first_name} on {first.device}: all inputs must share one device."
+            )
+    for name, x in same_type.items():
+        if x.dtype != first.dtype:
+            raise InputError(
+                f"{name} has type {x.dtype}, {first_name} {first.dtype}: {', '.join(same_type)} must share one type."
+            )
+
+
+def as_axes(name: str, numbers: object) -> tuple[int, ...]:
+    """Return a tuple or list of one whole number for each axis as a tuple.
+
+    Raises:
+        InputError: if it is neither, or holds something else.
+    """
+    axes: tuple[Any, ...] = tuple(map(_as_int, numbers)) if isinstance(numbers, (tuple, list)) else (None,)
+    if not all(_is_whole(n) for n in axes):
+        raise InputError(f"{name} must be one whole number for each axis, got {numbers!r}.")
+    return axes
+
+
+def check_size(name: str, size: Any, least: int) -> None:
+    """Raise InputError for what is no whole number of at least ``least``."""
+    if not _is_whole(size) or size < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {size!r}.")
+
+
+def _as_int(number: object) -> object:
+    """Return a whole number of another package, such as NumPy, as Python's."""
+    if not isinstance(number, (int, torch.SymInt, torch.Tensor)) and isinstance(number, Integral):
+        return int(number)
+    return number
+
+
+def _is_whole(number: object) -> bool:
+    if isinstance(number, torch.Tensor):  # torch.jit.trace makes tensors of sizes
+        return torch.jit.is_tracing()
+    return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
+
+
+MAX_DIM = 128
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+R = TypeVar("R")
+
+
+def why_no_kernel_takes(x: Tensor, name: str) -> str | None:
+    """Return why no kernel can run on a named argument of its device and type, or None."""
+    if NO_KERNELS is not None:
+        return f"{name} {NO_KERNELS}"
+    if reason := why_not_here(x.device, name):
+        return reason
+    if is_transforming():
+        return f"{name} is under a transformation of torch.func: the kernels have none"
+    if x.dtype not in _DTYPES:
+        return f"{name} has type {x.dtype}: the kernels take bfloat16, float16 and float32"
+    return None
+
+
+def why_not_triton(q: Tensor, v: Tensor, names: tuple[str, str] = ("q", "v")) -> str | None:
+    """Return the reason, naming the argument, why no kernel can run on these inputs; None if one can."""
+    if reason := why_no_kernel_takes(q, names[0]):
+        return reason
+    for name, x in zip(names, (q, v), strict=True):
+        if x.shape[-1] > MAX_DIM:
+            return f"{name} has head dim {x.shape[-1]}: the kernels take up to {MAX_DIM}"
+    return None
+
+
+def select(impl: str, on_gpu: bool, why_not: Callable[[], str | None]) -> str:
+    """Choose the implementation of an op.
+
+    Args:
+        impl: name of an implementation: ``"reference"``, ``"torch"`` or one of kernels, which begins with ``"triton"``;
+            or ``"auto"``: the kernels on a CUDA device wherever they can run, else torch, with a warning for each
+            reason.
+        on_gpu: whether the inputs are on a CUDA device.
+        why_not: returns the reason why the kernels cannot run on the inputs, or None if they can.
+
+    Returns:
+        The name of an implementation. ``"auto"`` are the kernels too, but torch serves where one does not compile.
+
+    Raises:
+        InputError: if kernels are asked for by name and cannot run; with the reason.
+    """
+    if impl == "auto":
+        reason = why_not() if on_gpu else None
+        if reason:
+            warn_once(f"{reason}; the slower PyTorch form takes their place (impl='auto').")
+        return "auto" if on_gpu and reason is None else "torch"
+    if impl.startswith("triton") and (reason := why_not()):
+        raise InputError(f"{reason}; impl={impl!r} was asked for.")
+    return impl
+
+
+_MOST_KINDS = 512
+_kinds: dict[Any, Any] = forgotten_with_plans({})
+
+
+def once(check: Callable[..., R], tensors: Sequence[Tensor | None], *settings: Any) -> R:
+    """Return ``check(*tensors, *settings)``, which is called once for each kind of call.
+
+    Calls are of one kind if their settings are equal and of equal types, and their tensors agree in shape, type and
+    device, which is all that ``check`` may read of them. Under tracers and transformations it is always called.
+    """
+    plain = not torch.compiler.is_compiling() and not is_transforming()
+    if not plain or not all([x is None or has_plain_type(x) for x in tensors]):
+        return check(*tensors, *settings)
+    kinds = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
+    key = (check, kinds, settings, tuple(map(type, settings)))
+    try:
+        found = _kinds.get(key)
+    except TypeError:  # settings that cannot be hashed
+        return check(*tensors, *settings)
+    if found is None:
+        if len(_kinds) == _MOST_KINDS:
+            _kinds.clear()
+        found = _kinds[key] = check(*tensors, *settings)
+    return cast(R, found)
+
+
+_warned: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
+def warn_once(message: str) -> None:
+    """Warn, unless this process has been told the same before."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=2)
+
+
+Call = Callable[..., Any]
+
+
+def without_dispatcher(op: Call, run: Call, *, differentiable: bool = False) -> Call:
+    """Return a function that calls ``run`` for plain tensors, and else the op.
+
+    Args:
+        op: the op, which computes what ``run`` computes.
+        run: takes the arguments of the op.
+        differentiable: whether ``run`` has gradients; if not, the op refuses them while they are recorded.
+    """
+
+    def call(*args: Any) -> Any:
+        past = (differentiable or not torch.is_grad_enabled()) and _is_eager() and all(map(_is_plain, args))
+        return (run if past else op)(*args)
+
+    return call
+
+
+def _is_eager() -> bool:
+    """Tell whether neither a tracer nor a transformation nor a dispatch mode looks on."""
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()
+    return not tracing and not is_transforming()
+
+
+def _is_plain(argument: Any) -> bool:
+    """Tell whether an argument is or holds no tensor of a subclass; a list holds tensors alone, or none."""
+    if isinstance(argument, Tensor):
+        return has_plain_type(argument)
+    if isinstance(argument, list) and argument and isinstance(argument[0], Tensor):
+        return all(map(has_plain_type, argument))
+    return True
+
+
+def as_function(run: Call, setup_context: Call, backward: Call) -> Call:
+    """Return a function of tensors with the gradients that are registered for its op."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:  # a setup_context of its own costs a binding of the arguments
+            output = run(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *d_outputs: Any) -> Any:
+            return backward(ctx, *d_outputs)
+
+    Function.__name__ = run.__name__.strip("_")
+    return Function.apply
+
+
+def apply_either(traced: type[torch.autograd.Function], eager: type[torch.autograd.Function]) -> Call:
+    """Return what applies one of two forms of a function: ``traced`` under torch.compile, else ``eager``.
+
+    Both have a ``setup_context``, without which torch.func cannot transform them. PyTorch binds the arguments of such a
+    function by name, which takes longer than a small kernel, so that ``eager`` is applied without it outside of
+    transformations.
+    """
+
+    class Unbound(eager):  # type: ignore[valid-type, misc]
+        setup_context = staticmethod(torch.autograd.Function.setup_context)  # none of its own
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = eager.forward(*args)
+            eager.setup_context(ctx, args, output)
+            return output
+
+    def apply(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced.apply(*args)
+        return (eager if is_transforming() else Unbound).apply(*args)
+
+    return apply
+
+
+# Inputs for which kernels did not compile: the name of the op, and what its kernels depend on.
+FAILED: set[tuple[Hashable, ...]] = set()
+# What an op excludes while it runs, so that autograd does not record inside.
+_AUTOGRAD = ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")
+
+
+def stand_in(error: KernelFailed, allowed: bool, *inputs: Hashable) -> None:
+    """Warn once that the PyTorch form serves for such inputs, or raise the error where kernels were asked for."""
+    if not allowed:
+        raise error
+    FAILED.add(inputs)
+    warn_once(f"{error}; the slower PyTorch form takes their place (impl='auto')")
+
+
+def gradients_of(run: Callable[..., Any], inputs: Sequence[Tensor], d_outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Compute the gradients of the inputs of a differentiable function, inside or outside of an op.
+
+    Args:
+        run: takes the inputs and returns one tensor, or as many as ``d_outputs``.
+        inputs: tensors of floating types.
+        d_outputs: gradients of the outputs.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        outputs = run(*leaves)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        return list(torch.autograd.grad(outputs, leaves, d_outputs, allow_unused=True, materialize_grads=True))
+
+
+class IndexMap(torch.autograd.Function):
+    """A linear map of a tensor by index tables, which torch.func can batch; a subclass has its forward and backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+
+def with_tangents(index_map: type[IndexMap]) -> type[IndexMap]:
+    """Return the map with its derivative in forward mode, which torch.compile cannot trace: the map itself."""
+
+    class WithTangents(index_map):  # type: ignore[valid-type, misc]
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs[1:])
+            ctx.save_for_forward(*inputs[1:])
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+            return WithTangents.apply(tangents[0], *ctx.saved_tensors)
+
+    return WithTangents
+
+
+def are_traced_parts(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether a tracer shows C tensors [B, N, H, D] as the parts into which one [B, N, C H D] was cut."""
+    x = tensors[0]
+    if has_plain_type(x):
+        return False
+    width, first = x.shape[2] * x.shape[3], x.storage_offset()
+    layout = (*x.shape, x.stride(0), len(tensors) * width, x.shape[3], 1)
+    return all(
+        guard_or_false(sym_eq((*x.shape, *x.stride(), x.storage_offset()), (*layout, first + part * width)))
+        for part, x in enumerate(tensors)
+    )
+
+
+def split_parts(packed: Tensor) -> list[Tensor]:
+    """Cut [B, N, C, H, D] into C parts [B, N, H, D]."""
+    B, N, C, H, D = packed.shape
+    # Inductor leaves out a concatenation of these if it and the split name the dim by one number, not -1.
+    return [x.view(B, N, H, D) for x in torch.split_with_sizes(packed.flatten(2), [H * D] * C, 2)]

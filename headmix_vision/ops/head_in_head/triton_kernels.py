@@ -1,0 +1,543 @@
+"""Computes Head-in-Head in Triton kernels: each chunk without the state, then the state from chunk to chunk.
+
+README.md derives the kernels. Their launches are planned for each layout.
+
+B batch, N tokens, H heads, C chunks of T tokens, Dk and Dv head dims, r sub-heads, R = r T rows of a chunk. The
+kernels keep and multiply states and corrections transposed, values first: then the left factor of each product is the
+one that depends on the state, and stays in registers. Constants: D and DV are the head dims, KEYS and VALUES the
+columns of a tile of them; for ALIGN see ``mhla.triton_tiles``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headmix_vision.ops.head_in_head.triton_tiles import (
+    LEAST_LOG_DECAY,
+    decay_between,
+    decay_if,
+    dot_over_tokens,
+    load_decays,
+    load_entries,
+    load_mask,
+    load_matrix,
+    load_tokens,
+    masked_factor,
+    masked_keys,
+    own_columns,
+    store_matrix,
+    store_tokens,
+    sum_rows,
+    sum_sub_heads,
+    sum_vector_rows,
+    to_columns,
+    to_rows,
+    token_index,
+    unit_lower_inverse,
+    vector_to_rows,
+    write_keys,
+)
+from headmix_vision.ops.runtime import Launch, Layout, alignment, layout, numerics, planned, storage_dtype
+
+
+@triton.jit
+def prepare_kernel(
+    q, k, beta, log_decay, mask, order, decays, scores, inverse, spread,
+    q_b, q_n, q_h, k_b, k_n, k_h, beta_b, beta_n, beta_h, decay_b, decay_n, decay_h, mask_b, mask_n, mask_h,
+    N, H, C, scale,
+    T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, ORDERED: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Compute all that a chunk needs and that does not depend on the state.
+
+    It stores log decays since the start of the chunk and how many decays forgot everything, [B, H, C, 2, T]; decayed
+    scores of queries and write keys, [B, H, C, T, R]; the inverse of the system of its pairs, [B, H, C, R, R]; and that
+    inverse times beta, summed over sub-heads, which share a token's value: [B, H, C, R, T].
+    """
+    program = tl.program_id(0).to(tl.int64)
+    chunk, head = program % C, program // C
+    b, h = head // H, head % H
+    ROWS: tl.constexpr = T * SUB_HEADS
+    tokens, exists = token_index(order, chunk, N, T, ORDERED)
+    key = load_tokens(k + (b * k_b + h * k_h) * ALIGN, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+    query = load_tokens(q + (b * q_b + h * q_h) * ALIGN, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+    strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
+    rate = tl.load(log_decay + b * decay_b + tokens * decay_n + h * decay_h, mask=exists, other=0.0).to(tl.float32)
+    place, time = tl.arange(0, T), tl.arange(0, ROWS) // SUB_HEADS
+    sums = tl.cumsum(tl.where(rate < LEAST_LOG_DECAY, 0.0, rate).to(decays.dtype.element_ty), 0)
+    resets = tl.cumsum(tl.where(rate < LEAST_LOG_DECAY, 1.0, 0.0).to(decays.dtype.element_ty), 0)
+    tl.store(decays + program * 2 * T + place, sums)
+    tl.store(decays + program * 2 * T + T + place, resets)
+    row_sums, row_resets = vector_to_rows(sums, SUB_HEADS), vector_to_rows(resets, SUB_HEADS)
+    write = tl.trans(write_keys(key, D, SUB_HEADS))
+    score = tl.dot(query, write, input_precision=PRECISION)
+    seen = time[None, :] <= place[:, None]
+    score *= scale * decay_between(sums, resets, row_sums, row_resets, seen)
+    store_matrix(scores + program * T * ROWS, 0, score, T, ROWS, T, ROWS)
+
+    entries = load_mask(mask + b * mask_b + h * mask_h, tokens, mask_n, KEYS, D, SUB_HEADS)
+    a = tl.dot(masked_keys(key, entries, SUB_HEADS), write, input_precision=PRECISION)
+    factor = masked_factor(vector_to_rows(strength, SUB_HEADS), entries, SUB_HEADS)
+    before = time[None, :] < time[:, None]
+    a *= decay_between(row_sums, row_resets, row_sums, row_resets, before)
+    a *= factor[:, None]
+    solve = unit_lower_inverse(a, SUB_HEADS, PRECISION)
+    store_matrix(inverse + program * ROWS * ROWS, 0, solve, ROWS, ROWS, ROWS, ROWS)
+    if SUB_HEADS > 1:
+        solve = tl.sum(tl.reshape(solve, (ROWS, T, SUB_HEADS)), axis=2)
+    store_matrix(spread + program * ROWS * T, 0, solve * strength[None, :], ROWS, T, ROWS, T)
+
+
+@triton.jit
+def scan_kernel(
+    q, k, v, beta, mask, initial, order, decays, scores, inverse, spread, out, final, states, corrections,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, mask_b, mask_n, mask_h, N, H, C, scale,
+    T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, DV: tl.constexpr,
+    VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr, INITIAL: tl.constexpr, SAVE: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs and the final state of one head and some value columns, chunk after chunk.
+
+    With SAVE it stores the state before each chunk, [B, H, C, Dv, Dk], and the corrections u, [B, H, C, Dv, R].
+    """
+    PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
+    program = tl.program_id(0).to(tl.int64)
+    head, first = program // PARTS, program % PARTS * VALUES
+    b, h = head // H, head % H
+    ROWS: tl.constexpr = T * SUB_HEADS
+    q += (b * q_b + h * q_h) * ALIGN
+    k += (b * k_b + h * k_h) * ALIGN
+    v += (b * v_b + h * v_h) * ALIGN
+    mask += b * mask_b + h * mask_h
+    out += b * N * H * DV + h * DV
+    place = tl.arange(0, T)
+    values, keys = first + tl.arange(0, VALUES), tl.arange(0, KEYS)
+    of_state, in_state = keys[None, :] * DV + values[:, None], (keys < D)[None, :] & (values < DV)[:, None]
+    if INITIAL:
+        state = tl.load(initial + head * D * DV + of_state, mask=in_state, other=0.0).to(tl.float32)
+    else:
+        state = tl.zeros((VALUES, KEYS), tl.float32)
+    if not TOKEN_MASK:
+        entries = load_mask(mask, place, 0, KEYS, D, SUB_HEADS)
+    for chunk in range(C):
+        at = head * C + chunk
+        tokens, exists = token_index(order, chunk, N, T, ORDERED)
+        key = load_tokens(k, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+        query = load_tokens(q, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+        value = load_tokens(v, tokens, exists, v_n, first, DV, VALUES, ALIGN).to(COMPUTE)
+        solve = load_matrix(inverse + at * ROWS * ROWS, 0, ROWS, ROWS, ROWS, ROWS)
+        of_value = load_matrix(spread + at * ROWS * T, 0, ROWS, T, ROWS, T)
+        score = load_matrix(scores + at * T * ROWS, 0, T, ROWS, T, ROWS)
+        sums, resets, total, all_resets = load_decays(decays, at, T)
+        strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
+        from_start = decay_if(sums, resets == 0)
+        to_end = vector_to_rows(decay_if(total - sums, resets == all_resets), SUB_HEADS)
+        if TOKEN_MASK:
+            entries = load_mask(mask, tokens, mask_n, KEYS, D, SUB_HEADS)
+        factor = masked_factor(vector_to_rows(strength * from_start, SUB_HEADS), entries, SUB_HEADS)
+        before = state.to(COMPUTE)
+        if SAVE:
+            store_matrix(states + at * DV * D, first, before, DV, D, VALUES, KEYS)
+
+        read = tl.dot(before, tl.trans(masked_keys(key, entries, SUB_HEADS)), input_precision=PRECISION)
+        error = (read * -factor[None, :]).to(COMPUTE)
+        correction = dot_over_tokens(tl.trans(value), tl.trans(of_value), PRECISION)
+        correction += tl.dot(error, tl.trans(solve), input_precision=PRECISION)
+        if SAVE:
+            store_matrix(corrections + at * DV * ROWS, first, correction, DV, ROWS, VALUES, ROWS)
+        result = tl.dot(before, tl.trans(query), input_precision=PRECISION) * (scale * from_start)[None, :]
+        result += tl.dot(correction.to(COMPUTE), tl.trans(score), input_precision=PRECISION)
+        store_tokens(out, tokens, exists, H * DV, first, tl.trans(result), DV, VALUES)
+
+        correction = (correction * to_end[None, :]).to(COMPUTE)
+        state *= decay_if(total, all_resets == 0)
+        state += tl.dot(correction, write_keys(key, D, SUB_HEADS), input_precision=PRECISION)
+    tl.store(final + head * D * DV + of_state, state, mask=in_state)
+
+
+@triton.jit
+def scan_backward_kernel(
+    q, k, beta, mask, d_out, d_final, order, decays, scores, inverse, d_states, d_errors, d_initial,
+    q_b, q_n, q_h, k_b, k_n, k_h, beta_b, beta_n, beta_h, mask_b, mask_n, mask_h, g_b, g_n, g_h, N, H, C, scale,
+    T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, DV: tl.constexpr,
+    VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr, FINAL: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Compute gradients of one head and some value columns, from the last chunk to the first.
+
+    They are those of the state after each chunk, [B, H, C, Dv, Dk], of the errors which the system is solved for,
+    [B, H, C, Dv, R], and of the initial state.
+    """
+    PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
+    program = tl.program_id(0).to(tl.int64)
+    head, first = program // PARTS, program % PARTS * VALUES
+    b, h = head // H, head % H
+    ROWS: tl.constexpr = T * SUB_HEADS
+    q += (b * q_b + h * q_h) * ALIGN
+    k += (b * k_b + h * k_h) * ALIGN
+    d_out += (b * g_b + h * g_h) * ALIGN
+    mask += b * mask_b + h * mask_h
+    place = tl.arange(0, T)
+    values, keys = first + tl.arange(0, VALUES), tl.arange(0, KEYS)
+    of_state, in_state = keys[None, :] * DV + values[:, None], (keys < D)[None, :] & (values < DV)[:, None]
+    if FINAL:
+        d_state = tl.load(d_final + head * D * DV + of_state, mask=in_state, other=0.0).to(tl.float32)
+    else:
+        d_state = tl.zeros((VALUES, KEYS), tl.float32)
+    if not TOKEN_MASK:
+        entries = load_mask(mask, place, 0, KEYS, D, SUB_HEADS)
+    for back in range(C):
+        chunk = C - 1 - back
+        at = head * C + chunk
+        tokens, exists = token_index(order, chunk, N, T, ORDERED)
+        key = load_tokens(k, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+        query = load_tokens(q, tokens, exists, q_n, 0, D, KEYS, ALIGN)
+        gradient = tl.trans(load_tokens(d_out, tokens, exists, g_n, first, DV, VALUES, ALIGN).to(COMPUTE))
+        solve = load_matrix(inverse + at * ROWS * ROWS, 0, ROWS, ROWS, ROWS, ROWS)
+        score = load_matrix(scores + at * T * ROWS, 0, T, ROWS, T, ROWS)
+        sums, resets, total, all_resets = load_decays(decays, at, T)
+        strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
+        from_start = decay_if(sums, resets == 0)
+        to_end = vector_to_rows(decay_if(total - sums, resets == all_resets), SUB_HEADS)
+        if TOKEN_MASK:
+            entries = load_mask(mask, tokens, mask_n, KEYS, D, SUB_HEADS)
+        factor = masked_factor(vector_to_rows(strength * from_start, SUB_HEADS), entries, SUB_HEADS)
+        after = d_state.to(COMPUTE)
+        store_matrix(d_states + at * DV * D, first, after, DV, D, VALUES, KEYS)
+
+        d_correction = tl.dot(after, tl.trans(write_keys(key, D, SUB_HEADS)), input_precision=PRECISION)
+        d_correction *= to_end[None, :]
+        d_correction += dot_over_tokens(gradient, score, PRECISION)
+        d_error = tl.dot(d_correction.to(COMPUTE), solve, input_precision=PRECISION)
+        store_matrix(d_errors + at * DV * ROWS, first, d_error, DV, ROWS, VALUES, ROWS)
+        query = (query * (scale * from_start)[:, None]).to(COMPUTE)
+        d_error = (d_error * -factor[None, :]).to(COMPUTE)
+        d_state *= decay_if(total, all_resets == 0)
+        d_state += dot_over_tokens(gradient, query, PRECISION)
+        d_state += tl.dot(d_error, masked_keys(key, entries, SUB_HEADS), input_precision=PRECISION)
+    tl.store(d_initial + head * D * DV + of_state, d_state, mask=in_state)
+
+
+@triton.jit
+def inputs_backward_kernel(
+    q, k, v, beta, log_decay, mask, d_out, order, decays, states, corrections, d_states, d_errors,
+    d_q, d_k, d_v, d_beta, d_log_decay, d_mask,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, decay_b, decay_n, decay_h,
+    mask_b, mask_n, mask_h, g_b, g_n, g_h, N, H, C, scale,
+    T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, DV: tl.constexpr,
+    VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of the inputs of one chunk of a head.
+
+    That of the mask is [B, N, H, r, r] for a mask of tokens, else [B, H, C, r, r], still to be summed. The kernel
+    finishes one gradient after the other, so that it holds few at a time.
+    """
+    PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
+    ROWS: tl.constexpr = T * SUB_HEADS
+    at = tl.program_id(0).to(tl.int64)
+    chunk, head = at % C, at // C
+    b, h = head // H, head % H
+    q += (b * q_b + h * q_h) * ALIGN
+    k += (b * k_b + h * k_h) * ALIGN
+    v += (b * v_b + h * v_h) * ALIGN
+    d_out += (b * g_b + h * g_h) * ALIGN
+    d_q += b * N * H * D + h * D
+    d_k += b * N * H * D + h * D
+    d_v += b * N * H * DV + h * DV
+    mask += b * mask_b + h * mask_h
+    place, time = tl.arange(0, T), tl.arange(0, ROWS) // SUB_HEADS
+    tokens, exists = token_index(order, chunk, N, T, ORDERED)
+    sums, resets, total, all_resets = load_decays(decays, at, T)
+    strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
+    row_sums, row_resets = vector_to_rows(sums, SUB_HEADS), vector_to_rows(resets, SUB_HEADS)
+    from_start = decay_if(sums, resets == 0)
+    to_end = vector_to_rows(decay_if(total - sums, resets == all_resets), SUB_HEADS)
+    query = load_tokens(q, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+    key = load_tokens(k, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+    write = write_keys(key, D, SUB_HEADS)
+
+    # Gradients of the values, the scores, the queries, the system, and the masked keys over beta.
+    d_strength = tl.zeros((T,), tl.float32)
+    d_score = tl.zeros((T, ROWS), tl.float32)
+    d_query = tl.zeros((T, KEYS), tl.float32)
+    d_system = tl.zeros((ROWS, ROWS), tl.float32)
+    d_masked = tl.zeros((ROWS, KEYS), tl.float32)
+    for part in range(PARTS):
+        first = part * VALUES
+        value = load_tokens(v, tokens, exists, v_n, first, DV, VALUES, ALIGN).to(tl.float32)
+        gradient = load_tokens(d_out, tokens, exists, g_n, first, DV, VALUES, ALIGN).to(COMPUTE)
+        correction = load_matrix(corrections + at * DV * ROWS, first, DV, ROWS, VALUES, ROWS)
+        state = load_matrix(states + at * DV * D, first, DV, D, VALUES, KEYS)
+        d_error = tl.trans(load_matrix(d_errors + at * DV * ROWS, first, DV, ROWS, VALUES, ROWS))
+        d_score += tl.dot(gradient, correction, input_precision=PRECISION)
+        d_query += tl.dot(gradient, state, input_precision=PRECISION)
+        d_system += tl.dot(d_error, correction, input_precision=PRECISION)
+        d_masked += tl.dot(d_error, state, input_precision=PRECISION)
+        d_value = sum_rows(d_error.to(tl.float32), SUB_HEADS)
+        d_strength += tl.sum(d_value * value, 1)
+        store_tokens(d_v, tokens, exists, H * DV, first, d_value * strength[:, None], DV, VALUES)
+    seen = time[None, :] <= place[:, None]
+    d_score *= scale * decay_between(sums, resets, row_sums, row_resets, seen)
+    d_query *= (scale * from_start)[:, None]
+    d_query += tl.dot(d_score.to(COMPUTE), write, input_precision=PRECISION)
+    store_tokens(d_q, tokens, exists, H * D, 0, d_query, D, KEYS)
+    d_sums = tl.sum(query.to(tl.float32) * d_query, 1)
+    before = time[None, :] < time[:, None]
+    d_system *= -decay_between(row_sums, row_resets, row_sums, row_resets, before)
+    d_masked *= -vector_to_rows(from_start, SUB_HEADS)[:, None]
+    d_masked += tl.dot(d_system.to(COMPUTE), write, input_precision=PRECISION)
+    row_strength = vector_to_rows(strength, SUB_HEADS)
+    d_system = (d_system * row_strength[:, None]).to(COMPUTE)
+    entries = load_entries(mask, tokens, mask_n, SUB_HEADS)
+    products = sum_sub_heads(d_masked * to_rows(key, SUB_HEADS).to(tl.float32), D, SUB_HEADS)
+    of_masked = tl.sum(products * entries, 1)
+    d_strength += sum_vector_rows(of_masked, SUB_HEADS)
+    d_sums += sum_vector_rows(of_masked * row_strength, SUB_HEADS)
+    d_masked *= to_columns(entries, D, KEYS, SUB_HEADS) * row_strength[:, None]
+    d_key = sum_rows(d_masked, SUB_HEADS)
+    gates = b * N * H + tokens * H + h
+    tl.store(d_beta + gates, d_strength, mask=exists)
+
+    # Gradient of the mask.
+    products *= row_strength[:, None]
+    others = tl.arange(0, SUB_HEADS)
+    if TOKEN_MASK:
+        row = vector_to_rows(gates, SUB_HEADS) * SUB_HEADS + tl.arange(0, ROWS) % SUB_HEADS
+        there = vector_to_rows(exists, SUB_HEADS)[:, None]
+        tl.store(d_mask + row[:, None] * SUB_HEADS + others[None, :], products, mask=there)
+    else:
+        products = tl.sum(tl.reshape(products, (T, SUB_HEADS, SUB_HEADS)), axis=0)
+        places = others[:, None] * SUB_HEADS + others[None, :]
+        tl.store(d_mask + at * SUB_HEADS * SUB_HEADS + places, products)
+
+    # Gradients of the write keys, of the decay to the end of the chunk and, from all parts, of the decays.
+    d_write = tl.zeros((ROWS, KEYS), tl.float32)
+    of_total = 0.0
+    for part in range(PARTS):
+        correction = tl.trans(load_matrix(corrections + at * DV * ROWS, part * VALUES, DV, ROWS, VALUES, ROWS))
+        state = load_matrix(states + at * DV * D, part * VALUES, DV, D, VALUES, KEYS).to(tl.float32)
+        d_state = load_matrix(d_states + at * DV * D, part * VALUES, DV, D, VALUES, KEYS)
+        d_write += tl.dot(correction, d_state, input_precision=PRECISION)
+        of_total += tl.sum(tl.sum(state * d_state.to(tl.float32), 1), 0)
+    d_write *= to_end[:, None]
+    of_total = decay_if(total, all_resets == 0) * of_total + tl.sum(tl.sum(write.to(tl.float32) * d_write, 1), 0)
+    d_write += dot_over_tokens(tl.trans(d_score.to(COMPUTE)), query, PRECISION)
+    masked = (to_rows(key, SUB_HEADS) * to_columns(entries, D, KEYS, SUB_HEADS)).to(COMPUTE)
+    d_write += tl.dot(tl.trans(d_system), masked, input_precision=PRECISION)
+    d_write = own_columns(d_write, D, SUB_HEADS)
+    d_sums -= sum_vector_rows(tl.sum(write.to(tl.float32) * d_write, 1), SUB_HEADS)
+    d_key += sum_rows(d_write, SUB_HEADS)
+    store_tokens(d_k, tokens, exists, H * D, 0, d_key, D, KEYS)
+    d_sums = tl.where(place == T - 1, d_sums + of_total, d_sums)
+    rate = tl.load(log_decay + b * decay_b + tokens * decay_n + h * decay_h, mask=exists, other=0.0).to(tl.float32)
+    d_rate = tl.where(rate < LEAST_LOG_DECAY, 0.0, tl.cumsum(d_sums, 0, reverse=True))
+    tl.store(d_log_decay + gates, d_rate, mask=exists)
+
+
+Tiles = dict[str, int]
+# These are the best of sweeps on an H200 for bfloat16, up to 64 rows and keys. More stages hide the latency of memory
+# where they do not crowd out a second program on a processor. Scans of one sub-head take most shared memory: they get
+# fewer stages, unless heads are so few that each program has a processor to itself.
+PREPARE = Tiles(num_warps=1, num_stages=1)
+SCAN = Tiles(VALUES=64, num_warps=4, num_stages=3)
+CROWDED_SCAN = SCAN | Tiles(num_stages=2)
+INPUTS_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=1)
+
+
+class Saved(NamedTuple):
+    """The tensors that the forward pass saves for the backward pass.
+
+    Attributes:
+        decays: [B, H, C, 2, T], log decay since the start of the chunk, and how many decays forgot everything; float64
+            for float32 inputs, as differences of float32 sums would lose digits, else float32.
+        scores: [B, H, C, T, R], of queries and keys of single sub-heads, decayed and scaled.
+        inverse: [B, H, C, R, R], of the system of each chunk.
+        states: [B, H, C, Dv, Dk], before each chunk.
+        corrections: [B, H, C, Dv, R].
+    """
+
+    decays: Tensor
+    scores: Tensor
+    inverse: Tensor
+    states: Tensor
+    corrections: Tensor
+
+
+class Gradients(NamedTuple):
+    """The gradients of the inputs; the last four are float32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    log_decay: Tensor
+    mask: Tensor
+    initial_state: Tensor
+
+
+def chunk_tokens(r: int) -> int:
+    """Return T, the tokens that make 64 rows."""
+    return 64 // r
+
+
+def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
+    """Allocate the buffers; without ``save`` the last two are left out, C = 0."""
+    (B, N, H, Dk), Dv, r = q.shape, v.shape[-1], mask.shape[-1]
+    T = chunk_tokens(r)
+    C, storage = -(-N // T), storage_dtype(q.dtype)
+    kept = C if save else 0
+    return Saved(
+        q.new_empty(B, H, C, 2, T, dtype=torch.float64 if q.dtype == torch.float32 else torch.float32),
+        q.new_empty(B, H, C, T, r * T, dtype=storage),
+        q.new_empty(B, H, C, r * T, r * T, dtype=storage),
+        q.new_empty(B, H, kept, Dv, Dk, dtype=storage),
+        q.new_empty(B, H, kept, Dv, r * T, dtype=storage),
+    )
+
+
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """Copy the tensors whose rows are not contiguous."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _strides(align: int, *tensors: Layout) -> list[int]:
+    return [stride // align for x in tensors for stride in x.strides[:3]]
+
+
+def _mask_strides(mask: Layout) -> tuple[int, ...]:
+    return (0, 0, mask.strides[0]) if len(mask.shape) == 3 else mask.strides[:3]
+
+
+def _constants(k: Layout, mask: Layout, ordered: bool, align: int) -> dict[str, Any]:
+    compute, precision = numerics(k.dtype, k.gpu, crowded=True)
+    r, D = mask.shape[-1], k.shape[-1]
+    return dict(
+        T=chunk_tokens(r), SUB_HEADS=r, D=D, KEYS=_columns(D), ORDERED=ordered,
+        COMPUTE=compute, PRECISION=precision, ALIGN=align,
+    )  # fmt: skip
+
+
+def _tiles(tiles: Tiles, k: Layout) -> Tiles:
+    """Give the tiles fewer columns and more warps where a program would not fit."""
+    wide = k.shape[-1] > 64
+    if k.dtype == torch.bfloat16 and not wide:
+        return tiles
+    if "VALUES" not in tiles:
+        return tiles | Tiles(num_warps=4)
+    if k.dtype == torch.bfloat16:
+        return tiles | Tiles(num_warps=4, num_stages=1)
+    return tiles | Tiles(VALUES=32, num_warps=8 if wide else 4, num_stages=1)
+
+
+def _columns(dim: int) -> int:
+    """Count the columns of a tile that holds a head dim."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _values(k: Layout, v: Layout, mask: Layout, tiles: Tiles) -> dict[str, Any]:
+    tiles = _tiles(tiles, k)
+    tiles |= Tiles(VALUES=min(_columns(v.shape[-1]), tiles["VALUES"]))
+    return dict(DV=v.shape[-1], TOKEN_MASK=len(mask.shape) == 5, **tiles)
+
+
+def _scan_tiles(heads: int, v: Layout, mask: Layout) -> Tiles:
+    if v.gpu.has_tensor_memory or v.gpu.amd:
+        # With stages Triton lets a product begin with the state before the decay has scaled it (triton #10993), where
+        # sums are in tensor memory; AMD's GPUs have no shared memory for stages.
+        return SCAN | Tiles(num_stages=1)
+    if mask.shape[-1] > 1 or heads * -(-v.shape[-1] // SCAN["VALUES"]) <= v.gpu.processors:
+        return SCAN
+    return CROWDED_SCAN
+
+
+@planned
+def _forward(
+    q: Layout, k: Layout, v: Layout, beta: Layout, log_decay: Layout, mask: Layout,
+    initial: torch.dtype | None, ordered: bool, save: bool,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """Plan the kernels that prepare all chunks and that scan them, from an initial state of a type or from zero."""
+    B, N, H, Dk = q.shape
+    C = -(-N // chunk_tokens(mask.shape[-1]))
+    align = alignment(q, k, v)
+    constants, sizes = _constants(k, mask, ordered, align), (N, H, C, Dk**-0.5)
+    strides = (*_strides(align, q, k), *beta.strides, *log_decay.strides, *_mask_strides(mask))
+    prepare = Launch(
+        prepare_kernel, (B * H * C,), (*strides, *sizes), constants | _tiles(PREPARE, k)
+    )  # fmt: skip
+    values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
+    programs = B * H * -(-v.shape[-1] // values["VALUES"])
+    strides = (*_strides(align, q, k, v), *beta.strides, *_mask_strides(mask))
+    constants |= dict(INITIAL=initial is not None, SAVE=save) | values
+    return prepare, Launch(scan_kernel, (programs,), (*strides, *sizes), constants)
+
+
+def forward_pass(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, mask: Tensor,
+    initial: Tensor | None, order: Tensor | None, buffers: Saved, out: Tensor, final: Tensor,
+) -> None:  # fmt: skip
+    """Fill ``out`` [B, N, H, Dv], ``final`` [B, H, Dk, Dv] and the buffers."""
+    q, k, v = _rows(q, k, v)
+    mask, initial = mask.contiguous(), None if initial is None else initial.contiguous()
+    layouts, save = map(layout, (q, k, v, beta, log_decay, mask)), buffers.states.shape[2] > 0
+    prepare, scan = _forward(*layouts, None if initial is None else initial.dtype, order is not None, save)
+    B, H, C, T, R = buffers.scores.shape
+    spread = buffers.scores.new_empty(B, H, C, R, T)
+    chunks = (buffers.decays, buffers.scores, buffers.inverse, spread)
+    prepare(q, k, beta, log_decay, mask, order, *chunks)
+    scan(q, k, v, beta, mask, initial, order, *chunks, out, final, buffers.states, buffers.corrections)
+
+
+@planned
+def _backward(
+    q: Layout, k: Layout, v: Layout, beta: Layout, log_decay: Layout, mask: Layout, d_out: Layout,
+    final: torch.dtype | None, ordered: bool,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """Plan the kernels that scan the chunks backward and that compute the gradients of the inputs."""
+    B, N, H, Dk = q.shape
+    C = -(-N // chunk_tokens(mask.shape[-1]))
+    align = alignment(q, k, v, d_out)
+    constants, sizes = _constants(k, mask, ordered, align), (N, H, C, Dk**-0.5)
+    values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
+    programs = B * H * -(-v.shape[-1] // values["VALUES"])
+    strides = (*_strides(align, q, k), *beta.strides, *_mask_strides(mask), *_strides(align, d_out))
+    scan_constants = constants | dict(FINAL=final is not None) | values
+    scan = Launch(scan_backward_kernel, (programs,), (*strides, *sizes), scan_constants)
+
+    strides = (*_strides(align, q, k, v), *beta.strides, *log_decay.strides, *_mask_strides(mask))
+    numbers = (*strides, *_strides(align, d_out), *sizes)
+    constants |= _values(k, v, mask, INPUTS_BACKWARD)
+    return scan, Launch(inputs_backward_kernel, (B * H * C,), numbers, constants)
+
+
+def backward_pass(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, mask: Tensor,
+    order: Tensor | None, buffers: Saved, d_out: Tensor, d_final: Tensor | None,
+) -> Gradients:  # fmt: skip
+    (B, N, H, Dk), r = q.shape, mask.shape[-1]
+    C = buffers.decays.shape[2]
+    q, k, v, d_out = _rows(q, k, v, d_out)
+    mask, d_final = mask.contiguous(), None if d_final is None else d_final.contiguous()
+    layouts = map(layout, (q, k, v, beta, log_decay, mask, d_out))
+    scan, inputs = _backward(*layouts, None if d_final is None else d_final.dtype, order is not None)
+
+    d_states, d_errors = torch.empty_like(buffers.states), torch.empty_like(buffers.corrections)
+    d_initial = q.new_empty(B, H, Dk, v.shape[-1], dtype=torch.float32)
+    chunks = (buffers.decays, buffers.scores, buffers.inverse)
+    scan(q, k, beta, mask, d_out, d_final, order, *chunks, d_states, d_errors, d_initial)
+
+    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    d_beta, d_log_decay = (q.new_empty(B, N, H, dtype=torch.float32) for _ in range(2))
+    d_mask = q.new_empty(*((B, H, C) if mask.ndim == 3 else (B, N, H)), r, r, dtype=torch.float32)
+    states = (buffers.states, buffers.corrections, d_states, d_errors)
+    inputs(
+        q, k, v, beta, log_decay, mask, d_out, order, buffers.decays, *states, d_q, d_k, d_v, d_beta, d_log_decay,
+        d_mask,
+    )  # fmt: skip
+    d_mask = d_mask if mask.ndim == 5 else d_mask.sum((0, 2))
+    return Gradients(d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial)

@@ -1,0 +1,1 @@
+"""Kernels of short sequences for Hopper GPUs, in Gluon."""

@@ -1,0 +1,192 @@
+"""Launches the Gluon kernels of short sequences on Hopper GPUs, and tells which inputs they take.
+
+B batch, N tokens, H heads, M blocks, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headmix_vision.ops.dispatch import warn_once
+from headmix_vision.ops.mhla import triton_tuning as tuning
+from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.triton_launch import (
+    Gradients,
+    block_of_token,
+    ceil,
+    gradient,
+    kernel_constants,
+    mixing_strides,
+    normalizer_name,
+    sum_leading,
+)
+from headmix_vision.ops.runtime import INTERPRETED, KernelFailed, Launch, Layout, alignment, forget_plans, planned
+
+
+class Kernels(NamedTuple):
+    forward: Any
+    backward: Any
+    wide_backward: Any
+
+
+COST = "at 97 to 256 tokens the portable kernels take their place, with 0.7 to 1.0 of the speed"
+
+
+@lru_cache
+def _kernels() -> Kernels | None:
+    """Return the kernels, or None with a warning for a Triton whose Gluon lacks what they use. Importing takes time."""
+    try:
+        from headmix_vision.ops.mhla.hopper.backward import gluon_backward_kernel
+        from headmix_vision.ops.mhla.hopper.forward import gluon_forward_kernel
+        from headmix_vision.ops.mhla.hopper.wide_backward import gluon_wide_backward_kernel
+    except ImportError as error:
+        import triton
+
+        warn_once(f"MHLA's kernels for Hopper need triton 3.6 or newer, got {triton.__version__} ({error}): {COST}.")
+        return None
+    return Kernels(gluon_forward_kernel, gluon_backward_kernel, gluon_wide_backward_kernel)
+
+
+_left_out = False
+
+
+def leave_out(error: KernelFailed, settings: Settings) -> None:
+    """Warn once that the portable kernels serve from now on, or raise where kernels were asked for by name."""
+    global _left_out
+    if not settings.fallback:
+        raise error
+    warn_once(f"{error}; {COST}.")
+    _left_out = True
+    forget_plans()
+
+
+def _takes(settings: Settings, *rows: Layout) -> bool:
+    """Tell whether the kernels take such rows: bf16 in whole 16 bytes, on a Hopper GPU; they are not causal."""
+    return (
+        not INTERPRETED
+        and not (_left_out and settings.fallback)
+        and not settings.causal
+        and rows[0].gpu.capability == (9, 0)
+        and rows[0].gpu.shared_memory >= tuning.HOPPER_KB << 10
+        and all(x.dtype == torch.bfloat16 and x.strides[-1] == 1 for x in rows)
+        and settings.blocks.num_blocks <= tuning.HOPPER_BLOCKS
+        and settings.blocks.num_tokens in tuning.HOPPER_TOKENS
+        and alignment(*rows) == 8
+        and _kernels() is not None
+    )
+
+
+def takes_forward(q: Layout, k: Layout, v: Layout, settings: Settings) -> bool:
+    return (
+        all(x.shape[-1] in tuning.HOPPER_DIMS for x in (q, v))
+        and _takes(settings, q, k, v)
+        and _forward_programs(q, v, settings) > 0
+    )
+
+
+def _forward_programs(q: Layout, v: Layout, settings: Settings) -> int:
+    """Count the programs of a multiprocessor: 16 warps, or as many as there is shared memory for."""
+    N, warps = q.shape[1], tuning.power_of_two(q.shape[1], 64) // 16
+    needed = tuning.hopper_bytes(N, q.shape[-1], v.shape[-1], settings.blocks.num_blocks)
+    return min(16 // warps, tuning.programs_that_fit(needed, q.gpu.shared_memory))
+
+
+def forward_launch(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Settings) -> Launch:
+    """Plan the forward pass: 16 queries a warp, and as many programs as a GPU holds at a time."""
+    B, N, H, _ = q.shape
+    M = settings.blocks.num_blocks
+    strides = [stride // 8 for x in (q, k, v) for stride in (x.strides[0], x.strides[2])]
+    numbers = (*strides, *mixing_strides(mixing.strides), B * H, H, settings.eps)
+    warps = tuning.power_of_two(N, 64) // 16
+    constants = dict(
+        Q_N=q.strides[1], K_N=k.strides[1], V_N=v.strides[1], N=N, M=M, MB=tuning.power_of_two(M, 16),
+        PER_HEAD=len(mixing.shape) == 3, num_warps=warps, maxnreg=128,
+    ) | kernel_constants(q, v, settings, 8)  # fmt: skip
+    for name in ("COMPUTE", "PRECISION", "ALIGN"):
+        del constants[name]
+    kernels = _kernels()
+    assert kernels is not None
+    programs = min(B * H, q.gpu.processors * _forward_programs(q, v, settings))
+    return Launch(kernels.forward, (programs,), numbers, constants)
+
+
+def takes_backward(q: Layout, k: Layout, v: Layout, out: Layout, d_out: Layout, settings: Settings) -> bool:
+    rows = (q, k, v, out, d_out)
+    return (
+        q.shape[-1] == v.shape[-1]
+        and (settings.feature_map != "relu" or settings.eps <= tuning.HOPPER_EPS)
+        and all(x.strides[1] * tuning.RESIDENT_TOKENS < 2**31 and max(x.strides) // 8 < 2**31 for x in rows)
+        and _takes(settings, *rows)
+        and _backward_tiles(q, settings) is not None
+    )
+
+
+def _backward_tiles(q: Layout, settings: Settings) -> tuning.Tiles | None:
+    """Choose the tiles of the backward kernel that takes heads of such dims, if there is one."""
+    _, N, _, D = q.shape
+    M, shared_memory = settings.blocks.num_blocks, q.gpu.shared_memory
+    if D in tuning.HOPPER_WIDE_DIMS:
+        return tuning.hopper_wide(N, M, shared_memory)
+    if D == tuning.HOPPER_BACKWARD_DIM and (tiles := tuning.hopper_backward(N, M, shared_memory)):
+        return {"KEYS": tuning.power_of_two(N, 64), "PREFIX": tuning.lone_prefix(settings.blocks), **tiles}
+    return None
+
+
+class BackwardPlan(NamedTuple):
+    """The launch for all gradients, the block of each token, and shapes of float32 tensors.
+
+    Attributes:
+        parts: of the gradient of the mixing.
+        scratch: for partial sums, if the kernel has any.
+    """
+
+    launch: Launch
+    blocks: Tensor
+    parts: tuple[int, ...]
+    scratch: tuple[int, ...] | None = None
+
+
+@planned
+def plan_backward(
+    q: Layout, k: Layout, v: Layout, out: Layout, d_out: Layout, mixing: Layout, pack: int, settings: Settings
+) -> BackwardPlan | None:
+    """Plan the backward pass, or return None where the kernel does not take the inputs."""
+    if not takes_backward(q, k, v, out, d_out, settings):
+        return None
+    B, N, H, D = q.shape
+    M, rows = settings.blocks.num_blocks, (q, k, v, out, d_out)
+    num_blocks, per_head, wide = tuning.power_of_two(M, 16), len(mixing.shape) == 3, D in tuning.HOPPER_WIDE_DIMS
+    tiles = dict(_backward_tiles(q, settings) or {})
+    programs = min(B * H, q.gpu.processors * tiles.pop("programs"))
+    strides = [stride // 8 for x in rows for stride in (x.strides[0], x.strides[2])]
+    numbers = (*strides, *mixing_strides(mixing.strides), B, settings.eps)
+    constants = dict(
+        **{f"{name}_n": x.strides[1] // 8 for name, x in zip("qkvog", rows, strict=True)}, N=N, H=H, M=M, D=D,
+        MB=num_blocks, PACK=pack, PER_HEAD=per_head, NORMALIZER=normalizer_name(settings),
+        FEATURE_MAP=settings.feature_map, **tiles,
+    )  # fmt: skip
+    kernels = _kernels()
+    assert kernels is not None
+    launch = Launch(kernels.wide_backward if wide else kernels.backward, (programs,), numbers, constants)
+    passes = ceil(N, tiles["KEYS"])
+    parts = ((B if per_head else programs) * passes, *mixing.shape[:-2], num_blocks, num_blocks)
+    scratch = (programs, passes * tiles["KEYS"], tuning.HOPPER_WIDE_COLUMNS + num_blocks) if wide else None
+    blocks = block_of_token(settings.blocks, q.device, 1 if tiles.get("PREFIX") else 0)
+    return BackwardPlan(launch, blocks, parts, scratch)
+
+
+def run_backward(
+    plan: BackwardPlan, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor,
+    packed: Tensor | None, settings: Settings,
+) -> Gradients:  # fmt: skip
+    """Compute the gradients of all inputs; that of a denominator only for a given one."""
+    d_q, d_k, d_v = gradient(q, packed, 0), gradient(k, packed, 1), gradient(v, packed, 2)
+    d_mixing, d_scale = q.new_empty(plan.parts, dtype=torch.float32), torch.empty_like(inverse)
+    scratch = () if plan.scratch is None else (q.new_empty(plan.scratch, dtype=torch.float32),)
+    plan.launch(q, k, v, mixing, out, inverse, d_out, d_q, d_k, d_v, d_mixing, d_scale, plan.blocks, *scratch)
+    M = settings.blocks.num_blocks
+    return Gradients(d_q, d_k, d_v, sum_leading(d_mixing, 1)[..., :M, :M].contiguous(), d_scale)

@@ -1,0 +1,312 @@
+"""Runs MHLA in Triton kernels, as ``torch.library`` ops with gradients. README.md derives it and explains the regimes.
+
+B batch, N tokens, H heads, M blocks, D and Dv head dims. For the backward pass the ops save the inputs, the
+inverse denominators and, by regime, the output (pairwise) or the block summaries (summary). Sums have a fixed order:
+repeated calls are bit-equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headmix_vision.ops.dispatch import (
+    FAILED,
+    are_traced_parts,
+    as_function,
+    gradients_of,
+    split_parts,
+    stand_in,
+    without_dispatcher,
+)
+from headmix_vision.ops.mhla import triton_causal as causal
+from headmix_vision.ops.mhla import triton_pairwise as pairwise
+from headmix_vision.ops.mhla import triton_summary as summary
+from headmix_vision.ops.mhla.regimes import choose_regime
+from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, needs_output, unpack, unpack_cached
+from headmix_vision.ops.mhla.torch_impl import mhla_torch, source_block_denominator, to_blocks
+from headmix_vision.ops.mhla.triton_launch import Gradients, gradient
+from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
+from headmix_vision.ops.runtime import KernelFailed, autocast_off, storage_dtype
+from headmix_vision.ops.token_blocks import BlocksOfRank
+
+
+def mhla_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    settings: Settings,
+    regime: str | None = None,
+    fallback: bool = False,
+) -> Tensor:
+    """Compute :func:`headmix_vision.ops.mhla` in one regime, "pairwise" or "summary", or in the cost model's choice.
+
+    With ``fallback`` other forms take the place of kernels that do not compile, with a warning.
+    """
+    settings = settings._replace(fallback=fallback)
+    if isinstance(settings.blocks, BlocksOfRank):
+        return mhla_triton_of_rank(q, k, v, mixing, settings)
+    settings = settings._replace(
+        regime=regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1], settings.causal)
+    )
+    if settings.causal:
+        mixing = mixing.tril()  # nothing is computed with weights of later blocks
+    denominator = None
+    if settings.normalizer == "source_block":
+        denominator = _source_block_denominator(q, k, mixing, settings)
+    return _call_forward(q, k, v, mixing, denominator, settings.pack())[0]
+
+
+def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
+    """Compute the denominator that weights of the published code need, in plain PyTorch: [B, H, N] float32."""
+    with autocast_off(q):
+        tables = settings.blocks.tables(q)
+        q, k = (to_blocks(apply_feature_map(x.float(), settings.feature_map, settings.eps), tables) for x in (q, k))
+        mixing = mixing.float().expand(q.shape[0], q.shape[1], *mixing.shape[-2:])
+        return (
+            source_block_denominator(q, k, mixing, tables, settings.eps, settings.causal)[..., 0]
+            .transpose(1, 2)
+            .contiguous()
+        )
+
+
+class Saved(NamedTuple):
+    """The tensors that the forward pass saves for the backward pass; N or M is 0 where a part is not used.
+
+    Attributes:
+        inverse: [B, H, N] float32, inverse denominators.
+        summary_matrix: [B, H, M, D, Dv], block summaries S.
+        summary_vector: [B, H, M, D] float32, block summaries z.
+    """
+
+    inverse: Tensor
+    summary_matrix: Tensor
+    summary_vector: Tensor
+
+
+def _saved(q: Tensor, v: Tensor, settings: Settings) -> Saved:
+    """Allocate buffers of the sizes that the settings ask for."""
+    B, N, H, D = q.shape
+    M = summary.count_summaries(settings) if settings.regime == "summary" else 0
+    return Saved(
+        q.new_empty(B, H, N if settings.normalizer else 0, dtype=torch.float32),
+        q.new_empty(B, H, M, D, v.shape[-1], dtype=storage_dtype(q.dtype)),
+        q.new_empty(B, H, M if settings.normalizer == "paper" else 0, D, dtype=torch.float32),
+    )
+
+
+# Cached compiled graphs do not notice a change of an op's gradients: when their arguments change, rename the ops.
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None, settings: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the output and :class:`Saved` from packed settings and, for "source_block", the denominator [B, H, N]."""
+    call = unpack_cached(settings)
+    out, saved = v.new_empty(v.shape), _saved(q, v, call)
+    if denominator is not None:
+        torch.reciprocal(denominator, out=saved.inverse)
+    if out.numel() and not (FAILED and _kind(q, v, call) in FAILED):
+        try:
+            with torch.cuda.device_of(q):
+                return out, *_run_kernels(q, k, v, mixing, out, saved, call)
+        except KernelFailed as error:
+            stand_in(error, call.fallback, *_kind(q, v, call))
+    if out.numel():
+        out.copy_(_in_torch(q, k, v, mixing, denominator, call))
+    return out, *saved
+
+
+def _run_kernels(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, saved: Saved, call: Settings) -> Saved:
+    """Fill ``out``, and return what the backward pass needs."""
+    if call.regime == "pairwise":
+        pairwise.pairwise_forward(q, k, v, mixing, saved.inverse, out, call)
+        return saved
+    if call.causal:
+        return Saved(saved.inverse, *causal.causal_forward(q, k, v, mixing, saved.inverse, out, call))
+    summaries = summary.summarize(k, v, call)
+    summary.apply(q, summary.mix(summaries, mixing, call), saved.inverse, out, call)
+    return Saved(saved.inverse, *summaries)
+
+
+def _kind(q: Tensor, v: Tensor, call: Settings) -> tuple[Any, ...]:
+    """Name what kernels depend on, for those that do not compile; explicit calls have kinds of their own."""
+    return "mhla", q.device, q.dtype, q.shape[-1], v.shape[-1], call.regime, call.causal, call.fallback
+
+
+def _in_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None, call: Settings) -> Tensor:
+    """Compute the output by the PyTorch form, with a given denominator [B, H, N] for "source_block"."""
+    if denominator is None:
+        return mhla_torch(q, k, v, mixing, call)
+    out = mhla_torch(q, k, v.float(), mixing, call._replace(normalizer=None))
+    return (out / denominator.transpose(1, 2)[..., None]).to(v.dtype)
+
+
+_forward_op = torch.library.custom_op("headmix_vision::mhla_forward", _forward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(q, k, v, mixing, denominator, settings):  # type: ignore[no-untyped-def]
+    return v.new_empty(v.shape), *_saved(q, v, unpack(settings))
+
+
+def _backward_parts(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    out: Tensor | None,
+    inverse: Tensor,
+    summary_matrix: Tensor,
+    summary_vector: Tensor,
+    settings: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute gradients of q, k, v, mixing and a given denominator: pairwise with an ``out``, else from summaries."""
+    saved = Saved(inverse, summary_matrix, summary_vector)
+    return tuple(_gradients(d_out, q, k, v, mixing, out, saved, None, unpack_cached(settings)))  # type: ignore[return-value]
+
+
+def _packed_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    out: Tensor | None,
+    inverse: Tensor,
+    summary_matrix: Tensor,
+    summary_vector: Tensor,
+    settings: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``mhla_gradients`` for v of the shape of q, the first three of them as one tensor [B, N, 3, H, D]."""
+    d_qkv, saved = _packed_gradient(q), Saved(inverse, summary_matrix, summary_vector)
+    gradients = _gradients(d_out, q, k, v, mixing, out, saved, d_qkv, unpack_cached(settings))
+    return d_qkv, gradients.mixing, gradients.denominator
+
+
+_gradients_op = torch.library.custom_op("headmix_vision::mhla_gradients", _backward_parts, mutates_args=())
+_packed_gradients_op = torch.library.custom_op(
+    "headmix_vision::mhla_packed_gradients", _packed_backward, mutates_args=()
+)
+_call_gradients = without_dispatcher(_gradients_op, _backward_parts)
+
+
+def _packed_gradient(q: Tensor) -> Tensor:
+    B, N, H, D = q.shape
+    return q.new_empty(B, N, 3, H, D)
+
+
+def _gradients(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    out: Tensor | None,
+    saved: Saved,
+    d_qkv: Tensor | None,
+    settings: Settings,
+) -> Gradients:
+    """Compute the gradients of all inputs; those of q, k and v are parts of ``d_qkv`` if it is given."""
+    if d_out.numel() == 0:
+        d_q, d_k, d_v = (gradient(x, d_qkv, part).zero_() for part, x in enumerate((q, k, v)))
+        d_mixing = torch.zeros_like(mixing, memory_format=torch.contiguous_format)
+        gradients = Gradients(d_q, d_k, d_v, d_mixing, torch.zeros_like(saved.inverse))
+    elif FAILED and _kind(q, v, settings) in FAILED:
+        gradients = _gradients_in_torch(d_out, q, k, v, mixing, saved, d_qkv, settings)
+    else:
+        try:
+            with torch.cuda.device_of(q):
+                gradients = _run_backward_kernels(d_out, q, k, v, mixing, out, saved, d_qkv, settings)
+        except KernelFailed as error:
+            stand_in(error, settings.fallback, *_kind(q, v, settings))
+            gradients = _gradients_in_torch(d_out, q, k, v, mixing, saved, d_qkv, settings)
+    given = settings.normalizer == "source_block"
+    denominator = gradients.denominator if given else torch.empty_like(saved.inverse[..., :0])
+    return gradients._replace(mixing=gradients.mixing.to(mixing.dtype), denominator=denominator)
+
+
+def _run_backward_kernels(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    out: Tensor | None,
+    saved: Saved,
+    d_qkv: Tensor | None,
+    settings: Settings,
+) -> Gradients:
+    summaries = summary.Summaries(saved.summary_matrix, saved.summary_vector)
+    if settings.regime == "pairwise":
+        assert out is not None
+        return pairwise.pairwise_backward(q, k, v, mixing, out, saved.inverse, d_out, d_qkv, settings)
+    if settings.causal:
+        assert out is not None
+        return causal.causal_backward(q, k, v, mixing, out, summaries, saved.inverse, d_out, d_qkv, settings)
+    return summary.summary_backward(q, k, v, mixing, summaries, saved.inverse, d_out, d_qkv, settings)
+
+
+def _gradients_in_torch(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    saved: Saved,
+    d_qkv: Tensor | None,
+    settings: Settings,
+) -> Gradients:
+    """Compute the gradients by the PyTorch form, from the inputs alone."""
+    inputs: list[Tensor] = [q, k, v, mixing]
+    if settings.normalizer == "source_block":
+        inputs.append(saved.inverse.reciprocal())
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None = None) -> Tensor:
+        return _in_torch(q, k, v, mixing, denominator, settings)
+
+    d_inputs = gradients_of(run, inputs, [d_out])
+    d_q, d_k, d_v = (gradient(x, d_qkv, part).copy_(d_inputs[part]) for part, x in enumerate((q, k, v)))
+    return Gradients(d_q, d_k, d_v, d_inputs[3], d_inputs[-1])  # the last is read only where it is the denominator's
+
+
+def _empty_denominator_gradient(inverse: Tensor, settings: list[int]) -> Tensor:
+    return torch.empty_like(inverse if unpack(settings).normalizer == "source_block" else inverse[..., :0])
+
+
+@_gradients_op.register_fake
+def _(d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, settings):  # type: ignore[no-untyped-def]
+    return *(x.new_empty(x.shape) for x in (q, k, v, mixing)), _empty_denominator_gradient(inverse, settings)
+
+
+@_packed_gradients_op.register_fake
+def _(d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, settings):  # type: ignore[no-untyped-def]
+    return _packed_gradient(q), mixing.new_empty(mixing.shape), _empty_denominator_gradient(inverse, settings)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, mixing, denominator, settings = inputs
+    out, *saved = output
+    ctx.save_for_backward(q, k, v, mixing, out if needs_output(settings) else None, *saved)
+    ctx.given, ctx.settings = denominator is not None, settings
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    if d_out is None:
+        return (None,) * 6
+    q, k, v, *saved = ctx.saved_tensors
+    arguments = (d_out, q, k, v, *saved, ctx.settings)
+    if are_traced_parts((q, k, v)):
+        d_qkv, d_mixing, d_denominator = _packed_gradients_op(*arguments)
+        d_q, d_k, d_v = split_parts(d_qkv)
+    else:
+        d_q, d_k, d_v, d_mixing, d_denominator = _call_gradients(*arguments)
+    return d_q, d_k, d_v, d_mixing, d_denominator if ctx.given else None, None
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
+_call_forward = without_dispatcher(_forward_op, as_function(_forward, _setup_context, _backward), differentiable=True)

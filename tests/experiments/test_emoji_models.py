@@ -1,0 +1,162 @@
+"""Models that draw emoji: differences of runs, recorded rows, choice of guidance, stopping in time, a small run."""
+
+import csv
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from experiments.emoji import report
+from experiments.emoji import run as comparison
+from experiments.emoji.runs import Case
+from headmix_vision.console.scripts import RunFailed, TimeOver
+from headmix_vision.layers import CORES
+from headmix_vision.training.base_cli import RunCLI
+from headmix_vision.training.classification_cli import main as train_classifier
+from headmix_vision.training.generation_cli import main as train_generator
+
+REPOSITORY = Path(__file__).parents[2]
+SMALL = shlex.split(
+    "--size 16 --dim 16 --depth 1 --heads 2 --batch 8 --epochs 2 --interval 1 --samples 14 --sampling-steps 1"
+    " --guidance 1 2 --seeds 0 '--options=--trainer.precision 32-true --data.num_workers 0'"
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of 16 pixels of two styles and two groups, more of one group than of the other."""
+    folder, draw = tmp_path_factory.mktemp("emoji"), np.random.default_rng(0)
+    rows = ["path,split,style,group"]
+    for split, style in ((split, style) for split in ("train", "validation", "test") for style in ("flat", "round")):
+        for number in range(12):
+            rows.append(f"{split}-{style}-{number}.png,{split},{style},{'food' if number < 3 else 'people'}")
+            pixels = draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{split}-{style}-{number}.png")
+    (folder / "images.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def given(root: Path, out: Path, *more: object) -> list[str]:
+    return [*map(str, ["--root", root, "--features", f"lite0:{root}", "--judge", root, "--out", out, *more])]
+
+
+def test_models_differ_in_their_attention_alone(root: Path, tmp_path: Path, monkeypatch):
+    seen = list[Any]()
+    runs = comparison.Runs(comparison.parse_arguments(given(root, tmp_path / "x.csv", "--samples", 8)), 0)
+    assert runs.labels == {"validation": [0, 1, 1, 1, 2, 3, 3, 3], "test": [0, 1, 1, 1, 2, 3, 3, 3]}
+    monkeypatch.setattr(RunCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
+    configs = []
+    for row in ("softmax", "hih", "mhla-cpe"):
+        arguments = ["-c", "emoji", "--run_dir", tmp_path / "run", *runs.options(row, 1)]
+        train_generator(["fit", *map(str, arguments), "--model.num_classes", "4", "--data.root", str(root)])
+        cli = seen.pop()
+        attention = cli.model.net.blocks[0].attn
+        assert isinstance(attention.core, CORES[row.partition("-")[0]]) and attention.gate is None
+        assert (attention.cpe is not None) == row.endswith("-cpe") and cli.model.net.num_classes == 4
+        assert sum(parameter.numel() for parameter in cli.model.net.parameters()) == runs.parameters(row)
+        config = cli.config["fit"].as_dict()
+        config["model"].pop("name"), config["model"]["model_args"].pop("cpe")
+        configs.append(config)
+    assert configs[0] == configs[1] == configs[2]
+
+
+def test_guidance_is_chosen_on_validation_and_the_test_split_comes_then(root, tmp_path, monkeypatch, capsys):
+    asked, out = [], tmp_path / "x.csv"
+
+    def score(runs, case):
+        asked.append(case)
+        if case.row == "linear":
+            raise TimeOver
+        if case.row == "hih":
+            raise RunFailed("no memory")
+        fid = {"1": 30.0, "2": 20.0, "4": 25.0, "": 10.0}[case.guidance] + case.seed
+        more = {} if case.row.startswith("validation") else {"steps": 7, "flat": "no", "parameters": 9e6}
+        return {"fid": fid, "copied_percent": 1.0, "recipe": runs.recipe(case), **more}
+
+    monkeypatch.setattr(comparison.Runs, "check", lambda runs: None)
+    monkeypatch.setattr(comparison.Runs, "score", score)
+    monkeypatch.setattr(comparison.Runs, "train", lambda runs, row, seed: asked.append((row, seed)))
+    arguments = given(root, out, "--guidance", 1, 2, 4, "--seeds", 0, 1, "--rows", "softmax")
+    comparison.main(arguments)
+    assert asked[:2] == [("softmax", 0), ("softmax", 1)]
+    cases = [tuple(case) for case in asked[2:]]
+    assert cases[:3] == [("softmax", 0, "validation", scale) for scale in ("1", "2", "4")]
+    assert sorted(cases[3:]) == [*(("softmax", seed, "test", "2") for seed in (0, 1)), (cases[3][0], 0, "test", "")]
+    printed = capsys.readouterr().out
+    assert "| softmax | 9.00 M | 7 (not flat) | 2 | 20.50 ± 0.71 | – |" in printed
+    assert "| validation pictures | – | – | – | 10.00 | – |" in printed
+
+    known, written = len(asked), out.read_text()
+    comparison.main(arguments)
+    assert len(asked) == known, "nothing is repeated"
+    for row, status, message in (("linear", "75", "before 3 rows: repeat the command"), ("hih", "1", "no memory")):
+        with pytest.raises(SystemExit, match=status):
+            comparison.main([*arguments, row])
+        assert message in capsys.readouterr().err and out.read_text() == written
+    with pytest.raises(SystemExit, match="--guidance names one twice"):
+        comparison.main([*arguments, "--guidance", "2", "2"])
+    with pytest.raises(SystemExit, match="--features lite0:none: there is no none"):
+        comparison.main([*arguments, "--features", "lite0:none"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("results", "--rows softmax linear mhla --options '--model.compile true --data.num_workers 1'"),
+        (
+            "large",
+            "--rows mhla-cpe --dim 384 --depth 12 --heads 6 --patch 2 --epochs 160 --interval 25 --guidance 1 1.5 2 3"
+            " --options '--model.compile graphs --data.num_workers 4'",
+        ),
+    ],
+)
+def test_recorded_rows_have_the_recipes_of_their_command(name: str, options: str):
+    table = report.open_table(report.FOLDER / f"{name}.csv")
+    arguments = comparison.parse_arguments([*given(Path("x"), table.path), *shlex.split(options)])
+    runs = comparison.Runs(arguments, 0)
+    cases = [Case(row, int(seed), split, guidance) for row, seed, split, guidance in table.rows]
+    assert cases and all(table.row(case, runs.recipe(case)) for case in cases)
+
+
+def test_paths_of_classifiers_are_those_of_the_working_directory(tmp_path: Path, monkeypatch) -> None:
+    find = comparison.find
+    (tmp_path / "runs" / "judge").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find("features", "lite0:runs/judge") == f"lite0:{tmp_path}/runs/judge"
+    assert find("judge", "runs/judge") == f"{tmp_path}/runs/judge" and find("features", "inception") == "inception"
+
+
+def test_a_judge_of_other_classes_is_refused_before_the_training(root: Path, tmp_path: Path):
+    digits = REPOSITORY / "headmix_vision" / "models" / "weights" / "deit_mhla_digits.safetensors"
+    arguments = given(root, tmp_path / "x.csv", "--features", digits, "--judge", digits, "--runs", tmp_path / "runs")
+    with pytest.raises(SystemExit, match="has 4 classes, deit_mhla_digits was trained on 10"):
+        comparison.main(arguments)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_models_are_trained_drawn_and_scored(root: Path, tmp_path: Path, capsys):
+    out, judge = tmp_path / "x.csv", tmp_path / "judge"
+    model = '{"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 1}'
+    recipe = ["-c", "emoji", "--data.root", root, "--data.dataset", "table/style+group", "--model.num_classes", 4]
+    recipe += ["--model.img_size", 16, "--model.model_args", model, "--trainer.max_epochs", 1, "--data.batch_size", 8]
+    train_classifier(["fit", *map(str, recipe), "--data.num_workers", "0", "--run_dir", str(judge)])
+    arguments = ["--features", judge, "--judge", judge, "--runs", tmp_path / "runs", "--pictures", tmp_path]
+    arguments = given(root, out, *arguments, "--rows", "mhla", *SMALL)
+    with pytest.raises(SystemExit, match="75"):
+        comparison.main([*arguments, "--minutes", "0.05"])
+    comparison.main(arguments)
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [(row["row"], row["split"]) for row in rows] == [
+        *[("mhla", "validation")] * 2,
+        ("mhla", "test"),
+        ("validation pictures", "test"),
+    ]
+    assert all(0 <= float(rows[2][name]) <= 100 for name in rows[2] if name.endswith("_percent"))
+    assert rows[2]["guidance"] == min(rows[:2], key=lambda row: float(row["fid"]))["guidance"]
+    assert all((tmp_path / f"emoji{name}.png").stat().st_size > 500 for name in ("", "_cores", "_neighbours"))
+    assert ">mhla</text>" in (tmp_path / "emoji_guidance.svg").read_text()
