@@ -13,6 +13,7 @@ from typing import NoReturn
 _PATIENCE_S = 10
 _PARENT = os.getppid()  # of processes that share a job: torchrun, or the first of them if Lightning started the others
 _WORKER_IS_GONE = re.compile(r"DataLoader worker \(pid[^)]*\)[^.\n]*")
+_LOOP = "Symlink loop from"  # of `Path.resolve`, up to Python 3.12
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo, gloo, NCCL
 
 
@@ -59,6 +60,8 @@ def one_line_errors() -> Iterator[None]:
     except RuntimeError as error:
         if worker := _WORKER_IS_GONE.search(str(error)):
             end(f"{worker[0]}: a process that reads data has ended, as where the memory does not suffice", status=1)
+        if str(error).startswith(_LOOP):
+            end(str(error))
         if not any(words in str(error) for words in _PEER_IS_GONE):
             raise
         end("another process has ended, see its message")

@@ -158,6 +158,14 @@ def test_processes_of_torchrun_say_once_what_they_refuse(refused, said, tmp_path
     assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [said]
 
 
+def test_a_link_to_itself_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "run").symlink_to("run")
+    with pytest.raises(SystemExit, match="2"), one_line_errors():
+        if (tmp_path / "run").resolve().is_symlink():  # of later versions of Python, which resolve it to itself
+            raise InputError("Symlink loop from run")
+    assert capsys.readouterr().err.startswith("error: Symlink loop from ")
+
+
 def test_a_process_whose_peer_is_gone_ends_with_one_line(capsys):
     with pytest.raises(SystemExit, match="2"), one_line_errors():
         raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:20663")

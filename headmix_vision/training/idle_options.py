@@ -84,6 +84,7 @@ _IDLE_IN_TRAINING = (
         "validation runs on the samples of data.holdout_every",
         lambda o: _entry(o, "data", "holdout_every") is not None,
     ),
+    Idle(("data.stills.split",), "data.stills.share is 0", lambda o: not _entry(o, "data", "stills", "share")),
     Idle(
         ("data.augmentation.remode", "data.augmentation.recount"),
         "data.augmentation.reprob is 0",
