@@ -44,6 +44,9 @@ def _of_group(group: str, switch: str) -> Idle:
     )
 
 
+_OF_RUN_DIRECTORY = tuple(
+    f"trainer.{name}" for name in ("logger", "default_root_dir", "enable_checkpointing", "model_registry")
+)
 _IDLE_IN_TRAINING = (
     _of_group("samples", "every_n_steps"),
     _of_group("fid", "every_n_epochs"),
@@ -90,10 +93,7 @@ _IDLE_IN_TRAINING = (
         "data.augmentation.reprob is 0",
         lambda o: not o.data.augmentation.reprob,
     ),
-    Idle(
-        ("trainer.logger", "trainer.default_root_dir", "trainer.enable_checkpointing", "weights_only"),
-        "a run directory has its own files",
-    ),
+    Idle((*_OF_RUN_DIRECTORY, "weights_only"), "a run directory has its own files"),
 )
 _IDLE_IN_EVALUATION = (
     Idle(
@@ -108,10 +108,7 @@ _IDLE_IN_EVALUATION = (
         "it is for fit",
     ),
     Idle(("model.checkpoint", "model.new_head"), "weights come from the run, or from --ckpt_path"),
-    Idle(
-        ("trainer.logger", "trainer.default_root_dir", "trainer.enable_checkpointing"),
-        "a run directory has its own files",
-    ),
+    Idle(_OF_RUN_DIRECTORY, "a run directory has its own files"),
 )
 
 

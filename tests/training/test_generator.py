@@ -217,6 +217,8 @@ def test_starts_from_other_weights(reference: Path, tmp_path: Path) -> None:
         (("--data.dataset", "latents"), "needs root"),
         (("--data.dataset", "wds/"), "is a stream"),
         (("--data.dataset", "folder", "--data.root", "/nowhere"), "does not exist"),
+        (("--data.stills.split", "x"), "--data.stills.split has no effect: data.stills.share is 0"),
+        (("--data.root", "x"), "dataset 'digits' needs no files and takes no root, got 'x'"),
         (("--data.batch_size", "2000"), "fewer than one global batch"),
         (("--ckpt_path", "last"), "no checkpoint at"),
     ],

@@ -181,6 +181,7 @@ def test_wrong_options(
         ("fit", ("--data.val_split", "all", "--data.holdout_every", "5"), "the samples of data.holdout_every"),
         ("fit", ("--model.checkpoint", "x.pth", "--ckpt_path", "last"), "weights come from --ckpt_path"),
         ("fit", ("--trainer.logger", "false"), "a run directory has its own files"),
+        ("fit", ("--trainer.model_registry", "x"), "a run directory has its own files"),
         ("validate", ("--ema.decay", "null"), "it is for fit"),
         ("test", ("--overwrite", "true"), "it is for fit"),
     ],
