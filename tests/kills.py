@@ -101,6 +101,7 @@ def family(pid: int) -> list[int]:
 
 def begin(job: Job, folder: Path) -> int:
     """Start a command in a folder; return its process."""
+    (folder / "stderr").touch()  # as it may be killed before it does
     if not job.processes:
         return start(job.words.split(), folder, folder)
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes), "-m", "--"]
