@@ -113,7 +113,15 @@ def run_folders(run: Path) -> list[Path]:
 
 
 def check_folders(run: Path) -> None:
-    """Raise InputError for a link in the place of a folder of a run: files behind it would be moved or deleted."""
+    """Raise InputError where a run cannot write its files, or would move or delete others behind a link.
+
+    That is a link in the place of a folder of a run, or a folder or device in the place of a file.
+    """
+    for path in (run / name for name in WRITTEN_BY_A_RUN):
+        if path.exists() and not path.is_file():
+            raise InputError(
+                f"{path} is not a regular file, and a run writes one there: remove it, or choose another --run_dir"
+            )
     for place in (run, run / REPLACED, run / REPLACING):
         for folder in (*((place,) if place != run else ()), *run_folders(place)):
             if folder.is_symlink():

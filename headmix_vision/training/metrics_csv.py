@@ -155,10 +155,15 @@ def _read(path: Path) -> dict[int, dict[str, str]]:
         with path.open(newline="", encoding="utf-8") as file:
             lines = file.read().splitlines(keepends=True)
         torn = bool(lines) and not lines[-1].endswith("\n")
-        for cells in csv.DictReader(lines[:-1] if torn else lines):
+        reader = csv.DictReader(lines[:-1] if torn else lines)
+        if len({*(reader.fieldnames or ())}) < len(reader.fieldnames or ()):
+            raise ValueError("a column has the name of another")
+        for cells in reader:
             number += 1
             row = {name: value for name, value in cells.items() if value}
             list(map(float, row.values()))
+            if "epoch" not in row and any(name.startswith(("train/", "val/")) for name in row):
+                raise KeyError("epoch")
             rows[int(row["step"])] = row
     except (KeyError, TypeError, ValueError, csv.Error):
         raise InputError(f"{path} is damaged in line {number}; correct it, or remove the file") from None

@@ -77,3 +77,11 @@ def test_damaged_file_is_refused(line: str, tmp_path: Path) -> None:
     path.write_bytes(f"epoch,step,loss\n0,0,1\n{line}\n1,2,3\n".encode(errors="surrogateescape"))
     with pytest.raises(InputError, match="is damaged in line 1" if "\udcff" in line else "is damaged in line 3"):
         MetricsCSV(path, resume_step=9)
+
+
+@pytest.mark.parametrize(("head", "line"), [("epoch,step,epoch", 1), ("x,step,train/loss", 2)])
+def test_a_file_without_usable_epochs_is_refused(head: str, line: int, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text(f"{head}\n0,0,1\n")
+    with pytest.raises(InputError, match=f"is damaged in line {line}"):
+        MetricsCSV(path, resume_step=9)

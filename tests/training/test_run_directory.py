@@ -185,6 +185,14 @@ def test_files_that_no_run_wrote_are_left_alone(files: dict[str, str], overwrite
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["curves.svg", "metrics.csv", "checkpoints/best.ckpt"])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_the_training(name: str, finished: Path) -> None:
+    (finished / name).unlink()
+    (finished / name).mkdir()
+    with pytest.raises(InputError, match=f"{name} is not a regular file, and a run writes one there"):
+        RunDirectory(finished, "last", overwrite=False).check()
+
+
 def test_a_users_own_files_among_those_of_a_run_stay(finished: Path) -> None:
     mine = ["notes.txt", "classes_mine.csv", "checkpoints/kept.ckpt", "samples/drawn/000000.png", "tensorboard/notes"]
     for name in mine:
