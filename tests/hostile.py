@@ -54,6 +54,7 @@ from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.training.base_cli import RunCLI
 
 MEMORY_BYTES, FILE_BYTES, PROCESSES = 12 << 30, 1 << 28, 40
+LATER = ("--data.test_split", "--data.predict_path")  # options of `fit` that another subcommand obeys
 OUTPUTS = ("--out", "--run_dir", "--json")  # options that may name what is not there
 BAD = ("traceback", "silent", "time-out", "code", "changed")
 NOWHERE = ("fifo", "device", "link", "absent", "long", "control", "empty")  # kinds of paths that nothing opens
@@ -129,7 +130,7 @@ def is_wrong(kind: str, takes: set[str], name: str) -> bool:
         return "none" not in takes or "str" in takes
     if kind in ("nan", "inf", "fraction"):
         return takes <= NUMBERS and not (kind == "fraction" and "float" in takes)
-    return takes <= NUMBERS or kind in ("fifo", "device") or name not in OUTPUTS
+    return takes <= NUMBERS or kind in ("fifo", "device") or name not in (*OUTPUTS, *LATER)
 
 
 class Case(NamedTuple):

@@ -55,7 +55,14 @@ from headmix_vision.training.callbacks.whole_network import ValidateWhole
 from headmix_vision.training.changes import list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.common_options import DESCRIPTIONS, common_options
-from headmix_vision.training.idle_options import check_given, check_groups, check_texts, given_options, is_shortened
+from headmix_vision.training.idle_options import (
+    check_given,
+    check_groups,
+    check_texts,
+    check_values,
+    given_options,
+    is_shortened,
+)
 from headmix_vision.training.metrics_csv import MetricsCSV
 from headmix_vision.training.options import (
     AnalysisConfig,
@@ -184,6 +191,7 @@ class RunCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses, then settles run directory and checkpoint, so that errors in them are raised before any work."""
+        check_values(args)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             try:

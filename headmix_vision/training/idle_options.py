@@ -1,11 +1,13 @@
 """Refuses options on the command line that have no effect beside the others, and empty texts."""
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.limits import check_file
 from headmix_vision.training.options import require
 
 
@@ -135,6 +137,14 @@ def check_given(given: Sequence[str], options: Any, subcommand: str) -> None:
         for name in given:
             if rule.concerns(name):
                 require(not rule.applies(options), f"--{name} has no effect: {rule.cause}; remove it")
+
+
+def check_values(arguments: Sequence[str]) -> None:
+    """Raise `InputError` for a FIFO or device on a command line: jsonargparse opens whatever exists, and would wait."""
+    for argument in arguments:
+        value = argument.partition("=")[2] if argument.startswith("--") else argument
+        if os.path.exists(value) and not os.path.isdir(value):
+            check_file(value)
 
 
 def check_groups(given: Any, defaults: Namespace, name: str = "") -> None:
