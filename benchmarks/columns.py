@@ -58,7 +58,7 @@ def outputs_of(found: Tensor | Tensors) -> Tensors:
 
 
 def results(run: Callable[..., Tensor | Tensors], inputs: Sequence[Tensor], grads: Tensor | Tensors) -> list[Tensor]:
-    """Return outputs and the gradients of all inputs; that of an input which is not read is left out."""
+    """Return outputs and the gradients of all inputs that are read."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     outs = outputs_of(run(*leaves))
     weights = [grad.to(x) for grad, x in zip(outputs_of(grads), outs, strict=True)]
@@ -79,10 +79,10 @@ def beyond_budget(
     Args:
         where: The op and shape in words.
         found: Results that are judged: outputs, then gradients.
-        eager: The same with every step in the type of the inputs: twice their error is the budget of an output, three
-            times that of a gradient.
+        eager: The same with every step in the type of the inputs: an output may have twice
+            their error, a gradient three times.
         exact: The same in float64.
-        names: Names of the results; those of gradients begin with d.
+        names: Names of the results; names of gradients begin with d.
         kinds: Errors that are compared: "mean", "max".
     """
     lines = []
@@ -215,7 +215,7 @@ def choose(
 ) -> tuple[list[Any], list[str], torch.device]:
     """Return the shapes, names of columns and device that the options name; end with one line for others.
 
-    `shapes` are all that there are, `columns` all names, `defaults` those of a device.
+    `shapes` and `columns` are all that exist, `defaults` the columns of each device.
     """
     chosen = select_shapes(arguments.shapes, shapes)
     names = arguments.columns.split(",") if arguments.columns else []

@@ -220,7 +220,7 @@ def wan() -> str:
 def models(name: str, columns: Sequence[str], pixels: int = 1) -> str:
     """Whole models: the baseline, then others with their ratios to it in speed and in peak memory, where counted.
 
-    ``pixels`` are those of one number of the size: latents have eight.
+    ``pixels`` is the side of one place of the grid in pixels: 8 for latents.
     """
     rows, lines = read(name), []
     starts = [i for i, row in enumerate(rows) if float(row["ratio_to_baseline"]) == 1]
@@ -248,7 +248,7 @@ def explicit_heads() -> str:
 
 
 def mhla_cpu() -> str:
-    """Times on a CPU, and how often those of a quarter of the tokens they take."""
+    """Times on a CPU, and their ratios to the times at a quarter of the tokens."""
     before, lines = None, []
     for row in read("mhla_cpu"):
         times = [float(row["forward_ms"]), float(row["both_ms"])]

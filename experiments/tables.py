@@ -5,7 +5,7 @@
 
 A line `<!-- table NAME -->` in a document is followed by the table of that name. The `report.py` of each experiment and
 of the benchmarks has functions of tables (`TABLES`) and plots (`PLOTS`, by file), and says what its CSV files measure
-(`CLAIMS`). Deviations are those of samples (n - 1). The check leaves out plots.
+(`CLAIMS`). Deviations are of samples (n - 1). The check leaves out plots.
 """
 
 from __future__ import annotations

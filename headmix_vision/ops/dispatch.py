@@ -154,10 +154,10 @@ def once(check: Callable[..., R], tensors: Sequence[Tensor | None], *settings: A
     """Return ``check(*tensors, *settings)``, which is called once for each kind of call.
 
     Calls are of one kind if their settings are equal and of equal types, and their tensors agree in shape, type and
-    device, which is all that ``check`` may read of them. Under tracers and transformations it is always called.
+    device, which is all that ``check`` may read of them. Under tracers, transformations and dispatch modes it is always
+    called.
     """
-    plain = not torch.compiler.is_compiling() and not is_transforming()
-    if not plain or not all([x is None or has_plain_type(x) for x in tensors]):
+    if not _is_eager() or not all([x is None or has_plain_type(x) for x in tensors]):
         return check(*tensors, *settings)
     kinds = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
     key = (check, kinds, settings, tuple(map(type, settings)))
