@@ -254,7 +254,7 @@ def test_a_run_in_shards_goes_on_in_one_process(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_run_in_shards_goes_on_bit_for_bit(folder: Path) -> None:
     options = ("--run_dir", folder / "two_again", "--ckpt_path", folder / "kept" / "step=7.ckpt")
-    finish(start("fit", "-c", folder / "batches_of_8.yaml", *options, *TWO_RANKS))
+    finish(start("fit", "-c", folder / "batches_of_8.yaml", "--trust-config", *options, *TWO_RANKS))
     first, second = (read(folder / name / "checkpoints" / "last.ckpt") for name in ("two", "two_again"))
     for key in ("epoch", "global_step", "averaging_state", *SHARDED):
         assert_equal(first[key], second[key], key)
