@@ -10,7 +10,7 @@ from headmix_vision.ops import TokenBlocks, dispatch, mhla, runtime
 from headmix_vision.ops.mhla import triton_tuning
 from headmix_vision.ops.mhla.hopper import launch as gluon_launch
 from headmix_vision.ops.mhla.settings import NORMALIZERS, Settings
-from headmix_vision.ops.mhla.triton_op import mhla_triton
+from headmix_vision.ops.mhla.triton_op import plan_triton
 from headmix_vision.ops.mhla.triton_pairwise import pairwise_backward, pairwise_forward
 from headmix_vision.ops.runtime import KernelFailed, layout
 
@@ -188,7 +188,7 @@ def test_portable_kernels_serve_where_one_does_not_compile(launched, monkeypatch
         run(lambda *x: mhla(*x, blocks, impl="triton_pairwise"), inputs, d_out)
 
     def auto(*x):
-        return mhla_triton(*x, Settings(blocks), regime="pairwise", fallback=True)
+        return plan_triton(x[0], x[2], Settings(blocks), regime="pairwise", fallback=True)(*x)
 
     with pytest.warns(UserWarning, match="no barrier; at 97 to 256 tokens the portable kernels take their place"):
         run(auto, [x.float() for x in inputs], d_out.float())  # the portable kernels, which are interpreted

@@ -7,6 +7,8 @@ repeated calls are bit-equal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,45 +28,50 @@ from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla.regimes import choose_regime
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, needs_output, unpack, unpack_cached
-from headmix_vision.ops.mhla.torch_impl import mhla_torch, source_block_denominator, to_blocks
+from headmix_vision.ops.mhla.torch_impl import mhla_torch, source_block_denominator
 from headmix_vision.ops.mhla.triton_launch import Gradients, gradient
 from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
 from headmix_vision.ops.runtime import KernelFailed, autocast_off, storage_dtype
 from headmix_vision.ops.token_blocks import BlocksOfRank
+from headmix_vision.ops.token_gather import to_blocks
 
 
-def mhla_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor,
-    settings: Settings,
-    regime: str | None = None,
-    fallback: bool = False,
-) -> Tensor:
-    """Compute :func:`headmix_vision.ops.mhla` in one regime, "pairwise" or "summary", or in the cost model's choice.
+def plan_triton(
+    q: Tensor, v: Tensor, settings: Settings, regime: str | None = None, fallback: bool = False
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return the call of the kernels for all tensors of the kinds of ``q`` and ``v``.
 
-    With ``fallback`` other forms take the place of kernels that do not compile, with a warning.
+    Args:
+        q, v: their head dims are read.
+        settings: of the call.
+        regime: "pairwise" or "summary"; the cost model's choice if None.
+        fallback: let other forms take the place of kernels that do not compile, with a warning.
     """
     settings = settings._replace(fallback=fallback)
     if isinstance(settings.blocks, BlocksOfRank):
-        return mhla_triton_of_rank(q, k, v, mixing, settings)
-    settings = settings._replace(
-        regime=regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1], settings.causal)
-    )
+        return partial(mhla_triton_of_rank, settings=settings)
+    regime = regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1], settings.causal)
+    settings = settings._replace(regime=regime)
+    return partial(mhla_triton, settings=settings, packed=settings.pack())
+
+
+def mhla_triton(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings, packed: list[int]) -> Tensor:
+    """Compute :func:`headmix_vision.ops.mhla` in the regime of the settings, which ``packed`` holds for the op."""
     if settings.causal:
         mixing = mixing.tril()  # nothing is computed with weights of later blocks
     denominator = None
     if settings.normalizer == "source_block":
         denominator = _source_block_denominator(q, k, mixing, settings)
-    return _call_forward(q, k, v, mixing, denominator, settings.pack())[0]
+    out: Tensor = _call_forward(q, k, v, mixing, denominator, packed)[0]
+    return out
 
 
 def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
     """Compute the denominator that weights of the published code need, in plain PyTorch: [B, H, N] float32."""
     with autocast_off(q):
         tables = settings.blocks.tables(q)
-        q, k = (to_blocks(apply_feature_map(x.float(), settings.feature_map, settings.eps), tables) for x in (q, k))
+        q, k = (apply_feature_map(x.float(), settings.feature_map, settings.eps) for x in (q, k))
+        q, k = to_blocks(tables, q, k)
         mixing = mixing.float().expand(q.shape[0], q.shape[1], *mixing.shape[-2:])
         return (
             source_block_denominator(q, k, mixing, tables, settings.eps, settings.causal)[..., 0]
