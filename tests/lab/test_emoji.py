@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from headmix_lab.emoji import SPLITS, STYLES, Picture, build, draw, main, split_things
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import Source, SplitRequest
-from headmix_vision.data.emoji import SPLITS, STYLES, Picture, build, draw, main, split_things
 from headmix_vision.errors import InputError
 
 TONES = ("1F3FB", "1F3FF")
@@ -87,7 +87,7 @@ def small() -> Iterator[None]:
     """Expects as many files as `write_packages` makes."""
     count = sum(1 + len(item.get("skin_variations", ())) for item in ENTRIES)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headmix_vision.data.emoji.STYLES", tuple(replace(style, files=count) for style in STYLES))
+        patch.setattr("headmix_lab.emoji.STYLES", tuple(replace(style, files=count) for style in STYLES))
         yield
 
 
@@ -177,7 +177,7 @@ def test_webp_holds_the_same_pixels(emoji: Path, sources: list[Path], tmp_path: 
 
 
 def test_small_subgroups_are_no_classes(sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headmix_vision.data.emoji.LEAST_PICTURES", 30)
+    monkeypatch.setattr("headmix_lab.emoji.LEAST_PICTURES", 30)
     build(sources, tmp_path / "emoji")
     assert {row["group"] for row in rows(tmp_path / "emoji") if row["subgroup"]} == {"travel-places"}
     splits = ("train", "validation", "test")
@@ -221,7 +221,7 @@ def test_what_is_wrong_with_sources(sources: list[Path], tmp_path: Path) -> None
             "has 21 files in img/google/64/, it must have 22: npm pack emoji-datasource-google@16.0.0",
         ),
         ([tmp_path / "nameless" / "package", *sources[1:]], r"emoji.json of .* cannot be read \(it names no emoji\)"),
-        ([tmp_path / "empty"], "is no package of npm"),
+        ([tmp_path / "empty"], "is not a package of npm"),
         ([tmp_path / "nothing"], "does not exist"),
     ):
         with pytest.raises(InputError, match=message):
@@ -242,7 +242,7 @@ def test_a_second_process_is_told_before_it_draws(
             build(sources, tmp_path / "emoji")
         raise InputError("the first was drawing")
 
-    monkeypatch.setattr("headmix_vision.data.emoji.draw_all", draw_all)
+    monkeypatch.setattr("headmix_lab.emoji.draw_all", draw_all)
     with pytest.raises(InputError, match="the first was drawing"):
         build(sources, tmp_path / "emoji")
     assert not list(tmp_path.iterdir())

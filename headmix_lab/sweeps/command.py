@@ -8,11 +8,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
+from headmix_lab.sweeps.drawing import draw
+from headmix_lab.sweeps.kinds import SWEEPS
+from headmix_lab.sweeps.report import report
+from headmix_lab.sweeps.runs import COLUMNS, CURVES, NUMBERS, Case, Request, Runs
 from headmix_vision.analysis.lines import save_svg
-from headmix_vision.analysis.sweeps.drawing import draw
-from headmix_vision.analysis.sweeps.kinds import SWEEPS
-from headmix_vision.analysis.sweeps.report import report
-from headmix_vision.analysis.sweeps.runs import COLUMNS, CURVES, NUMBERS, Case, Request, Runs
 from headmix_vision.checks import check_counts, check_positive, suggest
 from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver
 from headmix_vision.errors import InputError
@@ -23,10 +23,11 @@ from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.result_table import ResultTable, write_table
 
 MAX_SEEDS = 1000
+MAX_EPOCHS = 1_000_000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Add the options of the command."""
     add = parser.add_argument
     add("kind", choices=SWEEPS, help="; ".join(f"{kind}: {sweep.about}" for kind, sweep in SWEEPS.items()))
     add(
@@ -52,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Trains what the table lacks, until the time is over, and writes table and figure."""
+    """Train the missing runs until the time is over, then write table and figure."""
     require_extra("train", "headmix-analyze sweep")
     request = _request(options)
     deadline_s = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
@@ -79,12 +80,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    """Checks the options."""
+    """Check the options."""
     check_counts(1, **{"--jobs": options.jobs})
     check_counts(1, MAX_SEEDS, **{"--seeds": options.seeds})
     check_workers(**{"--jobs": options.jobs})
     if options.epochs is not None:
-        check_counts(1, **{"--epochs": options.epochs})
+        check_counts(1, MAX_EPOCHS, **{"--epochs": options.epochs})
     for option, numbers in (("--minutes", [options.minutes]), ("--rates", options.rates or [])):
         for number in numbers:
             if number is not None:
@@ -108,7 +109,7 @@ def _request(options: argparse.Namespace) -> Request:
 
 
 def _check_place(table: Path) -> None:
-    """Refuses to write where something else would be overwritten."""
+    """Refuse to overwrite other files."""
     check_place(table)
     for path in (table.with_suffix(".md"), table.with_suffix(".svg"), _curves(table)):
         if path.exists() and not table.exists():
@@ -116,7 +117,7 @@ def _check_place(table: Path) -> None:
 
 
 def _check_rows(runs: Runs, table: ResultTable) -> None:
-    """Refuses a damaged table, and one of other options, whose rows would be replaced."""
+    """Refuse a damaged table, and a table with other options, whose rows would be replaced."""
     for (variant, rate, seed), row in table.rows.items():
         try:
             case = Case(variant, f"{float(rate):g}", int(seed))
@@ -141,7 +142,7 @@ def _try(runs: Runs, table: ResultTable) -> None:
 
 
 def _complete(runs: Runs, table: ResultTable, jobs: int, deadline_s: float) -> list[str]:
-    """Trains what the table lacks, which gets a row when a run has ended, and returns what went wrong."""
+    """Train the missing runs, add a row for each, and return the failures."""
     start, failures, known = time.monotonic(), list[str](), set[Case]()
     running: dict[Future[dict[str, object]], Case] = {}
     pool = ThreadPoolExecutor(jobs)

@@ -1,4 +1,4 @@
-"""What the sweeps vary, and what is drawn of them; a new one is an entry in `SWEEPS`."""
+"""Sweeps: their networks and figures. A new sweep is an entry in `SWEEPS`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Networks that are compared.
+    """A comparison of networks.
 
     Args:
         about: What is varied, in one line.
@@ -65,10 +65,10 @@ def _mixing(init: str, trainable: bool) -> dict[str, Any]:
 
 
 def _rank_every(epochs: int) -> tuple[str, ...]:
-    """Gives the options that log the rank, at little cost: the last value stands so many epochs before the end or less.
+    """Return the options that log the rank every `epochs` epochs at little cost.
 
-    A run ends 20 epochs after its best, so that the value is of weights that hardly improve any more. One image and a
-    part of the queries bound the time of a decomposition, two seconds of a CPU core at 4,096 tokens, for each head.
+    A run ends 20 epochs after its best, so the last value belongs to weights that hardly improve. One image and
+    a part of the queries bound the time of a decomposition: two seconds of a CPU core for a head at 4,096 tokens.
     """
     return ("--analysis.every_n_epochs", str(epochs), "--analysis.images", "1", "--analysis.queries", "1024")
 

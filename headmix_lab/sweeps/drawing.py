@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
+from headmix_lab.sweeps.kinds import ACCURACY, SWEEPS
+from headmix_lab.sweeps.report import LABELS, lines_of, values
 from headmix_vision.analysis.lines import LINEAR, MHLA, OKABE_ITO, SOFTMAX, label_ends, line_figure
-from headmix_vision.analysis.sweeps.kinds import ACCURACY, SWEEPS
-from headmix_vision.analysis.sweeps.report import LABELS, lines_of, values
 from headmix_vision.files.result_table import Row
 
 _PANEL_IN, _DOT_IN, _AXIS_IN = 2.6, 0.4, 0.7  # heights of a panel of lines, of a line of dots, of what is around
@@ -18,7 +18,7 @@ _LOGARITHMIC = 20  # an axis is, where its largest number is so many times the s
 
 
 def draw(kind: str, rows: Mapping[str, Sequence[Row]], accuracy: str, curves: Sequence[Row] = ()) -> Figure | None:
-    """Draws the numbers of a sweep, a panel for each: means and standard deviations over seeds.
+    """Draw the numbers of a sweep, a panel for each: means and standard deviations over seeds.
 
     Args:
         kind: Name of the sweep.
@@ -55,7 +55,7 @@ class _Drawing:
         return figure if all(drawn) else None
 
     def _is_known(self, number: str) -> bool:
-        """Tells whether a number has a panel: runs side by side have no speed, those below its interval no rank."""
+        """Return whether a number has a panel: runs side by side have no speed, short runs no rank."""
         return self.sweep.draw == "curves" or any(self._values(one.name, number) for one in self.variants)
 
     def _values(self, name: str, number: str) -> list[float]:
@@ -98,7 +98,7 @@ class _Drawing:
         return True
 
     def _curves(self, axes: Axes, number: str) -> bool:
-        """Draws a number by epoch, as far as all seeds of a network have trained."""
+        """Draw a number by epoch, up to the last epoch of all seeds of a network."""
         for variant in self.variants:
             curves = self._by_epoch(variant.name, number)
             if epochs := sorted(set.intersection(*map(set, curves))) if curves else []:
@@ -114,7 +114,7 @@ class _Drawing:
         return bool(axes.lines)
 
     def _by_epoch(self, name: str, number: str) -> list[dict[int, float]]:
-        """Sorts the curves of a network by seed."""
+        """Group the curves of a network by seed."""
         curves: dict[str, dict[int, float]] = {}
         for row in self.curves:
             if row["variant"] == name:

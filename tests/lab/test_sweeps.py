@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from headmix_vision.analysis.sweeps.drawing import draw
-from headmix_vision.analysis.sweeps.kinds import SWEEPS
-from headmix_vision.analysis.sweeps.report import report
-from headmix_vision.analysis.sweeps.runs import COLUMNS, QUIET, Case, Request, Runs, read_run, read_test, with_core
+from headmix_lab.sweeps.drawing import draw
+from headmix_lab.sweeps.kinds import SWEEPS
+from headmix_lab.sweeps.report import report
+from headmix_lab.sweeps.runs import COLUMNS, QUIET, Case, Request, Runs, read_run, read_test, with_core
 from headmix_vision.commands import analyze, train_cls
 from headmix_vision.console.scripts import RunFailed, TimeOver
 from headmix_vision.errors import InputError
@@ -172,7 +172,7 @@ def test_a_recipe_says_which_accuracy_is_chosen_by(tmp_path: Path, monkeypatch: 
     assert figure is not None and figure.axes[0].get_ylabel() == "balanced accuracy, %"
     metrics = "epoch,step,train/images_per_s,val/top1,val/balanced\n0,9,8.0,0.9,0.2\n1,19,8.0,0.5,0.4\n"
     (tmp_path / "metrics.csv").write_text(metrics)
-    monkeypatch.setattr("headmix_vision.analysis.sweeps.runs._has_stopped", lambda run: True)
+    monkeypatch.setattr("headmix_lab.sweeps.runs._has_stopped", lambda run: True)
     assert read_run(tmp_path, runs.monitor)["val_percent"] == 40
     monkeypatch.setitem(CONFIG, "best", {"monitor": "val/loss"})
     with pytest.raises(InputError, match="chooses by an accuracy"):
@@ -227,7 +227,7 @@ def test_the_rank_at_the_end_of_a_run_is_drawn_where_it_was_logged(kind: str, tm
 
 
 def test_the_last_rank_of_a_run_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headmix_vision.analysis.sweeps.runs._has_stopped", lambda run: True)
+    monkeypatch.setattr("headmix_lab.sweeps.runs._has_stopped", lambda run: True)
     lines = ["epoch,step,train/images_per_s,val/top1,analysis/rank/layer0,analysis/rank/layer1"]
     lines += ["3,9,7,0.1,,", "4,19,7,0.2,1,3", "9,29,7,0.9,2,8", "12,39,7,0.8,,"]
     (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
@@ -277,6 +277,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: py
     [
         (["blocks"], "invalid choice: 'blocks'"),
         (["length", "--seeds", "0"], "--seeds must be a whole number from 1 to 1000, got 0"),
+        (["length", "--epochs", str(10**15)], f"--epochs must be a whole number from 1 to 1000000, got {10**15}"),
         (["length", "--jobs", "-1"], "--jobs must be a whole number of at least 1, got -1"),
         (["length", "--minutes", "nan"], "--minutes must be a finite number above 0, got nan"),
         (["length", "--rates", "1e-3", "0"], "--rates must be a finite number above 0, got 0.0"),

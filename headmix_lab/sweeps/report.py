@@ -4,8 +4,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from headmix_vision.analysis.sweeps.kinds import Variant
-from headmix_vision.analysis.sweeps.runs import AT_LIMIT, NOT_FINITE, Runs
+from headmix_lab.sweeps.kinds import Variant
+from headmix_lab.sweeps.runs import AT_LIMIT, NOT_FINITE, Runs
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.files.result_table import ResultTable, Row
 
@@ -18,18 +18,18 @@ LABELS = {
     "stable_rank": "stable rank",
     "entropy": "entropy of a row, nats",
 }
-"""The columns that are numbers, and what they are."""
+"""Labels of the numeric columns."""
 
 _LEARNED = 0.1  # of the way from the accuracy of naming the commonest class to 100 %
 
 
 def values(rows: Sequence[Row], column: str) -> list[float]:
-    """Reads a column of rows, where it is not empty."""
+    """Read a column of rows, where it is not empty."""
     return [float(row[column]) for row in rows if row[column]]
 
 
 def lines_of(variants: Sequence[Variant]) -> dict[str, list[Variant]]:
-    """Sorts networks by the line of the figure on which they lie."""
+    """Group networks by the line of the figure."""
     lines: dict[str, list[Variant]] = {}
     for variant in variants:
         lines.setdefault(variant.line, []).append(variant)
@@ -37,7 +37,7 @@ def lines_of(variants: Sequence[Variant]) -> dict[str, list[Variant]]:
 
 
 def report(table: ResultTable, runs: Runs) -> str:
-    """Writes what is compared, by which rule, and the table, in Markdown: means ± standard deviations over seeds."""
+    """Return comparison, rule and table in Markdown: means ± standard deviations over seeds."""
     request, config = runs.request, runs.config
     patience, monitor = config["early_stopping"]["patience"], config["early_stopping"]["monitor"] or runs.monitor
     limit = config["trainer"]["max_epochs"]
@@ -75,7 +75,7 @@ def _table(table: ResultTable, runs: Runs) -> str:
 
 
 def _remarks(rows: Sequence[Row], runs: Runs) -> str:
-    """Says what a reader has to know before comparing a network."""
+    """Return the caveats of a network in brackets."""
     ways = {row["ended"] for row in rows}
     scores = [(float(row["test_top1_percent"]), float(row["floor_percent"])) for row in rows if row["floor_percent"]]
     remarks = {
@@ -89,7 +89,7 @@ def _remarks(rows: Sequence[Row], runs: Runs) -> str:
 
 
 def _falls(table: ResultTable, runs: Runs) -> str:
-    """Says of each line where its accuracy begins to fall: below its best, by more than two standard errors."""
+    """Say where the accuracy of each line falls more than two standard errors below its best."""
     said = []
     for line, variants in lines_of(runs.request.sweep.variants).items():
         found = [(one.x, values(runs.rows(table, one.name), runs.accuracy)) for one in variants]

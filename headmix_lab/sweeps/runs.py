@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from headmix_vision.analysis.sweeps.kinds import SWEEPS, Sweep, Variant
+from headmix_lab.sweeps.kinds import SWEEPS, Sweep, Variant
 from headmix_vision.console.scripts import RunFailed, run_python
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of a sweep.
+    """Request of a user.
 
     Args:
         kind: Name of the sweep.
@@ -79,7 +79,7 @@ class Request:
 
     @property
     def rule(self) -> list[object]:
-        """The options that end a run, and the rate until then, which must not depend on an end that is unknown."""
+        """Options that end a run, with a rate that does not depend on an unknown end."""
         if self.epochs is not None:
             schedule = ["--model.schedule.sched", "cosine", "--model.schedule.min_lr", 0]
             return ["--trainer.max_epochs", self.epochs, *schedule]
@@ -146,7 +146,7 @@ class Runs:
             raise InputError(error.reason) from None
 
     def check(self, case: Case) -> None:
-        """Tries a run with one batch, and writes nothing.
+        """Try a run with one batch, and write nothing.
 
         Raises:
             InputError: What the training says of it.
@@ -155,13 +155,13 @@ class Runs:
         self._ask("fit", *self._options(case), *self._place, "--run_dir", place, "--dry_run")
 
     def place(self, key: tuple[str, ...]) -> Any:
-        """Gives the place of a row in the table."""
+        """Return the place of a row in the table."""
         variant, rate, seed = key
         names = [known.name for known in SWEEPS[self.request.kind].variants]
         return [*names, variant].index(variant), float(rate), int(seed)
 
     def ready(self, table: ResultTable) -> list[Case]:
-        """Lists the runs that lack a row and can start: those that choose a rate, and where it is chosen, all seeds."""
+        """List the runs that lack a row and can start: first the choice of the rate, then all seeds."""
         cases = []
         for variant in self.variants:
             known = self.compared(table, variant) or self._tuning(variant)
@@ -169,7 +169,7 @@ class Runs:
         return cases
 
     def missing(self, table: ResultTable) -> int:
-        """Counts the runs that lack a row."""
+        """Count the runs that lack a row."""
         count = 0
         for variant in self.variants:
             others = self.request.seeds - 1
@@ -178,16 +178,16 @@ class Runs:
         return count
 
     def rows(self, table: ResultTable, variant: str) -> list[Row]:
-        """Returns the rows of the runs of a variant that are compared."""
+        """Return the rows of the compared runs of a variant."""
         return [row for case in self.compared(table, variant) if (row := self.row(table, case))]
 
     def compared(self, table: ResultTable, variant: str) -> list[Case]:
-        """Lists the runs of a variant that are compared, by its rate; none before that is chosen."""
+        """List the compared runs of a variant, at its chosen rate; none before it is chosen."""
         rate = self.chosen(table, variant)
         return [] if rate is None else [Case(variant, rate, seed) for seed in range(self.request.seeds)]
 
     def chosen(self, table: ResultTable, variant: str) -> str | None:
-        """Names the rate of a variant with the best validation of seed 0, the lowest of equals, or the only one."""
+        """Return the rate with the best validation at seed 0, the lowest of equals, or the only one."""
         if len(self.rates) == 1:
             return self.rates[0]
         rows = {case.rate: self.row(table, case) for case in self._tuning(variant)}
@@ -195,7 +195,7 @@ class Runs:
         return max(scores, key=lambda rate: scores[rate]) if len(scores) == len(self.rates) else None
 
     def curves(self, table: ResultTable) -> list[Row]:
-        """Reads validation and rank by epoch, mean of layers, of the compared runs whose metrics are still there."""
+        """Read validation and rank (mean of layers) by epoch of the compared runs that still have metrics."""
         found = []
         for case in (case for variant in self.variants for case in self.compared(table, variant)):
             run = self.directory(case)
@@ -214,14 +214,14 @@ class Runs:
         return found
 
     def row(self, table: ResultTable, case: Case) -> Row | None:
-        """Returns the row of a run."""
+        """Return the row of a run."""
         return table.row(case, self.recipe(case))
 
     def _tuning(self, variant: str) -> list[Case]:
         return [Case(variant, rate, 0) for rate in self.rates]
 
     def _model(self, variant: Variant) -> dict[str, Any]:
-        """Gives the options of the model of a variant: `name`, `num_classes`, `img_size` and `model_args`."""
+        """Return the options of the model of a variant: `name`, `num_classes`, `img_size` and `model_args`."""
         base = self.config["model"]
         model = {name: base[name] for name in ("name", "num_classes", "img_size", "model_args")}
         model["name"] = with_core(base["name"], variant.core)
@@ -239,16 +239,16 @@ class Runs:
         return [*options, "--model.optimizer.lr", case.rate, "--seed_everything", case.seed]
 
     def recipe(self, case: Case) -> str:
-        """Hashes everything that a run depends on but the place of the data."""
+        """Return a hash of everything that a run depends on, except the place of the data."""
         return hashlib.sha256(shlex.join(map(str, [*self._texts, *self._options(case)])).encode()).hexdigest()[:8]
 
     def directory(self, case: Case) -> Path:
-        """Names the run directory."""
+        """Return the run directory."""
         name = f"{case.variant}-rate_{case.rate}-seed_{case.seed}-{self.recipe(case)}"
         return self.request.out.absolute() / self.request.kind / name
 
     def complete(self, case: Case) -> dict[str, object]:
-        """Trains and tests, or goes on with that, and reads the columns of the table.
+        """Train and test, or resume, and read the columns of the table.
 
         Raises:
             RunFailed: A command failed.
@@ -271,7 +271,7 @@ class Runs:
 
 
 def read_run(run: Path, monitor: str) -> dict[str, object]:
-    """Reads the columns of the table from the metrics of a finished run, of validation the best of `monitor`."""
+    """Read the columns of the table from the metrics of a finished run; validation is the best `monitor`."""
     speeds = list(read_curve(run, "train/images_per_s").values())
     numbers: dict[str, object] = {
         "epochs": int(read_metrics(run)[-1]["epoch"]) + 1,
@@ -296,7 +296,7 @@ def _count_parameters(model: dict[str, Any]) -> int:
 
 
 def _has_stopped(run: Path) -> bool:
-    """Tells whether a run has ended because validation did not improve any more."""
+    """Return whether a run ended because validation no longer improved."""
     path = run / LAST
     states = check_fields(str(path), read_checkpoint(path, sharded=(), values=False), {"callbacks": dict})["callbacks"]
     rules = [
@@ -308,7 +308,7 @@ def _has_stopped(run: Path) -> bool:
 
 
 def read_test(path: Path) -> dict[str, float]:
-    """Reads accuracies in percent from what `test` has counted, and that of naming the commonest class always."""
+    """Read accuracies in percent from the counts of `test`, and the accuracy of the commonest class."""
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if int(row["images"])]
     images = [int(row["images"]) for row in rows]
@@ -321,7 +321,7 @@ def read_test(path: Path) -> dict[str, float]:
 
 
 def with_core(name: str, core: str) -> str:
-    """Puts another core into the name of a model.
+    """Replace the core in the name of a model.
 
     Raises:
         InputError: If the model has no core.
