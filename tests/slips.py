@@ -562,9 +562,11 @@ SLIPS = [
         OBJECTIVES,
     ),
     Slip("bounds of steps", "training/image_sampler.py", "plan.steps > NUM_", "plan.steps >= NUM_", FID),
-    Slip("bounds of frame rates", "sampling/clip_options.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES),
     Slip(
-        "bounds of frame rates", "sampling/clip_options.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES
+        "bounds of frame rates", "sampling/clip_planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES
+    ),
+    Slip(
+        "bounds of frame rates", "sampling/clip_planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES
     ),
     Slip(
         "prefix tokens do not turn",
