@@ -13,6 +13,8 @@ from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.diffusion.denoising import CHANNELS
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, SPACINGS
 from headmix_vision.errors import InputError
+from headmix_vision.evaluation import FvdRequest, ScoreRequest
+from headmix_vision.evaluation.fvd import PROTOCOLS
 from headmix_vision.sampling.clip_folder import FORMATS
 from headmix_vision.sampling.request import SCHEDULERS, SampleRequest
 
@@ -34,7 +36,7 @@ def test_help_needs_no_torch():
         "for words in {lines}:\n    try: main([*words.split(), '--help'])\n    except SystemExit: pass\n"
         "print([name for name in ('torch', 'timm', 'numpy') if name in sys.modules])"
     )
-    lines = ["sample", "sample images", "sample videos"]
+    lines = ["sample", "sample images", "sample videos", "evaluate", "evaluate kid", "evaluate fvd"]
     printed = subprocess.check_output([sys.executable, "-c", code.format(lines=lines)], text=True)
     assert printed.splitlines()[-1] == "[]" and printed.count("usage: headmix") == len(lines)
 
@@ -44,6 +46,7 @@ def test_the_words_of_help_are_those_of_the_library():
     assert literals(SampleRequest, "spacing") == SPACINGS
     assert literals(SampleRequest, "guidance_channels") == CHANNELS
     assert literals(SampleRequest, "format") == FORMATS
+    assert literals(FvdRequest, "protocol") == tuple(PROTOCOLS)
 
 
 def test_options_come_with_hyphens_or_underscores():
@@ -60,3 +63,13 @@ def test_a_request_is_refused_when_it_is_made():
         SampleRequest(model="a", dtype="int8")
     with pytest.raises(InputError, match="frames applies only to videos"):
         SampleRequest(model="a", frames=3)
+    for words, message in {
+        ("fidd", "x"): "no metric is called 'fidd'; did you mean fid",
+        ("fid", None): "fid needs real",
+        ("is", "x"): "is does not take real",
+        ("fvd", "x"): "fvd scores clips",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            ScoreRequest(metric=words[0], real=words[1], fake="y")
+    with pytest.raises(InputError, match="kid has no option subset; did you mean subsets"):
+        ScoreRequest(metric="kid", real="x", fake="y", options={"subset": 3})

@@ -1,4 +1,4 @@
-"""The request for samples, which `headmix_vision.sampling.sample` takes; it imports neither torch nor diffusers."""
+"""The request for samples, which `headmix_vision.sampling.sample` takes, without an import of torch."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
