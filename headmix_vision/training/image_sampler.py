@@ -15,7 +15,7 @@ from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.schedulers import create_scheduler, set_steps
 from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
-from headmix_vision.models.autoencoders import downsampling, load_autoencoder
+from headmix_vision.models.autoencoders import check_source, downsampling, load_autoencoder
 from headmix_vision.runs.pipelines import pipeline_class
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch
 from headmix_vision.sampling.planning import named
@@ -32,9 +32,14 @@ class ImageSampler:
     Args:
         vae: Autoencoder of the latents, a local directory or a hub id; None for pixels.
         fetch: Whether a hub id is fetched; else it must be in the hub's cache.
+
+    Raises:
+        InputError: If `vae` is neither a folder nor a hub id.
     """
 
     def __init__(self, vae: str | None, *, fetch: bool = False) -> None:
+        if vae is not None:
+            check_source(vae)
         self.vae_source, self._fetch = vae, fetch
         self._vae: Any = None
 
