@@ -12,7 +12,7 @@ import torch
 from inputs import encode, kinds, photo, turned, write_tar
 from PIL import Image
 
-from headmix_vision.data import cache_latents
+from headmix_vision.cli import cache_latents
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.image_files import ImageFiles, find_images

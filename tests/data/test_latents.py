@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headmix_vision.data import cache_latents
+from headmix_vision.cli import cache_latents
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.digits import Digits

@@ -12,10 +12,10 @@ import timm
 import torch
 
 from headmix_vision import analysis, evaluation, runs, sampling
+from headmix_vision.cli import export
 from headmix_vision.diffusion import HeadMixVideoDiTPipeline, ObjectiveConfig
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.models import HeadMixVideoDiT
-from headmix_vision.runs import export
 from headmix_vision.runs.checkpoints import read_checkpoint
 from headmix_vision.runs.directory import find_checkpoint
 from headmix_vision.runs.networks import create_generator, load_network
