@@ -302,15 +302,19 @@ SLIPS = [
     ),
     Slip("initial scale of times and labels", "layers/embeddings.py", "parameter, std=0.02", "parameter, std=0.2", DIT),
     Slip("initial scale of times and labels", "layers/embeddings.py", "table.weight, std=0.02", "table.weight", DIT),
-    Slip("initial scale of patches", "models/grid_dit.py", "proj.weight.flatten(1))", "proj.weight)", DIT),
-    Slip("initial scale of times and labels", "models/grid_dit.py", "self.t_embedder.reset_parameters()", "pass", DIT),
-    Slip("initial scale of times and labels", "models/grid_dit.py", "self.y_embedder.reset_parameters()", "pass", DIT),
-    Slip("mixing is not decayed", "models/grid_dit.py", " | undecayed_parameters(self)", "", DIT),
-    Slip("labels are not decayed", "models/grid_dit.py", '{"y_embedder.embedding_table.weight"}', "set()", DIT),
+    Slip("initial scale of patches", "models/headmix_dit.py", "proj.weight.flatten(1))", "proj.weight)", DIT),
+    Slip(
+        "initial scale of times and labels", "models/headmix_dit.py", "self.t_embedder.reset_parameters()", "pass", DIT
+    ),
+    Slip(
+        "initial scale of times and labels", "models/headmix_dit.py", "self.y_embedder.reset_parameters()", "pass", DIT
+    ),
+    Slip("mixing is not decayed", "models/headmix_dit.py", " | undecayed_parameters(self)", "", DIT),
+    Slip("labels are not decayed", "models/headmix_dit.py", '{"y_embedder.embedding_table.weight"}', "set()", DIT),
     Slip("weights only", "files/weights.py", "weights_only=True", "weights_only=False", DIT),
     Slip(
         "gradient checkpointing",
-        "models/grid_dit.py",
+        "models/headmix_dit.py",
         "if torch.is_grad_enabled() and self.gradient_checkpointing",
         "if False",
         DIT,

@@ -26,7 +26,7 @@ from headmix_vision.diffusion.schedulers import check_scheduler, create_schedule
 from headmix_vision.errors import InputError
 from headmix_vision.files.sums import check_sums, write_sums
 from headmix_vision.models.autoencoders import downsampling
-from headmix_vision.models.grid_dit import GridDiT
+from headmix_vision.models.headmix_dit import HeadMixDiT
 
 StepCallback = Callable[[Any, int, Any, dict[str, Tensor]], dict[str, Tensor]]
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -55,7 +55,7 @@ class GeneratorPipeline(DiffusionPipeline):
     """What the samples are called in messages: `images` or `videos`; the argument with their number follows from it."""
     num_axes: ClassVar[int]
     """Axes of the latents' grid."""
-    network_class: ClassVar[type[GridDiT]]
+    network_class: ClassVar[type[HeadMixDiT]]
     """The class of the network; diffusers loads one only where its module has been imported."""
     model_cpu_offload_seq = "transformer->vae"
     _optional_components: ClassVar[list[str]] = ["vae"]
@@ -301,8 +301,7 @@ class GeneratorPipeline(DiffusionPipeline):
     @property
     def _patch(self) -> tuple[int, ...]:
         """Latent places of a patch along each axis."""
-        patch = self.transformer.patch_size
-        return (patch,) * self.num_axes if isinstance(patch, int) else tuple(patch)
+        return self.transformer.patch_size
 
     def _places(self, height: int | None, width: int | None) -> tuple[int, int]:
         """Converts height and width in pixels to latent places; those of training for None."""

@@ -24,7 +24,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.models.autoencoders import latent_scale, time_downsampling
 from headmix_vision.models.diffusers_features import found_by_diffusers
-from headmix_vision.models.headmix_video_dit import ClipState
+from headmix_vision.models.headmix_dit import ClipState
 
 
 @dataclass

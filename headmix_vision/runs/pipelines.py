@@ -21,7 +21,7 @@ from headmix_vision.files.hashes import state_sha256
 from headmix_vision.files.limits import check_files
 from headmix_vision.files.sums import check_sums
 from headmix_vision.files.texts import read_json
-from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
+from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 from headmix_vision.models.building import building
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
@@ -93,7 +93,7 @@ def pipeline_class(network: Any) -> type[GeneratorPipeline]:
     return next(kind for kind in PIPELINES if kind.num_axes == axes)
 
 
-def load_exported_network(folder: Path) -> HeadMixDiT | HeadMixVideoDiT:
+def load_exported_network(folder: Path) -> HeadMixDiT:
     """Loads the network of an exported pipeline alone, without its scheduler and autoencoder.
 
     Raises:
@@ -135,7 +135,7 @@ def _read_index(folder: Path) -> tuple[type[GeneratorPipeline], dict[str, Any]]:
     index = check_fields(INDEX, read_json(folder / INDEX), _ENTRIES)
     for kind in PIPELINES:
         if index["_class_name"] == kind.__name__:
-            if index["transformer"][-1:] != [kind.network_class.__name__]:
+            if index["transformer"][-1:] != ["HeadMixDiT"] and index["transformer"][-1:] != ["HeadMixVideoDiT"]:
                 raise InputError(f"its network is of the class {index['transformer'][-1:]}")
             return kind, index
     raise InputError(f"it is of the class {index['_class_name']}")

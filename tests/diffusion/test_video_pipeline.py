@@ -271,9 +271,7 @@ def test_wrong_calls(options: dict[str, Any], message: str, pipeline: HeadMixVid
 def test_what_does_not_go_together(pipeline: HeadMixVideoDiTPipeline) -> None:
     with pytest.raises(ValueError, match="a prefix needs a model trained by flow matching"):
         draw(make_pipeline("ddpm"), prefix=np.zeros((1, 1, 8, 8, 1), np.float32))
-    with pytest.raises(
-        ValueError, match=r"HeadMixDiTPipeline makes images, but the input of HeadMixVideoDiT is of size"
-    ):
+    with pytest.raises(ValueError, match=r"HeadMixDiTPipeline makes images, but the input of HeadMixDiT is of size"):
         HeadMixDiTPipeline(pipeline.transformer, pipeline.scheduler)
     with pytest.raises(ValueError, match="latents have 4 channels, those of the network 1"):
         make_pipeline(vae=image_autoencoder())
