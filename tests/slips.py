@@ -252,8 +252,8 @@ SLIPS = [
     Slip(
         "clipping of pixels", "diffusion/schedulers.py", '["clip_sample"] = clip', '["clip_sample"] = False', PIPELINE
     ),
-    Slip("clipping of pixels alone", "diffusion/generator_pipeline.py", "clip=self.vae is None", "clip=True", PIPELINE),
-    Slip("clipping of pixels", "diffusion/generator_pipeline.py", "clip=self.vae is None", "clip=False", PIPELINE),
+    Slip("clipping of pixels alone", "diffusion/pipeline.py", "clip=self.vae is None", "clip=True", PIPELINE),
+    Slip("clipping of pixels", "diffusion/pipeline.py", "clip=self.vae is None", "clip=False", PIPELINE),
     Slip("clipping of a run's pixels", "runs/pipelines.py", "objective, clip=", "objective, clip=False and ", RUNS),
     Slip(
         "a run's objective",

@@ -10,8 +10,7 @@ import numpy as np
 from PIL import Image
 
 from headmix_vision.checks import check_counts
-from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
-from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding, readable
 from headmix_vision.files.png import read_png
@@ -26,7 +25,7 @@ EXTEND_SAMPLES = ""
 _RATE_TOLERANCE = 0.05  # the times of GIF are in hundredths of a second
 
 
-def make_clip_plan(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespace, plan: SamplingPlan) -> ClipPlan:
+def make_clip_plan(pipeline: HeadMixDiTPipeline, options: argparse.Namespace, plan: SamplingPlan) -> ClipPlan:
     """Makes the plan of the clips that the options describe, of the size and guidance of a plan of samples.
 
     Raises:
@@ -71,7 +70,7 @@ def make_clip_plan(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespac
 
 
 def _extend_by_blocks(
-    pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespace, plan: SamplingPlan, clips: ClipPlan
+    pipeline: HeadMixDiTPipeline, options: argparse.Namespace, plan: SamplingPlan, clips: ClipPlan
 ) -> ClipPlan:
     """Plans one piece that begins with all frames that are there, as far as they are whole blocks."""
     if options.overlap is not None:
@@ -85,7 +84,7 @@ def _extend_by_blocks(
     return replace(clips, window=window, overlap=known, guidance=_extend_scale(pipeline, options, plan))
 
 
-def _extend_scale(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespace, plan: SamplingPlan) -> float | None:
+def _extend_scale(pipeline: HeadMixDiTPipeline, options: argparse.Namespace, plan: SamplingPlan) -> float | None:
     """Returns the guidance of what goes on from known frames; None where it is that of the rest."""
     scale = None if options.extend_guidance == plan.guidance.scale else options.extend_guidance
     if scale is not None:
@@ -95,7 +94,7 @@ def _extend_scale(pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespace
     return scale
 
 
-def warn_of_unlearned(pipeline: GeneratorPipeline, clips: ClipPlan | None) -> None:
+def warn_of_unlearned(pipeline: HeadMixDiTPipeline, clips: ClipPlan | None) -> None:
     """Says on standard error where clips go on from known frames, but the model has not learned to."""
     goes_on = clips is not None and (any(clips.known_frames(pipeline)) or clips.count_passes(pipeline) > 1)
     if goes_on and not pipeline.objective.clean_prefix:
@@ -107,7 +106,7 @@ def warn_of_unlearned(pipeline: GeneratorPipeline, clips: ClipPlan | None) -> No
 
 
 def _read_start(
-    pipeline: HeadMixVideoDiTPipeline, options: argparse.Namespace, size: tuple[int, int], frame_rate: float
+    pipeline: HeadMixDiTPipeline, options: argparse.Namespace, size: tuple[int, int], frame_rate: float
 ) -> np.ndarray | None:
     """Reads the known first frames, uint8 [T0, H, W, C]; None where there are none."""
     if options.first_frame is not None:
@@ -139,7 +138,7 @@ def _read_image(path: str) -> np.ndarray:
         return np.asarray(Decoding().first_frame(path))[None]
 
 
-def _fitting(frames: np.ndarray, name: str, pipeline: HeadMixVideoDiTPipeline, size: tuple[int, int]) -> np.ndarray:
+def _fitting(frames: np.ndarray, name: str, pipeline: HeadMixDiTPipeline, size: tuple[int, int]) -> np.ndarray:
     """Converts frames to the channels of the videos; refuses those of another size."""
     height, width = frames.shape[1:3]
     if (height, width) != size:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ClipPlan:
         }
 
 
-def draw_clips(pipeline: HeadMixVideoDiTPipeline, clips: ClipPlan, count: int, options: dict[str, Any]) -> np.ndarray:
+def draw_clips(pipeline: HeadMixDiTPipeline, clips: ClipPlan, count: int, options: dict[str, Any]) -> np.ndarray:
     """Draws clips: uint8 [N, T, H, W, C].
 
     Args:

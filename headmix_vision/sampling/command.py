@@ -25,10 +25,9 @@ from headmix_vision.console.processes import Processes, process_numbers
 from headmix_vision.console.progress import progress
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.denoising import CHANNELS
-from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, SPACINGS
-from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError, let_signals_end, one_line_errors
 from headmix_vision.files.limits import check_memory
 from headmix_vision.runs.directory import trainer_of
@@ -166,7 +165,7 @@ def sample(options: argparse.Namespace) -> None:
             # Not `pipeline.to(dtype)`, which casts the autoencoder too; the model's own `to` warns without need.
             torch.nn.Module.to(pipeline.transformer, DTYPES[options.dtype])
         plan = make_plan(pipeline, options)
-        if isinstance(pipeline, HeadMixVideoDiTPipeline):
+        if pipeline.draws_videos:
             plan = replace(plan, clips=make_clip_plan(pipeline, options, plan))
         settings = plan.settings() | _identity(pipeline, about, options.dtype)
         folder = _open_folder(plan, options)
@@ -220,9 +219,9 @@ def _check_memory(pipeline: Any, plan: SamplingPlan, options: argparse.Namespace
     clips = plan.clips
     given = [f"--{name} {value}" for name in ("size", "frames") if (value := getattr(options, name, None)) is not None]
     with named(", ".join([f"--batch-size {options.batch_size}", *given])):
-        at_once = size if clips is None else (clips.window or clips.num_frames, *size)
+        frames = None if clips is None else clips.window or clips.num_frames
         for guidance in plan.guidances():
-            pipeline.check_memory(options.batch_size, *at_once, guidance)
+            pipeline.check_memory(options.batch_size, guidance, *size, frames)
     shape = (*(() if clips is None else (clips.num_frames,)), *size, pipeline.image_channels)
     check_memory(2 * options.batch_size * math.prod(shape), f"--batch-size {options.batch_size}")
     return shape
@@ -240,7 +239,7 @@ def _take_over(
 
 
 def _draw(
-    pipeline: GeneratorPipeline,
+    pipeline: HeadMixDiTPipeline,
     plan: SamplingPlan,
     folder: SampleFolder,
     missing: list[int],
@@ -309,7 +308,7 @@ def describe(
     )
 
 
-def _identity(pipeline: GeneratorPipeline, about: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _identity(pipeline: HeadMixDiTPipeline, about: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Collects what pixels depend on besides the plan; a folder holds samples of one such set."""
     scheduler = json.loads(pipeline.scheduler.to_json_string())
     autoencoder = about["vae"] and {name: value for name, value in about["vae"].items() if name != "source"}

@@ -14,8 +14,7 @@ from headmix_vision.console.processes import Processes
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError
-from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
-from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.sampling.clip_folder import ClipFolder
 from headmix_vision.sampling.clips import ClipPlan, draw_clips
 from headmix_vision.sampling.contact_sheet import draw_grid, draw_strips
@@ -80,7 +79,9 @@ class SamplingPlan:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()} | clips
 
 
-def sample_batch(pipeline: GeneratorPipeline, plan: SamplingPlan, indices: Sequence[int], **options: Any) -> np.ndarray:
+def sample_batch(
+    pipeline: HeadMixDiTPipeline, plan: SamplingPlan, indices: Sequence[int], **options: Any
+) -> np.ndarray:
     """Draws samples by their indices: images, uint8 [N, H, W, channels], or clips, uint8 [N, T, H, W, channels].
 
     Options are those of the pipeline's call.
@@ -102,7 +103,7 @@ def sample_batch(pipeline: GeneratorPipeline, plan: SamplingPlan, indices: Seque
         "generator": [plan.generator(index) for index in indices],
     }
     try:
-        if isinstance(pipeline, HeadMixVideoDiTPipeline):
+        if pipeline.draws_videos:
             return draw_clips(pipeline, plan.clips or ClipPlan(pipeline.clip_size()[0]), len(indices), options)
         (images,) = pipeline(output_type="np", return_dict=False, **options)
     except NonFiniteSamplesError as error:
@@ -111,7 +112,7 @@ def sample_batch(pipeline: GeneratorPipeline, plan: SamplingPlan, indices: Seque
 
 
 def draw_samples(
-    pipeline: GeneratorPipeline,
+    pipeline: HeadMixDiTPipeline,
     plan: SamplingPlan,
     folder: SampleFolder,
     num: int,
@@ -177,7 +178,7 @@ def draw_samples(
 
 
 def finish(
-    pipeline: GeneratorPipeline,
+    pipeline: HeadMixDiTPipeline,
     plan: SamplingPlan,
     folder: SampleFolder,
     num: int,

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from headmix_vision.diffusion.denoising import Guidance
-from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import scheduler_name, set_steps
 from headmix_vision.errors import InputError
 from headmix_vision.runs.directory import CHECKPOINTS
@@ -21,7 +21,7 @@ from headmix_vision.sampling.draw import SamplingPlan
 DEFAULT_GUIDANCE = 1.5
 
 
-def make_plan(pipeline: GeneratorPipeline, options: argparse.Namespace) -> SamplingPlan:
+def make_plan(pipeline: HeadMixDiTPipeline, options: argparse.Namespace) -> SamplingPlan:
     """Makes the plan that the options describe; sets the pipeline's scheduler.
 
     Raises:
