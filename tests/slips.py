@@ -511,7 +511,7 @@ SLIPS = [
     Slip("rounding to pixels", "sampling/draw.py", "np.rint(images * 255)", "(images * 255)", NEAREST),
     Slip(
         "rounding to pixels",
-        "sampling/clips.py",
+        "sampling/draw.py",
         "np.rint(drawn[:, known:] * 255)",
         "(drawn[:, known:] * 255)",
         NEAREST,
@@ -566,12 +566,8 @@ SLIPS = [
         OBJECTIVES,
     ),
     Slip("bounds of steps", "training/image_sampler.py", "plan.steps > NUM_", "plan.steps >= NUM_", FID),
-    Slip(
-        "bounds of frame rates", "sampling/clip_planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES
-    ),
-    Slip(
-        "bounds of frame rates", "sampling/clip_planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES
-    ),
+    Slip("bounds of frame rates", "sampling/planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES),
+    Slip("bounds of frame rates", "sampling/planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES),
     Slip(
         "prefix tokens do not turn",
         "layers/positions.py",

@@ -5,7 +5,7 @@ import math
 import platform
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,9 @@ from headmix_vision.errors import InputError
 from headmix_vision.files.limits import check_memory
 from headmix_vision.runs.directory import trainer_of
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling.clip_folder import ClipFolder
-from headmix_vision.sampling.clip_planning import make_clip_plan, warn_of_unlearned
 from headmix_vision.sampling.draw import SamplingPlan, draw_samples
 from headmix_vision.sampling.folder import GRID, IMAGES, MAX_SAMPLES, NPZ, SampleFolder
-from headmix_vision.sampling.planning import make_plan, named, run_name, size_text
+from headmix_vision.sampling.planning import make_plan, named, run_name, size_text, warn_of_unlearned
 from headmix_vision.sampling.request import SampleRequest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,8 +82,6 @@ def sample(request: SampleRequest) -> Sampled | None:
             # Not `pipeline.to(dtype)`, which casts the autoencoder too; the model's own `to` warns without need.
             torch.nn.Module.to(pipeline.transformer, DTYPES[request.dtype])
         plan = make_plan(pipeline, request)
-        if pipeline.draws_videos:
-            plan = replace(plan, clips=make_clip_plan(pipeline, request, plan))
         settings = plan.settings() | _identity(pipeline, about, request.dtype)
         folder = _open_folder(plan, request)
         if leads:
@@ -128,10 +124,7 @@ def sample(request: SampleRequest) -> Sampled | None:
 
 def _open_folder(plan: SamplingPlan, request: SampleRequest) -> SampleFolder:
     path = request.out or Path("samples") / run_name(request.model)
-    if plan.clips is None:
-        return SampleFolder(path)
-    assert plan.clips.frame_rate is not None
-    return ClipFolder(path, plan.clips.frame_rate, request.format)
+    return SampleFolder(path) if plan.clips is None else SampleFolder(path, plan.clips.frame_rate, request.format)
 
 
 def _check_memory(pipeline: Any, plan: SamplingPlan, request: SampleRequest) -> tuple[int, ...]:
