@@ -1,6 +1,6 @@
 """A table on paper: what a training step sends, holds and takes on many GPUs, from steps that were measured on one.
 
-    python -m benchmarks.plan_scale                     # 8, 64 and 512 GPUs in hosts of 8
+    python -m benchmarks.plan_scale                     # 8 and 512 GPUs in hosts of 8
     python -m benchmarks.plan_scale --gpus 256 --rates 450 25 --cpe
 
 Measured are time and peak memory of a step on one GPU: of DiT-XL/2 at 256 px by bench_scale.py (H100), and of
@@ -46,7 +46,7 @@ from headmix_vision.ops import TokenBlocks, TokenRanks
 from headmix_vision.ops.token_ranks import even_axis
 
 HOST = 8
-GPUS = (8, 64, 512)
+GPUS = (8, 512)
 RATES = (450.0, 50.0)  # GB/s that a GPU sends within its host and to others, nominal: NVLink, and 400 Gb/s of network
 WAN_TOKENS, WAN_BLOCKS = (21, 45, 80), ((3, 5, 10), (3, 5, 8))
 HEADER = ("model, samples a GPU", "GPUs", "way", "GB sent", "to other hosts", "GiB held", "ms a step", "samples/s")
@@ -176,7 +176,7 @@ def plan(counts: Sequence[int] = GPUS, rates: Sequence[float] = RATES, cpe: bool
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS, help="numbers of GPUs, by default 8 64 512")
+    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS, help="numbers of GPUs, by default 8 512")
     parser.add_argument("--rates", type=float, nargs=2, default=RATES, help="GB/s a GPU sends, by default 450 50")
     parser.add_argument("--cpe", action="store_true", help="count the edges of a convolution of spread tokens, too")
     arguments = parser.parse_args(argv)
