@@ -156,8 +156,8 @@ def line(model: Model, way: str, hosts: int, per_host: int, rates: Sequence[floa
         way,
         *(f"{x / 1e9:.1f}" for x in ((sent + spread.sent).sum(), sent[1])),
         f"{held / 2**30:.1f}" + (f" (measured: {peak_gib:.1f})" if step_s else ""),
-        " to ".join(f"{1e3 * s:,.0f}" for s in steps_s) + (f" (measured: {1e3 * step_s:,.0f})" if step_s else ""),
-        " to ".join(f"{samples / s:,.{1 if samples / s < 100 else 0}f}" for s in steps_s),
+        "–".join(f"{1e3 * s:,.0f}" for s in steps_s) + (f" (measured: {1e3 * step_s:,.0f})" if step_s else ""),
+        "–".join(f"{samples / s:,.{1 if samples / s < 100 else 0}f}" for s in steps_s),
     ]
 
 
