@@ -63,7 +63,7 @@ class Spread(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What is known of a model: parameters in its blocks and outside, and what was measured on numbers of GPUs.
+    """A model: parameters in its blocks and outside, and measurements by number of GPUs.
 
     `measured` has s and GiB by way, `one` on one GPU; `rest` is its peak in bytes without weights, moments and average.
     """
