@@ -12,6 +12,6 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C during the imports, which take seconds
 
-    from headmix_vision.commands import train_cls
+    from headmix_vision.cli.train_cls import main
 
-    train_cls()
+    main()

@@ -11,6 +11,6 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C during the imports, which take seconds
 
-    from headmix_vision.commands import train_gen
+    from headmix_vision.cli.train_gen import main
 
-    train_gen()
+    main()

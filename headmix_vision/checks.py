@@ -4,8 +4,11 @@ import difflib
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from headmix_vision.errors import InputError, UnknownKeywordError
 
@@ -125,3 +128,25 @@ def check_keywords(what: str, given: object, known: list[str]) -> None:
     for name in given:
         if name not in known:
             raise UnknownKeywordError(unknown_keyword(what, str(name), known))
+
+
+def literals(request: type, name: str) -> tuple[str, ...]:
+    """List the texts that a field of a request may hold, as its `Literal` type names them."""
+    hint = get_type_hints(request)[name]
+    hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return tuple(text for one in hints if get_origin(one) is Literal for text in get_args(one))
+
+
+def check_request(request: Any) -> None:
+    """Check the fields of a request, a frozen dataclass, and turn texts into the paths that its types name.
+
+    Raises:
+        InputError: A text that is none of those that the type of its field names.
+    """
+    hints = get_type_hints(type(request))
+    for field in fields(request):
+        value, allowed = getattr(request, field.name), literals(type(request), field.name)
+        if allowed and isinstance(value, str) and value not in allowed:
+            raise InputError(f"{field.name} must be one of {', '.join(allowed)}, got {value!r}")
+        if isinstance(value, str) and (hints[field.name] is Path or Path in get_args(hints[field.name])):
+            object.__setattr__(request, field.name, Path(value))

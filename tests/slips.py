@@ -464,14 +464,14 @@ SLIPS = [
     # scores and files
     Slip(
         "size of KID's subsets",
-        "evaluation/scores.py",
+        "evaluation/metrics.py",
         "KID_SUBSET_SIZE = 100, 1000",
         "KID_SUBSET_SIZE = 100, 100",
         SCORES,
     ),
     Slip(
         "number of KID's subsets",
-        "evaluation/scores.py",
+        "evaluation/metrics.py",
         "KID_SUBSET_SIZE = 100, 1000",
         "KID_SUBSET_SIZE = 10, 1000",
         SCORES,
@@ -483,7 +483,7 @@ SLIPS = [
         '"kid_subset_size": 50, "rng',
         SCORES,
     ),
-    Slip("parts of the inception score", "evaluation/scores.py", "SPLITS = 10", "SPLITS = 1", SCORES),
+    Slip("parts of the inception score", "evaluation/metrics.py", "SPLITS = 10", "SPLITS = 1", SCORES),
     Slip("parts of the inception score", "evaluation/scores.py", '"logits"), splits,', '"logits"), 1,', SCORES),
     Slip("antialiasing of features", "evaluation/extractors.py", ", antialias=True", "", SCORES),
     Slip("an interrupted write", "files/atomic.py", "yield temporary\n", "yield target\n", ATOMIC),
@@ -562,9 +562,11 @@ SLIPS = [
         OBJECTIVES,
     ),
     Slip("bounds of steps", "training/image_sampler.py", "plan.steps > NUM_", "plan.steps >= NUM_", FID),
-    Slip("bounds of frame rates", "sampling/clip_options.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES),
     Slip(
-        "bounds of frame rates", "sampling/clip_options.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES
+        "bounds of frame rates", "sampling/clip_planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES
+    ),
+    Slip(
+        "bounds of frame rates", "sampling/clip_planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES
     ),
     Slip(
         "prefix tokens do not turn",

@@ -22,7 +22,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_images
 from headmix_vision.files.clips import probe_clip, read_clip
 from headmix_vision.files.pictures import Decoding, is_clip
-from headmix_vision.sampling.clip_options import _read_image
+from headmix_vision.sampling.clip_planning import _read_image
 
 SIZE = 24
 

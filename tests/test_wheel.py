@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "headmix_vision"
+PACKAGES = [ROOT / name for name in ("headmix_lab", "headmix_vision")]
 CONFIGS = ROOT / "configs"
 COMMANDS = (
     *("train-cls", "train-gen", "distill", "sample", "evaluate", "export", "analyze"),
@@ -22,7 +22,7 @@ COMMANDS = (
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path_factory.mktemp("source")
-    for folder in (PACKAGE, CONFIGS):
+    for folder in (*PACKAGES, CONFIGS):
         shutil.copytree(folder, source / folder.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -44,8 +44,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile):
-    files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+def test_the_wheel_holds_every_file_of_the_packages(wheel: zipfile.ZipFile):
+    found = {path for package in PACKAGES for path in package.rglob("*") if path.is_file()}
+    files = {path for path in found if "__pycache__" not in path.parts}
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     recipes = {f"headmix_vision/{path.relative_to(ROOT).as_posix()}" for path in CONFIGS.rglob("*.yaml")}
     assert held == {path.relative_to(ROOT).as_posix() for path in files} | recipes

@@ -16,7 +16,8 @@ from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clips import ClipSampling, ClipSet
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
-from headmix_vision.evaluation.scores import KID_SUBSETS, Scorer, check_sizes, kernel_distance, kid_subset_size
+from headmix_vision.evaluation.metrics import KID_SUBSETS
+from headmix_vision.evaluation.scores import Scorer, check_sizes, kernel_distance, kid_subset_size
 
 SEES_MOTION = 5.0  # times the distance of two halves: what freezing the clips must do to it
 _HALVES, _SHUFFLE = 2, 3  # what random numbers are for

@@ -4,7 +4,6 @@ KID, inception score, precision and recall are torch-fidelity's, on features in 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
+from headmix_vision.evaluation.metrics import KID_SUBSET_SIZE, KID_SUBSETS, NEIGHBOURS, SPLITS
 from headmix_vision.evaluation.sample_sets import UNLABELLED, DatasetImages, ImageSet, describe_size, open_images
 from headmix_vision.evaluation.statistics import Statistics, holds_statistics, read_statistics
 
@@ -25,11 +25,8 @@ Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
 """Wraps the batches of so many images, to show how far they are."""
 
 MAX_SUBSETS = 100_000
-KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000
-NEIGHBOURS = 3
 COPIED = 0.01  # share of held-out images that lie as near to training images as what is called a copy
 _ROWS = 1024  # of a matrix of distances at a time
-SPLITS = 10
 RNG_SEED = 2020
 
 
@@ -332,55 +329,6 @@ def neighbours(scorer: Scorer, real: ImageSet, fake: ImageSet, held_out: ImageSe
         "distance": ours.median().item(),
         "held_out_distance": theirs.median().item(),
     }
-
-
-@dataclass(frozen=True)
-class Metric:
-    """Describes a metric to the command line.
-
-    Args:
-        compute: Takes the scorer, the real samples if it compares, the generated ones, and the options by name.
-        help: What it measures.
-        compares: Whether it compares generated samples with real ones.
-        takes_statistics: Whether the statistics of samples are enough.
-        takes_labels: Whether `compute` takes the generated samples' labels too.
-        takes_held_out: Whether it also compares with real samples that were not trained on.
-        options: Whole numbers by name, with default and help.
-    """
-
-    compute: Callable[..., dict[str, float]]
-    help: str
-    compares: bool = True
-    takes_statistics: bool = False
-    takes_labels: bool = False
-    takes_held_out: bool = False
-    options: dict[str, tuple[int | None, str]] = field(default_factory=dict)
-
-
-METRICS = {
-    "fid": Metric(fid, "Fréchet distance, and sFID with Inception features", takes_statistics=True),
-    "kid": Metric(
-        kid,
-        "kernel distance",
-        options={
-            "subsets": (KID_SUBSETS, "number of random subsets"),
-            "subset_size": (None, "images in each (1000, or as many as there are)"),
-        },
-    ),
-    "is": Metric(inception_score, "inception score", compares=False, options={"splits": (SPLITS, "number of parts")}),
-    "prc": Metric(
-        precision_recall, "precision and recall", options={"neighbours": (NEIGHBOURS, "which neighbour's distance")}
-    ),
-    "accuracy": Metric(
-        accuracy,
-        "share of images that the classifier assigns to their label, of an npz file with labels or a data set",
-        compares=False,
-        takes_labels=True,
-    ),
-    "neighbours": Metric(
-        neighbours, "how near images are to those of training (--real), beside --held-out: copies", takes_held_out=True
-    ),
-}
 
 
 def check_sizes(real: ImageSet | Statistics, fake: ImageSet | Statistics) -> None:

@@ -71,6 +71,7 @@ from headmix_vision.training.options import (
     require,
 )
 from headmix_vision.training.parser import OptionParser, with_config_of_run
+from headmix_vision.training.replicas import ReplicatedStrategy  # noqa: F401  registered as `ddp`
 from headmix_vision.training.run_directory import RunDirectory, RunLostError, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest

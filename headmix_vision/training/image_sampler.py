@@ -18,7 +18,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import downsampling, load_autoencoder
 from headmix_vision.runs.pipelines import pipeline_class
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch
-from headmix_vision.sampling.options import named
+from headmix_vision.sampling.planning import named
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 
 T = TypeVar("T")

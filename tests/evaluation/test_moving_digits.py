@@ -12,10 +12,10 @@ from torch.nn.functional import interpolate
 
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.moving_digits import MovingDigits
-from headmix_vision.evaluation.clip_command import CLIP_METRICS
 from headmix_vision.evaluation.clips import ClipSampling, open_clips
 from headmix_vision.evaluation.digit_tracks import digit_size, find_digits
 from headmix_vision.evaluation.extractors import FeatureExtractor
+from headmix_vision.evaluation.metrics import CLIP_METRICS
 from headmix_vision.evaluation.moving_digits import DigitJudge, judge, judge_motion
 from headmix_vision.evaluation.scores import Scorer
 

@@ -24,8 +24,9 @@ from headmix_vision.evaluation.extractors import (
     open_extractor,
     open_weights,
 )
+from headmix_vision.evaluation.metrics import METRICS, Metric
 from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
-from headmix_vision.evaluation.scores import METRICS, Metric, Scorer, inception_score, kid, precision_recall
+from headmix_vision.evaluation.scores import Scorer, inception_score, kid, precision_recall
 
 from .helpers import digit_pixels, refused, run, write_digits, write_run
 

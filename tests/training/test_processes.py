@@ -63,7 +63,7 @@ def second_rank(process: subprocess.Popen[str]) -> int:
 FAILING = """
 import atexit, os, time
 import torch.distributed as dist
-from headmix_vision.commands import train_cls
+from headmix_vision.cli.train_cls import main
 from headmix_vision.training.classifier import ImageClassifier
 
 def step(*args):
@@ -74,7 +74,7 @@ def step(*args):
     raise {raised}
 
 ImageClassifier.training_step = step
-train_cls()
+main()
 """
 
 
@@ -94,7 +94,7 @@ def test_a_rank_that_fails_ends_another_that_waits_for_it(raised: str, status: i
 REFUSING = """
 import os, time
 from headmix_vision import errors
-from headmix_vision.commands import train_cls
+from headmix_vision.cli.train_cls import main
 from headmix_vision.training.classifier import ImageClassifier
 
 def step(*args):
@@ -106,7 +106,7 @@ def step(*args):
     return whole_step(*args)
 
 whole_step, ImageClassifier.training_step = ImageClassifier.training_step, step
-train_cls()
+main()
 """
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import CheckpointException, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from headmix_vision.commands import export
+from headmix_vision.cli.export import main as export
 from headmix_vision.console.processes import leave_group
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint

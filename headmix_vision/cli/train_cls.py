@@ -1,0 +1,13 @@
+"""`headmix train-cls`: train, validate, test and use classifiers."""
+
+from collections.abc import Sequence
+
+from headmix_vision.cli.starting import importing
+from headmix_vision.recipes import DEFAULT
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command; its arguments are those of the process when None."""
+    with importing("train-cls"):
+        from headmix_vision.training.classification_cli import main as run
+    run(args, default_config=DEFAULT)
