@@ -17,7 +17,7 @@ from headmix_vision.data.batches import SampleKey
 from headmix_vision.data.datasets.base import to_picture
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.data.loading import TrainSamples, WholeBatches
+from headmix_vision.data.loading import WholeBatches
 from headmix_vision.data.seeding import derive_seed, seeded
 
 from .helpers import Recorder, attach, make_trainer
