@@ -42,7 +42,7 @@ CONV, CONV_OP = "tests/layers/test_grid_convolution.py", "tests/ops/test_grid_co
 CONV_KERNELS = "tests/ops/test_grid_conv_triton.py -k channels"
 WINDOW, DEPTH = "tests/ops/test_token_window.py", "tests/models/test_depth.py"
 MIX_NAMES = "tests/models/test_zoo.py -k names or published or decay"
-SPREAD = "tests/training/test_spread_tokens.py -k as_one"
+SPREAD = "tests/training/test_context_parallel.py -k as_one"
 PROCESSES, FIT = "tests/training/test_processes.py -k one_rank", "tests/training/test_fit.py -k seed"
 
 FID = "tests/training/test_sample_fid.py -k average or grids or fit"
@@ -149,7 +149,7 @@ SLIPS = [
         "trainer.global_rank",
         SPREAD,
     ),
-    Slip("gradients of spread tokens", "training/generator.py", "loss * self.sharers if", "loss if", SPREAD),
+    Slip("gradients under context parallelism", "training/generator.py", "loss * self.sharers if", "loss if", SPREAD),
     Slip(
         "random numbers depend on the batch", "training/base_module.py", "epoch, batch_idx, self", "epoch, self", STEPS
     ),
@@ -227,7 +227,7 @@ SLIPS = [
     ),
     Slip(
         "one rank's interrupt stops all",
-        "training/callbacks/graceful_interrupt.py",
+        "training/callbacks/checkpointing.py",
         "read(sum_of_processes(trainer, asked))",
         "read(asked)",
         PROCESSES,

@@ -38,11 +38,10 @@ from headmix_vision.runs.directory import (
     standing_file,
 )
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
+from headmix_vision.training.callbacks.checkpointing import LastCheckpoint, TakeSignals
 from headmix_vision.training.callbacks.dry_run import DryRun
 from headmix_vision.training.callbacks.early_stop import EarlyStop
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
-from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
 from headmix_vision.training.callbacks.progress import (
     EpochLines,
@@ -299,7 +298,7 @@ class RunCLI(LightningCLI):
             self.metrics = MetricsCSV(run_dir / METRICS, resume_step, existing, self.run_directory)
             metrics, callbacks = [self.metrics], self._fit_callbacks(run_dir)
         else:
-            callbacks = [GracefulInterrupt(self.request), *self.evaluation_callbacks(run_dir), *self._progress()]
+            callbacks = [TakeSignals(self.request), *self.evaluation_callbacks(run_dir), *self._progress()]
         # ModelSize says more than Lightning's summary: one line for the whole network, with FLOPs that are 0
         kwargs["enable_model_summary"] = False
         given = trainer_options.callbacks or []
@@ -358,7 +357,13 @@ class RunCLI(LightningCLI):
 
     def _fit_callbacks(self, run_dir: Path) -> list[Callback]:
         options = self.options
-        self.last = LastCheckpoint(run_dir / LAST, options.checkpoint_every_n_steps)
+        self.last = LastCheckpoint(
+            run_dir / LAST,
+            self.request,
+            " ".join([resume_command(run_dir), *self.trust.needed_to_resume(options)]),
+            self.run_directory,
+            options.checkpoint_every_n_steps,
+        )
         self.speed = ImagesPerSecond()
         average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
         stopping = self.config_init[self.config.subcommand].early_stopping
@@ -375,12 +380,6 @@ class RunCLI(LightningCLI):
             *self._progress(),
             *stop,
             self.last,
-            GracefulInterrupt(
-                self.request,
-                self.last,
-                " ".join([resume_command(run_dir), *self.trust.needed_to_resume(options)]),
-                self.run_directory,
-            ),
             *after,
         ]
 
