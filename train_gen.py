@@ -1,7 +1,7 @@
 """Train image generators.
 
 python train_gen.py fit                                                  # handwritten digits, nothing to download
-python train_gen.py fit -c imagenet256 -c models/dit_mhla_s_2
+python train_gen.py fit -c imagenet256
 python train_gen.py fit --run_dir runs/gen/digits --ckpt_path last       # continue an interrupted run
 python train_gen.py validate --run_dir runs/gen/digits
 """

@@ -30,15 +30,8 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measuring import (
-    add_options,
-    environment,
-    format_table,
-    open_device,
-    release_memory,
-    results_path,
-    write_csv,
-)
+from benchmarks.measuring import add_options, environment, open_device, release_memory, results_path, write_csv
+from headmix_vision.console.tables import markdown_table
 from headmix_vision.files.origins import installed_version
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
 
@@ -219,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for size in arguments.sizes:
         for mode in arguments.modes:
             found = with_ratios([measure(row, size, mode, arguments) for row in arguments.rows])
-            print(f"\n{format_table(HEADER, [format_row(row) for row in found])}", flush=True)
+            print(f"\n{markdown_table(HEADER, [format_row(row) for row in found])}", flush=True)
             rows += [row | facts for row in found]
             write_csv(path, rows)  # now, as the whole table takes long
 

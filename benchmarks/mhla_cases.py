@@ -202,18 +202,7 @@ COLUMNS = {
     )
 }
 DEFAULT_COLUMNS = {
-    "cuda": (
-        "auto",
-        "pairwise",
-        "summary",
-        "flash",
-        "cudnn",
-        "flash4",
-        "flash_packed",
-        "cudnn_packed",
-        "released",
-        "linear",
-    ),
+    "cuda": tuple(name for name in COLUMNS if name not in ("torch", "math")),
     "cpu": ("torch", "math", "released", "linear"),
 }
 NOT_CAUSAL = ("released", "linear")

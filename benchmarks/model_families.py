@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,17 @@ def read_spelling(spelling: str) -> tuple[str, dict[str, Any]]:
             inside = inside.setdefault(key, {})
         inside[last] = _value(value)
     return name, options
+
+
+def check_spellings(spellings: Sequence[str]) -> None:
+    """End with one line for a spelling that cannot be read, or a model that timm does not know."""
+    for spelling in spellings:
+        try:
+            name, _ = read_spelling(spelling)
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from None
+        if not timm.is_model(name):
+            raise SystemExit(f"error: timm knows no model {name!r}.")
 
 
 def _value(text: str) -> Any:

@@ -38,8 +38,9 @@ import numpy as np
 import torch
 
 from benchmarks.bench_wan import WAN
-from benchmarks.measuring import RESULTS, format_table, read_csv
+from benchmarks.measuring import RESULTS, read_csv
 from benchmarks.model_families import make_model
+from headmix_vision.console.tables import markdown_table
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
 from headmix_vision.ops import TokenBlocks, TokenRanks
 from headmix_vision.ops.token_ranks import even_axis
@@ -181,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if any(n < 2 or (n > HOST and n % HOST) for n in arguments.gpus) or min(arguments.rates) <= 0:
         raise SystemExit("error: --gpus must be 2 to 8 or multiples of 8, --rates positive.")
-    print(format_table(HEADER, plan(arguments.gpus, arguments.rates, arguments.cpe)))
+    print(markdown_table(HEADER, plan(arguments.gpus, arguments.rates, arguments.cpe)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from inputs import photo, write_mixed, write_tar
 
+from headmix_lab.emoji import read_package
 from headmix_vision.cli.cache_latents import main as cache_latents
 from headmix_vision.cli.index_shards import main as index_shards
 from headmix_vision.data import ClassificationData
@@ -17,7 +18,6 @@ from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.memory import InMemory
-from headmix_vision.data.emoji import read_package
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_images
 from headmix_vision.evaluation.scores import kid
@@ -114,7 +114,7 @@ def test_a_package_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypat
         with (tmp_path / "zeros").open("wb+") as file:
             file.truncate(member.size)
             archive.addfile(member, file)
-    monkeypatch.setattr("headmix_vision.data.emoji.MAX_PACKAGE_BYTES", 1 << 19)
+    monkeypatch.setattr("headmix_lab.emoji.MAX_PACKAGE_BYTES", 1 << 19)
     with pytest.raises(InputError, match=r"a\.tgz cannot be read \(it unpacks to more than"):
         read_package(tmp_path / "a.tgz")
 

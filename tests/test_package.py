@@ -100,8 +100,8 @@ GROUND = ["checks", "errors", "extras", "recipes", "registry"]
 PACKAGE = Path(__file__).parents[1] / "headmix_vision"
 
 
-def imported(path: Path) -> set[str]:
-    """Modules of the package that a file imports, wherever in the file it does so."""
+def imported(path: Path, package: str = "headmix_vision.") -> set[str]:
+    """Modules of a package that a file imports, wherever in the file it does so."""
     modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -109,7 +109,7 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.module and not node.level, f"{path} imports relatively"
             modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name.removeprefix("headmix_vision.") for name in modules if name.startswith("headmix_vision.")}
+    return {name.removeprefix(package) for name in modules if name.startswith(package)}
 
 
 def test_imports_point_downward():
@@ -124,6 +124,11 @@ def test_imports_point_downward():
                 continue
             climbs = {module for module in imported(path) if module.split(".")[0] in above}
             assert not climbs, f"{path.relative_to(PACKAGE)} imports {climbs}"
+
+
+def test_only_documented_commands_reach_into_the_laboratory():
+    doors = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if imported(path, "headmix_lab.")}
+    assert doors == {"cli/analyze.py", "data/emoji.py"}
 
 
 @pytest.mark.parametrize(

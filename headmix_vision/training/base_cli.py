@@ -73,6 +73,7 @@ from headmix_vision.training.options import (
     require,
 )
 from headmix_vision.training.parser import OptionParser, with_config_of_run, with_underscores
+from headmix_vision.training.replicas import ReplicatedStrategy  # noqa: F401  registered as `ddp`
 from headmix_vision.training.run_directory import RunDirectory, RunLostError, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
@@ -140,7 +141,7 @@ class RunCLI(LightningCLI):
             "--run_dir",
             type=str | None,
             default=None,
-            help=f"Run directory (default: {self.runs_folder}/<names of the config files>).",
+            help=f"Run directory (default: {self.runs_folder}/<names of the config files and of --model.name>).",
         )
         parser.add_argument(
             "--dry_run",
@@ -184,10 +185,12 @@ class RunCLI(LightningCLI):
         return self.config[self.config.subcommand]
 
     def default_run_name(self) -> str:
-        """Joins the names of all config files but overlays, which change how a run is done and not what it does."""
-        paths = [Path(str(path)) for path in self.options.get("config") or []]
+        """Join the names of the config files and of a model on the command line; overlays change no result."""
+        paths = [Path(str(path)) for path in self.options.get("config") or [] if path is not None]  # None: written out
         stems = [path.stem for path in paths if path.parent.name != "overlays"]
-        return "-".join(stems) or self.options.model.name
+        if not stems or "model.name" in self.given:
+            stems.append(self.options.model.name)
+        return "-".join(stems)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses, then settles run directory and checkpoint, so that errors in them are raised before any work."""
@@ -203,6 +206,7 @@ class RunCLI(LightningCLI):
             except (ValueError, TypeError, AttributeError, KeyError) as error:  # of jsonargparse, for values in files
                 raise InputError(f"a config or an option cannot be read: {error}") from error
         options = self.options
+        self.given = given_options(args)
         defaults = self._parser(self.config.subcommand).get_defaults()
         configs = [load_yaml(read_text(one) if os.path.isfile(one) else one) for one in configs_of(args)]
         for given in (options, *configs):
@@ -224,7 +228,6 @@ class RunCLI(LightningCLI):
             options.ckpt_path = "last" if standing_file(Path(options.run_dir), LAST).is_file() else None
         if not self.trust.is_whole:
             check_links(Path(options.run_dir))
-        self.given = given_options(args)
         check_given(self.given, options, self.config.subcommand)
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:

@@ -150,9 +150,8 @@ def check_values(arguments: Sequence[str]) -> None:
 def check_groups(given: Any, defaults: Namespace, name: str = "") -> None:
     """Raise `InputError` for a group of options, such as `model.loss`, that is not a mapping of names to values."""
     for key, default in vars(defaults).items():
-        value = given.get(key)  # a mapping, or what jsonargparse makes of one
-        if isinstance(default, Namespace) and value is not None:
-            place = f"{name}.{key}" if name else key
+        if isinstance(default, Namespace) and key in given:
+            place, value = f"{name}.{key}" if name else key, given[key]
             if not isinstance(value, Mapping | Namespace):
                 raise InputError(f"{place} must be a mapping of options to values, got {str(value)[:60]!r}")
             check_groups(value, default, place)

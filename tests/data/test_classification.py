@@ -226,7 +226,7 @@ def test_held_out_images_are_validated_on_and_not_trained_on(dataset: str, size:
     assert [val.name(1), train.name(0), train.name(4)] == [whole.name(5), whole.name(1), whole.name(6)]
     image, target = val.read(1)
     assert torch.equal(image, whole.read(5)[0]) and target == whole.read(5)[1]
-    assert isinstance(data.val_dataloader().dataset, WholeBatches) == (dataset == "canvas")
+    assert isinstance(data.val_dataloader().dataset, WholeBatches)
     images, _ = next(iter(data.val_dataloader()))
     assert torch.equal(images[1], data.eval_transform()(image))
 

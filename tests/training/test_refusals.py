@@ -155,6 +155,7 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--trainer.accelerator", "/dev/null"), "/dev/null is a device, it must be a regular file"),
         (("--data=/dev/zero",), "/dev/zero is a device, it must be a regular file"),
         (("-c", "data: 3"), "data must be a mapping of options to values, got '3'"),
+        (("-c", "ema: null"), "ema must be a mapping of options to values, got 'None'"),
         (("-c", "model: {loss: [1]}"), "model.loss must be a mapping of options to values, got '[1]'"),
         (("--model.mixup.cutmix_alpha", "1e-320"), "mixup.cutmix_alpha must be a finite number from 1e-06 to 1e+06"),
         (("--model.schedule.warmup_epochs", "2.5"), "warmup_epochs=2.5 is longer than the run of 2 epochs"),
