@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from headmix_lab.sweeps import command as sweep
-from headmix_vision.analysis.attention import record_attention
-from headmix_vision.analysis.folder import ResultFolder
+from headmix_vision.analysis.attention_matrices import record_attention
 from headmix_vision.analysis.inputs import ImageRequest, Inputs, read_inputs
+from headmix_vision.analysis.learned_mixes import draw_mixing
 from headmix_vision.analysis.maps import Place, attention_maps, draw_maps
-from headmix_vision.analysis.mixing import draw_mixing
 from headmix_vision.analysis.profiles import PROFILES, draw_profiles, profile_layers
+from headmix_vision.analysis.results import ResultFolder
 from headmix_vision.checks import check_counts
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.devices import default_device, open_device

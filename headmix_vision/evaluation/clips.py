@@ -42,7 +42,7 @@ from headmix_vision.evaluation.sample_sets import (
     open_slice,
     samples_of,
 )
-from headmix_vision.files.clips import ClipInfo, Frames, probe_clip, read_clip
+from headmix_vision.files.clip_files import ClipInfo, Frames, probe_clip, read_clip
 from headmix_vision.files.listing import find_clips
 from headmix_vision.files.pictures import Decoding, readable
 from headmix_vision.files.png import Item

@@ -10,7 +10,7 @@ from PIL import Image
 
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clips import Clips, ClipSampling, SampledClips, open_clips
-from headmix_vision.files.clips import ClipInfo
+from headmix_vision.files.clip_files import ClipInfo
 from headmix_vision.files.video import write_video
 
 from .clip_helpers import moving, write_samples
