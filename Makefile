@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CHECKED := headmix_vision tests benchmarks experiments examples train_cls.py train_gen.py sample.py
+CHECKED := headmix_lab headmix_vision tests benchmarks experiments examples train_cls.py train_gen.py sample.py
 
 # Processes of the tests, each with one thread.
 JOBS ?= 2

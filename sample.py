@@ -9,7 +9,7 @@ torchrun --nproc-per-node 8 -- sample.py images --model runs/gen/imagenet256-dit
 The `--` keeps torchrun from taking `--num` for an abbreviation of an option of its own.
 """
 
-from headmix_vision.commands import sample
+from headmix_vision.cli.sample import main
 
 if __name__ == "__main__":
-    sample()
+    main()

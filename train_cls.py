@@ -1,7 +1,7 @@
 """Train, validate, test and use image classifiers.
 
 python train_cls.py fit                                                    # handwritten digits, nothing to download
-python train_cls.py fit -c imagenet -c models/deit_small_mhla --data.root imagenet
+python train_cls.py fit -c imagenet --data.root imagenet
 python train_cls.py fit --run_dir runs/digits --ckpt_path last             # continue an interrupted run
 python train_cls.py validate --run_dir runs/digits
 python train_cls.py predict --run_dir runs/digits --data.predict_path IMAGE_OR_FOLDER
@@ -12,6 +12,6 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C during the imports, which take seconds
 
-    from headmix_vision.commands import train_cls
+    from headmix_vision.cli.train_cls import main
 
-    train_cls()
+    main()

@@ -1,7 +1,7 @@
 """Train image generators.
 
 python train_gen.py fit                                                  # handwritten digits, nothing to download
-python train_gen.py fit -c imagenet256 -c models/dit_mhla_s_2
+python train_gen.py fit -c imagenet256
 python train_gen.py fit --run_dir runs/gen/digits --ckpt_path last       # continue an interrupted run
 python train_gen.py validate --run_dir runs/gen/digits
 """
@@ -11,6 +11,6 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C during the imports, which take seconds
 
-    from headmix_vision.commands import train_gen
+    from headmix_vision.cli.train_gen import main
 
-    train_gen()
+    main()

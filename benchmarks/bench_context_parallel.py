@@ -39,7 +39,6 @@ from benchmarks.measuring import (
     as_graph,
     environment,
     fill,
-    format_table,
     open_device,
     release_memory,
     results_path,
@@ -47,6 +46,7 @@ from benchmarks.measuring import (
     write_csv,
 )
 from headmix_vision.console.processes import end_without_others
+from headmix_vision.console.tables import markdown_table
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.ops import TokenBlocks, TokenRanks, mhla
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
 
 class Sent(TorchDispatchMode):
-    """Counts the bytes that collectives are given, by name."""
+    """Counter of the bytes passed to collectives, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None
             rows.append(measure(case, ranks, arguments) | sizes | errors | facts)
             show(*format_row(rows[-1]), sep="  ", flush=True)
             write_csv(path, rows)  # after each: the next may take more memory than there is
-    show(f"\n{format_table(HEADER, [format_row(row) for row in rows])}\n")
+    show(f"\n{markdown_table(HEADER, [format_row(row) for row in rows])}\n")
 
 
 if __name__ == "__main__":

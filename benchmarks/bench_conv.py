@@ -4,14 +4,9 @@
     python -m benchmarks.bench_conv --shapes video wan         # a few rows, printed only (--out DIR writes them)
     python -m benchmarks.bench_conv --device cpu --tiny        # tries the script itself where there is no GPU
 
-bf16 tokens with weights in float32, forward and forward with backward (all gradients). "cpe" shapes add the convolution
-to the input; "hih" shapes have SiLU behind it, and read one part of a packed projection. PyTorch's convolution is
-written as a layer without an op has it: channels in front of the grid, and back. Floor: x read and out written once at
-the bandwidth of a large copy measured in the same run; with backward also dout and x read and dx written, 5/2 of that.
-Times are medians over rotating copies of the inputs, as `measuring.py` says: CUDA graph replays, plain launches beside
-them. Before anything is timed, output and gradients of ours are compared with float64, at a small batch; the budget is
-the error of PyTorch's in bf16, twice for the output, three times for gradients, in the mean. If one exceeds it, the
-exit code is 1.
+bf16 tokens, float32 weights; `columns.py` describes gate and times. "cpe" shapes add the convolution to the input;
+"hih" shapes apply SiLU after it and read one part of a packed projection. PyTorch's convolution moves channels in
+front of the grid and back. Floor: x read and out written once, with backward 5/2 of that.
 """
 
 from __future__ import annotations
@@ -27,14 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.columns import Column, Row, beyond_budget, measure_all, print_rows, results, run_checks
-from benchmarks.measuring import (
-    add_options,
-    environment,
-    open_device,
-    results_path,
-    write_csv,
-)
+from benchmarks.columns import Column, Row, beyond_budget, cells_of, measure_all, print_rows, results, run_checks
+from benchmarks.measuring import add_options, begin, open_device, results_path, write_csv
 from headmix_vision.ops import grid_conv
 
 DTYPE = torch.bfloat16
@@ -62,7 +51,7 @@ class Shape:
 
     @property
     def floor_bytes(self) -> int:
-        """What is moved forward."""
+        """Bytes read and written in the forward pass."""
         return 2 * self.batch * self.tokens * self.channels * DTYPE.itemsize
 
     def tiny(self) -> Shape:
@@ -139,8 +128,7 @@ def check_shape(shape: Shape, device: torch.device, run: Any = run_ours) -> list
 
 
 def describe(shape: Shape) -> Row:
-    sizes = {"batch": shape.batch, "grid": "x".join(map(str, shape.grid)), "channels": shape.channels}
-    return {"shape": shape.name, "group": shape.group, **sizes}
+    return cells_of(shape, "batch", "grid", "channels")
 
 
 def floor_bytes(shape: Shape) -> tuple[float, float]:
@@ -160,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = open_device(arguments.device)
     shapes = [SHAPES[name].tiny() if arguments.tiny else SHAPES[name] for name in arguments.shapes]
     torch._dynamo.config.recompile_limit = 64  # one function compiles every shape
-    facts = environment(device)
-    print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
+    begin(device)
     run_checks(partial(check_shape, device=device), shapes, jobs=1)
     print(f"correct: ours at {len(shapes)} shapes, all gradients")
     rows, notes = measure_all(shapes, COLUMNS[device.type], device, arguments.limit_ms, describe, floor_bytes)

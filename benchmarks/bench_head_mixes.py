@@ -4,27 +4,19 @@
     python -m benchmarks.bench_head_mixes --shapes n1024_p4 --parts mix op
     python -m benchmarks.bench_head_mixes --device cpu --tiny        # tries the script itself where there is no GPU
 
-DeiT-S (6 heads of 64 dims) at 224 and 512 px with 2 and 4 pseudo-heads, bf16, forward and forward with backward (all
-gradients, those of the mixing weights included). Four parts:
+DeiT-S (6 heads of 64 dims) at 224 and 512 px with 2 and 4 pseudo-heads, bf16; `columns.py` describes gate and times.
 
-- mix: queries, keys and values, views of a packed projection, to their pseudo-heads; floor: inputs read and outputs
-  written once (with backward: output gradients and inputs read, input gradients written, too) at the bandwidth of a
-  large copy measured in the same run;
-- collapse: the outputs of all pseudo-heads to those of heads;
+- mix: queries, keys and values, views of a packed projection, to their pseudo-heads;
+- collapse: the outputs of all pseudo-heads to the outputs of heads;
 - op: mix, attention between all pseudo-heads of all tokens, collapse. Softmax runs on FlashAttention and on cuDNN, its
-  mixes in our kernel and as a compiled einsum ("_einsum"); the ratios below the table are to the fastest of these;
+  mixes in our kernel and as a compiled einsum ("_einsum"); ratios are to the fastest of these;
 - layer: `HeadMixAttention` compiled, under autocast, projections included.
-
-Times are medians of CUDA graph replays over rotating copies of the inputs, as `measuring.py` says. Before anything is
-timed our results are compared with float64, at a batch of two; the budget is the error of the same maths with every
-step in bf16, twice for outputs, three times for gradients, in the mean. If one exceeds it, the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,16 +25,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.columns import Column, Row, beyond_budget, measure_all, print_rows, results
+from benchmarks.columns import Column, Row, beyond_budget, cells_of, measure_all, print_rows, results
 from benchmarks.head_mixes_cases import CONTESTS, SHAPES, Contest, Shape, Tensors, layer_input, make_layer
-from benchmarks.measuring import (
-    add_options,
-    environment,
-    open_device,
-    release_memory,
-    results_path,
-    write_csv,
-)
+from benchmarks.measuring import add_options, begin, open_device, release_memory, results_path, write_csv
 
 CORES = ("mhla", "softmax")
 GATE_BATCH = 2
@@ -66,8 +51,9 @@ def check_contest(contest: Contest, shape: Shape, device: torch.device) -> list[
 
 
 def describe(part: str, shape: Shape) -> Row:
-    sizes = {"batch": shape.batch, "tokens": shape.tokens, "heads": shape.heads, "head_dim": shape.head_dim}
-    return {"shape": shape.name, "part": part, **sizes, "pseudo_heads": shape.pseudo_heads}
+    cells = cells_of(shape, "batch", "tokens", "heads", "head_dim", "pseudo_heads")
+    del cells["group"]
+    return {"shape": cells.pop("shape"), "part": part, **cells}
 
 
 def time_contest(contest: Contest, shape: Shape, device: torch.device) -> list[Row]:
@@ -149,9 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shapes = [shape.tiny() if arguments.tiny else shape for shape in SHAPES if shape.name in arguments.shapes]
     contests = [contest for name, contest in CONTESTS.items() if name in arguments.parts]
     torch._dynamo.config.recompile_limit = 64  # one function compiles every mix
-    facts = environment(device)
-    print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
-    gc.freeze()
+    begin(device)
     if failures := [line for c in contests for shape in shapes for line in check_contest(c, shape, device)]:
         raise SystemExit("\n".join([*failures, "error: results are wrong, nothing timed."]))
     print(f"correct: ours in {', '.join(c.name for c in contests) or 'nothing'} at {len(shapes)} shapes, all gradients")

@@ -5,27 +5,19 @@
     python -m benchmarks.bench_hih --shapes n1024 --columns r1,fla
     python -m benchmarks.bench_hih --device cpu --tiny     # tries the script itself where there is no GPU
 
-bf16, forward without saved state and forward with backward (all gradients). "r1" to "r8" are the kernels with that many
-sub-heads, "torch_r1" to "torch_r8" the chunk form in plain PyTorch, "loop_r1" the loop over tokens, and "fla" the gated
-delta rule of flash-linear-attention (package fla-core), the same function as r = 1; without the package its rows are
-left out. All of these read q, k, v [B, N, H, D] with q and k normalised, beta and log decay in float32. MHLA reads
-views of a packed projection with 16 or 64 blocks, FlashAttention and cuDNN [B, H, N, D]: other functions, for scale.
+bf16; `columns.py` describes times and memory. "r1" to "r8" are the kernels with that many sub-heads, "torch_r1" to
+"torch_r8" the chunk form in plain PyTorch, "loop_r1" the loop over tokens. "fla" is the gated delta rule of
+flash-linear-attention (package fla-core), the same function as r = 1. MHLA, FlashAttention and cuDNN are other
+functions, for scale. Floor: `hih_cases.floor_bytes`.
 
-Floor: q, k, v read and o written once, with beta and log decay read, at the bandwidth of a large copy measured in the
-same run; with backward do read and dq, dk, dv written as well, q, k, v and gates read again, the gradients of the gates
-written. Times are medians over rotating copies of the inputs, as `measuring.py` says; tables show CUDA graph replays,
-the CSV also plain launches. "refused": the library refuses to run it here; "–": does not apply, or slower than
---limit_ms. A note below the tables says which and why. Peak memory is that of forward with backward beyond the inputs.
-
-Before anything is timed, output, final state and all gradients of ours, with a mask for each head and for each token,
-are compared with the float64 torch form at a small shape, and r = 1 with flash-linear-attention. Relative errors (norm
-of the difference over norm) must be at most 0.01, else nothing is timed and the exit code is 1.
+Before anything is timed, output, final state and all gradients of our columns are compared with the float64 torch form
+at a small shape, with a mask for each head and for each token, and r = 1 with flash-linear-attention. A relative error
+above 0.01 ends the script with exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -37,6 +29,7 @@ from benchmarks.columns import (
     Column,
     Row,
     add_column_options,
+    cells_of,
     choose,
     measure_all,
     print_exponents,
@@ -55,12 +48,7 @@ from benchmarks.hih_cases import (
     sub_head_mask,
     why_no_fla,
 )
-from benchmarks.measuring import (
-    environment,
-    release_memory,
-    results_path,
-    write_csv,
-)
+from benchmarks.measuring import begin, release_memory, results_path, write_csv
 from benchmarks.mhla_cases import Shape
 from benchmarks.plots import draw_hih
 from headmix_vision.files.origins import installed_version
@@ -150,14 +138,7 @@ def _check(work: tuple[str, str], shapes: Sequence[Shape], device_name: str) -> 
 
 
 def describe(shape: Shape) -> Row:
-    return {
-        "shape": shape.name,
-        "group": shape.group,
-        "batch": shape.batch,
-        "tokens": shape.tokens,
-        "heads": shape.heads,
-        "head_dim": shape.head_dim,
-    }
+    return cells_of(shape, "batch", "tokens", "heads", "head_dim")
 
 
 def select_columns(names: Sequence[str]) -> list[Column]:
@@ -180,9 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     whole = arguments.shapes == "all" and not (arguments.columns or arguments.tiny) and device.type == "cuda"
     jobs = arguments.jobs or ((os.cpu_count() or 1) if device.type == "cuda" else 1)
 
-    gc.freeze()
-    facts = environment(device)
-    print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
+    begin(device)
     gate(shapes, columns, device, jobs)
     rows, notes = measure_all(shapes, columns, device, arguments.limit_ms, describe, floor_bytes)
     rows = [row | {"fla": installed_version("fla-core")} for row in rows]

@@ -5,25 +5,15 @@
     python -m benchmarks.bench_mhla --causal --shapes model --out benchmarks/results  # mhla_causal_...
     python -m benchmarks.bench_mhla --device cpu --tiny    # tries the script itself where there is no GPU
 
-bf16, forward without saved state and forward with backward (all gradients, that of the mixing matrix included). Floor:
-q, k, v read and o written once at the bandwidth of a large copy measured in the same run, 11/4 of that with backward.
-Ours read strided views of a packed qkv projection, as a model has them; so do flash_packed, cudnn_packed and flash4,
-FlashAttention 4 (`pip install flash-attn-4`, compiled at run time). The other columns have the inputs in the layout
-they like best: the released maths block order, the rest [B, H, N, D]. Times are medians over rotating copies of the
-inputs, as `measuring.py` says; the tables show CUDA graph replays, the CSV also plain launches. The released maths
-cannot divide unevenly: at 196 and 197 tokens it gets blocks padded to 16 tokens. Peak memory is that of forward with
-backward beyond the inputs. "-": does not apply, not supported, or slower than --limit_ms; a note below the tables says
-which.
-
-Before anything is timed, output and gradients of each of our columns are compared with float64 on every shape, at a
-small batch; the budget is the error of the same maths rounded to bf16 at every step (2 times, 3 times for gradients,
-mean and maximum). If one exceeds it, nothing is timed and the exit code is 1.
+bf16; `columns.py` describes gate, times and memory. Floor: q, k, v read and o written once, with backward 11/4 of that.
+Our columns, flash_packed, cudnn_packed and flash4 (FlashAttention 4, `pip install flash-attn-4`) read strided views of
+a packed projection, as a model has them. Other columns have the layout that suits them best: the released maths block
+order, the rest [B, H, N, D]. The released maths cannot divide unevenly: 196 and 197 tokens are padded to blocks of 16.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +26,7 @@ from benchmarks.columns import (
     Row,
     add_column_options,
     beyond_budget,
+    cells_of,
     choose,
     measure_all,
     print_exponents,
@@ -44,11 +35,7 @@ from benchmarks.columns import (
     run_checks,
     warm_up,
 )
-from benchmarks.measuring import (
-    environment,
-    results_path,
-    write_csv,
-)
+from benchmarks.measuring import begin, results_path, write_csv
 from benchmarks.mhla_cases import (
     COLUMNS,
     DEFAULT_COLUMNS,
@@ -101,17 +88,8 @@ def _check(item: tuple[Shape, list[str]], device_name: str) -> list[str]:
 
 
 def _describe(shape: Shape) -> Row:
-    return {
-        "shape": shape.name,
-        "group": shape.group,
-        "batch": shape.batch,
-        "heads": shape.heads,
-        "tokens": shape.tokens,
-        "head_dim": shape.head_dim,
-        "grid": "x".join(map(str, shape.grid)),
-        "block_grid": "x".join(map(str, shape.block_grid)),
-        "prefix_tokens": shape.prefix,
-    }
+    sizes = cells_of(shape, "batch", "heads", "tokens", "head_dim", "grid", "block_grid")
+    return sizes | {"prefix_tokens": shape.prefix}
 
 
 def floor_bytes(shape: Shape) -> tuple[float, float]:
@@ -134,9 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     whole = arguments.shapes == "all" and not partly and device.type == "cuda"
     jobs = arguments.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if device.type == "cuda" else 1)
 
-    gc.freeze()
-    facts = environment(device)
-    print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
+    begin(device)
     gate(shapes, columns, device, jobs)
     rows, notes = measure_all(shapes, columns, device, arguments.limit_ms, _describe, floor_bytes)
     print_rows(rows, names[0])

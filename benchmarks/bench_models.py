@@ -34,17 +34,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring import (
-    add_options,
-    environment,
-    fill,
-    format_table,
-    open_device,
-    release_memory,
-    results_path,
-    write_csv,
-)
-from benchmarks.model_families import family_of, make_model, read_spelling
+from benchmarks.measuring import add_options, environment, fill, open_device, release_memory, results_path, write_csv
+from benchmarks.model_families import check_spellings, family_of, make_model, read_spelling
+from headmix_vision.console.tables import markdown_table
 from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.training.base_module import compile_blocks
 
@@ -130,7 +122,7 @@ class Contestant:
         self.last = loss.detach()
 
     def window(self) -> float:
-        """Seconds of one window of ``steps`` steps, the device waited for at both ends."""
+        """Return the seconds of a window of ``steps`` steps, waiting for the device at both ends."""
         self._synchronize()
         start = time.perf_counter()
         for _ in range(self.steps):
@@ -242,13 +234,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"error: --batch needs one value, or one for each of {len(sizes)} --sizes, got {len(batch)}.")
     if min(*sizes, *batch, arguments.windows) < 1 or arguments.window_s <= 0:
         raise SystemExit("error: --sizes, --batch, --windows and --window_s must be positive.")
-    for spelling in names:
-        try:
-            name, _ = read_spelling(spelling)
-        except ValueError as error:
-            raise SystemExit(f"error: {error}") from None
-        if not timm.is_model(name):
-            raise SystemExit(f"error: timm knows no model {name!r}.")
+    check_spellings(names)
     if len(set(names)) < len(names):
         raise SystemExit("error: --models names a model twice, or the --baseline.")
     if len({id(family_of(name)) for name in names}) > 1:
@@ -281,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for size, batch in zip(arguments.sizes, batches, strict=True):
         for mode in arguments.modes:
             found = compare_at_largest_batch(names, size, batch, mode, arguments)
-            print(f"\n{format_table(HEADER, [format_row(row) for row in found])}", flush=True)
+            print(f"\n{markdown_table(HEADER, [format_row(row) for row in found])}", flush=True)
             rows += [row | facts for row in found]
             write_csv(path, rows)
 

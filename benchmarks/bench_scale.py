@@ -37,18 +37,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks import bench_training
 from benchmarks.bench_training import Clock
-from benchmarks.measuring import (
-    REPOSITORY,
-    add_options,
-    environment,
-    fill,
-    format_table,
-    open_device,
-    results_path,
-    write_csv,
-)
+from benchmarks.measuring import REPOSITORY, add_options, environment, fill, open_device, results_path, write_csv
 from benchmarks.model_families import family_of, read_spelling
 from headmix_vision.console.scripts import run_python
+from headmix_vision.console.tables import markdown_table
 from headmix_vision.files.atomic import atomic_path
 
 HEADER = ("model", "batch", "what", "GPUs", "images/s", "ratio", "GiB")
@@ -232,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(*format_row(row), sep="  ", flush=True)
             rows.append(row | facts)
             write_csv(path, rows)  # after each run: the next may take longer than there is time
-    print(f"\n{format_table(header, [format_row(row) for row in rows])}\n")
+    print(f"\n{markdown_table(header, [format_row(row) for row in rows])}\n")
 
 
 if __name__ == "__main__":

@@ -32,17 +32,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.bench_models import Contestant
-from benchmarks.measuring import (
-    add_options,
-    environment,
-    fill,
-    format_table,
-    open_device,
-    release_memory,
-    results_path,
-    write_csv,
-)
-from benchmarks.model_families import family_of, read_spelling
+from benchmarks.measuring import add_options, environment, fill, open_device, release_memory, results_path, write_csv
+from benchmarks.model_families import check_spellings, family_of, read_spelling
+from headmix_vision.console.tables import markdown_table
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.data.loading import as_it_is
@@ -92,7 +84,7 @@ class SameBatches(Dataset[Any]):
 
 
 class FreeReading:
-    """Gives the first batch of a data module at every step, parted as among processes where a step takes several."""
+    """Data module that repeats its first batch, split where a step accumulates several."""
 
     def train_dataloader(self: Any) -> DataLoader[Any]:
         batch, parts = next(iter(super().train_dataloader())), self.trainer.accumulate_grad_batches  # type: ignore[misc]
@@ -110,7 +102,7 @@ class FreeClassification(FreeReading, ClassificationData):
 
 
 class Clock(Callback):
-    """Times the steps of a run but the first ones, the device waited for at both ends."""
+    """Clock of a run's steps after the first ones; it waits for the device at both ends."""
 
     def __init__(self, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps
@@ -138,10 +130,10 @@ def command_line(base: type[RunCLI], data: type[Any], clock: Clock) -> type[RunC
     class Timed(base):  # type: ignore[valid-type, misc]
         data_class = data
 
-        def fit_callbacks(self, *args: Any) -> tuple[list[Callback], list[Callback]]:
-            before, after = super().fit_callbacks(*args)
+        def _fit_callbacks(self, *args: Any) -> list[Callback]:
+            callbacks = super()._fit_callbacks(*args)
             self.last.save = lambda trainer: None  # that of DiT-XL/2 has 11 GB
-            return before, [*after, clock]
+            return [*callbacks, clock]
 
     return Timed
 
@@ -244,13 +236,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """One line and exit code 1 for what cannot run."""
-    for spelling in arguments.models:
-        try:
-            name, _ = read_spelling(spelling)
-        except ValueError as error:
-            raise SystemExit(f"error: {error}") from None
-        if not timm.is_model(name):
-            raise SystemExit(f"error: timm knows no model {name!r}.")
+    check_spellings(arguments.models)
     if arguments.batch < 2 or arguments.batch % 2:
         raise SystemExit(f"error: --batch must be even, for mixup, got {arguments.batch}.")
     if not 0 < arguments.warmup_steps < arguments.steps - 1:
@@ -266,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for spelling in arguments.models:
         found = measure(spelling, arguments)
-        print(f"\n{format_table(HEADER, [format_row(row) for row in found])}\n", flush=True)
+        print(f"\n{markdown_table(HEADER, [format_row(row) for row in found])}\n", flush=True)
         rows += [row | facts for row in found]
         write_csv(path, rows)
 

@@ -1,6 +1,12 @@
 """Columns of the benchmarks of ops: checked before they are timed, and measured at shapes.
 
-A shape is anything with a name, group, batch, tokens and floor_bytes, as that of `mhla_cases`.
+Gate: output and all gradients of our columns are compared with float64 at a small batch. The budget is the error of the
+same maths with every step in the type of the inputs: twice for outputs, three times for gradients. A larger error ends
+the script with exit code 1. Times are medians over rotating copies of the inputs (`measuring.py`): tables show CUDA
+graph replays, CSV files plain launches as well. Peak memory is that of forward with backward beyond the inputs.
+"refused": the library does not run it here. "–": does not apply, or slower than --limit_ms.
+
+A shape is anything with a name, group, batch, tokens and floor_bytes, as in `mhla_cases`.
 """
 
 from __future__ import annotations
@@ -141,6 +147,14 @@ def measure(shape: Any, column: Column, device: torch.device, limit_ms: float) -
     return row, f"{', '.join(skipped)} beyond {limit_ms:g} ms" if skipped else ""
 
 
+def cells_of(shape: Any, *names: str) -> Row:
+    """Return name, group and these attributes of a shape; grids as 14x14."""
+    values = {name: getattr(shape, name) for name in ("group", *names)}
+    return {"shape": shape.name} | {
+        name: "x".join(map(str, x)) if isinstance(x, tuple) else x for name, x in values.items()
+    }
+
+
 def measure_all(
     shapes: Sequence[Any],
     columns: Sequence[Column],
@@ -208,10 +222,7 @@ def select_shapes(names: str, among: Sequence[Any]) -> list[Any]:
 
 
 def choose(
-    arguments: argparse.Namespace,
-    shapes: Sequence[Any],
-    columns: Iterable[str],
-    defaults: Mapping[str, Sequence[str]],
+    arguments: argparse.Namespace, shapes: Sequence[Any], columns: Iterable[str], defaults: Mapping[str, Sequence[str]]
 ) -> tuple[list[Any], list[str], torch.device]:
     """Return the shapes, names of columns and device that the options name; end with one line for others.
 

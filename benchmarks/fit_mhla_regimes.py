@@ -18,8 +18,9 @@ import torch
 from scipy.optimize import nnls
 
 from benchmarks.columns import run_checks
-from benchmarks.measuring import format_table, open_device, release_memory, time_calls
+from benchmarks.measuring import open_device, release_memory, time_calls
 from benchmarks.mhla_cases import Shape, raster_inputs, run_mhla
+from headmix_vision.console.tables import markdown_table
 from headmix_vision.ops.mhla import regimes
 
 GRIDS = ((8, 8), (14, 14), (16, 16), (20, 20), (24, 24), (32, 32))
@@ -105,7 +106,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         loss = taken / min(pairwise_ns, summary_ns)
         name = f"{shape.tokens} / {shape.blocks.num_blocks} / {shape.head_dim}"
         rows.append((name, f"{pairwise_ns:.0f}", f"{summary_ns:.0f}", choice, f"{loss:.2f}"))
-    print(format_table(("tokens / blocks / head dim", "pairwise ns", "summary ns", "choice", "over the better"), rows))
+    print(
+        markdown_table(("tokens / blocks / head dim", "pairwise ns", "summary ns", "choice", "over the better"), rows)
+    )
     losses = sorted(float(row[-1]) for row in rows)
     print(f"over the better regime: mean {sum(losses) / len(losses):.3f}, worst {losses[-1]:.2f}")
 

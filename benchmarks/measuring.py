@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing, peak memory, tables and CSV files.
+"""Shared by the benchmarks: timing, peak memory and CSV files.
 
 On a CUDA device a call is timed in two ways, both with a cold L2 as far as rotating over copies of the inputs makes it:
 
@@ -213,9 +213,16 @@ def open_device(name: str) -> torch.device:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a figure depends on besides the code: device and versions."""
+    """Return device and versions, which a figure depends on besides the code."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"device": name, "torch": torch.__version__, "triton": installed_version("triton")}
+
+
+def begin(device: torch.device) -> None:
+    """Print device and versions, and keep garbage collection away from what is imported."""
+    gc.freeze()
+    facts = environment(device)
+    print(f"{facts['device']}, torch {facts['torch']}, triton {facts['triton']}, bf16")
 
 
 def device_slug(name: str) -> str:
@@ -244,13 +251,3 @@ def read_csv(path: Path, **wanted: str) -> list[dict[str, str]]:
 def numbers(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
     """Return the numbers of a column."""
     return [float(row[column]) for row in rows]
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for row in (header, *rows):
-        first, *others = (f"{x:>{w}}" for x, w in zip(row, widths, strict=True))
-        lines.append("  ".join([f"{first.strip():<{widths[0]}}", *others]))
-    return "\n".join(lines)

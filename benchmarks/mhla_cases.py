@@ -1,4 +1,4 @@
-"""What bench_mhla.py measures: the shapes, and the attention of each column with inputs in the layout it likes best.
+"""Shapes and columns of bench_mhla.py: each attention with inputs in the layout that suits it best.
 
 B batch, N tokens, H heads, D head dim, M token blocks, n tokens in the largest block.
 """
@@ -202,18 +202,7 @@ COLUMNS = {
     )
 }
 DEFAULT_COLUMNS = {
-    "cuda": (
-        "auto",
-        "pairwise",
-        "summary",
-        "flash",
-        "cudnn",
-        "flash4",
-        "flash_packed",
-        "cudnn_packed",
-        "released",
-        "linear",
-    ),
+    "cuda": tuple(name for name in COLUMNS if name not in ("torch", "math")),
     "cpu": ("torch", "math", "released", "linear"),
 }
 NOT_CAUSAL = ("released", "linear")

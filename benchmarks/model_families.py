@@ -1,9 +1,9 @@
-"""The kinds of models that bench_models.py knows: how they are spelled, made, called and trained."""
+"""Kinds of models of bench_models.py: spelling, construction, inputs and loss."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between kinds of models: how their size is called, what they are called with, their loss."""
+    """A kind of model: name of its size argument, its inputs and its loss."""
 
     size: str
     inputs: Callable[[int, int, torch.Generator], tuple[Tensor, ...]]
@@ -80,6 +80,17 @@ def read_spelling(spelling: str) -> tuple[str, dict[str, Any]]:
             inside = inside.setdefault(key, {})
         inside[last] = _value(value)
     return name, options
+
+
+def check_spellings(spellings: Sequence[str]) -> None:
+    """End with one line for a spelling that cannot be read, or a model that timm does not know."""
+    for spelling in spellings:
+        try:
+            name, _ = read_spelling(spelling)
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from None
+        if not timm.is_model(name):
+            raise SystemExit(f"error: timm knows no model {name!r}.")
 
 
 def _value(text: str) -> Any:

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Train on several machines of a SLURM cluster, through time limits and preemptions:
-#   sbatch --nodes 2 examples/slurm.sh headmix-train-gen fit -c imagenet256 -c models/dit_mhla_s_2
+#   sbatch --nodes 2 examples/slurm.sh headmix-train-gen fit -c imagenet256
 # The job saves and requeues itself before its time is over, and goes on from last.ckpt whenever it is started.
 #SBATCH --job-name headmix
 #SBATCH --ntasks-per-node 1

@@ -4,8 +4,9 @@
     python -m experiments.tables --check    # name the documents that differ; exit status 1
 
 A line `<!-- table NAME -->` in a document is followed by the table of that name. The `report.py` of each experiment and
-of the benchmarks has functions of tables (`TABLES`) and plots (`PLOTS`, by file), and says what its CSV files measure
-(`CLAIMS`). Deviations are of samples (n - 1). The check leaves out plots.
+of the benchmarks holds functions for tables (`TABLES`), for plots (`PLOTS`, by file), and a claim for each CSV file
+(`CLAIMS`). A finished question keeps its README, CSV files and origins; its code and tables are in the history.
+Deviations are of samples (n - 1). The check leaves out plots.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from itertools import takewhile
@@ -20,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report as benchmarks_report
-from benchmarks.measuring import REPOSITORY
+from benchmarks.measuring import REPOSITORY, numbers
 from benchmarks.report import ms
-from experiments.head_mixes.report import accuracies
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.files.origins import ORIGINS, origins_of
 
@@ -31,22 +32,43 @@ REPORTS: list[Any] = [
     benchmarks_report,
     *(import_module(f"experiments.{path.parent.name}.report") for path in sorted(HERE.glob("*/report.py"))),
 ]
+FINISHED = {  # folder of a question without code, and the claim of its results.csv
+    "compress": "fewer heads of keys and values",
+    "counting": "how many heads count pairs",
+    "head_mixes": "cores with and without head mixes",
+    "recall": "rank of Head-in-Head's transition",
+    "stable_rates": "learning rates of explicit heads",
+}
 MARKER = re.compile(r"(?m)^<!-- table (?P<name>\S+) -->\n(?P<table>(?:\|.*\n)*)")
 
 
+def claimed() -> dict[Path, str]:
+    """Return the claim of each CSV file."""
+    found = {report.FOLDER / f"{name}.csv": claim for report in REPORTS for name, claim in report.CLAIMS.items()}
+    return found | {HERE / question / "results.csv": claim for question, claim in FINISHED.items()}
+
+
 def claims() -> str:
-    """Claims with the script and the code that measured them; the file of origins has the whole commands."""
+    """Return the claims with script and commit of their measurement; the file of origins holds whole commands."""
     lines = []
-    for report in REPORTS:
-        for name, claim in report.CLAIMS.items():
-            table = report.FOLDER / f"{name}.csv"
-            calls = origins_of(table)
-            words = (takewhile(lambda word: not word.startswith("--"), call["command"].split()) for call in calls)
-            (script,) = set(map(" ".join, words))
-            commits = ", ".join(dict.fromkeys(call["commit"] for call in calls))
-            place = Path(os.path.relpath(table, HERE))
-            lines.append([claim, f"[`{script}`]({place.with_name(ORIGINS)})", f"[{place.name}]({place})", commits])
+    for table, claim in claimed().items():
+        calls = origins_of(table)
+        words = (takewhile(lambda word: not word.startswith("--"), call["command"].split()) for call in calls)
+        (script,) = set(map(" ".join, words))
+        commits = ", ".join(dict.fromkeys(call["commit"] for call in calls))
+        place = Path(os.path.relpath(table, HERE))
+        lines.append([claim, f"[`{script}`]({place.with_name(ORIGINS)})", f"[{place.name}]({place})", commits])
     return markdown_table(["claim", "command", "measured in", "commit"], lines)
+
+
+def accuracies(rows: Sequence[dict[str, str]], task: str, core: str) -> list[float]:
+    """Return test accuracies of a core without head mix over seeds, at its chosen learning rate: it alone has all."""
+    given = {"task": task, "core": core, "mix": "plain"}
+    rows = [row for row in rows if given.items() <= row.items() and row["dataset"] != "digits-tuning"]
+    rates = Counter(row["rate"] for row in rows)
+    return numbers(
+        [row for row in rows if row["rate"] == max(rates, key=lambda rate: rates[rate])], "test_top1_percent"
+    )
 
 
 def attentions() -> str:
@@ -67,9 +89,7 @@ def attentions() -> str:
             found = found if core == "hih" else read("mhla_h200", shape=shape, column=columns[core])
             times.append(ms(found[0]["forward_backward_ms"]))
         times.append(f"{float(found[0]['peak_mib']):,.0f}")
-        scores = [
-            mean_and_deviation(accuracies(trained, task, core, "plain", True), 1) for task in ("digits", "canvas")
-        ]
+        scores = [mean_and_deviation(accuracies(trained, task, core), 1) for task in ("digits", "canvas")]
         lines.append([name, "N²" if core == "softmax" else "N", *times, *scores])
     header = ["attention", "cost", "128 images of 256 tokens, ms", "2 of 16,384, ms", "MiB", "digits, %", "canvases, %"]
     return markdown_table(header, lines)

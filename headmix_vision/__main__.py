@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from headmix_vision.commands import COMMANDS, main
+from headmix_vision.cli import COMMANDS, main
 from headmix_vision.errors import InputError, one_line_errors
 
 

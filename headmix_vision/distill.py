@@ -1,6 +1,6 @@
 """`python -m headmix_vision.distill fit --model.teacher RUN --model.name NAME`: see `training.distillation`."""
 
-from headmix_vision.commands import distill as main
+from headmix_vision.cli.distill import main
 
 if __name__ == "__main__":
     main()

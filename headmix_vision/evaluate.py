@@ -1,6 +1,6 @@
-"""`python -m headmix_vision.evaluate METRIC --real X --fake Y`: see `headmix_vision.evaluation.command`."""
+"""`python -m headmix_vision.evaluate METRIC --real X --fake Y`: see `headmix_vision.cli.evaluate`."""
 
-from headmix_vision.commands import evaluate as main
+from headmix_vision.cli.evaluate import main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """`python -m headmix_vision.export RUN --out TARGET`: see `headmix_vision.runs.export`."""
 
-from headmix_vision.commands import export as main
+from headmix_vision.cli.export import main
 
 if __name__ == "__main__":
     main()

@@ -1,18 +1,24 @@
 """The shipped recipes of training, and how `--config NAME` finds them."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
 
-FOLDER = Path(__file__).parent / "configs"
+FOLDER = Path(__file__).parent / "configs"  # a link to the folder of the repository, a copy of it in the wheel
 DEFAULT = "digits"
 _OPTIONS = ("-c", "--config")
+_ATTENTION = "(?:softmax|linear|mhla|hih)(?:_iha|_mea)?"
+_FORMER_MODELS = {  # files of 0.1.0, by command
+    "cls": re.compile(rf"(?:models/)?deit_(tiny|small)_({_ATTENTION})(_cpe)?"),
+    "gen": re.compile(rf"(?:models/)?(dit_(?:video_)?)({_ATTENTION})(_cpe_gate)?(_s_2|_xl_2)"),
+}
 
 
 def recipe_names(group: str) -> list[str]:
-    """List the names of the recipes of a command (`cls` or `gen`), as `--config` takes them: `models/dit_mhla_s_2`."""
+    """List the names of the recipes of a command (`cls` or `gen`), as `--config` takes them: `models/dit_xl_2`."""
     folder = FOLDER / group
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
@@ -28,7 +34,7 @@ def find_config(name: str, group: str) -> str:
         The path, or the text as it was given.
 
     Raises:
-        InputError: It is none of these.
+        InputError: It is none of these, or a model file of 0.1.0, which options replace.
     """
     if Path(name).is_file():
         return name
@@ -38,9 +44,25 @@ def find_config(name: str, group: str) -> str:
         return str(FOLDER / group / f"{recipe}.yaml")
     if any(sign in name for sign in "{:\n"):
         return name
+    if options := _options_of_model_file(recipe, group):
+        raise InputError(f"--config {name}: options replace the files of models. Write {options}")
     by_stem = {known.rpartition("/")[2]: known for known in names} | {known: known for known in names}
     hint = suggest(name.removesuffix(".yaml"), by_stem, f"the shipped ones are {', '.join(names)}", most=3)
     raise InputError(f"--config {name} is neither a file nor a shipped recipe{hint}")
+
+
+def _options_of_model_file(recipe: str, group: str) -> str:
+    """Return the options with the settings of a model file of 0.1.0 on top of `imagenet`; none for other names."""
+    found = _FORMER_MODELS[group].fullmatch(recipe)
+    if found is None:
+        return ""
+    if group == "cls":
+        size, attention, cpe = found.groups()
+        return f"--model.name deit_{attention}_{size}_patch16_224 --model.model_args.cpe {'true' if cpe else 'false'}"
+    family, attention, gate, size = found.groups()
+    overlay = f"-c models/{family.rstrip('_')}{size} " if size == "_xl_2" else ""
+    paper = " --model.model_args.cpe true --model.model_args.output_gate true" if gate else ""
+    return f"{overlay}--model.name {family}{attention}{size}{paper}"
 
 
 def with_config_paths(args: Sequence[str], group: str, default: str | None = None) -> list[str]:

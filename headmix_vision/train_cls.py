@@ -1,6 +1,6 @@
 """`python -m headmix_vision.train_cls fit`: `headmix-train-cls`, see `training.classification_cli`."""
 
-from headmix_vision.commands import train_cls as main
+from headmix_vision.cli.train_cls import main
 
 if __name__ == "__main__":
     main()

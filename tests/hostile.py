@@ -49,7 +49,7 @@ import torch
 from hostile_lines import LINES, OURS, VALUES, WORDS, Line, make_kit
 from training import helpers
 
-from headmix_vision.commands import COMMANDS
+from headmix_vision.cli import COMMANDS
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.training.base_cli import RunCLI
 

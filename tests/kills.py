@@ -29,7 +29,7 @@ from hostile_lines import CACHE, LINES, make_kit
 from training import gen_helpers, helpers
 from training.test_processes import NO_RANDOMNESS
 
-from headmix_vision.commands import COMMANDS
+from headmix_vision.cli import COMMANDS
 
 PATIENCE_S = 60  # for processes to end after a signal
 LONG = {"trainer__max_epochs": 3, "trainer__limit_train_batches": 20, "trainer__accumulate_grad_batches": 1}

@@ -1,12 +1,14 @@
 """Files and folders are complete or absent, whatever happens while they are written."""
 
 import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import atomic_folder, atomic_path
+from headmix_vision.files.atomic import atomic_folder, atomic_path, check_place
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
@@ -20,6 +22,15 @@ def test_an_interrupted_write_leaves_the_old_file_alone(error: type[BaseExceptio
         raise error
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["weights"]
+
+
+@pytest.mark.parametrize("check", [check_place, lambda path: atomic_path(path).__enter__()])
+def test_a_pipe_or_device_is_not_replaced(check: Callable[[Path], object], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", Path(os.devnull)):
+        with pytest.raises(InputError, match="it must be a regular file"):
+            check(place)
+    assert (tmp_path / "pipe").is_fifo() and Path(os.devnull).is_char_device()
 
 
 def test_a_finished_write_replaces_the_old_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headmix_vision.commands import main
+from headmix_vision.cli import main
 from headmix_vision.doctor import examination, workers
 from headmix_vision.doctor.attention_times import MHLA, SOFTMAX, Times, TokenTimes, attention_calls, batch_of
 from headmix_vision.doctor.examination import Request, examine

@@ -9,7 +9,7 @@ import pytest
 import timm
 
 import headmix_vision
-from headmix_vision import commands
+from headmix_vision.cli import COMMANDS
 from headmix_vision.extras import PACKAGES, MissingExtraError
 
 ROOT = Path(__file__).parents[1]
@@ -61,12 +61,12 @@ def test_generators_need_diffusers_and_say_so(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("command", "package", "what", "extra"),
     [
-        (commands.train_cls, "lightning", "headmix_vision.training", "train"),
-        (commands.train_gen, "jsonargparse", "headmix_vision.training", "train"),
-        (commands.sample, "diffusers", "headmix_vision.sampling", "diffusion"),
-        (commands.evaluate, "torch_fidelity", "headmix_vision.evaluation", "eval"),
-        (commands.analyze, "matplotlib", "headmix-analyze", "analysis"),
-        (commands.cache_latents, "rich", "headmix-cache-latents", "diffusion"),
+        ("train-cls", "lightning", "headmix_vision.training", "train"),
+        ("train-gen", "jsonargparse", "headmix_vision.training", "train"),
+        ("sample", "diffusers", "headmix_vision.sampling", "diffusion"),
+        ("evaluate", "torch_fidelity", "headmix_vision.evaluation", "eval"),
+        ("analyze", "matplotlib", "headmix-analyze", "analysis"),
+        ("cache-latents", "rich", "headmix-cache-latents", "diffusion"),
     ],
 )
 def test_commands_end_with_what_to_install(command, package, what, extra, monkeypatch, capsys):
@@ -74,7 +74,7 @@ def test_commands_end_with_what_to_install(command, package, what, extra, monkey
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit, match="2"):
-        command([])
+        COMMANDS[command]([])
     line = f"error: {what} needs the package {package}: pip install 'headmix_vision[{extra}]'\n"
     assert capsys.readouterr().err == line
 

@@ -9,7 +9,7 @@ from headmix_vision.recipes import FOLDER, find_config, recipe_names, with_confi
 
 
 @pytest.mark.parametrize(
-    "name", ["imagenet", "imagenet.yaml", "models/deit_small_mhla", "overlays/gpu8", "configs/cls/imagenet.yaml"]
+    "name", ["imagenet", "models/deit_small_softmax_iha_local.yaml", "overlays/gpu8", "configs/cls/imagenet.yaml"]
 )
 def test_names_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
@@ -29,8 +29,8 @@ def test_a_file_wins_over_a_recipe_and_text_is_left_alone(tmp_path: Path, monkey
     ("name", "group", "hint"),
     [
         ("imagenett", "cls", "did you mean imagenet?"),
-        ("deit_small_mhla", "cls", "did you mean models/deit_small_mhla"),
-        ("models/dit_mhla_s2", "gen", "models/dit_mhla_s_2"),
+        ("deit_small_softmax_iha", "gen", "the shipped ones are"),
+        ("models/dit_xl2", "gen", "models/dit_xl_2"),
         ("runs/gone/config.yaml", "cls", "the shipped ones are 384px, canvas"),
         ("ddpm", "cls", "the shipped ones are"),  # of the other command
     ],
@@ -39,6 +39,31 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, group: str, hint:
     with pytest.raises(InputError, match=f"--config {name} is neither a file nor a shipped recipe; .*{hint}") as error:
         find_config(name, group)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "options"),
+    [
+        (
+            "models/deit_small_hih_iha",
+            "cls",
+            "--model.name deit_hih_iha_small_patch16_224 --model.model_args.cpe false",
+        ),
+        ("deit_tiny_mhla_cpe.yaml", "cls", "--model.name deit_mhla_tiny_patch16_224 --model.model_args.cpe true"),
+        ("configs/gen/models/dit_linear_s_2.yaml", "gen", "--model.name dit_linear_s_2"),
+        ("models/dit_video_hih_xl_2", "gen", "-c models/dit_video_xl_2 --model.name dit_video_hih_xl_2"),
+        (
+            "models/dit_mhla_cpe_gate_xl_2",
+            "gen",
+            "-c models/dit_xl_2 --model.name dit_mhla_xl_2"
+            " --model.model_args.cpe true --model.model_args.output_gate true",
+        ),
+    ],
+)
+def test_model_files_of_0_1_0_are_answered_with_their_options(name: str, group: str, options: str):
+    with pytest.raises(InputError) as error:
+        find_config(name, group)
+    assert str(error.value) == f"--config {name}: options replace the files of models. Write {options}"
 
 
 def test_command_lines():
@@ -50,4 +75,4 @@ def test_command_lines():
     assert with_config_paths(given, "gen", "ddpm") == [
         *("fit", "-c", digits, f"--config={gpu8}", "--data.root", "digits")
     ]
-    assert set(recipe_names("gen")) >= {"digits", "ddpm", "models/dit_mhla_s_2", "overlays/gpu8"}
+    assert set(recipe_names("gen")) >= {"digits", "ddpm", "models/dit_xl_2", "overlays/gpu8"}

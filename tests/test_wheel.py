@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "headmix_vision"
+PACKAGES = [ROOT / name for name in ("headmix_lab", "headmix_vision")]
+CONFIGS = ROOT / "configs"
 COMMANDS = (
     *("train-cls", "train-gen", "distill", "sample", "evaluate", "export", "analyze"),
     *("cache-latents", "index-shards", "models"),
@@ -21,7 +22,8 @@ COMMANDS = (
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path_factory.mktemp("source")
-    shutil.copytree(PACKAGE, source / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (*PACKAGES, CONFIGS):
+        shutil.copytree(folder, source / folder.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     command = [
@@ -42,10 +44,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile):
-    files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+def test_the_wheel_holds_every_file_of_the_packages(wheel: zipfile.ZipFile):
+    found = {path for package in PACKAGES for path in package.rglob("*") if path.is_file()}
+    files = {path for path in found if "__pycache__" not in path.parts}
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert held == {path.relative_to(ROOT).as_posix() for path in files}
+    recipes = {f"headmix_vision/{path.relative_to(ROOT).as_posix()}" for path in CONFIGS.rglob("*.yaml")}
+    assert held == {path.relative_to(ROOT).as_posix() for path in files} | recipes
     for needed in (
         "py.typed",
         "configs/cls/digits.yaml",

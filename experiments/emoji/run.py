@@ -63,7 +63,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add_options(parser, "runs/emoji_gen")
-    add("--root", type=Path, default=Path("data/emoji"), help="what headmix_vision.data.emoji wrote (%(default)s)")
+    add("--root", type=Path, default=Path("data/emoji"), help="what headmix_lab.emoji wrote (%(default)s)")
     add("--features", required=True, help="of FID, precision, recall and copies: lite0:PATH, inception, a run")
     add("--judge", required=True, help="classifier of table/style+group: a run or an export")
     add("--rows", nargs="+", default=list(BASE), help=f"all, or of {', '.join(MODELS)} (the first four)")

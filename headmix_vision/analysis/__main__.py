@@ -1,6 +1,6 @@
-"""`python -m headmix_vision.analysis rank|entropy|maps|mixing|sweep ...`: see `headmix_vision.analysis.command`."""
+"""`python -m headmix_vision.analysis rank|entropy|maps|mixing|sweep ...`: see `headmix_vision.cli.analyze`."""
 
-from headmix_vision.commands import analyze as main
+from headmix_vision.cli.analyze import main
 
 if __name__ == "__main__":
     main()

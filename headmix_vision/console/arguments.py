@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
@@ -23,14 +23,21 @@ def command_words() -> list[str]:
     return [program.name] if program.name.startswith("headmix-") else ["python", sys.argv[0]]
 
 
+def _spelled(word: str, known: Mapping[str, str]) -> str:
+    """Spell an option as the parser knows it, whether it comes with hyphens or underscores."""
+    option, sign, value = word.partition("=")
+    return f"{known.get(option.replace('-', '_'), option)}{sign}{value}"
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the arguments in one line, with the nearest option where one is misspelt."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Refuse empty texts, which name nothing: as a path they would mean the working directory."""
-        given = sys.argv[1:] if args is None else list(args)
+        """Take options with underscores too; refuse empty texts, which as a path would mean the working directory."""
+        known = {name.replace("-", "_"): name for name in self._option_strings()}
+        given = [_spelled(word, known) for word in (sys.argv[1:] if args is None else args)]
         for before, value in pairwise(["", *given]):
             option, sign, behind = value.partition("=")
             if not value or (option.startswith("--") and sign and not behind):

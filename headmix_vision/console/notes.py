@@ -10,11 +10,17 @@ from headmix_vision.files.listing import describe_left_out
 _said: set[str] = set()
 
 
+def say(note: str) -> None:
+    """Print a note, by the first process of a job alone."""
+    if launched_rank() == "0":
+        print(note, file=sys.stderr)
+
+
 def say_once(note: str) -> None:
     """Print a note once in a process, and by the first process of a job alone."""
-    if launched_rank() == "0" and note not in _said:
+    if note not in _said:
         _said.add(note)
-        print(note, file=sys.stderr)
+        say(note)
 
 
 def say_left_out(place: str | os.PathLike[str], count: int, what: str, left_out: Counter[str]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headmix_vision.files.limits import check_replaced
 from headmix_vision.files.locks import hold_lock
 
 _TEMPORARY_NAME = re.compile(r"\..+\.\d+\.tmp")
@@ -22,8 +23,12 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Args:
         path: The file to write; its folder is created when absent.
+
+    Raises:
+        InputError: If it is a pipe, a socket or a device.
     """
     target = Path(path)
+    check_replaced(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     if temporary.is_symlink():  # to elsewhere
@@ -96,8 +101,10 @@ def check_place(path: Path) -> None:
     """Check, before the work whose result it takes, that a file or folder can be made.
 
     Raises:
+        InputError: It is a pipe, a socket or a device.
         OSError: Where its folder would be, there is something else, or it may not be written to.
     """
+    check_replaced(path)
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     for number, wrong in ((errno.ENOTDIR, not folder.is_dir()), (errno.EACCES, not os.access(folder, os.W_OK))):
         if wrong:

@@ -119,11 +119,21 @@ def check_file(path: str | os.PathLike[str]) -> None:
         InputError: It is a pipe, a socket or a device.
         OSError: It does not exist, or is a folder.
     """
-    kind = stat.S_IFMT(os.stat(path).st_mode)
-    if kind == stat.S_IFDIR:
+    if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if kind != stat.S_IFREG:
+    if not os.path.isfile(path):
+        kind = stat.S_IFMT(os.stat(path).st_mode)
         raise InputError(f"{path} is {_KINDS.get(kind, 'a special file')}, it must be a regular file")
+
+
+def check_replaced(path: str | os.PathLike[str]) -> None:
+    """Check that what a result is about to replace, if anything, is a file or folder: a rename would delete a device.
+
+    Raises:
+        InputError: It is a pipe, a socket or a device.
+    """
+    if os.path.exists(path) and not os.path.isdir(path):
+        check_file(path)
 
 
 def check_members(archive: zipfile.ZipFile) -> None:

@@ -19,7 +19,7 @@ from headmix_vision.files.texts import read_json
 ORIGINS = "origins.json"
 COMMIT_VARIABLE = "HEADMIX_VISION_COMMIT"  # for copies of a clone without its git directory
 _REPOSITORY = Path(__file__).parents[2]
-_CODE = ("headmix_vision", "benchmarks/*.py", "experiments/*.py", "experiments/*.yaml")  # results are no changes
+_CODE = ("headmix_*", "benchmarks/*.py", "experiments/*.py", "experiments/*.yaml")  # results are no changes
 
 
 def origins_of(table: Path) -> list[dict[str, str]]:

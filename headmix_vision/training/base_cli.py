@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -37,13 +38,12 @@ from headmix_vision.runs.directory import (
     standing_file,
 )
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
+from headmix_vision.training.callbacks.checkpointing import LastCheckpoint, TakeSignals
 from headmix_vision.training.callbacks.dry_run import DryRun
 from headmix_vision.training.callbacks.early_stop import EarlyStop
-from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
-from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
+from headmix_vision.training.callbacks.ema import EmaWithWarmup, ValidateWhole
 from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
-from headmix_vision.training.callbacks.progress import (
+from headmix_vision.training.callbacks.progress_display import (
     EpochLines,
     EvaluationLines,
     ImagesPerSecondBar,
@@ -51,10 +51,9 @@ from headmix_vision.training.callbacks.progress import (
 )
 from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
-from headmix_vision.training.callbacks.whole_network import ValidateWhole
 from headmix_vision.training.changes import list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
-from headmix_vision.training.common_options import DESCRIPTIONS, common_options
+from headmix_vision.training.command_help import subcommand_help
 from headmix_vision.training.idle_options import (
     check_given,
     check_groups,
@@ -71,12 +70,12 @@ from headmix_vision.training.options import (
     check_trainer_options,
     require,
 )
-from headmix_vision.training.parser import OptionParser, with_config_of_run
+from headmix_vision.training.parser import OptionParser, load_yaml, with_config_of_run, with_underscores
+from headmix_vision.training.replicas import ReplicatedStrategy  # noqa: F401  registered as `ddp`
 from headmix_vision.training.run_directory import RunDirectory, RunLostError, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
-from headmix_vision.training.trust import OPTION, Trust, configs_of
-from headmix_vision.training.yaml_loader import load_yaml
+from headmix_vision.training.trust import Trust, configs_of
 
 _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run", "trust_config", "data_changed")
 
@@ -127,8 +126,7 @@ class RunCLI(LightningCLI):
         super().setup_parser(*args, **kwargs)
         for subcommand, parser in self._subcommand_parsers.items():
             assert isinstance(parser, OptionParser)
-            parser.description = DESCRIPTIONS[subcommand]
-            parser.show_common(common_options(subcommand, generator=self.recipes == "gen"))
+            parser.show_common(partial(subcommand_help, subcommand, self.recipes))
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the seed, a number, so that two runs of one command are equal."""
@@ -140,24 +138,28 @@ class RunCLI(LightningCLI):
             "--run_dir",
             type=str | None,
             default=None,
-            help=f"Run directory (default: {self.runs_folder}/<names of the config files>).",
+            help=f"Run directory (default: {self.runs_folder}/<names of the config files and of --model.name>).",
         )
         parser.add_argument(
             "--dry_run",
-            "--dry-run",
             action="store_true",
             help="Open everything, put one batch through, say what would be done, and write nothing.",
         )
         parser.add_argument(
-            OPTION,
             "--trust_config",
             action="store_true",
             help="Let the configs name any class, address and folder: they can then run code.",
         )
-        parser.add_argument("--overwrite", type=bool, default=False, help="Delete an earlier run in the run directory.")
+        parser.add_argument(
+            "--overwrite",
+            type=bool,
+            nargs="?",
+            const=True,
+            default=False,
+            help="Replace an earlier run in the run directory.",
+        )
         parser.add_argument(
             "--data_changed",
-            "--data-changed",
             action="store_true",
             help="Go on with a run although its training data have changed.",
         )
@@ -184,10 +186,12 @@ class RunCLI(LightningCLI):
         return self.config[self.config.subcommand]
 
     def default_run_name(self) -> str:
-        """Joins the names of all config files but overlays, which change how a run is done and not what it does."""
-        paths = [Path(str(path)) for path in self.options.get("config") or []]
+        """Join the names of the config files and of a model on the command line; overlays change no result."""
+        paths = [Path(str(path)) for path in self.options.get("config") or [] if path is not None]  # None: written out
         stems = [path.stem for path in paths if path.parent.name != "overlays"]
-        return "-".join(stems) or self.options.model.name
+        if not stems or "model.name" in self.given:
+            stems.append(self.options.model.name)
+        return "-".join(stems)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses, then settles run directory and checkpoint, so that errors in them are raised before any work."""
@@ -203,6 +207,7 @@ class RunCLI(LightningCLI):
             except (ValueError, TypeError, AttributeError, KeyError) as error:  # of jsonargparse, for values in files
                 raise InputError(f"a config or an option cannot be read: {error}") from error
         options = self.options
+        self.given = given_options(args)
         defaults = self._parser(self.config.subcommand).get_defaults()
         configs = [load_yaml(read_text(one) if os.path.isfile(one) else one) for one in configs_of(args)]
         for given in (options, *configs):
@@ -218,13 +223,12 @@ class RunCLI(LightningCLI):
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
         require(
             not options.data_changed or options.ckpt_path is not None,
-            "--data_changed applies only to a run that goes on: give --ckpt_path, or remove it",
+            "--data-changed applies only to a run that goes on: give --ckpt-path, or remove it",
         )
         if options.ckpt_path == "auto" and self.config.subcommand == "fit":
             options.ckpt_path = "last" if standing_file(Path(options.run_dir), LAST).is_file() else None
         if not self.trust.is_whole:
             check_links(Path(options.run_dir))
-        self.given = given_options(args)
         check_given(self.given, options, self.config.subcommand)
         writes = self.config.subcommand == "fit" and not options.trainer.fast_dev_run
         if writes and getattr(rank_zero_only, "rank", 0) == 0:
@@ -247,7 +251,7 @@ class RunCLI(LightningCLI):
         if options.ckpt_path is None and not (Path(options.run_dir) / CHECKPOINTS).is_dir():
             raise InputError(
                 f"{self.config.subcommand} needs weights, and there is no run in {options.run_dir}:"
-                " give the run by --run_dir, or a file by --ckpt_path"
+                " give the run by --run-dir, or a file by --ckpt-path"
             )
         if training:
             options.ckpt_path = str(find_standing_checkpoint(Path(options.run_dir), options.ckpt_path))
@@ -296,7 +300,7 @@ class RunCLI(LightningCLI):
             self.metrics = MetricsCSV(run_dir / METRICS, resume_step, existing, self.run_directory)
             metrics, callbacks = [self.metrics], self._fit_callbacks(run_dir)
         else:
-            callbacks = [GracefulInterrupt(self.request), *self.evaluation_callbacks(run_dir), *self._progress()]
+            callbacks = [TakeSignals(self.request), *self.evaluation_callbacks(run_dir), *self._progress()]
         # ModelSize says more than Lightning's summary: one line for the whole network, with FLOPs that are 0
         kwargs["enable_model_summary"] = False
         given = trainer_options.callbacks or []
@@ -355,35 +359,32 @@ class RunCLI(LightningCLI):
 
     def _fit_callbacks(self, run_dir: Path) -> list[Callback]:
         options = self.options
-        self.last = LastCheckpoint(run_dir / LAST, options.checkpoint_every_n_steps)
+        self.last = LastCheckpoint(
+            run_dir / LAST,
+            self.request,
+            " ".join([resume_command(run_dir), *self.trust.needed_to_resume(options)]),
+            self.run_directory,
+            options.checkpoint_every_n_steps,
+        )
         self.speed = ImagesPerSecond()
-        average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
+        average = EmaWithWarmup(options.ema.decay) if options.ema.decay is not None else None
         stopping = self.config_init[self.config.subcommand].early_stopping
         stop = [EarlyStop(stopping, self.monitor)] if stopping.patience is not None else []
-        before, after = self.fit_callbacks(run_dir, average[0] if average else None)
-        # the order matters: average, show, save, stop
+        # the order matters: average, show, save; Lightning puts the best checkpoint last
         return [
-            ValidateWhole(),
-            *average,
+            average or ValidateWhole(),
             StopOnNonFinite(),
-            *before,
+            *self.fit_callbacks(run_dir, average),
             AttentionNumbers(self.config_init[self.config.subcommand].analysis),
             self.speed,
             *self._progress(),
             *stop,
             self.last,
-            GracefulInterrupt(
-                self.request,
-                self.last,
-                " ".join([resume_command(run_dir), *self.trust.needed_to_resume(options)]),
-                self.run_directory,
-            ),
-            *after,
         ]
 
-    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Returns the callbacks of training that run before `last.ckpt` is written, and those that run after."""
-        return [], []
+    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:
+        """Return further callbacks of training."""
+        return []
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
         """Returns the callbacks of the other subcommands."""
@@ -421,7 +422,7 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
     _silence_what_does_not_apply()
     with ExitStack() as resources, request.installed(), one_line_errors():
         try:
-            given = with_config_of_run(list(sys.argv[1:] if args is None else args))
+            given = with_config_of_run([with_underscores(word) for word in (sys.argv[1:] if args is None else args)])
             cli(request, resources, with_config_paths(given, cli.recipes, default_config))
         except (NonFiniteError, RunLostError) as error:
             end(str(error), status=1)

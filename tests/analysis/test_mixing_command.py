@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from headmix_vision.commands import analyze
+from headmix_vision.cli.analyze import main as analyze
 from headmix_vision.runs.export import export
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "v0_1_0"

@@ -18,7 +18,6 @@ def test_measuring(tmp_path: Path):
     assert measuring.peak_mib(lambda: None, device) is None
     names = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090", "cpu")
     assert [measuring.device_slug(name) for name in names] == ["h200", "h100", "geforce_rtx_4090", "cpu"]
-    assert measuring.format_table(["a", "b"], [["long", "1"], ["x", "22"]]) == "a      b\nlong   1\nx     22"
 
     measuring.write_csv(tmp_path / "new" / "x.csv", [{"a": 1 / 3, "b": None, "c": "name"}])
     assert (tmp_path / "new" / "x.csv").read_text() == "a,b,c\n0.33333,,name\n"

@@ -147,3 +147,33 @@ def test_wrong_arguments_are_refused(core_args, message):
 def test_masks_without_sub_heads_are_refused():
     with pytest.raises(ValueError, match="num_sub_heads must be a whole number of at least 1"):
         SubHeadMask(2, 0)
+
+
+def test_a_write_changes_the_state_by_a_matrix_of_rank_r():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 1, 16, generator=generator, dtype=torch.float64)
+    state = torch.randn(1, 1, 16, 16, generator=generator, dtype=torch.float64)
+    beta, log_decay = torch.ones(1, 1, 1, dtype=torch.float64), torch.zeros(1, 1, 1, dtype=torch.float64)
+    for r in (1, 2, 4):
+        mask = torch.eye(r, dtype=torch.float64)[None]
+        _, after = head_in_head(q, k, v, beta, log_decay, mask, initial_state=state, output_final_state=True)
+        assert torch.linalg.matrix_rank(after - state) == r
+
+
+def test_output_of_a_first_token_is_proportional_to_beta_max():
+    x = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    outputs = []
+    for beta_max in (1.0, 0.5, 2.0):
+        torch.manual_seed(0)
+        core_args = {"num_sub_heads": 2, "beta_max": beta_max}
+        layer = HeadMixAttention(8, 1, "hih", grid=(1, 1), core_args=core_args, proj_bias=False).double()
+        outputs.append(layer(x))
+    assert outputs[0].abs().max() > 0
+    torch.testing.assert_close(outputs[1], 0.5 * outputs[0])
+    torch.testing.assert_close(outputs[2], 2 * outputs[0])
+
+
+@pytest.mark.parametrize("beta_max", [0.0, -1.0, 2.1])
+def test_a_beta_max_out_of_range_is_refused(beta_max):
+    with pytest.raises(ValueError, match="beta_max must be"):
+        HeadMixAttention(8, 1, "hih", core_args={"num_sub_heads": 2, "beta_max": beta_max})

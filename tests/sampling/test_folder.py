@@ -16,10 +16,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from headmix_vision.cli.sample import main
 from headmix_vision.diffusion import HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
-from headmix_vision.sampling.command import main
 from headmix_vision.sampling.folder import SampleFolder
-from headmix_vision.sampling.options import run_name
+from headmix_vision.sampling.planning import run_name
 
 RUN = Path(__file__).parents[1] / "fixtures" / "v0_1_0" / "generator"
 PIPELINE = RUN / "pipeline"

@@ -14,14 +14,14 @@ import timm
 import torch
 from PIL import Image
 
+from headmix_vision.cli import export
+from headmix_vision.cli.sample import main
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion import Guidance, HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.files.locks import hold_lock
-from headmix_vision.runs import export
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling.command import main
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch
-from headmix_vision.sampling.options import parse_classes
+from headmix_vision.sampling.planning import check_classes
 
 ROOT = Path(__file__).parents[2]
 FAST = ("--num", 12, "--steps", 3, "--batch-size", 4)
@@ -326,7 +326,7 @@ def test_pixels_are_the_nearest_levels(model: Path) -> None:
 
 
 def test_plan() -> None:
-    assert parse_classes(None, 3) == (0, 1, 2) == parse_classes("balanced", 3)
-    assert parse_classes("2,0", 3) == (2, 0) and parse_classes(None, 0) is None
+    assert check_classes(None, 3) == (0, 1, 2) == check_classes("balanced", 3)
+    assert check_classes((2, 0), 3) == (2, 0) and check_classes(None, 0) is None
     shares = [deal_batches(list(range(11)), 3, rank, 2) for rank in (0, 1)]
     assert shares == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10]]]

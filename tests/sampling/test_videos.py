@@ -16,12 +16,12 @@ import timm
 import torch
 from PIL import Image
 
+from headmix_vision.cli.sample import main
 from headmix_vision.diffusion import HeadMixDiTPipeline, HeadMixVideoDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.files.png import read_png, write_png
 from headmix_vision.files.video import probe, read_video, write_video
-from headmix_vision.sampling.clip_folder import ClipFolder
-from headmix_vision.sampling.clips import ClipPlan, draw_clips
-from headmix_vision.sampling.command import main
+from headmix_vision.sampling.draw import ClipPlan, draw_clips
+from headmix_vision.sampling.folder import SampleFolder
 
 ROOT = Path(__file__).parents[2]
 FAST = ("--num", 5, "--steps", 2, "--batch-size", 2)
@@ -190,8 +190,8 @@ def test_clips_are_extended_by_windows(whole: Path, model: Path, tmp_path: Path)
 def test_files_to_watch_need_room_too(whole: Path, tmp_path: Path) -> None:
     shape = (4, 8, 8, 1)
     for form, new, other in (("mp4", 4, 0), ("gif", 4, 2), ("frames", 10, 8), ("png", 2, 0)):
-        assert ClipFolder(tmp_path, 8, form).count_files([0, 1], 2, shape) == new
-        assert ClipFolder(whole, 8, form).count_files([], 2, shape) == other
+        assert SampleFolder(tmp_path, 8, form).count_files([0, 1], 2, shape) == new
+        assert SampleFolder(whole, 8, form).count_files([], 2, shape) == other
 
 
 def test_windows_begin_with_the_frames_before_them(model: Path) -> None:
@@ -275,8 +275,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--frames 0", "--frames must be a whole number from 1"),
         ("--frames x", "--frames"),
         ("--frames 100001", "--frames must be a whole number from 1 to 100000"),
-        ("--fps 0", "--fps 0.0: frame_rate must be a finite number"),
-        ("--fps nan", "--fps nan: frame_rate"),
+        ("--fps 0", "--frame-rate 0.0: frame_rate must be a finite number"),
+        ("--fps nan", "--frame-rate nan: frame_rate"),
         ("--size 9", "--size 9: height must be a multiple of 4 pixels, got 9"),
         ("--format avi", "--format"),
         ("--overlap 2", "--overlap 2 needs --extend"),
@@ -297,8 +297,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--extend . --frames 9", "--extend '.' is no file"),
         ("--extend text.mp4 --frames 9", "text.mp4 cannot be read as a video"),
         ("--extend good.png --frames 9", "good.png is an image: give it as --first-frame"),
-        ("--extend fast.mp4 --frames 9", "fast.mp4 has 25 frames a second, the videos 8: give --fps 25"),
-        ("--extend slow.mp4 --frames 9", "slow.mp4 has 7.5 frames a second, the videos 8: give --fps 7.5"),
+        ("--extend fast.mp4 --frames 9", "fast.mp4 has 25 frames a second, the videos 8: give --frame-rate 25"),
+        ("--extend slow.mp4 --frames 9", "slow.mp4 has 7.5 frames a second, the videos 8: give --frame-rate 7.5"),
         ("--extend large.mp4 --frames 9", "large.mp4 is 16x16 pixels, the videos are 8x8"),
         ("--extend long.mp4 --frames 9", "long.mp4 alone has 9"),
     ],
@@ -337,11 +337,11 @@ def test_pixels_are_the_nearest_levels(model: Path) -> None:
 def test_each_command_takes_models_of_its_kind(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["images", "--model", str(model), "--out", str(tmp_path / "out")])
-    assert "makes videos, no images: use `headmix-sample videos`" in capfd.readouterr().err
+    assert "makes videos, not images: use `headmix sample videos`" in capfd.readouterr().err
     images = tmp_path / "images"
     network = timm.create_model("dit_linear_digits", depth=1)
     HeadMixDiTPipeline(network, create_scheduler(None, ObjectiveConfig())).save_pretrained(images)
-    assert "makes images, no videos: use `headmix-sample images`" in refused(capfd, "--model", images)
+    assert "makes images, not videos: use `headmix sample images`" in refused(capfd, "--model", images)
     assert not (tmp_path / "out").exists()
 
 

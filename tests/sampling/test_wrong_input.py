@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from headmix_vision.sampling.command import main
+from headmix_vision.cli.sample import main
 
 RUN = Path(__file__).parents[1] / "fixtures" / "v0_1_0" / "generator"
 PIPELINE, CHECKPOINT = RUN / "pipeline", RUN / "checkpoints" / "last.ckpt"

@@ -1,5 +1,6 @@
 """Every shipped classifier recipe, alone and in the combinations that its comments name."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,12 @@ from headmix_vision.training.classification_cli import ClassificationCLI
 
 from .helpers import run
 
-CONFIGS = Path(__file__).parents[2] / "headmix_vision" / "configs" / "cls"
+CONFIGS = Path(__file__).parents[2] / "configs" / "cls"
 RECIPES = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "emoji", "imagenet")]
 *_, EMOJI, IMAGENET = RECIPES
-MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
-MIXED = [model for model in MODELS if set(HEAD_MIXES) & set(model.stem.split("_"))]
-TRAINED = [  # one batch of each core, of each mix and of the windows; the rest are built
-    *(model for model in MODELS if model.stem.startswith("deit_tiny") and model not in MIXED),
-    *(CONFIGS / "models" / f"deit_{name}.yaml" for name in ("tiny_mhla_iha", "tiny_linear_mea")),
-    CONFIGS / "models" / "deit_small_softmax_iha_local.yaml",
-]
+LOCAL = CONFIGS / "models" / "deit_small_softmax_iha_local.yaml"
+PLAIN = ("--model.model_args.cpe", "false")
+ATTENTIONS = list(product(CORES, (None, *HEAD_MIXES)))
 LARGE, SUBGROUPS, LITE0 = (CONFIGS / f"{name}.yaml" for name in ("384px", "subgroups", "lite0"))
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 ONE_BATCH = (
@@ -37,31 +34,12 @@ def files(*paths: Path) -> list[object]:
     return [part for path in paths for part in ("-c", path)]
 
 
-def _options(model: Path) -> list[str]:
-    """What a file's name says after the core: a head mix, `cpe`, `local`."""
-    return model.stem.split("_")[3:]
-
-
-def _name(model: Path, pixels: int) -> str:
-    """timm's name of the model that a file is for."""
-    _, size, core, *options = model.stem.split("_")
-    attention = "_".join([core, *(option for option in options if option in HEAD_MIXES)])
-    return f"deit_{attention}_{size}_patch16_{pixels}"
-
-
-def _arguments(model: Path) -> dict[str, object]:
-    """Arguments of the model that a file is for."""
-    arguments: dict[str, object] = {"drop_path_rate": 0.1}
-    if "cpe" in _options(model):
-        arguments["cpe"] = True
-    if "local" in _options(model):
-        arguments |= {"head_mix_args": {"pseudo_heads": 2}, "core_args": {"window": 5}, "global_every": 5}
-    return arguments
+def _name(core: str, mix: str | None, size: str = "tiny", pixels: int = 224) -> str:
+    return f"deit_{core}_{'' if mix is None else f'{mix}_'}{size}_patch16_{pixels}"
 
 
 def test_no_recipe_is_forgotten():
-    assert {*RECIPES, *MODELS, *OVERLAYS, LARGE, SUBGROUPS, LITE0} == set(CONFIGS.rglob("*.yaml"))
-    assert len(MODELS) == 10 + len(MIXED)
+    assert {*RECIPES, LOCAL, *OVERLAYS, LARGE, SUBGROUPS, LITE0} == set(CONFIGS.rglob("*.yaml"))
 
 
 def test_recipe_of_the_paper_trains_the_papers_model():
@@ -72,15 +50,29 @@ def test_recipe_of_the_paper_trains_the_papers_model():
 
 
 @pytest.mark.parametrize(
-    "paths",
-    [*([recipe] for recipe in RECIPES), [EMOJI, SUBGROUPS], *([IMAGENET, model] for model in TRAINED)],
-    ids=lambda paths: paths[-1].stem,
+    ("paths", "options"),
+    [
+        *(pytest.param([recipe], (), id=recipe.stem) for recipe in RECIPES),
+        pytest.param([EMOJI, SUBGROUPS], (), id="subgroups"),
+        pytest.param([IMAGENET, LOCAL], (), id="local"),
+        *(
+            pytest.param([IMAGENET], ("--model.name", _name(core, mix), *more), id=_name(core, mix))
+            for core, mix, *more in [
+                *((core, None, *PLAIN) for core in CORES),
+                ("mhla", "iha", *PLAIN),
+                ("linear", "mea"),
+            ]
+        ),
+    ],
 )
-def test_recipe_trains_one_batch(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = ("--data.augmentation.auto_augment", "null") if paths[0].stem == "digits" else ()
+def test_recipe_trains_one_batch(
+    paths: list[Path], options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if paths[0].stem == "digits":
+        options = ("--data.augmentation.auto_augment", "null")
     seen = []
     monkeypatch.setattr(ClassificationCLI, "after_fit", lambda cli: seen.append(cli))
-    assert run("fit", *files(*paths), "--run_dir", tmp_path / "run", *ONE_BATCH, *plain) == 0
+    assert run("fit", *files(*paths), "--run_dir", tmp_path / "run", *ONE_BATCH, *options) == 0
     assert seen[0].trainer.global_step == 1
     assert not (tmp_path / "run").exists()
 
@@ -97,32 +89,36 @@ def test_a_network_of_imagenet_is_fine_tuned(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("model", "pixels"),
+    ("core", "mix", "size", "pixels", "cpe", "local"),
     [
-        pytest.param(model, pixels, id=f"{model.stem}-{pixels}", marks=marks)
-        for model in MODELS
-        for pixels, marks in (
-            (224, ()),
-            (384, () if "small" in model.stem and model not in MIXED else pytest.mark.slow),
-        )
+        *((*attention, "tiny", 224, attention[1] is None, False) for attention in ATTENTIONS),
+        ("mhla", None, "small", 384, False, False),
+        ("softmax", "iha", "small", 224, False, True),
+        *(pytest.param(*attention, "small", 384, True, False, marks=pytest.mark.slow) for attention in ATTENTIONS),
     ],
 )
 def test_family_is_built_at_its_true_size(
-    model: Path, pixels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    core: str,
+    mix: str | None,
+    size: str,
+    pixels: int,
+    cpe: bool,
+    local: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Everything but the training itself, with weights that take no memory."""
-    paths = [IMAGENET, model] if pixels == 224 else [IMAGENET, model, LARGE]
+    paths = [IMAGENET, *([LOCAL] if local else []), *([LARGE] if pixels == 384 else [])]
+    named = () if local else ("--model.name", _name(core, mix, size))
     seen = []
     monkeypatch.setattr(ClassificationCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
     monkeypatch.chdir(tmp_path)
     with torch.device("meta"):
-        assert run("fit", *files(*paths), "--trainer.accelerator", "cpu") == 0
-        namesake = timm.create_model(_name(model, pixels))
+        assert run("fit", *files(*paths), *named, *(() if cpe or local else PLAIN), "--trainer.accelerator", "cpu") == 0
+        namesake = timm.create_model(_name(core, mix, size, pixels))
     (cli,) = seen
-    _, size, core, *options = model.stem.split("_")
     net, config = cli.model.net, cli.config.fit
-    assert config.model.name == _name(model, 224)
-    assert config.model.model_args == _arguments(model)
+    assert config.model.name == _name(core, mix, size)
     assert (net.embed_dim, net.num_classes) == ({"tiny": 192, "small": 384}[size], 1000)
     assert net.patch_embed.img_size == namesake.patch_embed.img_size == (pixels, pixels)
     ours, theirs = (
@@ -130,50 +126,47 @@ def test_family_is_built_at_its_true_size(
         for made, crop in ((net, config.data.crop_pct), (namesake, None))
     )
     assert ours == theirs and ours["input_size"] == (3, pixels, pixels)
-    assert (net.blocks[0].attn.cpe is not None) == ("cpe" in options)
+    assert (net.blocks[0].attn.cpe is not None) == cpe
     mixes = [
         next((mix for mix in HEAD_MIXES if isinstance(b.attn.head_mix, HEAD_MIXES[mix])), None) for b in net.blocks
     ]
-    whole = [4, 9] if "local" in options else []
-    named = next((mix for mix in HEAD_MIXES if mix in options), None)
-    assert mixes == [None if index in whole else named for index in range(12)]
+    whole = [4, 9] if local else []
+    assert mixes == [None if index in whole else mix for index in range(12)]
     assert all(isinstance(block.attn.core, CORES[core]) for block in net.blocks)
     windows = [getattr(block.attn.core, "window", None) for block in net.blocks]
-    assert windows == [(5, 5) if "local" in options and index not in whole else None for index in range(12)]
+    assert windows == [(5, 5) if local and index not in whole else None for index in range(12)]
     assert net.blocks[-1].drop_path1.drop_prob == pytest.approx(0.1)
     assert config.data.batch_size * cli.trainer.accumulate_grad_batches == 1024
     assert (cli.trainer.max_epochs, cli.model.optimizer_config.lr) == (300, 1e-3)
-    assert config.run_dir == "-".join(["runs/imagenet", *(path.stem for path in paths[1:])])
+    assert config.run_dir == "-".join(["runs/imagenet", *(path.stem for path in paths[1:]), *named[1:]])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(ClassificationCLI, "instantiate_classes", lambda cli: seen.append(cli))
     monkeypatch.setattr(ClassificationCLI, "_run_subcommand", lambda cli, name: None)
     monkeypatch.chdir(tmp_path)
-    for model in MODELS:
-        assert run("fit", *files(IMAGENET, model, overlay)) == 0
-        options = seen.pop().config.fit
-        trainer = options.trainer
-        processes = trainer.devices * trainer.num_nodes
-        assert options.data.batch_size * processes * trainer.accumulate_grad_batches == 1024
-        assert options.model.model_args["drop_path_rate"] == 0.1
-        assert options.run_dir == f"runs/imagenet-{model.stem}"
+    assert run("fit", *files(IMAGENET, LOCAL, overlay)) == 0
+    options = seen.pop().config.fit
+    trainer = options.trainer
+    processes = trainer.devices * trainer.num_nodes
+    assert options.data.batch_size * processes * trainer.accumulate_grad_batches == 1024
+    assert options.model.model_args["drop_path_rate"] == 0.1
+    assert options.run_dir == f"runs/imagenet-{LOCAL.stem}"
 
 
 @pytest.mark.parametrize(
     ("names", "run_dir"),
     [
-        ([], "runs/deit_hih_digits"),
+        ([], "runs"),
         (["digits"], "runs/digits"),
         (["digits", "overlays/gpu8"], "runs/digits"),
         (["digits", "wide", "overlays/gpu8", "long"], "runs/digits-wide-long"),
     ],
     ids=["none", "one", "overlay", "several"],
 )
-def test_run_is_named_after_its_files_but_overlays(
+def test_run_is_named_after_its_files_but_overlays_and_a_given_model(
     names: list[str], run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -182,9 +175,13 @@ def test_run_is_named_after_its_files_but_overlays(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "overlays").mkdir()
     for name in names:
-        (tmp_path / f"{name}.yaml").write_text("seed_everything: 1\n")
-    assert run("fit", *files(*(Path(f"{name}.yaml") for name in names)), "--model.name", "deit_hih_digits") == 0
-    assert seen[0].config.fit.run_dir == run_dir
+        (tmp_path / f"{name}.yaml").write_text("model:\n  name: deit_mhla_digits\n")
+    given = [*files(*(Path(f"{name}.yaml") for name in names)), "-c", "{seed_everything: 1}"]
+    if names:
+        assert run("fit", *given) == 0
+        assert seen.pop().config.fit.run_dir == run_dir
+    assert run("fit", *given, "--model.name", "deit_hih_digits") == 0
+    assert seen.pop().config.fit.run_dir == f"{run_dir}{'-' if names else '/'}deit_hih_digits"
 
 
 def test_overlay_wins_over_the_recipe_and_the_command_line_over_both(

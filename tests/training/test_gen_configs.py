@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from headmix_vision.layers import HEAD_MIXES
+from headmix_vision.layers import CORES, HEAD_MIXES
 from headmix_vision.training.generation_cli import GenerationCLI
 
 from .gen_helpers import run
 
-CONFIGS = Path(__file__).parents[2] / "headmix_vision" / "configs" / "gen"
-VIDEO_MODELS = sorted((CONFIGS / "models").glob("dit_video_*.yaml"))
-MODELS = sorted({*(CONFIGS / "models").glob("*.yaml")} - {*VIDEO_MODELS})
-MIXED = [model for model in MODELS if set(HEAD_MIXES) & set(model.stem.split("_"))]
+CONFIGS = Path(__file__).parents[2] / "configs" / "gen"
+XL, VIDEO_XL = (CONFIGS / "models" / f"dit_{name}.yaml" for name in ("xl_2", "video_xl_2"))
+DDPM = CONFIGS / "ddpm.yaml"
+PAPER = ("--model.model_args", "{cpe: true, output_gate: true}")
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 IMAGENET = [CONFIGS / f"imagenet{pixels}.yaml" for pixels in (256, 512)]
 VIDEOS = [CONFIGS / f"{name}.yaml" for name in ("ucf101", "skytimelapse")]  # after IMAGENET[0]
@@ -33,9 +33,7 @@ def files(*paths: Path) -> list[object]:
 
 
 def test_no_recipe_is_forgotten():
-    known = {*MODELS, *VIDEO_MODELS, *OVERLAYS, *IMAGENET, *VIDEOS, *ALONE, *CAUSAL, CONFIGS / "ddpm.yaml"}
-    assert known == set(CONFIGS.rglob("*.yaml"))
-    assert len(MODELS) == 10 + len(MIXED) and len(VIDEO_MODELS) == 8
+    assert {XL, VIDEO_XL, *OVERLAYS, *IMAGENET, *VIDEOS, *ALONE, *CAUSAL, DDPM} == set(CONFIGS.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipes", [*([path] for path in (*ALONE, IMAGENET[0])), CAUSAL], ids=lambda v: v[-1].stem)
@@ -49,59 +47,63 @@ def test_recipe_trains_one_batch(recipes: list[Path], tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("model", "recipe", "ddpm"),
+    ("core", "mix", "size", "recipe", "ddpm"),
     [
-        # each file, in half of its combinations, or in one if it mixes heads
-        pytest.param(*case, marks=() if i % 4 in ((0,) if case[0] in MIXED else (0, 3)) else pytest.mark.slow)
-        for i, case in enumerate(product(MODELS, IMAGENET, (False, True)))
+        # each attention and size, in one of four combinations
+        pytest.param(*case, marks=() if i % 4 == i // 4 % 4 else pytest.mark.slow)
+        for i, case in enumerate(product(CORES, (None, *HEAD_MIXES), ("s", "xl"), IMAGENET, (False, True)))
     ],
     ids=lambda v: getattr(v, "stem", str(v)),
 )
 def test_family_is_built_at_its_true_size(
-    recipe: Path, model: Path, ddpm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    core: str,
+    mix: str | None,
+    size: str,
+    recipe: Path,
+    ddpm: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Everything but the training itself, with weights that take no memory."""
     seen = []
     monkeypatch.setattr(GenerationCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
     monkeypatch.chdir(tmp_path)
-    paths = [recipe, model, *([CONFIGS / "ddpm.yaml"] if ddpm else [])]
+    name = "_".join(["dit", core, *([] if mix is None else [mix]), size, "2"])
+    paths = [recipe, *([XL] if size == "xl" else []), *([DDPM] if ddpm else [])]
     with torch.device("meta"):
-        assert run("fit", *files(*paths), "--trainer.accelerator", "cpu") == 0
+        assert run("fit", *files(*paths), "--model.name", name, *PAPER, "--trainer.accelerator", "cpu") == 0
     (cli,) = seen
     trainer, module = cli.trainer, cli.model
-    core, *options, size, patch = model.stem.removeprefix("dit_").split("_")
     config = module.net.config
-    assert (config.core, config.patch_size, config.num_classes) == (core, int(patch), 1000)
-    mix = options[0] if model in MIXED else None
-    assert config.head_mix == mix
+    assert (config.core, config.head_mix, config.patch_size, config.num_classes) == (core, mix, 2, 1000)
     assert config.embed_dim == {"s": 384, "xl": 1152}[size] and config.input_size == int(recipe.stem[8:]) // 8
-    assert (config.cpe, config.output_gate) == (("cpe" in options,) * 2)
+    assert config.cpe and config.output_gate
     assert module.net.out_channels == (8 if ddpm else 4)
     assert cli.config.fit.data.batch_size * trainer.accumulate_grad_batches == 256
     assert (trainer.max_steps, module.optimizer_config.lr, module.optimizer_config.weight_decay) == (400000, 1e-4, 0)
-    assert cli.config.fit.run_dir == "runs/gen/" + "-".join(path.stem for path in paths)
+    assert cli.config.fit.run_dir == "runs/gen/" + "-".join([*(path.stem for path in paths), name])
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "ddpm"),
+    ("core", "size", "data", "ddpm"),
     [
         pytest.param(*case, marks=() if i % 4 in (0, 3) else pytest.mark.slow)
-        for i, case in enumerate(product(VIDEO_MODELS, VIDEOS, (False, True)))
+        for i, case in enumerate(product(CORES, ("s", "xl"), VIDEOS, (False, True)))
     ],
     ids=lambda v: getattr(v, "stem", str(v)),
 )
 def test_video_family_is_built_at_its_true_size(
-    model: Path, data: Path, ddpm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    core: str, size: str, data: Path, ddpm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     monkeypatch.setattr(GenerationCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
     monkeypatch.chdir(tmp_path)
-    paths = [IMAGENET[0], data, model, *([CONFIGS / "ddpm.yaml"] if ddpm else [])]
+    paths = [IMAGENET[0], data, *([VIDEO_XL] if size == "xl" else []), *([DDPM] if ddpm else [])]
     with torch.device("meta"):
-        assert run("fit", *files(*paths), "--trainer.accelerator", "cpu") == 0
+        named = ("--model.name", f"dit_video_{core}_{size}_2")
+        assert run("fit", *files(*paths), *named, "--trainer.accelerator", "cpu") == 0
     (cli,) = seen
     module, options = cli.model, cli.config.fit
-    core, size, _ = model.stem.removeprefix("dit_video_").split("_")
     config = module.net.config
     assert (config.core, config.embed_dim, tuple(config.patch_size)) == (core, {"s": 384, "xl": 1152}[size], (1, 2, 2))
     assert module.net.input_size == (16, 32, 32) and module.net.frame_rate == pytest.approx(25 / 3, rel=1e-4)
@@ -112,22 +114,17 @@ def test_video_family_is_built_at_its_true_size(
     assert cli.trainer.max_steps == 200000 and options.data.root == f"latents/{data.stem}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(GenerationCLI, "instantiate_classes", lambda cli: seen.append(cli))
     monkeypatch.setattr(GenerationCLI, "_run_subcommand", lambda cli, name: None)
     monkeypatch.chdir(tmp_path)
-    for model, recipe, ddpm in [
-        *product(MODELS, IMAGENET[:1], (False,)),
-        *product(MODELS[:1], IMAGENET, (False, True)),
-    ]:
-        paths = [recipe, model, *([CONFIGS / "ddpm.yaml"] if ddpm else [])]
+    for paths in ([IMAGENET[0]], [IMAGENET[1], XL, DDPM]):
         assert run("fit", *files(*paths, overlay)) == 0
         options = seen.pop().config.fit
         trainer = options.trainer
         processes = trainer.devices * trainer.num_nodes
         assert options.data.batch_size * processes * trainer.accumulate_grad_batches == 256
-        assert options.model.objective.kind == ("ddpm" if ddpm else "flow")
+        assert options.model.objective.kind == ("ddpm" if DDPM in paths else "flow")
         assert options.run_dir == "runs/gen/" + "-".join(path.stem for path in paths)

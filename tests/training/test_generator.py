@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from headmix_vision.cli.sample import main as sample
 from headmix_vision.data.batches import SampleKey
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.latents import LatentShards
@@ -21,7 +22,6 @@ from headmix_vision.data.loading import PreparedSamples
 from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import load_autoencoder
-from headmix_vision.sampling.command import main as sample
 from headmix_vision.training.callbacks.ema import ema_decay
 from headmix_vision.training.generator import ImageGenerator
 
@@ -212,7 +212,7 @@ def test_starts_from_other_weights(reference: Path, tmp_path: Path) -> None:
         (("--samples.scheduler", "ddim"), "does not fit"),
         (("--samples.classes", "[3, 10]"), "samples.classes must be from 0 to 9"),
         (("--model.model_args.class_dropout", "0.0"), "needs a model with a null class"),
-        (("--model.vae", "/nowhere/vae"), "is no directory, no hub id"),
+        (("--model.vae", "/nowhere/vae"), "is not a folder, a hub id"),
         (("--model.checkpoint", "absent.ckpt"), "no checkpoint at absent.ckpt"),
         (("--data.dataset", "latents"), "needs root"),
         (("--data.dataset", "wds/"), "is a stream"),

@@ -63,7 +63,7 @@ def second_rank(process: subprocess.Popen[str]) -> int:
 FAILING = """
 import atexit, os, time
 import torch.distributed as dist
-from headmix_vision.commands import train_cls
+from headmix_vision.cli.train_cls import main
 from headmix_vision.training.classifier import ImageClassifier
 
 def step(*args):
@@ -74,7 +74,7 @@ def step(*args):
     raise {raised}
 
 ImageClassifier.training_step = step
-train_cls()
+main()
 """
 
 
@@ -94,7 +94,7 @@ def test_a_rank_that_fails_ends_another_that_waits_for_it(raised: str, status: i
 REFUSING = """
 import os, time
 from headmix_vision import errors
-from headmix_vision.commands import train_cls
+from headmix_vision.cli.train_cls import main
 from headmix_vision.training.classifier import ImageClassifier
 
 def step(*args):
@@ -106,7 +106,7 @@ def step(*args):
     return whole_step(*args)
 
 whole_step, ImageClassifier.training_step = ImageClassifier.training_step, step
-train_cls()
+main()
 """
 
 
@@ -141,7 +141,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
     os.kill(second_rank(process), signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert "--ckpt_path last" in output and "Traceback" not in output
+    assert "--ckpt-path last" in output and "Traceback" not in output
     assert 0 < load(run_dir / "checkpoints" / "last.ckpt")["global_step"] < 80
 
 
@@ -200,7 +200,7 @@ def test_killed_run_continues_bit_for_bit(signum: signal.Signals, tmp_path: Path
     os.killpg(process.pid, signum)  # its data worker, too, as torchrun does
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signum, output
-    assert "--ckpt_path last" in output
+    assert "--ckpt-path last" in output
     assert "Traceback" not in output
     step = load(run_dir / "checkpoints" / "last.ckpt")["global_step"]
     assert 0 < step < 80

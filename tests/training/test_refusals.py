@@ -36,7 +36,7 @@ def test_second_run_in_the_same_directory(
     before = (reference_run / "metrics.csv").read_bytes()
     config = write_config(tmp_path / "tiny.yaml")
     message = refused(capfd, "fit", "-c", config, "--run_dir", reference_run)
-    for way_out in ("--ckpt_path last", "--run_dir", "--overwrite true"):
+    for way_out in ("--ckpt-path last", "--run-dir", "--overwrite"):
         assert way_out in message
     both = ("--ckpt_path", "last", "--overwrite", "true")
     assert "would delete" in refused(capfd, "fit", "-c", config, "--run_dir", reference_run, *both)
@@ -128,6 +128,7 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--trainer.strategy.shard_size", "1"), "goes with a class path as trainer.strategy, not with auto"),
         (("--trainer.max_epochs", "0"), "trainer.max_epochs must be at least 1, or -1 for no limit, got 0"),
         (("--trainer.accumulate_grad_batches", "0"), "trainer.accumulate_grad_batches must be at least 1"),
+        (("--trainer.accumulate_grad_batches", "9" * 30), "trainer.accumulate_grad_batches must be at most 2147483647"),
         (("--model.num_classes", "1"), "model.num_classes must be at least 2, got 1"),
         (("--model.model_args.dept", "3"), "unknown argument 'dept' of model vit_tiny_patch16_224"),
         (("--model.model_args.dept", "3"), "did you mean depth?; allowed: act_layer, "),
@@ -155,6 +156,7 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--trainer.accelerator", "/dev/null"), "/dev/null is a device, it must be a regular file"),
         (("--data=/dev/zero",), "/dev/zero is a device, it must be a regular file"),
         (("-c", "data: 3"), "data must be a mapping of options to values, got '3'"),
+        (("-c", "ema: null"), "ema must be a mapping of options to values, got 'None'"),
         (("-c", "model: {loss: [1]}"), "model.loss must be a mapping of options to values, got '[1]'"),
         (("--model.mixup.cutmix_alpha", "1e-320"), "mixup.cutmix_alpha must be a finite number from 1e-06 to 1e+06"),
         (("--model.schedule.warmup_epochs", "2.5"), "warmup_epochs=2.5 is longer than the run of 2 epochs"),
@@ -181,11 +183,11 @@ def test_wrong_options(
         ),
         ("fit", ("--model.schedule.warmup_lr", "0", "--model.schedule.warmup_epochs", "0"), "warmup_epochs is 0"),
         ("fit", ("--data.val_split", "all", "--data.holdout_every", "5"), "the samples of data.holdout_every"),
-        ("fit", ("--model.checkpoint", "x.pth", "--ckpt_path", "last"), "weights come from --ckpt_path"),
+        ("fit", ("--model.checkpoint", "x.pth", "--ckpt_path", "last"), "weights come from --ckpt-path"),
         ("fit", ("--trainer.logger", "false"), "a run directory has its own files"),
         ("fit", ("--trainer.model_registry", "x"), "a run directory has its own files"),
         ("validate", ("--ema.decay", "null"), "it is for fit"),
-        ("test", ("--overwrite", "true"), "it is for fit"),
+        ("test", ("--overwrite",), "it is for fit"),
     ],
 )
 def test_given_options_without_effect(
@@ -270,10 +272,10 @@ def test_checkpoints_that_lack_an_entry(
 
 def test_evaluation_needs_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path / "tiny.yaml")
-    assert "--ckpt_path" in refused(capfd, "validate", "-c", config)
+    assert "--ckpt-path" in refused(capfd, "validate", "-c", config)
     assert "no checkpoint at" in refused(capfd, "predict", "-c", config, "--ckpt_path", "best")
     assert "no run in" in refused(capfd, "validate", "--run_dir", tmp_path / "absent")
-    assert "a recipe by -c, or the folder of a run by --run_dir" in refused(capfd, "validate")
+    assert "a recipe by -c, or the folder of a run by --run-dir" in refused(capfd, "validate")
 
 
 def test_option_groups_check_their_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

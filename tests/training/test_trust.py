@@ -18,7 +18,7 @@ import yaml
 from jsonargparse import Namespace
 from PIL import Image
 
-from headmix_vision import commands
+from headmix_vision.cli import COMMANDS
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.huggingface import open_huggingface
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset
@@ -26,6 +26,7 @@ from headmix_vision.diffusion import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clip_features import open_clip_extractor
 from headmix_vision.models.autoencoders import load_autoencoder
+from headmix_vision.recipes import FOLDER
 from headmix_vision.runs.networks import load_network
 from headmix_vision.runs.opening import open_network
 from headmix_vision.runs.pipelines import load_pipeline
@@ -72,7 +73,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def call(command: str, *args: object) -> int:
     """Run a command in this process; returns its exit status."""
     try:
-        commands.COMMANDS[command]([str(arg) for arg in args])
+        COMMANDS[command]([str(arg) for arg in args])
     except SystemExit as end:
         return int(end.code or 0)
     return 0
@@ -407,3 +408,12 @@ def test_networks_are_made_without_their_sources() -> None:
     state = {f"net.{name}": value for name, value in network.state_dict().items()}
     loaded = load_network({"state_dict": state, "headmix_vision": about})
     assert torch.equal(loaded.pos_embed, network.pos_embed)
+
+
+def test_recipes_are_trusted_by_their_folder_alone(tmp_path: Path):
+    shipped, real = FOLDER / "gen" / "imagenet256.yaml", Path(__file__).parents[2] / "configs" / "gen"
+    copied = tmp_path / "headmix_vision" / "configs" / "gen" / shipped.name
+    copied.parent.mkdir(parents=True)
+    copied.write_text(shipped.read_text())
+    for path, trusted in ((shipped, True), (real / shipped.name, True), (copied, False)):
+        assert Trust(["fit", "-c", str(path)]).knows("latents/imagenet256") == trusted

@@ -1,10 +1,12 @@
 """`digits`: the 1797 handwritten digits of 8 x 8 pixels that scikit-learn carries with it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from headmix_vision.data.datasets.base import Source, SplitRequest, canonical_split
+from headmix_vision.data.datasets.base import BatchSource, SplitRequest, canonical_split
 from headmix_vision.errors import InputError
 
 SPLIT_SEED = 0
@@ -15,7 +17,7 @@ def open_digits(request: SplitRequest) -> "Digits":
     return Digits(request.split, request.channels)
 
 
-class Digits(Source):
+class Digits(BatchSource):
     """Handwritten digits (UCI, test part of "Optical Recognition").
 
     Values are the official 0..16 divided by 16: float32 [channels, 8, 8], exact. The stratified 80/20 split is fixed.
@@ -44,6 +46,7 @@ class Digits(Source):
         self.indices = np.concatenate(list(parts.values())) if split == "all" else parts[canonical_split(split)]
         pixels = torch.from_numpy(images[self.indices]).to(torch.float32) / 16
         self.images = pixels.view(-1, 1, 8, 8).expand(-1, channels, -1, -1)
+        self.shape = (channels, 8, 8)
         self.targets = targets[self.indices].tolist()
         self.class_names = [str(digit) for digit in range(10)]
 
@@ -52,6 +55,10 @@ class Digits(Source):
 
     def read(self, index: int) -> tuple[Tensor, int]:
         return self.images[index], self.targets[index]
+
+    def read_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        targets = torch.tensor([self.targets[index] for index in indices], dtype=torch.int64)
+        return self.images.index_select(0, torch.tensor(indices)), targets
 
     def name(self, index: int) -> str:
         return f"digits[{self.indices[index]}]"

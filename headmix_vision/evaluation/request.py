@@ -1,0 +1,158 @@
+"""Requests for scores, which `headmix_vision.evaluation.evaluate` takes, without an import of torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from headmix_vision.checks import check_request, suggest
+from headmix_vision.errors import InputError
+from headmix_vision.evaluation.metrics import CLIP_METRICS, KID_SUBSETS, METRICS
+
+STATISTICS = "stats"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Settings that all requests for scores share.
+
+    Samples are a folder, an `.npz` file or a data set `NAME[:SPLIT][SLICE]`.
+
+    Args:
+        metric: One of `METRICS`, `CLIP_METRICS` or `stats`, which keeps the statistics of real images in a file.
+        out: File to write; it must not exist.
+        root: Place of a data set that needs one.
+        image_size: Scale and centre-crop all samples to this size first.
+        background: Colour behind transparent pixels.
+        batch_size: Samples at a time.
+        device: Device as torch names it; a GPU if there is one when None.
+        incomplete: Score folders of samples that are not complete.
+        dry_run: Check everything and score nothing.
+
+    Raises:
+        InputError: An unknown metric, or a setting that is none of those allowed.
+    """
+
+    metric: str
+    out: Path | None = None
+    root: str | None = None
+    image_size: int | None = None
+    background: str = "white"
+    batch_size: int = 64
+    device: str | None = None
+    incomplete: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        known = [*METRICS, STATISTICS, *CLIP_METRICS]
+        if self.metric not in known:
+            raise InputError(f"no metric is called {self.metric!r}{suggest(self.metric, known, ', '.join(known))}")
+        check_request(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest(Evaluation):
+    """Request for scores of images, or for their statistics.
+
+    Args:
+        real: Real images, or their statistics for `fid`.
+        fake: Generated images, or their statistics for `fid`.
+        held_out: Real images that were not trained on, for `neighbours`.
+        features: `inception`, `digits`, `lite0:PATH`, or a run or weights file.
+        skip_unlabelled: Leave out, and count, images of a data set that have no valid label.
+        options: Whole numbers of the metric by name, see `METRICS`; its defaults where they are not named.
+
+    Raises:
+        InputError: Also for samples or options that the metric lacks or does not take.
+    """
+
+    real: str | None = None
+    fake: str | None = None
+    held_out: str | None = None
+    features: str = "inception"
+    skip_unlabelled: bool = False
+    options: Mapping[str, int | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        metric = METRICS.get(self.metric)
+        if metric is None and self.metric != STATISTICS:
+            raise InputError(f"{self.metric} scores clips: make its own request")
+        if metric is None and self.out is None:
+            raise InputError("stats needs a file to write: give out")
+        takes = {"real": metric is None or metric.compares, "fake": metric is not None}
+        takes["held_out"] = metric is not None and metric.takes_held_out
+        for name, taken in takes.items():
+            if taken != (getattr(self, name) is not None):
+                raise InputError(f"{self.metric} {'needs' if taken else 'does not take'} {name}")
+        if self.skip_unlabelled and not (metric is not None and metric.takes_labels):
+            raise InputError(f"{self.metric} reads no labels: leave skip_unlabelled out")
+        for name in self.options:
+            if name not in (known := [] if metric is None else [*metric.options]):
+                raise InputError(f"{self.metric} has no option {name}{suggest(name, known, ', '.join(known))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FvdRequest(Evaluation):
+    """Request for the Fréchet video distance.
+
+    Args:
+        real: Real clips.
+        fake: Generated clips.
+        features: `i3d`, its TorchScript file (`.pt`), `digits[:PATH]`, or an image extractor.
+        features_sha256: SHA-256 of the TorchScript file, without which it is not opened.
+        frame_features: Image extractor of `frame_fid`; `features` when None.
+        protocol: How clips are sampled.
+        frames: Frames of a clip.
+        count: At most so many clips of a side; as the protocol says when None.
+        real_stride: Take every `real_stride`-th frame of real clips; as the protocol says when None.
+        real_offset: Where real clips begin in their files; as the protocol says when None.
+        fake_stride: As `real_stride`, of generated clips.
+        fake_offset: As `real_offset`, of generated clips.
+        mirror_real: Score real clips a second time, mirrored.
+        skip_short: Leave out, and count, clips of too few frames.
+        seed: Seed of offsets, of the choice of clips and of the controls.
+        subsets: Random subsets of the kernel distance.
+        subset_size: Clips in each; 1000, or as many as there are, when None.
+    """
+
+    metric: str = "fvd"
+    real: str
+    fake: str
+    batch_size: int = 16
+    features: str = "i3d"
+    features_sha256: str | None = None
+    frame_features: str | None = None
+    protocol: Literal["stylegan-v", "latte"] = "stylegan-v"
+    frames: int = 16
+    count: int | None = None
+    real_stride: int | None = None
+    real_offset: Literal["first", "random"] | None = None
+    fake_stride: int | None = None
+    fake_offset: Literal["first", "random"] | None = None
+    mirror_real: bool = False
+    skip_short: bool = False
+    seed: int = 0
+    subsets: int = KID_SUBSETS
+    subset_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovingDigitsRequest(Evaluation):
+    """Request for the share of moving digits that show the digit and the motion of their label.
+
+    Args:
+        fake: Generated clips with labels: a folder of samples or an `.npz` file.
+        real: Real clips, for the judge's ceiling.
+        features: A classifier of the ten digits: `digits`, a run or a weights file.
+        count: At most so many clips of a side; as many as there are generated ones when None.
+        frame_rate: Frames a second of the clips; the rate of the samples when None.
+    """
+
+    metric: str = "moving-digits"
+    fake: str
+    real: str = "moving_digits"
+    batch_size: int = 16
+    features: str = "digits"
+    count: int | None = None
+    frame_rate: float | None = None

@@ -1,0 +1,94 @@
+"""The request for samples, which `headmix_vision.sampling.sample` takes, without an import of torch."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from headmix_vision.checks import check_request
+from headmix_vision.errors import InputError
+
+DEFAULT_GUIDANCE = 1.5
+SCHEDULERS = ("euler", "heun", "dpm++", "unipc", "ddim", "ddpm")
+EXTEND_SAMPLES = ""
+"""Value of `extend` without a clip: the samples themselves are drawn longer, window by window."""
+_OF_VIDEOS = ("frames", "frame_rate", "first_frame", "extend", "overlap", "extend_guidance", "format")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """Request for samples in a folder. Sample i depends on the seed and on i alone.
+
+    Args:
+        kind: What is drawn.
+        model: Run directory, `.ckpt` file or directory of an exported pipeline.
+        checkpoint: Checkpoint of a run directory: `last`, or a file; the last when None.
+        raw: Use the weights being trained, not their moving average.
+        num: Number of samples.
+        classes: Labels, which take turns; all of them when `balanced`, and when None if the model has classes.
+        steps: Sampling steps.
+        scheduler: One of `SCHEDULERS`; that of the model when None.
+        spacing: Timestep spacing of ddim or ddpm; that of the scheduler when None.
+        guidance: Scale of guidance, 1 for none; `DEFAULT_GUIDANCE` when None, or 1 if the model has no null class.
+        guidance_interval: Noise levels within which guidance acts: 0 is data, 1 noise.
+        guidance_channels: Channels that are guided.
+        size: Height and width in pixels; those of training when None.
+        seed: Seed of all samples.
+        batch_size: Samples at a time and process; 64 images or 8 videos when None.
+        out: Folder to write, or to go on with; `samples/<name of the run>` when None.
+        npz: Also write `samples.npz`.
+        vae: Another autoencoder than the recorded one: directory or hub id.
+        dry_run: Check everything and write nothing.
+        device: Device as torch names it; a GPU if there is one when None.
+        dtype: Type of the network's weights.
+        frames: Frames of a video; those of training when None.
+        frame_rate: Frames a second; those of training when None.
+        first_frame: Image that is the first frame of all videos.
+        extend: Draw window by window until `frames`, each going on from the last frames before it: from a clip, or from
+            the samples themselves where it is `EXTEND_SAMPLES`.
+        overlap: Frames of a window that are those before it; half of the window when None.
+        extend_guidance: Guidance of windows that go on from frames; that of `guidance` when None.
+        format: Files to watch, besides the lossless ones.
+
+    Raises:
+        InputError: A name that is none of those allowed, or a setting of videos for images.
+    """
+
+    kind: Literal["images", "videos"] = "images"
+    model: Path
+    checkpoint: str | None = None
+    raw: bool = False
+    num: int = 64
+    classes: tuple[int, ...] | Literal["balanced"] | None = None
+    steps: int = 50
+    scheduler: str | None = None
+    spacing: Literal["trailing", "linspace", "leading"] | None = None
+    guidance: float | None = None
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    guidance_channels: Literal["all", "first_three"] = "all"
+    size: tuple[int, int] | None = None
+    seed: int = 0
+    batch_size: int | None = None
+    out: Path | None = None
+    npz: bool = False
+    vae: str | None = None
+    dry_run: bool = False
+    device: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    frames: int | None = None
+    frame_rate: float | None = None
+    first_frame: str | None = None
+    extend: str | None = None
+    overlap: int | None = None
+    extend_guidance: float | None = None
+    format: Literal["mp4", "gif", "frames", "png"] = "mp4"
+
+    def __post_init__(self) -> None:
+        check_request(self)
+        for field in fields(self):
+            if self.kind == "images" and field.name in _OF_VIDEOS and getattr(self, field.name) != field.default:
+                raise InputError(f"{field.name} applies only to videos, kind is images: leave it out")
+
+    @property
+    def samples_at_once(self) -> int:
+        """Number of samples at a time and process."""
+        return self.batch_size if self.batch_size is not None else 64 if self.kind == "images" else 8
