@@ -130,10 +130,10 @@ def command_line(base: type[RunCLI], data: type[Any], clock: Clock) -> type[RunC
     class Timed(base):  # type: ignore[valid-type, misc]
         data_class = data
 
-        def fit_callbacks(self, *args: Any) -> tuple[list[Callback], list[Callback]]:
-            before, after = super().fit_callbacks(*args)
+        def _fit_callbacks(self, *args: Any) -> list[Callback]:
+            callbacks = super()._fit_callbacks(*args)
             self.last.save = lambda trainer: None  # that of DiT-XL/2 has 11 GB
-            return before, [*after, clock]
+            return [*callbacks, clock]
 
     return Timed
 

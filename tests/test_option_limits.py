@@ -25,7 +25,7 @@ from headmix_vision.files import limits
 from headmix_vision.runs.directory import is_run, metric_names, trainer_of
 from headmix_vision.train_cls import main as train_cls
 from headmix_vision.training.options import FidConfig, SampleGridConfig
-from headmix_vision.training.yaml_loader import load_yaml
+from headmix_vision.training.parser import load_yaml
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from headmix_vision.evaluation.sample_sources import (
     NpzSamples,
     Samples,
 )
-from headmix_vision.files.clips import ClipInfo
+from headmix_vision.files.clip_files import ClipInfo
 from headmix_vision.files.limits import check_memory
 from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.png import Item

@@ -24,7 +24,7 @@ from headmix_vision.console.notes import say_left_out
 from headmix_vision.data.datasets.base import Source, to_picture
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import npz_labels, open_pixels
-from headmix_vision.files.clips import ClipInfo, probe_clip, read_clip
+from headmix_vision.files.clip_files import ClipInfo, probe_clip, read_clip
 from headmix_vision.files.limits import check_memory
 from headmix_vision.files.listing import find_clips, find_pictures
 from headmix_vision.files.pictures import Decoding, readable

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from headmix_vision.runs.checkpoints import read_checkpoint
-from headmix_vision.runs.shards import SHARDED
+from headmix_vision.runs.sharded_checkpoints import SHARDED
 from headmix_vision.training.classification_cli import main
 
 TINY: dict[str, Any] = {
