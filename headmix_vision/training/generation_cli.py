@@ -1,6 +1,5 @@
 """Defines the command line of generator training: `fit` and `validate`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,7 +8,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.runs.directory import CURVES, SAMPLES
-from headmix_vision.training.base_cli import RunCLI, run_command_line
+from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.sample_fid import SampleFid
@@ -61,8 +60,3 @@ class GenerationCLI(RunCLI):
         samples = "videos" if len(self.model.net.input_size) == 3 else "images"
         where = f"run {run_dir} · samples {run_dir / SAMPLES}"
         print(f"{loss}{where} · next: headmix-sample {samples} --model {run_dir}")
-
-
-def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:
-    """Runs the command line of generator training; see `run_command_line`."""
-    run_command_line(GenerationCLI, args, default_config)
