@@ -77,7 +77,8 @@ def _add_image_options(parser: argparse.ArgumentParser, writes: bool = False) ->
 
 def _add_common(parser: argparse.ArgumentParser, what: str, batch_size: int, writes: bool = False) -> None:
     add = parser.add_argument
-    add("--out", required=writes, help="file to write; it must not exist")
+    add("--out", required=writes, help="file to write")
+    add("--overwrite", action="store_true", help="replace the file if it exists")
     add("--root", help="place of a data set that needs one")
     add("--image-size", type=int, help=f"scale and centre-crop all {what} to this size first")
     add("--background", default="white", help="colour behind transparent pixels (white)")

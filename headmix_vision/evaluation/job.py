@@ -96,8 +96,8 @@ def _check_out(request: Evaluation) -> None:
     out = request.out
     if request.metric == STATISTICS and out is not None and out.suffix != ".safetensors":
         raise InputError(f"--out of stats must end in .safetensors, got {out}")
-    if out is not None and out.exists():
-        raise InputError(f"{out} already exists; choose another --out or remove it")
+    if out is not None and out.exists() and not request.overwrite:
+        raise InputError(f"--out {out} already exists; choose another one, or replace it with --overwrite")
     if out is not None:
         check_place(out)
     check_background(request.background)
