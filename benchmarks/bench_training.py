@@ -85,7 +85,7 @@ class SameBatches(Dataset[Any]):
 
 
 class FreeReading:
-    """Gives the first batch of a data module at every step, parted as among processes where a step takes several."""
+    """Data module that repeats its first batch, split where a step accumulates several."""
 
     def train_dataloader(self: Any) -> DataLoader[Any]:
         batch, parts = next(iter(super().train_dataloader())), self.trainer.accumulate_grad_batches  # type: ignore[misc]
@@ -103,7 +103,7 @@ class FreeClassification(FreeReading, ClassificationData):
 
 
 class Clock(Callback):
-    """Times the steps of a run but the first ones, the device waited for at both ends."""
+    """Clock of a run's steps after the first ones; it waits for the device at both ends."""
 
     def __init__(self, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps
@@ -131,10 +131,10 @@ def command_line(base: type[RunCLI], data: type[Any], clock: Clock) -> type[RunC
     class Timed(base):  # type: ignore[valid-type, misc]
         data_class = data
 
-        def fit_callbacks(self, *args: Any) -> tuple[list[Callback], list[Callback]]:
-            before, after = super().fit_callbacks(*args)
+        def _fit_callbacks(self, *args: Any) -> list[Callback]:
+            callbacks = super()._fit_callbacks(*args)
             self.last.save = lambda trainer: None  # that of DiT-XL/2 has 11 GB
-            return before, [*after, clock]
+            return [*callbacks, clock]
 
     return Timed
 

@@ -18,7 +18,7 @@ from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, SPACINGS
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation import FvdRequest, ScoreRequest
 from headmix_vision.evaluation.fvd import PROTOCOLS
-from headmix_vision.sampling.clip_folder import FORMATS
+from headmix_vision.sampling.folder import FORMATS
 from headmix_vision.sampling.request import SCHEDULERS, SampleRequest
 
 START = "from headmix_vision.cli.starting import importing\nwith importing('sample'): pass"

@@ -17,8 +17,7 @@ from headmix_vision.console.devices import default_device
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import Source, SplitRequest
 from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.npz import npz_labels
-from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, open_images
+from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.scores import Scorer, accuracy, check_judge, fid, neighbours, precision_recall
 from headmix_vision.evaluation.statistics import Statistics
 from headmix_vision.files.result_table import ResultTable
@@ -44,27 +43,27 @@ class Case(NamedTuple):
 
 
 class RememberingScorer(Scorer):
-    """Keeps features, logits and statistics of a set of pictures as long as the set is there."""
+    """Scorer that keeps features, logits and statistics of a set of pictures as long as the set exists."""
 
     def __init__(self, features: str) -> None:
         super().__init__(open_extractor(features, default_device()), batch_size=256)
-        self._collected: WeakKeyDictionary[ImageSet, dict[str, Tensor]] = WeakKeyDictionary()
-        self._statistics: WeakKeyDictionary[ImageSet, Statistics] = WeakKeyDictionary()
+        self._collected: WeakKeyDictionary[SampleSet, dict[str, Tensor]] = WeakKeyDictionary()
+        self._statistics: WeakKeyDictionary[SampleSet, Statistics] = WeakKeyDictionary()
 
-    def collect(self, images: ImageSet, name: str = "features") -> Tensor:
+    def collect(self, images: SampleSet, name: str = "features") -> Tensor:
         known = self._collected.setdefault(images, {})
         if name not in known:
             known[name] = super().collect(images, name)
         return known[name]
 
-    def statistics(self, images: ImageSet) -> Statistics:
+    def statistics(self, images: SampleSet) -> Statistics:
         if images not in self._statistics:
             self._statistics[images] = super().statistics(images)
         return self._statistics[images]
 
 
 class Runs(GeneratorRuns):
-    """How the runs of the comparison are started, and where they are."""
+    """Runs of the comparison: commands and places."""
 
     def __init__(self, arguments: argparse.Namespace, deadline_s: float) -> None:
         super().__init__(arguments, deadline_s)
@@ -74,7 +73,7 @@ class Runs(GeneratorRuns):
 
     @cached_property
     def labels(self) -> dict[str, list[int]]:
-        """Of each split those that pictures are drawn for: of all its pictures, or of `--samples` in even distances."""
+        """Labels to draw for each split: of all its pictures, or of `--samples` evenly spaced ones."""
         labels = {}
         for split in (VALIDATION, TEST):
             source = self._open(split)
@@ -96,7 +95,7 @@ class Runs(GeneratorRuns):
         return [Case(row, given.seeds[0], VALIDATION, f"{scale:g}") for row in given.rows for scale in given.guidance]
 
     def chosen(self, table: ResultTable, row: str) -> str | None:
-        """Names the guidance of a row with the lowest FID of validation; None before all are there."""
+        """Return the guidance of a row with the lowest validation FID; None before all are there."""
         found = {case.guidance: table.row(case, self.recipe(case)) for case in self.swept() if case.row == row}
         fids = {scale: float(known["fid"]) for scale, known in found.items() if known}
         return min(fids, key=lambda scale: fids[scale]) if len(fids) == len(found) else None
@@ -147,7 +146,7 @@ class Runs(GeneratorRuns):
         return hash_of(*sampling, case.split, case.guidance, given.samples, given.size)
 
     def sampling(self) -> list[object]:
-        """Options of `sample.py images` that are those of all cases."""
+        """Options of `sample.py images` for all cases."""
         return ["--steps", self.arguments.sampling_steps, "--dtype", self.arguments.dtype]
 
     def samples(self, case: Case) -> Path:
@@ -186,8 +185,8 @@ class Runs(GeneratorRuns):
         judge = self.scorer(self.arguments.judge).extractor
         check_judge(judge, self.pictures(f"{DATASET}:{TEST}", judge.mode))
 
-    def _open_pictures(self, source: str, mode: str) -> ImageSet:
-        return open_images(source, mode, self.arguments.size, str(self.arguments.root.absolute()))
+    def _open_pictures(self, source: str, mode: str) -> SampleSet:
+        return open_samples(source, mode, self.arguments.size, str(self.arguments.root.absolute()))
 
     def _scores(self, fake: str, case: Case) -> dict[str, float]:
         """FID from the split; of the test split also precision, recall, what the judge says, and copies."""
@@ -205,10 +204,8 @@ class Runs(GeneratorRuns):
             return scores | {f"{name}_percent": 100 * found[name] for name in ("nearer", "copied")}
 
     def _judged(self, source: str) -> dict[str, float]:
-        """What the judge says of the pictures of a data set, or of a file of samples."""
+        """Return the judge's accuracies of the pictures of a data set, or of a file of samples."""
         judge = self.scorer(self.arguments.judge)
         images = self._open_pictures(source, judge.extractor.mode)
-        pictures = images.pictures
-        labels = pictures.labels() if isinstance(pictures, DatasetImages) else npz_labels(Path(source))
-        found = accuracy(judge, images, labels)
+        found = accuracy(judge, images, images.labels())
         return {f"{name}_percent": 100 * found[name] for name in ("top1", "balanced")}

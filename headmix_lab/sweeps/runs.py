@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from headmix_lab.sweeps.kinds import SWEEPS, Sweep, Variant
+from headmix_lab.training_runs import train
 from headmix_vision.console.scripts import RunFailed, run_python
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
@@ -24,7 +25,6 @@ from headmix_vision.recipes import find_config
 from headmix_vision.runs.checkpoints import read_checkpoint
 from headmix_vision.runs.directory import LAST, metric_names, read_curve, read_metrics
 from headmix_vision.runs.networks import create_network
-from headmix_vision.runs.starting import train
 
 NUMBERS = (
     *("epochs", "val_percent", "test_top1_percent", "test_balanced_percent", "floor_percent"),

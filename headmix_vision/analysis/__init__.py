@@ -2,7 +2,7 @@
 
 The command line is `headmix-analyze`. From Python:
 
-    from headmix_vision.analysis.attention import record_attention
+    from headmix_vision.analysis.attention_matrices import record_attention
     attention = record_attention(network, images)[3]           # of layer 3
     matrices = attention.matrices(0)                           # of the first image: [H, N, N], float64
 """

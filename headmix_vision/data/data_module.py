@@ -239,7 +239,16 @@ class DataModule(lightning.LightningDataModule):
         return self._eval_dataloader("test")
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Copy a batch; to a GPU on a stream of its own, while the GPU still computes the step before."""
+        """Check the labels of a batch, and copy it; to a GPU on another stream than the step before, which goes on.
+
+        Raises:
+            InputError: A label below 0 or above the number of classes.
+        """
+        labels, classes = batch[1], max(self.num_classes, 1)  # data without classes have label 0
+        if isinstance(labels, Tensor) and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            raise InputError(
+                f"labels {int(labels.min())} to {int(labels.max())} in the data, there are {self.num_classes} classes"
+            )
         if device.type != "cuda":
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         if self._copies is None:

@@ -6,7 +6,6 @@ B batch, C channels, *grid the network's input size: H x W, or T x H x W of clip
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from headmix_vision.checks import check_numbers
@@ -212,12 +211,3 @@ class GenerationData(DataModule):
                 f"the latents have {rate:g} frames a second, the network takes {self._net_rate:g}:"
                 f" set model.model_args.frame_rate={rate:g}"
             )
-
-    def on_before_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Check the labels while they are on the CPU."""
-        labels, classes = batch[1], max(self.num_classes, 1)  # data without classes have label 0
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-            raise InputError(
-                f"labels {int(labels.min())} to {int(labels.max())} in the data, there are {self.num_classes} classes"
-            )
-        return batch

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.clips import ClipSampling, ClipSet
+from headmix_vision.evaluation.clip_sampling import ClipSampling
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
 from headmix_vision.evaluation.metrics import KID_SUBSETS
+from headmix_vision.evaluation.sample_sets import SampleSet
 from headmix_vision.evaluation.scores import Scorer, check_sizes, kernel_distance, kid_subset_size
 
 SEES_MOTION = 5.0  # times the distance of two halves: what freezing the clips must do to it
@@ -86,8 +87,8 @@ class ClipFeatures:
 
 def fvd(
     scorer: Scorer,
-    real: ClipSet,
-    fake: ClipSet,
+    real: SampleSet,
+    fake: SampleSet,
     *,
     frame_extractor: FeatureExtractor | None = None,
     subsets: int = KID_SUBSETS,
@@ -146,7 +147,7 @@ def fvd(
     }
 
 
-def draw_halves(clips: ClipSet, seed: int) -> tuple[Tensor, Tensor]:
+def draw_halves(clips: SampleSet, seed: int) -> tuple[Tensor, Tensor]:
     """Draw two disjoint halves of clips, equally many clips each; a clip and its mirror image stay together.
 
     Args:
@@ -156,14 +157,14 @@ def draw_halves(clips: ClipSet, seed: int) -> tuple[Tensor, Tensor]:
     Returns:
         Numbers of the clips of each half, int64 [N // 2], fewer where that is odd and clips are mirrored.
     """
-    copies = clips.clips.copies
+    copies = clips.copies
     generator = torch.Generator().manual_seed(derive_seed(seed, _HALVES))
     order = torch.randperm(len(clips) // copies, generator=generator)[:, None] * copies + torch.arange(copies)
     half = len(order) // 2
     return order[:half].flatten(), order[half : 2 * half].flatten()
 
 
-def check_clips(real: ClipSet, fake: ClipSet) -> None:
+def check_clips(real: SampleSet, fake: SampleSet) -> None:
     """Checks that two sides can be compared.
 
     Raises:
@@ -176,7 +177,7 @@ def check_clips(real: ClipSet, fake: ClipSet) -> None:
 
 def _features(
     scorer: Scorer,
-    clips: ClipSet,
+    clips: SampleSet,
     frame_extractor: FeatureExtractor | None,
     changed: frozenset[int] = frozenset(),
     seed: int = 0,

@@ -11,9 +11,9 @@ from torch import Tensor
 from headmix_vision.data.datasets.moving_digits import DIRECTIONS, FRAME_RATE, SPEEDS, STRAIGHT_S
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clip_features import ClipExtractor, of_frames
-from headmix_vision.evaluation.clips import ClipSet
 from headmix_vision.evaluation.digit_tracks import digit_size, find_digits
 from headmix_vision.evaluation.extractors import FeatureExtractor
+from headmix_vision.evaluation.sample_sets import SampleSet
 from headmix_vision.evaluation.scores import Scorer
 
 ON_COURSE = 0.9  # share of a clip's windows in time
@@ -97,7 +97,7 @@ class DigitJudge(ClipExtractor):
         return {"features": torch.cat([digits, *tracks.places.unbind(2)], 1)}
 
 
-def judge(scorer: Scorer, clips: ClipSet, labels: Tensor, frame_rate: float = FRAME_RATE) -> dict[str, float]:
+def judge(scorer: Scorer, clips: SampleSet, labels: Tensor, frame_rate: float = FRAME_RATE) -> dict[str, float]:
     """Scores clips of moving digits against their labels.
 
     Args:
@@ -126,7 +126,7 @@ def judge(scorer: Scorer, clips: ClipSet, labels: Tensor, frame_rate: float = FR
     return {name: share.double().mean().item() for name, share in shares.items()}
 
 
-def check_labels(clips: ClipSet, labels: Tensor) -> None:
+def check_labels(clips: SampleSet, labels: Tensor) -> None:
     """Raises InputError unless there is one label of `moving_digits` a clip."""
     if len(labels) != len(clips):
         raise InputError(f"there are {len(labels)} labels for {len(clips)} clips")

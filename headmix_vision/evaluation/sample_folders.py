@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.sample_sets import DECODER_THREADS, SAMPLES, SAMPLES_METADATA
+from headmix_vision.evaluation.sample_sources import DECODER_THREADS, SAMPLES, SAMPLES_METADATA
 from headmix_vision.files.listing import is_hidden, is_picture
 from headmix_vision.files.png import is_whole_png
 from headmix_vision.files.texts import read_json

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from headmix_vision.checks import check_choice, check_flags, check_numbers
 from headmix_vision.errors import InputError
-from headmix_vision.layers.block_mixing import LOWER, UPPER, mixing_of_first
-from headmix_vision.layers.cores.linear import rotated_mhla
+from headmix_vision.layers.block_mixing import LOWER, UPPER
+from headmix_vision.layers.cores.mhla import bind_mhla_core
 from headmix_vision.models.convert import Conversion, check_shape, merge
 from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
 from headmix_vision.models.diffusers_features import found_by_diffusers
@@ -118,24 +118,11 @@ class WanMHLAProcessor(nn.Module):
         else:
             q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
-        tokens = TokenGrid(grid)
-        blocks = TokenBlocks.of_clip(tokens, self.mixing.blocks.block_grid)
-        mixing = mixing_of_first(self.mixing(), blocks)
+        block_grid, options = self.mixing.blocks.block_grid, {"normalizer": self.normalizer, "eps": self.eps}
+        attend = bind_mhla_core(TokenGrid(grid), None, block_grid, None, feature_map="relu", impl="auto", **options)
         sums = v.float() if v.dtype == torch.float16 else v  # over a clip's tokens they pass the range of float16
         rotation = cos[0, :, 0, ::2], sin[0, :, 0, ::2]  # diffusers holds each angle twice
-        out = rotated_mhla(
-            q,
-            k,
-            sums,
-            mixing,
-            blocks,
-            rotation,
-            tokens,
-            normalizer=self.normalizer,
-            feature_map="relu",
-            eps=self.eps,
-            impl="auto",
-        )
+        out = attend(q, k, sums, self.mixing(), *rotation)
         # sums that nothing divides are normed before they are rounded to float16
         out = F.rms_norm(out, self.norm.normalized_shape, self.norm.weight.type_as(out), self.eps).type_as(v).flatten(2)
         if self.gate is not None:

@@ -38,13 +38,12 @@ from headmix_vision.runs.directory import (
     standing_file,
 )
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
+from headmix_vision.training.callbacks.checkpointing import LastCheckpoint, TakeSignals
 from headmix_vision.training.callbacks.dry_run import DryRun
 from headmix_vision.training.callbacks.early_stop import EarlyStop
-from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
-from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
+from headmix_vision.training.callbacks.ema import EmaWithWarmup, ValidateWhole
 from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
-from headmix_vision.training.callbacks.progress import (
+from headmix_vision.training.callbacks.progress_display import (
     EpochLines,
     EvaluationLines,
     ImagesPerSecondBar,
@@ -52,7 +51,6 @@ from headmix_vision.training.callbacks.progress import (
 )
 from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
-from headmix_vision.training.callbacks.whole_network import ValidateWhole
 from headmix_vision.training.changes import list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.command_help import subcommand_help
@@ -72,13 +70,12 @@ from headmix_vision.training.options import (
     check_trainer_options,
     require,
 )
-from headmix_vision.training.parser import OptionParser, with_config_of_run, with_underscores
+from headmix_vision.training.parser import OptionParser, load_yaml, with_config_of_run, with_underscores
 from headmix_vision.training.replicas import ReplicatedStrategy  # noqa: F401  registered as `ddp`
 from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
 from headmix_vision.training.trust import Trust, configs_of
-from headmix_vision.training.yaml_loader import load_yaml
 
 _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run", "trust_config", "data_changed")
 
@@ -303,7 +300,7 @@ class RunCLI(LightningCLI):
             self.metrics = MetricsCSV(run_dir / METRICS, resume_step, existing, self.run_directory)
             metrics, callbacks = [self.metrics], self._fit_callbacks(run_dir)
         else:
-            callbacks = [GracefulInterrupt(self.request), *self.evaluation_callbacks(run_dir), *self._progress()]
+            callbacks = [TakeSignals(self.request), *self.evaluation_callbacks(run_dir), *self._progress()]
         # ModelSize says more than Lightning's summary: one line for the whole network, with FLOPs that are 0
         kwargs["enable_model_summary"] = False
         given = trainer_options.callbacks or []
@@ -362,35 +359,32 @@ class RunCLI(LightningCLI):
 
     def _fit_callbacks(self, run_dir: Path) -> list[Callback]:
         options = self.options
-        self.last = LastCheckpoint(run_dir / LAST, options.checkpoint_every_n_steps)
+        self.last = LastCheckpoint(
+            run_dir / LAST,
+            self.request,
+            " ".join([resume_command(run_dir), *self.trust.needed_to_resume(options)]),
+            self.run_directory,
+            options.checkpoint_every_n_steps,
+        )
         self.speed = ImagesPerSecond()
-        average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
+        average = EmaWithWarmup(options.ema.decay) if options.ema.decay is not None else None
         stopping = self.config_init[self.config.subcommand].early_stopping
         stop = [EarlyStop(stopping, self.monitor)] if stopping.patience is not None else []
-        before, after = self.fit_callbacks(run_dir, average[0] if average else None)
-        # the order matters: average, show, save, stop
+        # the order matters: average, show, save; Lightning puts the best checkpoint last
         return [
-            ValidateWhole(),
-            *average,
+            average or ValidateWhole(),
             StopOnNonFinite(),
-            *before,
+            *self.fit_callbacks(run_dir, average),
             AttentionNumbers(self.config_init[self.config.subcommand].analysis),
             self.speed,
             *self._progress(),
             *stop,
             self.last,
-            GracefulInterrupt(
-                self.request,
-                self.last,
-                " ".join([resume_command(run_dir), *self.trust.needed_to_resume(options)]),
-                self.run_directory,
-            ),
-            *after,
         ]
 
-    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Returns the callbacks of training that run before `last.ckpt` is written, and those that run after."""
-        return [], []
+    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:
+        """Return further callbacks of training."""
+        return []
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
         """Returns the callbacks of the other subcommands."""

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from headmix_vision.errors import message_of
 from headmix_vision.files.atomic import atomic_path, check_place
 from headmix_vision.runs.checkpoints import HASH, checkpoint_sha256, read_checkpoint
-from headmix_vision.runs.shards import SHARDED, SHARDS, remove_shards
+from headmix_vision.runs.sharded_checkpoints import SHARDED, SHARDS, remove_shards
 from headmix_vision.training.run_directory import RunDirectory, RunLostError
 
 

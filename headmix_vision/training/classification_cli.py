@@ -9,7 +9,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.runs.directory import BEST, CHECKPOINTS, CURVES, LAST, PREDICTIONS
 from headmix_vision.training.base_cli import RunCLI
-from headmix_vision.training.callbacks.best_checkpoint import BestCheckpoint
+from headmix_vision.training.callbacks.checkpointing import BestCheckpoint
 from headmix_vision.training.callbacks.class_report import ClassReport, class_rows, format_rows, write_report
 from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
@@ -35,10 +35,10 @@ class ClassificationCLI(RunCLI):
         """What the best checkpoint is chosen by."""
         return str(self.config_init["fit"].best.monitor)
 
-    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Makes learning curves before `last.ckpt`, and the best checkpoint after it."""
+    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:
+        """Return learning curves and the best checkpoint."""
         self.best = BestCheckpoint(run_dir / CHECKPOINTS, self.monitor)
-        return [LearningCurves(run_dir / CURVES, lambda: self.metrics.rows)], [self.best]
+        return [LearningCurves(run_dir / CURVES, lambda: self.metrics.rows), self.best]
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
         """Makes the table of predictions for `predict`, and counts the classes for `validate` and `test`."""

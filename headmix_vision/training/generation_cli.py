@@ -38,8 +38,8 @@ class GenerationCLI(RunCLI):
         parser.add_class_arguments(SampleGridConfig, "samples")
         parser.add_class_arguments(FidConfig, "fid")
 
-    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Makes sample grids, scores and learning curves, all before `last.ckpt`."""
+    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:
+        """Return sample grids, scores and learning curves."""
         options, made = self.options, self.config_init[self.config.subcommand]
         vae, seed = options.model.vae, options.seed_everything
         sampler = ImageSampler(vae, fetch=self.trust.knows(vae))
@@ -48,7 +48,7 @@ class GenerationCLI(RunCLI):
         curves = LearningCurves(
             run_dir / CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )
-        return [samples, score, curves], []
+        return [samples, score, curves]
 
     def after_fit(self) -> None:
         """Prints the training loss, if an epoch was finished, and where the files are."""

@@ -54,8 +54,9 @@ class ImageGenerator(BaseModule):
         compile: Compile the network with `torch.compile`; with `blocks` each block by itself, which takes less time;
             with `graphs` into CUDA graphs, for small networks on one GPU, whose steps wait for the host.
         grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
-        spread_tokens: Number of neighbouring processes that share the tokens of each training sample, which divides
-            the number of processes: for images or clips that are too large for one GPU.
+        context_parallel: Number of neighbouring processes among which the tokens of each training sample are divided,
+            for images or clips that exceed one GPU's memory. It divides the number of processes.
+        spread_tokens: Former name of `context_parallel`.
         seed: Seed of noise, times and dropped labels; the command line sets it to `seed_everything`.
 
     Raises:
@@ -78,12 +79,18 @@ class ImageGenerator(BaseModule):
         schedule: ScheduleConfig = DEFAULT_SCHEDULE,
         compile: Compile = False,
         grad_checkpointing: bool = False,
+        context_parallel: int = 1,
         spread_tokens: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(optimizer, schedule, seed, compile=compile, grad_checkpointing=grad_checkpointing)
-        check_counts(1, **{"model.spread_tokens": spread_tokens})
-        self.sharers = spread_tokens
+        check_counts(1, **{"model.context_parallel": context_parallel, "model.spread_tokens": spread_tokens})
+        self.sharers = max(context_parallel, spread_tokens)
+        if 1 < min(context_parallel, spread_tokens) < self.sharers:
+            raise InputError(
+                f"model.spread_tokens={spread_tokens} is the former name of model.context_parallel={context_parallel}:"
+                " set one of them"
+            )
         arguments = {"learned_variance": objective.learned_variance, **(model_args or {})}
         self.net = create_generator(name, num_classes, input_size, arguments, checkpoint)
         if (self.net.out_channels != self.net.in_channels) != objective.learned_variance:
@@ -121,17 +128,18 @@ class ImageGenerator(BaseModule):
         self.class_names = getattr(datamodule, "class_names", None) or self.class_names
 
     def configure_model(self) -> None:
-        """Spreads the tokens of training samples over processes, if asked to; then as for all networks.
+        """Set up context parallelism, if asked to; then as for all networks.
 
         Raises:
-            InputError: If the processes are not a multiple of those that share a sample, or the attention takes none.
+            InputError: If the number of processes is not a multiple of `context_parallel`, or the attention does not
+                support it.
         """
         net: Any = self.net
         sharers, processes = self.sharers, self.trainer.world_size
         if sharers > 1 and self.trainer.state.fn == "fit":
             if processes % sharers:
                 raise InputError(
-                    f"model.spread_tokens={sharers} needs a multiple of {sharers} processes, got {processes}: set"
+                    f"model.context_parallel={sharers} needs a multiple of {sharers} processes, got {processes}: set"
                     " trainer.devices"
                 )
             device, shape = self.trainer.strategy.root_device.type, (processes // sharers, sharers)

@@ -40,7 +40,7 @@ from headmix_vision.runs.directory import (
     standing_file,
     standing_places,
 )
-from headmix_vision.runs.shards import remove_unfinished
+from headmix_vision.runs.sharded_checkpoints import remove_unfinished
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what is there stays, and the run goes on from it
 

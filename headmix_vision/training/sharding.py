@@ -29,7 +29,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.files.hashes import file_sha256
 from headmix_vision.layers.cores import AttentionCore
 from headmix_vision.runs.checkpoints import check_state, read_checkpoint
-from headmix_vision.runs.shards import (
+from headmix_vision.runs.sharded_checkpoints import (
     FORMAT,
     INDEX,
     SHARDED,

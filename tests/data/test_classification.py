@@ -17,7 +17,7 @@ from headmix_vision.data.batches import SampleKey
 from headmix_vision.data.datasets.base import to_picture
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.data.loading import TrainSamples, WholeBatches
+from headmix_vision.data.loading import WholeBatches
 from headmix_vision.data.seeding import derive_seed, seeded
 
 from .helpers import Recorder, attach, make_trainer
@@ -74,10 +74,10 @@ def test_default_augmentation_leaves_digits_alone() -> None:
     data = ClassificationData(batch_size=10)
     attach(data)
     samples = data.train_dataloader().dataset
-    assert isinstance(samples, TrainSamples)
+    assert isinstance(samples, WholeBatches)
     config = data._data_config
     expected = (samples.source.read(5)[0] - config["mean"][0]) / config["std"][0]
-    assert torch.equal(samples[SampleKey(5, 0, 0)][0], expected)
+    assert torch.equal(samples.__getitems__([SampleKey(5, 0, 0)])[0][0], expected)
 
 
 AUGMENTATION = Augmentation(scale=(0.5, 1.0), hflip=0.5, color_jitter=0.3, reprob=0.5, degrees=15, translate=0.1)
@@ -133,7 +133,7 @@ def test_batches_hold_the_samples_that_timms_transform_makes_one_by_one(
     images, targets = samples.__getitems__(keys)
     assert images.dtype == torch.float32 and images.is_contiguous() and targets.dtype == torch.int64
     for key, image, target in zip(keys, images, targets, strict=True):
-        one, one_target = samples[key]
+        (one,), (one_target,) = samples.__getitems__([key])
         assert torch.equal(image, one) and target == one_target
     assert [to_picture(samples.source.read(key.sample)[0]).tobytes() for key in keys] == before
     if "degrees" in options:

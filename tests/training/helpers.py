@@ -9,7 +9,7 @@ import yaml
 
 from headmix_vision.cli import train_cls
 from headmix_vision.runs.checkpoints import read_checkpoint
-from headmix_vision.runs.shards import SHARDED
+from headmix_vision.runs.sharded_checkpoints import SHARDED
 
 TINY: dict[str, Any] = {
     "seed_everything": 3,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
+from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
 
 from .helpers import assert_same_run, read_csv, run, write_config
 from .test_resume import interrupt_in

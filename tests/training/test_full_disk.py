@@ -91,7 +91,7 @@ def test_a_run_directory_that_disappears_ends_the_run_and_keeps_the_weights(
 
     with monkeypatch.context() as context:
         context.setattr(ImageClassifier, "training_step", removing)
-        context.setattr("headmix_vision.training.callbacks.graceful_interrupt._LOOK_EVERY_S", 0)
+        context.setattr("headmix_vision.training.callbacks.checkpointing._LOOK_EVERY_S", 0)
         assert run("fit", "-c", config, "--run_dir", run_dir) == 1
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and f"the run directory {run_dir} has disappeared; the weights of step 5 are " in errors[0]
@@ -117,7 +117,7 @@ def test_a_run_directory_that_cannot_be_written_ends_the_run(
         return write(path, mode, **kwargs)
 
     monkeypatch.setattr(Path, "open", refuse)  # tests may run as a user whom no mode stops
-    monkeypatch.setattr("headmix_vision.training.callbacks.graceful_interrupt._LOOK_EVERY_S", 0)
+    monkeypatch.setattr("headmix_vision.training.callbacks.checkpointing._LOOK_EVERY_S", 0)
     assert run("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", run_dir) == 1
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0].startswith(f"error: Read-only file system: {run_dir}")

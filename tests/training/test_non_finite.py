@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headmix_vision.training import later
-from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
+from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
 from headmix_vision.training.callbacks.predictions import PredictionsCSV
 from headmix_vision.training.classification_metrics import ClassificationMetrics
@@ -132,7 +132,7 @@ def test_processes_agree_to_stop_without_waiting_for_their_devices(monkeypatch: 
     answers = iter([0.0, 1.0, 0.0])  # of the other process
     monkeypatch.setattr(later.dist, "all_reduce", lambda tensor: tensor.add_(next(answers)))
     trainer: Any = SimpleNamespace(world_size=2, strategy=SimpleNamespace(root_device="cpu"))
-    interrupt = GracefulInterrupt(InterruptRequest())
+    interrupt = LastCheckpoint(Path("last.ckpt"), InterruptRequest())
     assert [interrupt._requested_lately(trainer) for _ in range(3)] == [False, False, True]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
+from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.signals import InterruptRequest
 

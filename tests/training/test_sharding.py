@@ -29,11 +29,12 @@ from headmix_vision.console.processes import leave_group
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint
 from headmix_vision.runs.networks import create_generator
-from headmix_vision.runs.shards import SHARDED, check_shards, read_shards
+from headmix_vision.runs.sharded_checkpoints import SHARDED, check_shards, read_shards
 from headmix_vision.training.base_module import _check_batch
-from headmix_vision.training.callbacks.last_checkpoint import LastCheckpoint
+from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
 from headmix_vision.training.sharding import ShardedStrategy, _Writer
+from headmix_vision.training.signals import InterruptRequest
 
 from . import gen_helpers
 from .helpers import assert_equal, read_csv, run, write_config
@@ -339,9 +340,9 @@ def test_a_killed_run_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
 def test_the_first_checkpoint_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else metrics could say that a run has had a checkpoint which is not there."""
     waited: list[Any] = []
-    monkeypatch.setattr("headmix_vision.training.callbacks.last_checkpoint.finish_saving", waited.append)
+    monkeypatch.setattr("headmix_vision.training.callbacks.checkpointing.finish_saving", waited.append)
     trainer: Any = SimpleNamespace(fast_dev_run=False, save_checkpoint=lambda *args, **kwargs: None)
-    callback = LastCheckpoint(tmp_path / "last.ckpt")
+    callback = LastCheckpoint(tmp_path / "last.ckpt", InterruptRequest())
     callback.save(trainer)
     assert waited == [trainer]
     callback.path.touch()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headmix_vision.layers import embeddings
-from headmix_vision.training.callbacks.graceful_interrupt import GracefulInterrupt
+from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.generator import ImageGenerator
 from headmix_vision.training.later import Later, Latest
@@ -137,7 +137,7 @@ def test_lightning_does_not_ask_for_its_own_signals(monkeypatch: pytest.MonkeyPa
         raise AssertionError
 
     trainer: Any = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    GracefulInterrupt(InterruptRequest()).on_train_start(trainer, lightning.LightningModule())
+    LastCheckpoint(Path("last.ckpt"), InterruptRequest()).on_train_start(trainer, lightning.LightningModule())
     loop: Callable[[], None] = trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
     assert "_broadcast_sigterm_tensor" in inspect.getsource(type(trainer.fit_loop.epoch_loop).advance), "renamed"
     monkeypatch.setattr(torch, "tensor", ask)
@@ -147,7 +147,7 @@ def test_lightning_does_not_ask_for_its_own_signals(monkeypatch: pytest.MonkeyPa
 def test_signals_wait_for_a_step_while_there_are_steps() -> None:
     trainer: Any = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     request, module = InterruptRequest(), lightning.LightningModule()
-    interrupt = GracefulInterrupt(request)
+    interrupt = LastCheckpoint(Path("last.ckpt"), request)
     with request.installed():
         interrupt.on_train_start(trainer, module)
         signal.raise_signal(signal.SIGINT)

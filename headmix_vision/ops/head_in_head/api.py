@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import check_tensors, check_types, is_plain, once, select, why_not_triton
+from headmix_vision.ops.dispatch import Bound, check_tensors, check_types, is_plain, kept, select, why_not_triton
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
@@ -192,7 +192,16 @@ class HeadInHeadOutput(NamedTuple):
     final_state: Tensor | None
 
 
-def _check(
+@kept
+def bind_head_in_head(scan: TokenScan | None, impl: str) -> Bound:
+    """Fix the scan and implementation of :func:`head_in_head`; the returned call takes its seven tensors.
+
+    It returns the output and the final state, and does not check that ``log_decay`` is at most 0.
+    """
+    return Bound(partial(_plan, scan=scan, impl=impl))
+
+
+def _plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -202,9 +211,13 @@ def _check(
     initial_state: Tensor | None,
     scan: TokenScan | Tensor | None,
     impl: str,
-) -> str:
+) -> Callable[..., State]:
     validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl)
-    return select(impl, q.is_cuda, lambda: _why_not_triton(q, v, mask))
+    name = select(impl, q.is_cuda, lambda: _why_not_triton(q, v, mask))
+    form, tables = IMPLEMENTATIONS[name], _tables(scan, q)
+    if tables is None or not q.is_cuda:
+        return partial(form, scan=tables)
+    return lambda *tensors: form(*tensors, _tables(scan, tensors[0]))  # found and held in a CUDA graph
 
 
 def _why_not_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
@@ -264,9 +277,12 @@ def head_in_head(
             reading it would hold up every call.
     """
     inputs = (q, k, v, beta, log_decay, mask, initial_state)
-    name = _check(*inputs, scan, impl) if isinstance(scan, Tensor) else once(_check, inputs, scan, impl)
+    if isinstance(scan, Tensor):  # its values are read: each call has a plan of its own
+        run = _plan(*inputs, scan=scan, impl=impl)
+    else:
+        run = bind_head_in_head(scan, impl).planned(*inputs)
     _check_decay(log_decay)
-    out, state = IMPLEMENTATIONS[name](*inputs, _tables(scan, q))
+    out, state = run(*inputs)
     return HeadInHeadOutput(out, state if output_final_state else None)
 
 

@@ -37,8 +37,8 @@ def head_in_head_torch(
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         tokens, r = q.shape[1], mask.shape[-1]
         if scan is not None:
-            q, k, v, beta, log_decay = (reorder(x, scan) for x in (q, k, v, beta, log_decay))
-            mask = reorder(mask, scan) if mask.ndim == 5 else mask
+            q, k, v, beta, log_decay = reorder(scan, q, k, v, beta, log_decay)
+            (mask,) = reorder(scan, mask) if mask.ndim == 5 else (mask,)
 
         length = min(tokens, _chunk_length(r, q.shape[-1], v.shape[-1]))
         q, k, v, beta, log_decay = (to_chunks(x.to(dtype), length) for x in (q, k, v, beta, log_decay))
@@ -62,7 +62,7 @@ def head_in_head_torch(
         own = scores.transpose(-2, -3).flatten(-2) @ corrected.flatten(-3, -2)  # over the r T pairs of the chunk
         out = since_start[..., None] * (q @ starts) + own
         out = from_chunks(q.shape[-1] ** -0.5 * out, tokens)
-        return (out if scan is None else restore(out, scan)).to(out_dtype), final
+        return (out if scan is None else restore(scan, out)).to(out_dtype), final
 
 
 def _chunk_length(r: int, key_dim: int, value_dim: int) -> int:

@@ -28,7 +28,7 @@ def train(
     batch_size = 8 * sharers // processes
     config = gen_helpers.write_config(folder / f"{batch_size}.yaml", **PLAIN, **options, data__batch_size=batch_size)
     run = folder / f"{strategy}-{processes}-{sharers}"
-    how = ("--trainer.devices", processes, "--trainer.strategy", strategy, "--model.spread_tokens", sharers)
+    how = ("--trainer.devices", processes, "--trainer.strategy", strategy, "--model.context_parallel", sharers)
     finish(start("fit", "-c", config, "--run_dir", run, *how, *arguments, script="train_gen.py"))
     return run
 
@@ -77,11 +77,16 @@ def test_a_run_goes_on_with_and_without_others_that_share_its_tokens(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model__spread_tokens": 2}, "model.spread_tokens=2 needs a multiple of 2 processes, got 1"),
-        ({"model__spread_tokens": 0}, "model.spread_tokens must be a whole number"),
+        ({"model__context_parallel": 2}, "model.context_parallel=2 needs a multiple of 2 processes, got 1"),
+        ({"model__spread_tokens": 2}, "model.context_parallel=2 needs a multiple of 2 processes, got 1"),
+        ({"model__context_parallel": 0}, "model.context_parallel must be a whole number"),
+        (
+            {"model__context_parallel": 2, "model__spread_tokens": 4},
+            "model.spread_tokens=4 is the former name of model.context_parallel=2: set one of them",
+        ),
     ],
 )
-def test_what_cannot_be_spread_is_refused(
+def test_context_parallelism_needs_processes(
     options: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = gen_helpers.write_config(tmp_path / "tiny.yaml", **options)
