@@ -29,12 +29,12 @@ def run(
     words = sys.argv[1:] if args is None else args
     with one_line_errors():
         from headmix_vision.training.command_help import asked_help
-        from headmix_vision.training.request import TrainingRequest
+        from headmix_vision.training.training_request import TrainingRequest
     if (text := asked_help(kind, words)) is not None:
         print(text, end="")
         return
     with importing(command):
-        from headmix_vision.training.job import train
+        from headmix_vision.training.training_job import train
     train(TrainingRequest(kind=kind, words=words, default_config=default_config), one_line_endings)
 
 

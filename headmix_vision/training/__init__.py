@@ -7,12 +7,12 @@ print(train(TrainingRequest(kind="classifier", words=("fit", "-c", "digits"))).m
 from typing import TYPE_CHECKING, Any
 
 from headmix_vision.extras import require_extra
-from headmix_vision.training.request import TrainingRequest
+from headmix_vision.training.training_request import TrainingRequest
 
 require_extra("train", __name__)
 
 if TYPE_CHECKING:
-    from headmix_vision.training.job import Trained, train
+    from headmix_vision.training.training_job import Trained, train
 
 __all__ = ["Trained", "TrainingRequest", "train"]
 
@@ -20,6 +20,6 @@ __all__ = ["Trained", "TrainingRequest", "train"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from headmix_vision.training import job  # imports torch and Lightning
+    from headmix_vision.training import training_job  # imports torch and Lightning
 
-    return getattr(job, name)
+    return getattr(training_job, name)

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from headmix_vision.training.base_cli import run_words
-from headmix_vision.training.request import TrainingRequest
+from headmix_vision.training.training_request import TrainingRequest
 
 _CLIS = {
     "classifier": ("classification_cli", "ClassificationCLI"),
