@@ -26,7 +26,7 @@ _MODEL = (
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command; wrong input ends the process with one line and exit status 2."""
     with one_line_errors():
-        require_extra("analysis", "headmix-analyze")
+        require_extra("analysis", "headmix analyze")
     options = _parser().parse_args(args)
     if options.kind == "sweep":
         options.kind = options.sweep

@@ -81,7 +81,7 @@ def _read_safetensors(path: Path) -> Statistics:
         header = (file.metadata() or {}).get(_HEADER)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     if header is None:
-        raise InputError(f"{path} is no statistics file: make one with headmix-evaluate stats")
+        raise InputError(f"{path} is no statistics file: make one with headmix evaluate stats")
     described = parse_json(header, f"the header of {path}")
     described = check_fields(f"the header of {path}", described, {"images": dict, "extractor": dict | None})
     images = check_fields(f"the header of {path}, images", described["images"], _IMAGES)

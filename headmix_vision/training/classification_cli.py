@@ -19,7 +19,7 @@ from headmix_vision.training.options import MONITORED, BestConfig
 
 
 class ClassificationCLI(RunCLI):
-    """Trains and evaluates classifiers from the command line: `headmix-train-cls`."""
+    """Trains and evaluates classifiers from the command line: `headmix train-cls`."""
 
     module_class = ImageClassifier
     data_class = ClassificationData

@@ -11,7 +11,7 @@ from headmix_vision.training.sharding import ShardedStrategy
 
 
 class DistillationCLI(GenerationCLI):
-    """Trains generators after a teacher, from the command line: `headmix-distill`."""
+    """Trains generators after a teacher, from the command line: `headmix distill`."""
 
     module_class = DistilledGenerator
     runs_folder = "runs/distilled"

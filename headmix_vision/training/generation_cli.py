@@ -19,7 +19,7 @@ from headmix_vision.training.options import FidConfig, SampleGridConfig
 
 
 class GenerationCLI(RunCLI):
-    """Trains generators from the command line: `headmix-train-gen`."""
+    """Trains generators from the command line: `headmix train-gen`."""
 
     module_class: ClassVar[type[LightningModule]] = ImageGenerator
     data_class = GenerationData
@@ -28,7 +28,7 @@ class GenerationCLI(RunCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Offers `fit` and `validate`; `headmix-sample` draws samples."""
+        """Offers `fit` and `validate`; `headmix sample` draws samples."""
         hidden = {"model", "dataloaders", "datamodule"}
         return {"fit": {*hidden, "train_dataloaders", "val_dataloaders"}, "validate": hidden}
 
@@ -59,4 +59,4 @@ class GenerationCLI(RunCLI):
         loss = f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · " if rows else ""
         samples = "videos" if len(self.model.net.input_size) == 3 else "images"
         where = f"run {run_dir} · samples {run_dir / SAMPLES}"
-        print(f"{loss}{where} · next: headmix-sample {samples} --model {run_dir}")
+        print(f"{loss}{where} · next: headmix sample {samples} --model {run_dir}")
