@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
 
 class Sent(TorchDispatchMode):
-    """Counts the bytes that collectives are given, by name."""
+    """Counter of the bytes passed to collectives, by name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def floor_bytes(self) -> int:
-        """What is moved forward."""
+        """Bytes read and written in the forward pass."""
         return 2 * self.batch * self.tokens * self.channels * DTYPE.itemsize
 
     def tiny(self) -> Shape:

@@ -1,4 +1,4 @@
-"""Times what the host does for a call of each op launched by itself: all but the kernels. It needs no GPU.
+"""Time the host's part of a call of each op, launched by itself, without a GPU.
 
     python -m benchmarks.bench_host
 

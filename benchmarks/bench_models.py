@@ -122,7 +122,7 @@ class Contestant:
         self.last = loss.detach()
 
     def window(self) -> float:
-        """Seconds of one window of ``steps`` steps, the device waited for at both ends."""
+        """Return the seconds of a window of ``steps`` steps, waiting for the device at both ends."""
         self._synchronize()
         start = time.perf_counter()
         for _ in range(self.steps):

@@ -84,7 +84,7 @@ class SameBatches(Dataset[Any]):
 
 
 class FreeReading:
-    """Gives the first batch of a data module at every step, parted as among processes where a step takes several."""
+    """Data module that repeats its first batch, split where a step accumulates several."""
 
     def train_dataloader(self: Any) -> DataLoader[Any]:
         batch, parts = next(iter(super().train_dataloader())), self.trainer.accumulate_grad_batches  # type: ignore[misc]
@@ -102,7 +102,7 @@ class FreeClassification(FreeReading, ClassificationData):
 
 
 class Clock(Callback):
-    """Times the steps of a run but the first ones, the device waited for at both ends."""
+    """Clock of a run's steps after the first ones; it waits for the device at both ends."""
 
     def __init__(self, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps

@@ -1,4 +1,4 @@
-"""Times Wan2.1-1.3B's shape, softmax and converted to MHLA: one denoising forward, one training step.
+"""Time Wan2.1-1.3B's shape, softmax and converted to MHLA: one denoising forward, one training step.
 
     python -m benchmarks.bench_wan                                    # all rows at all sizes, some minutes on an H200
     python -m benchmarks.bench_wan --sizes 21x30x50 --modes forward --rows cudnn converted
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 
 def make(row: str, arguments: argparse.Namespace) -> nn.Module:
-    """Makes a row's model with random weights."""
+    """Make a row's model with random weights."""
     torch.manual_seed(0)
     options = TINY if arguments.tiny else WAN
     kept = range(0, options["num_layers"], 3) if row == "hybrid" else ()
@@ -67,13 +67,13 @@ def make(row: str, arguments: argparse.Namespace) -> nn.Module:
 
 
 def attention_of(row: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context of a row's softmax attention, cross-attention included."""
+    """Return the context of a row's softmax attention, cross-attention included."""
     cudnn = row != "installed" and device.type == "cuda"  # a hybrid keeps the fastest softmax
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else contextlib.nullcontext()
 
 
 def draw(size: tuple[int, ...], model: nn.Module, arguments: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws latents [1, 16, T, H, W], a time and text of one clip whose tokens are of a size."""
+    """Draw latents [1, 16, T, H, W], a time and text of one clip with a grid of tokens."""
     generator = torch.Generator(arguments.device).manual_seed(1)
     options = {"generator": generator, "device": arguments.device, "dtype": arguments.dtype}
     latents = torch.randn(1, 16, size[0], 2 * size[1], 2 * size[2], **options)
@@ -82,7 +82,7 @@ def draw(size: tuple[int, ...], model: nn.Module, arguments: argparse.Namespace)
 
 
 def step(model: nn.Module, inputs: tuple[Tensor, ...], mode: str) -> Tensor:
-    """Runs one forward pass, or one training step; returns the output or the loss."""
+    """Run one forward pass or one training step, and return the output or the loss."""
     if mode == "forward":
         with torch.no_grad():
             return model(*inputs, return_dict=False)[0]
@@ -98,7 +98,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure(row: str, size: tuple[int, ...], mode: str, arguments: argparse.Namespace) -> Row:
-    """Times one row: the median of its windows, each one step, and its peak memory."""
+    """Time one row: the median of its windows, each one step, and its peak memory."""
     device, on_gpu = arguments.device, arguments.device.type == "cuda"
     torch.compiler.reset()
     release_memory()
@@ -139,7 +139,7 @@ def measure(row: str, size: tuple[int, ...], mode: str, arguments: argparse.Name
 
 @torch.no_grad()
 def check(size: tuple[int, ...], arguments: argparse.Namespace) -> None:
-    """Exits unless a layer of MHLA agrees with float64, and one of cuDNN's attention with PyTorch's choice."""
+    """Exit unless a layer of MHLA agrees with float64, and one of cuDNN's attention with PyTorch's choice."""
     model = make("converted", arguments)
     latents, *_ = draw(size, model, arguments)
     tokens = model.patch_embedding(latents).flatten(2).transpose(1, 2)
@@ -163,7 +163,7 @@ def report_error(what: str, given: Tensor, wanted: Tensor) -> None:
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Adds how many times faster than softmax each row of one size and mode is."""
+    """Add the speed over softmax to each row of one size and mode."""
     times = {row["row"]: row["ms"] for row in rows}
     for row in rows:
         for baseline in ("installed", "cudnn"):

@@ -98,7 +98,7 @@ class Launch(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a compiled kernel needs, or why it does not compile or run."""
+    """Resources of a compiled kernel, or the reason why it does not compile or run."""
 
     shared: int = 0  # bytes of a program
     registers: int = 0  # of a thread

@@ -1,4 +1,4 @@
-"""What bench_head_mixes.py measures: the shapes, and each form of a mix, of an op with mixes around it, and of a layer.
+"""Shapes and forms of bench_head_mixes.py: a mix, an op with mixes around it, and a layer.
 
 B batch, N tokens, H heads, D head dim, P pseudo-heads, M token blocks.
 """

@@ -1,4 +1,4 @@
-"""What bench_hih.py measures: the shapes, and the op of each column with inputs in the layout it likes best.
+"""Shapes and columns of bench_hih.py: each op with inputs in the layout that suits it best.
 
 B batch, N tokens, H heads, D head dim, r sub-heads.
 """

@@ -1,4 +1,4 @@
-"""Reads the machine code of compiled kernels: what they need of a GPU, and registers that they read but never write."""
+"""Read machine code of compiled kernels: resources, and registers that are read but never written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing, peak memory, tables and CSV files.
+"""Shared by the benchmarks: timing, peak memory and CSV files.
 
 On a CUDA device a call is timed in two ways, both with a cold L2 as far as rotating over copies of the inputs makes it:
 
@@ -213,7 +213,7 @@ def open_device(name: str) -> torch.device:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a figure depends on besides the code: device and versions."""
+    """Return device and versions, which a figure depends on besides the code."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"device": name, "torch": torch.__version__, "triton": installed_version("triton")}
 

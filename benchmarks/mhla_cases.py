@@ -1,4 +1,4 @@
-"""What bench_mhla.py measures: the shapes, and the attention of each column with inputs in the layout it likes best.
+"""Shapes and columns of bench_mhla.py: each attention with inputs in the layout that suits it best.
 
 B batch, N tokens, H heads, D head dim, M token blocks, n tokens in the largest block.
 """

@@ -1,4 +1,4 @@
-"""The kinds of models that bench_models.py knows: how they are spelled, made, called and trained."""
+"""Kinds of models of bench_models.py: spelling, construction, inputs and loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between kinds of models: how their size is called, what they are called with, their loss."""
+    """A kind of model: name of its size argument, its inputs and its loss."""
 
     size: str
     inputs: Callable[[int, int, torch.Generator], tuple[Tensor, ...]]

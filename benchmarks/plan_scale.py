@@ -1,6 +1,6 @@
 """A table on paper: what a training step sends, holds and takes on many GPUs, from steps that were measured on one.
 
-    python -m benchmarks.plan_scale                     # 8, 64 and 512 GPUs in hosts of 8
+    python -m benchmarks.plan_scale                     # 8 and 512 GPUs in hosts of 8
     python -m benchmarks.plan_scale --gpus 256 --rates 450 25 --cpe
 
 Measured are time and peak memory of a step on one GPU: of DiT-XL/2 at 256 px by bench_scale.py (H100), and of
@@ -46,7 +46,7 @@ from headmix_vision.ops import TokenBlocks, TokenRanks
 from headmix_vision.ops.token_ranks import even_axis
 
 HOST = 8
-GPUS = (8, 64, 512)
+GPUS = (8, 512)
 RATES = (450.0, 50.0)  # GB/s that a GPU sends within its host and to others, nominal: NVLink, and 400 Gb/s of network
 WAN_TOKENS, WAN_BLOCKS = (21, 45, 80), ((3, 5, 10), (3, 5, 8))
 HEADER = ("model, samples a GPU", "GPUs", "way", "GB sent", "to other hosts", "GiB held", "ms a step", "samples/s")
@@ -63,7 +63,7 @@ class Spread(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What is known of a model: parameters in its blocks and outside, and what was measured on numbers of GPUs.
+    """A model: parameters in its blocks and outside, and measurements by number of GPUs.
 
     `measured` has s and GiB by way, `one` on one GPU; `rest` is its peak in bytes without weights, moments and average.
     """
@@ -156,8 +156,8 @@ def line(model: Model, way: str, hosts: int, per_host: int, rates: Sequence[floa
         way,
         *(f"{x / 1e9:.1f}" for x in ((sent + spread.sent).sum(), sent[1])),
         f"{held / 2**30:.1f}" + (f" (measured: {peak_gib:.1f})" if step_s else ""),
-        " to ".join(f"{1e3 * s:,.0f}" for s in steps_s) + (f" (measured: {1e3 * step_s:,.0f})" if step_s else ""),
-        " to ".join(f"{samples / s:,.{1 if samples / s < 100 else 0}f}" for s in steps_s),
+        "–".join(f"{1e3 * s:,.0f}" for s in steps_s) + (f" (measured: {1e3 * step_s:,.0f})" if step_s else ""),
+        "–".join(f"{samples / s:,.{1 if samples / s < 100 else 0}f}" for s in steps_s),
     ]
 
 
@@ -176,7 +176,7 @@ def plan(counts: Sequence[int] = GPUS, rates: Sequence[float] = RATES, cpe: bool
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS, help="numbers of GPUs, by default 8 64 512")
+    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS, help="numbers of GPUs, by default 8 512")
     parser.add_argument("--rates", type=float, nargs=2, default=RATES, help="GB/s a GPU sends, by default 450 50")
     parser.add_argument("--cpe", action="store_true", help="count the edges of a convolution of spread tokens, too")
     arguments = parser.parse_args(argv)

@@ -260,18 +260,19 @@ def mhla_cpu() -> str:
 
 
 def scale() -> str:
-    """Training on one GPU and on several, and the memory of a GPU, also where blocks are computed anew."""
-    lines = []
+    """Training on one GPU and on two: samples/s, ratio to one GPU and peak memory of a GPU, by way."""
+    ways, found = ("one", "ddp", "fsdp2", "kept"), dict[str, dict[str, str]]()
     for name in ("scale_h100", "scale_h200", "scale_checkpointing_h100"):
         rows = read(name)
         timed = {(row["model"], row["batch"]) for row in rows if row["what"] == "one"}  # others ran side by side
         for row in rows:
-            model = f"{row['model']}, {row['batch']}" + (", checkpointing" if "checkpointing" in name else "")
-            gpus, cells = f"{row['gpus']} {row['device'].split()[1]}", ["", ""]
-            if (row["model"], row["batch"]) in timed:
-                cells = [f"{float(row['imgs_per_s']):,.0f}", f"{float(row['ratio']):.2f}"]
-            lines.append([model, row["what"], gpus, *cells, f"{float(row['peak_gib']):.1f}"])
-    return markdown_table(["model, samples a GPU", "way", "GPUs", "samples/s", "over one GPU", "peak GiB a GPU"], lines)
+            model = f"{row['model']}, {row['batch']}, {row['device'].split()[1]}"
+            cells = found.setdefault(model + (", checkpointing" if "checkpointing" in name else ""), {})
+            speed = f"{float(row['imgs_per_s']):,.0f} ({float(row['ratio']):.2f}x)"
+            is_timed = (row["model"], row["batch"]) in timed
+            cells[row["what"]] = f"{speed if is_timed else '–'}, {float(row['peak_gib']):.1f}"
+    lines = [[model, *(cells.get(way, "") for way in ways)] for model, cells in found.items()]
+    return markdown_table(["model, samples a GPU", "one GPU", "two: DDP", "two: FSDP2", "two: kept"], lines)
 
 
 def context_parallel() -> str:

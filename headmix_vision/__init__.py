@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headmix_vision import models as models
     from headmix_vision import ops as ops
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if sys.modules.get("timm") is not None:
     import_module("headmix_vision.models")

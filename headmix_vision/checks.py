@@ -56,32 +56,24 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise InputError(f"{name} must be one of {allowed}, got {value!r}.")
 
 
-def pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
-    """Return one whole number twice, or two as a tuple.
+def per_axis(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
+    """Return one whole number for each of two or three axes: the given ones, or a single one for all axes.
 
     Raises:
-        InputError: if the value is neither, or a number is below ``least``.
+        InputError: if there are more or fewer, or a number is below ``least``.
     """
-    both = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if len(both) != 2:
-        raise InputError(f"{name} must be one whole number or two, got {value!r}.")
-    check_counts(least, **{name: both[0]})
-    check_counts(least, **{name: both[1]})
-    return both
-
-
-def triple(name: str, value: Any, least: int = 1) -> tuple[int, int, int]:
-    """Return three whole numbers, of time, height and width, as a tuple.
-
-    Raises:
-        InputError: if they are not three, or a number is below ``least``.
-    """
-    numbers = tuple(value) if isinstance(value, (tuple, list)) else ()
-    if len(numbers) != 3:
-        raise InputError(f"{name} must be three whole numbers, of time, height and width, got {value!r}.")
+    numbers = tuple(value) if isinstance(value, (tuple, list)) else (value,) * axes
+    if len(numbers) != axes:
+        raise InputError(f"{name} must be one whole number or {('two', 'three')[axes - 2]}, got {value!r}.")
     for number in numbers:
         check_counts(least, **{name: number})
     return numbers
+
+
+def pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
+    """Return two whole numbers, of height and width, see :func:`per_axis`."""
+    height, width = per_axis(name, value, 2, least)
+    return height, width
 
 
 def keywords(owner: type, leave_out: tuple[str, ...] = ()) -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m headmix_vision.evaluate METRIC --real X --fake Y`: see `headmix_vision.evaluation.command`."""
+"""`python -m headmix_vision.evaluate METRIC --real X --fake Y`: see `headmix_vision.cli.evaluate`."""
 
 from headmix_vision.cli.evaluate import main
 

@@ -252,8 +252,8 @@ SLIPS = [
     Slip(
         "clipping of pixels", "diffusion/schedulers.py", '["clip_sample"] = clip', '["clip_sample"] = False', PIPELINE
     ),
-    Slip("clipping of pixels alone", "diffusion/generator_pipeline.py", "clip=self.vae is None", "clip=True", PIPELINE),
-    Slip("clipping of pixels", "diffusion/generator_pipeline.py", "clip=self.vae is None", "clip=False", PIPELINE),
+    Slip("clipping of pixels alone", "diffusion/pipeline.py", "clip=self.vae is None", "clip=True", PIPELINE),
+    Slip("clipping of pixels", "diffusion/pipeline.py", "clip=self.vae is None", "clip=False", PIPELINE),
     Slip("clipping of a run's pixels", "runs/pipelines.py", "objective, clip=", "objective, clip=False and ", RUNS),
     Slip(
         "a run's objective",
@@ -302,15 +302,19 @@ SLIPS = [
     ),
     Slip("initial scale of times and labels", "layers/embeddings.py", "parameter, std=0.02", "parameter, std=0.2", DIT),
     Slip("initial scale of times and labels", "layers/embeddings.py", "table.weight, std=0.02", "table.weight", DIT),
-    Slip("initial scale of patches", "models/grid_dit.py", "proj.weight.flatten(1))", "proj.weight)", DIT),
-    Slip("initial scale of times and labels", "models/grid_dit.py", "self.t_embedder.reset_parameters()", "pass", DIT),
-    Slip("initial scale of times and labels", "models/grid_dit.py", "self.y_embedder.reset_parameters()", "pass", DIT),
-    Slip("mixing is not decayed", "models/grid_dit.py", " | undecayed_parameters(self)", "", DIT),
-    Slip("labels are not decayed", "models/grid_dit.py", '{"y_embedder.embedding_table.weight"}', "set()", DIT),
+    Slip("initial scale of patches", "models/headmix_dit.py", "proj.weight.flatten(1))", "proj.weight)", DIT),
+    Slip(
+        "initial scale of times and labels", "models/headmix_dit.py", "self.t_embedder.reset_parameters()", "pass", DIT
+    ),
+    Slip(
+        "initial scale of times and labels", "models/headmix_dit.py", "self.y_embedder.reset_parameters()", "pass", DIT
+    ),
+    Slip("mixing is not decayed", "models/headmix_dit.py", " | undecayed_parameters(self)", "", DIT),
+    Slip("labels are not decayed", "models/headmix_dit.py", '{"y_embedder.embedding_table.weight"}', "set()", DIT),
     Slip("weights only", "files/weights.py", "weights_only=True", "weights_only=False", DIT),
     Slip(
         "gradient checkpointing",
-        "models/grid_dit.py",
+        "models/headmix_dit.py",
         "if torch.is_grad_enabled() and self.gradient_checkpointing",
         "if False",
         DIT,
@@ -507,7 +511,7 @@ SLIPS = [
     Slip("rounding to pixels", "sampling/draw.py", "np.rint(images * 255)", "(images * 255)", NEAREST),
     Slip(
         "rounding to pixels",
-        "sampling/clips.py",
+        "sampling/draw.py",
         "np.rint(drawn[:, known:] * 255)",
         "(drawn[:, known:] * 255)",
         NEAREST,
@@ -562,12 +566,8 @@ SLIPS = [
         OBJECTIVES,
     ),
     Slip("bounds of steps", "training/image_sampler.py", "plan.steps > NUM_", "plan.steps >= NUM_", FID),
-    Slip(
-        "bounds of frame rates", "sampling/clip_planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES
-    ),
-    Slip(
-        "bounds of frame rates", "sampling/clip_planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES
-    ),
+    Slip("bounds of frame rates", "sampling/planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES),
+    Slip("bounds of frame rates", "sampling/planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES),
     Slip(
         "prefix tokens do not turn",
         "layers/positions.py",

@@ -13,7 +13,7 @@ DIFFS = sorted((HERE / "additions").glob("*.diff"))
 USE = """
 import pathlib, sys, timm, torch, headmix_vision
 from headmix_vision import evaluate
-from headmix_vision.data import cache_latents
+from headmix_vision.cli import cache_latents
 from headmix_vision.training import classification_cli, generation_cli
 
 assert headmix_vision.__file__.startswith(sys.argv[1])

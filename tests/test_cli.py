@@ -10,12 +10,15 @@ import pytest
 
 from headmix_vision.checks import literals
 from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.data.cache_request import CacheRequest
+from headmix_vision.data.datasets.latents import STORES
+from headmix_vision.data.latent_cache import DTYPES
 from headmix_vision.diffusion.denoising import CHANNELS
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, SPACINGS
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation import FvdRequest, ScoreRequest
 from headmix_vision.evaluation.fvd import PROTOCOLS
-from headmix_vision.sampling.clip_folder import FORMATS
+from headmix_vision.sampling.folder import FORMATS
 from headmix_vision.sampling.request import SCHEDULERS, SampleRequest
 
 START = "from headmix_vision.cli.starting import importing\nwith importing('sample'): pass"
@@ -31,12 +34,30 @@ def test_a_terminal_gets_a_first_line_before_the_imports_and_a_log_does_not():
 
 
 def test_help_needs_no_torch():
-    code = (
-        "import sys\nfrom headmix_vision.cli import main\n"
-        "for words in {lines}:\n    try: main([*words.split(), '--help'])\n    except SystemExit: pass\n"
-        "print([name for name in ('torch', 'timm', 'numpy') if name in sys.modules])"
-    )
-    lines = ["sample", "sample images", "sample videos", "evaluate", "evaluate kid", "evaluate fvd"]
+    code = """
+import sys
+from headmix_vision.cli import main
+for words in {lines}:
+    sys.argv = ["headmix", *words.split()]
+    try:
+        main([*words.split(), "--help"])
+    except SystemExit as end:
+        assert not end.code
+print([name for name in ("torch", "timm", "numpy") if name in sys.modules])
+"""
+    lines = [
+        "sample",
+        "sample images",
+        "sample videos",
+        "evaluate",
+        "evaluate kid",
+        "evaluate fvd",
+        "export",
+        "models",
+        "doctor",
+    ]
+    lines += ["cache-latents", "index-shards", "analyze", "analyze rank"]
+    lines += ["train-cls", "train-cls fit", "train-gen fit", "distill validate"]
     printed = subprocess.check_output([sys.executable, "-c", code.format(lines=lines)], text=True)
     assert printed.splitlines()[-1] == "[]" and printed.count("usage: headmix") == len(lines)
 
@@ -47,6 +68,7 @@ def test_the_words_of_help_are_those_of_the_library():
     assert literals(SampleRequest, "guidance_channels") == CHANNELS
     assert literals(SampleRequest, "format") == FORMATS
     assert literals(FvdRequest, "protocol") == tuple(PROTOCOLS)
+    assert literals(CacheRequest, "store") == STORES and set(literals(CacheRequest, "dtype")) == set(DTYPES)
 
 
 def test_options_come_with_hyphens_or_underscores():

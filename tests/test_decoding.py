@@ -12,7 +12,7 @@ import torch
 from inputs import encode, kinds, photo, turned, write_tar
 from PIL import Image
 
-from headmix_vision.data import cache_latents
+from headmix_vision.cli import cache_latents
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.image_files import ImageFiles, find_images
@@ -22,7 +22,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_images
 from headmix_vision.files.clip_files import probe_clip, read_clip
 from headmix_vision.files.pictures import Decoding, is_clip
-from headmix_vision.sampling.clip_planning import _read_image
+from headmix_vision.sampling.planning import _read_image
 
 SIZE = 24
 

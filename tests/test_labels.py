@@ -10,7 +10,7 @@ import pytest
 import torch
 from inputs import encode, photo, write_film, write_tar
 
-from headmix_vision.data import cache_latents, index_shards
+from headmix_vision.cli import cache_latents, index_shards
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.latents import LatentShards

@@ -215,7 +215,7 @@ def work(rank, size, folder):
 def results(request, tmp_path_factory):
     """The result of each case in each process."""
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.set_forkserver_preload(["headmix_vision.models.headmix_video_dit", "torch._dynamo"])  # once for all
+    multiprocessing.set_forkserver_preload(["headmix_vision.models.headmix_dit", "torch._dynamo"])  # once for all
     context = torch.multiprocessing.start_processes(
         work, (request.param, folder), request.param, join=False, start_method="forkserver"
     )

@@ -67,7 +67,7 @@ def fid(what: str, fake: object, real: str, features: Path) -> Row:
 
 
 def weights() -> Iterator[Row]:
-    """What comes with the package, on held-out digits."""
+    """Yield scores of the packaged weights on held-out digits."""
     for core in CORES:
         name = f"deit_{core}_digits"
         yield top1("weights", name, "digits:validation", WEIGHTS / f"{name}.safetensors")

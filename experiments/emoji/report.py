@@ -57,7 +57,7 @@ def quality(rows: Sequence[Row]) -> str:
 
 
 class Report:
-    """What the rows of these runs' recipes say.
+    """Tables and pictures of the rows of these runs.
 
     Args:
         table: All rows.

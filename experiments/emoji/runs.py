@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 class RememberingScorer(Scorer):
-    """Keeps features, logits and statistics of a set of pictures as long as the set is there."""
+    """Scorer that keeps features, logits and statistics of a set of pictures as long as the set exists."""
 
     def __init__(self, features: str) -> None:
         super().__init__(open_extractor(features, default_device()), batch_size=256)
@@ -64,7 +64,7 @@ class RememberingScorer(Scorer):
 
 
 class Runs(GeneratorRuns):
-    """How the runs of the comparison are started, and where they are."""
+    """Runs of the comparison: commands and places."""
 
     def __init__(self, arguments: argparse.Namespace, deadline_s: float) -> None:
         super().__init__(arguments, deadline_s)
@@ -74,7 +74,7 @@ class Runs(GeneratorRuns):
 
     @cached_property
     def labels(self) -> dict[str, list[int]]:
-        """Of each split those that pictures are drawn for: of all its pictures, or of `--samples` in even distances."""
+        """Labels to draw for each split: of all its pictures, or of `--samples` evenly spaced ones."""
         labels = {}
         for split in (VALIDATION, TEST):
             source = self._open(split)
@@ -96,7 +96,7 @@ class Runs(GeneratorRuns):
         return [Case(row, given.seeds[0], VALIDATION, f"{scale:g}") for row in given.rows for scale in given.guidance]
 
     def chosen(self, table: ResultTable, row: str) -> str | None:
-        """Names the guidance of a row with the lowest FID of validation; None before all are there."""
+        """Return the guidance of a row with the lowest validation FID; None before all are there."""
         found = {case.guidance: table.row(case, self.recipe(case)) for case in self.swept() if case.row == row}
         fids = {scale: float(known["fid"]) for scale, known in found.items() if known}
         return min(fids, key=lambda scale: fids[scale]) if len(fids) == len(found) else None
@@ -147,7 +147,7 @@ class Runs(GeneratorRuns):
         return hash_of(*sampling, case.split, case.guidance, given.samples, given.size)
 
     def sampling(self) -> list[object]:
-        """Options of `sample.py images` that are those of all cases."""
+        """Options of `sample.py images` for all cases."""
         return ["--steps", self.arguments.sampling_steps, "--dtype", self.arguments.dtype]
 
     def samples(self, case: Case) -> Path:
@@ -205,7 +205,7 @@ class Runs(GeneratorRuns):
             return scores | {f"{name}_percent": 100 * found[name] for name in ("nearer", "copied")}
 
     def _judged(self, source: str) -> dict[str, float]:
-        """What the judge says of the pictures of a data set, or of a file of samples."""
+        """Return the judge's accuracies of the pictures of a data set, or of a file of samples."""
         judge = self.scorer(self.arguments.judge)
         images = self._open_pictures(source, judge.extractor.mode)
         pictures = images.pictures

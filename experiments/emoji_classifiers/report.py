@@ -32,7 +32,7 @@ SCORES = ("val_percent", "test_top1_percent", "test_balanced_percent")
 
 
 def compared(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Of each network the runs of all seeds at its rate, which is the one with the best validation of seed 0."""
+    """Return the runs of each network at its rate, the best validation at seed 0."""
     found = {}
     for name in dict.fromkeys(row["variant"] for row in rows):
         tuning = [row for row in rows if (row["variant"], row["seed"]) == (name, "0")]

@@ -37,7 +37,7 @@ def train(script: str, config: str, run: Path, options: Sequence[object], **how:
 
 
 class GeneratorRuns:
-    """Starts training and scores for a comparison.
+    """Trainings and scores of a comparison.
 
     Args:
         arguments: The parsed command line, with `jobs`.
@@ -123,7 +123,7 @@ def flat(run: Path) -> str:
 
 
 def mark(rows: Sequence[Row]) -> str:
-    """What a table says of runs whose validation loss was not flat in the end, or had been lower."""
+    """Return a mark for runs whose validation loss was not flat in the end, or had been lower."""
     ends = {row["flat"] for row in rows}
     return " (not flat)" if "no" in ends else " (rising)" if "rising" in ends else ""
 
@@ -138,7 +138,7 @@ def yes(value: bool) -> str:
 
 
 class Outcome(NamedTuple):
-    """What a call did not get done: a text for each failure, and the cases that there was no time for."""
+    """Failures of a call, a text each, and the cases without time."""
 
     failures: list[str]
     missing: list[Case]

@@ -69,7 +69,7 @@ def open_table(path: Path) -> ResultTable:
 
 
 class Report:
-    """What the rows of these runs' recipes say.
+    """Tables and pictures of the rows of these runs.
 
     Args:
         table: All rows.

@@ -30,7 +30,7 @@ REAL, TEACHER = "real clips", "softmax"
 
 
 class Model(NamedTuple):
-    """What is trained for a row.
+    """Model of a row.
 
     `options` are arguments of the network beyond its core's. `budget` is `full`, all steps; `short`, a fifth of them;
     or `distilled`, as many, after the softmax model. `training` are options of training beyond the recipe.
@@ -72,7 +72,7 @@ class Case(NamedTuple):
 
 
 class Runs(GeneratorRuns):
-    """How the runs of the comparison are started, and where they are."""
+    """Runs of the comparison: commands and places."""
 
     def __init__(self, arguments: argparse.Namespace, deadline_s: float) -> None:
         super().__init__(arguments, deadline_s)

@@ -1,4 +1,4 @@
-"""`python -m headmix_vision.analysis rank|entropy|maps|mixing|sweep ...`: see `headmix_vision.analysis.command`."""
+"""`python -m headmix_vision.analysis rank|entropy|maps|mixing|sweep ...`: see `headmix_vision.cli.analyze`."""
 
 from headmix_vision.cli.analyze import main
 

@@ -1,20 +1,16 @@
-"""Make the index of a folder of tar shards, once, for `dataset: shards`: `headmix-index-shards --help`.
+"""Making the index of a folder of tar shards, once, for `dataset: shards`.
 
-    headmix-index-shards /data/imagenet/train                 # pictures with .cls
-    headmix-index-shards /data/clips --label class            # videos with an entry of .json as their label
-
-Files of one name that stand together in a tar file are a sample, as WebDataset has it: 000017.jpg, 000017.cls. Labels
-are the texts of .cls where there are such files, or what --label names; whole numbers count as the classes' numbers,
-other texts are numbered in their order. Samples without a picture or video are left out, and counted. A sample without
-a valid label among others is refused, unless --skip-unlabelled leaves it out.
+Files of one name that stand together in a tar file are a sample, as in WebDataset: 000017.jpg, 000017.cls. Labels are
+the texts of .cls where there are such files, or an entry of .json. Whole numbers count as the numbers of classes, other
+texts are numbered in their order. Samples without a picture or video are left out, and counted. A sample without a
+valid label among others is refused, unless such samples are to be left out.
 """
 
-import argparse
 import json
-import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,18 +18,76 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from headmix_vision.checks import check_counts
-from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.checks import check_counts, check_request
 from headmix_vision.console.notes import say_left_out
 from headmix_vision.console.progress import progress
 from headmix_vision.data.datasets.shards import FORMAT, INDEX, KINDS, TENSORS, describe_shard, find_shards
 from headmix_vision.data.labels import LabelRule, Labels, keep_labelled, number_labels
 from headmix_vision.data.loading import as_it_is
 from headmix_vision.data.shard_content import ScannedShards, ShardContent
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.errors import InputError
 from headmix_vision.files.limits import check_workers
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.files.video import VIDEO_SUFFIXES
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexRequest:
+    """Request for the index of a folder of shards; see `write_index`.
+
+    Raises:
+        InputError: Labels are to be left out, and to be read or skipped.
+    """
+
+    folder: Path
+    label: str | None = None
+    unlabelled: bool = False
+    skip_unlabelled: bool = False
+    suffix: str | None = None
+    check: bool = False
+    workers: int = 4
+
+    def __post_init__(self) -> None:
+        check_request(self)
+        if self.label is not None and self.unlabelled:
+            raise InputError("--label and --unlabelled are both given")
+        if self.skip_unlabelled and self.unlabelled:
+            raise InputError("--skip-unlabelled and --unlabelled are both given")
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Result of `index_shards`.
+
+    Args:
+        path: The index.
+        kind: What the samples are.
+        samples: Number of samples.
+        shards: Number of shards.
+        classes: Number of classes.
+        left_out: Names of files and samples that were left out.
+    """
+
+    path: Path
+    kind: str
+    samples: int
+    shards: int
+    classes: int
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        found = f"{self.samples} {self.kind} in {self.shards} shards, {self.classes} classes"
+        return f"{self.path}: {found}; {len(self.left_out)} left out"
+
+
+def index_shards(request: IndexRequest) -> Indexed:
+    """Make the index of a folder of shards; see `write_index`."""
+    settings = vars(request) | {}
+    folder = settings.pop("folder")
+    index, left_out = write_index(folder, **settings)
+    shards = index["shards"]
+    total = sum(shard["samples"] for shard in shards)
+    return Indexed(folder / INDEX, index["kind"], total, len(shards), len(index["class_names"]), tuple(left_out))
 
 
 def write_index(
@@ -161,42 +215,3 @@ def _select(contents: list[ShardContent], kept: list[int]) -> list[ShardContent]
             )
         )
     return chosen
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; wrong input ends the process with one line and exit status 2."""
-    options = vars(_parser().parse_args(args))
-    with one_line_errors():
-        if options["label"] is not None and options["unlabelled"]:
-            raise InputError("--label and --unlabelled are both given")
-        if options["skip_unlabelled"] and options["unlabelled"]:
-            raise InputError("--skip-unlabelled and --unlabelled are both given")
-        folder = options.pop("folder")
-        index, left_out = write_index(folder, **options)
-        for name in left_out:
-            print(f"left out {name}", file=sys.stderr)
-        total = sum(shard["samples"] for shard in index["shards"])
-        print(
-            f"{folder / INDEX}: {total} {index['kind']} in {len(index['shards'])} shards,"
-            f" {len(index['class_names'])} classes; {len(left_out)} left out"
-        )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="headmix-index-shards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="folder of the shards of a split")
-    parser.add_argument("--label", help="entry of .json that is the label (the text of .cls)")
-    parser.add_argument("--unlabelled", action="store_true", help="leave labels out")
-    parser.add_argument(
-        "--skip-unlabelled", action="store_true", help="leave out, and count, samples without a valid label"
-    )
-    parser.add_argument("--suffix", help="ending of the files that are the samples, where there are several")
-    parser.add_argument("--check", action="store_true", help="read all samples, and leave out damaged ones")
-    parser.add_argument("--workers", type=int, default=4, help="processes that read shards (4)")
-    return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Diffusion: training objectives, guidance, schedulers by name, the denoising loop, pipelines of images and videos."""
+"""Diffusion: training objectives, guidance, schedulers by name, the denoising loop, the pipeline."""
 
 from headmix_vision.extras import require_extra
 
@@ -6,9 +6,8 @@ require_extra("diffusion", __name__)
 
 from headmix_vision.diffusion.denoising import Guidance, denoise
 from headmix_vision.diffusion.objectives import Objective, ObjectiveConfig, create_objective
-from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline, HeadMixVideoDiTPipeline, VideoPipelineOutput
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, create_scheduler
-from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline, VideoPipelineOutput
 
 __all__ = [
     "SCHEDULER_NAMES",

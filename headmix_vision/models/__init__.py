@@ -11,8 +11,7 @@ from headmix_vision.models.compress import compress_heads
 from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
 
 if TYPE_CHECKING:
-    from headmix_vision.models.headmix_dit import HeadMixDiT
-    from headmix_vision.models.headmix_video_dit import HeadMixVideoDiT
+    from headmix_vision.models.headmix_dit import HeadMixDiT, HeadMixVideoDiT
 
 __all__ = ["HeadMixDiT", "HeadMixVideoDiT", "HeadMixVisionTransformer", "compress_heads"]
 
@@ -20,7 +19,7 @@ __all__ = ["HeadMixDiT", "HeadMixVideoDiT", "HeadMixVisionTransformer", "compres
 def __getattr__(name: str) -> Any:
     if name in ("HeadMixDiT", "HeadMixVideoDiT"):  # loads diffusers
         require_extra("diffusion", name)
-        from headmix_vision.models.headmix_dit_names import generator_class
+        from headmix_vision.models.headmix_dit import HeadMixDiT
 
-        return generator_class("dit_video_" if name == "HeadMixVideoDiT" else "dit_")
+        return HeadMixDiT
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

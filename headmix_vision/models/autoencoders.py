@@ -198,6 +198,7 @@ def load_autoencoder(
     Raises:
         InputError: No autoencoder there, or one that is not in the cache and is not fetched.
     """
+    check_source(source)
     if source == PIXELS:
         return Autoencoder(None, device=device, dtype=dtype)
     import diffusers
@@ -208,8 +209,6 @@ def load_autoencoder(
         if not (path / "vae" / "config.json").is_file():
             raise InputError(f"{source} has neither config.json nor vae/config.json: no autoencoder of diffusers")
         where["subfolder"] = "vae"
-    if not path.is_dir() and (path.is_absolute() or source.startswith(".") or source.count("/") != 1):
-        raise InputError(f"autoencoder {source!r} is no directory, no hub id OWNER/NAME, and not {PIXELS!r}")
     if (folder := path / where.get("subfolder", "")).is_dir():
         check_files(folder)
     try:
@@ -223,6 +222,17 @@ def load_autoencoder(
         hint = "" if path.is_dir() else "; without a connection, give the directory of a downloaded copy"
         raise InputError(f"autoencoder {source!r} cannot be loaded: {str(error).splitlines()[0]}{hint}") from None
     return Autoencoder(module, source, device, dtype)
+
+
+def check_source(source: str) -> None:
+    """Raise `InputError` for an autoencoder that is neither a folder, nor a hub id, nor `none`, without opening it."""
+    path = Path(source)
+    if (
+        source != PIXELS
+        and not path.is_dir()
+        and (path.is_absolute() or source.startswith(".") or source.count("/") != 1)
+    ):
+        raise InputError(f"autoencoder {source!r} is not a folder, a hub id OWNER/NAME, or {PIXELS!r}")
 
 
 def _find_class(source: str, name: object) -> Any:

@@ -27,7 +27,6 @@ from headmix_vision.layers.embeddings import sincos_positions
 from headmix_vision.models.convert import Conversion, check_shape, merge
 from headmix_vision.models.convert_mhla import is_released_mhla, rename_released_mhla
 from headmix_vision.models.headmix_dit import HeadMixDiT
-from headmix_vision.models.headmix_video_dit import HeadMixVideoDiT
 from headmix_vision.models.stored_positions import state_dict_in
 from headmix_vision.ops import TokenBlocks
 
@@ -86,9 +85,7 @@ def _noting_sit(weights: dict[str, Tensor], is_sit: bool) -> dict[str, Tensor]:
     return noted
 
 
-def convert_dit_state_dict(
-    state_dict: dict[str, Tensor], model: HeadMixDiT | HeadMixVideoDiT, sit: bool | None = None
-) -> Conversion:
+def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT, sit: bool | None = None) -> Conversion:
     """Map a state dict with the official DiT's keys onto ``model``.
 
     The names agree, so a model with the softmax core takes every weight and computes what the official model does.
@@ -132,7 +129,7 @@ def convert_dit_state_dict(
     if _POSITIONS in source:  # which our models do not store
         noted = getattr(source, "_metadata", {}).get("", {}).get(_SIT) or None
         _turn_sit(source, model, noted if sit is None else sit)
-    if isinstance(model, HeadMixVideoDiT) and source["x_embedder.proj.weight"].ndim == 4:
+    if len(model.patch_size) == 3 and source["x_embedder.proj.weight"].ndim == 4:
         source = inflate_dit(source, model)
     depth = len({name.split(".")[1] for name in source if name.startswith("blocks.")})
     if depth != len(model.blocks):
@@ -160,7 +157,7 @@ def _refuse_lightning(source: dict[str, Tensor]) -> None:
         )
 
 
-def _turn_sit(source: dict[str, Tensor], model: HeadMixDiT | HeadMixVideoDiT, sit: bool | None) -> None:
+def _turn_sit(source: dict[str, Tensor], model: HeadMixDiT, sit: bool | None) -> None:
     """Turn official weights, if they are SiT's, into those of a velocity from data to noise; refuse the wrong model."""
     channels, kernel = source["x_embedder.proj.weight"].shape[1], source["x_embedder.proj.weight"].shape[2:]
     last = {name: source[name] for name in ("final_layer.linear.weight", "final_layer.linear.bias")}
@@ -187,7 +184,7 @@ def _is_filled(value: Tensor) -> bool:
     return value.is_meta or bool(value.any())
 
 
-def inflate_dit(state_dict: dict[str, Tensor], model: HeadMixVideoDiT) -> dict[str, Tensor]:
+def inflate_dit(state_dict: dict[str, Tensor], model: HeadMixDiT) -> dict[str, Tensor]:
     """Turn weights of an image DiT into those of a model on clips, whose output for a still they leave as it was.
 
     A patch of t frames sums them with equal shares of the image's kernel, and predicts each of them alike. A
@@ -199,7 +196,7 @@ def inflate_dit(state_dict: dict[str, Tensor], model: HeadMixVideoDiT) -> dict[s
         state_dict: weights of an image DiT, of ours or the official one's names.
         model: the model to fill, whose positions are ``"sincos"`` if it is to compute the same; it is not changed.
     """
-    inflated, target, frames = {}, model.state_dict(), model.patch[0]
+    inflated, target, frames = {}, model.state_dict(), model.patch_size[0]
     for name, value in state_dict.items():
         wanted = target.get(name)
         if name == "x_embedder.proj.weight":
@@ -232,7 +229,7 @@ _HINTS = {
 }
 
 
-def _check_positions(stored: Tensor, model: HeadMixDiT | HeadMixVideoDiT) -> None:
+def _check_positions(stored: Tensor, model: HeadMixDiT) -> None:
     grid = model.base_grid[-2:]  # of an image
     expected = sincos_positions(model.embed_dim, grid, grid, like=torch.empty(0))[None]
     same = stored.shape == expected.shape

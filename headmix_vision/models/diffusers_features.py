@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import diffusers
+import torch
 from diffusers.configuration_utils import ConfigMixin
 from diffusers.hooks import FirstBlockCacheConfig
 from diffusers.loaders import PeftAdapterMixin
@@ -14,13 +15,20 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.layers import MixingMatrix
 
 C = TypeVar("C", bound=type)
 
 
-def found_by_diffusers(cls: C) -> C:
-    """Enter a class into diffusers, where ``AutoModel`` and ``DiffusionPipeline.from_pretrained`` look for its name."""
-    setattr(diffusers, cls.__name__, cls)
+def found_by_diffusers(cls: C, *names: str) -> C:
+    """Enter a class into diffusers, where ``AutoModel`` and ``DiffusionPipeline.from_pretrained`` look for its name.
+
+    Args:
+        cls: the class.
+        names: further names, under which earlier versions saved it.
+    """
+    for name in (cls.__name__, *names):
+        setattr(diffusers, name, cls)
     return cls
 
 
@@ -48,6 +56,36 @@ class FeaturedModel(ModelMixin, ConfigMixin, PeftAdapterMixin, CacheMixin):
     def block_frames(self) -> int | None:
         """Frames of a row of blocks, where a clip is drawn row by row; else None."""
         return None
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """Load what `save_pretrained` wrote; arguments as in diffusers, which would draw missing weights at random.
+
+        Raises:
+            InputError: if weights are missing or unknown.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
+        # buffers of a later version are for their modules to make up
+        missing = set(info["missing_keys"]) & dict(model.named_parameters()).keys()
+        for problem, names in (("lacks", missing), ("has unknown", info["unexpected_keys"])):
+            if names:
+                raise InputError(f"{pretrained_model_name_or_path} {problem} weights, first {min(names)}.")
+        return (model, info) if wants_info else model
+
+    def _fix_state_dict_keys_on_load(self, state_dict: dict[str, Tensor]) -> None:
+        """Add the block grids that folders of version 0.1.0 lack: diffusers calls this, and warns of missing ones."""
+        super()._fix_state_dict_keys_on_load(state_dict)
+        for name, module in self.named_modules():
+            if isinstance(module, MixingMatrix):
+                state_dict.setdefault(f"{name}.block_grid", torch.tensor(module.blocks.block_grid))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass (timm's name for it)."""
+        if enable:
+            self.enable_gradient_checkpointing()
+        else:
+            self.disable_gradient_checkpointing()
 
     def enable_cache(self, config: Any) -> None:
         """Reuse outputs of an earlier step where the first block's hardly changed: ``FirstBlockCacheConfig``.

@@ -17,7 +17,6 @@ from headmix_vision.models.names import Variant, register_family
 
 if TYPE_CHECKING:
     from headmix_vision.models.headmix_dit import HeadMixDiT
-    from headmix_vision.models.headmix_video_dit import HeadMixVideoDiT
 
 __all__: list[str] = []  # timm appends the registered names
 
@@ -28,16 +27,16 @@ SIZES = {
     "xl": {"embed_dim": 1152, "depth": 28, "num_heads": 16},
 }
 PATCH_SIZES = (2, 4, 8)
-LATENTS = {"input_size": 32, "in_channels": 4, "num_classes": 1000}
+LATENTS = {"input_size": 32, "in_channels": 4, "num_classes": 1000, "block_grid": (4, 4)}
 # A DiT for the embedded 8x8 digits: 4 blocks of 2x2 tokens.
 DIGITS = {"input_size": 8, "patch_size": 2, "in_channels": 1, "num_classes": 10}
 DIGITS_DIMS = {"embed_dim": 128, "depth": 6, "num_heads": 4, "block_grid": (2, 2), "cpe": True}
 # Clips: latents of 16 frames of 256 px, of UCF-101; blocks for each patch size, at most the root of the tokens.
 VIDEO_BLOCKS = {2: (4, 4, 4), 4: (2, 4, 4)}
-VIDEO_LATENTS = {"input_size": (16, 32, 32), "in_channels": 4, "num_classes": 101}
+VIDEO_LATENTS = {"input_size": (16, 32, 32), "in_channels": 4, "num_classes": 101, "frame_rate": 8.0}
 # Moving digits: 16 blocks of 4 frames of 4x4 tokens.
 VIDEO_DIGITS = {"input_size": (16, 32, 32), "patch_size": (1, 4, 4), "in_channels": 1, "num_classes": 40}
-VIDEO_DIGITS_DIMS = {**DIGITS_DIMS, "block_grid": (4, 2, 2)}
+VIDEO_DIGITS_DIMS = {**DIGITS_DIMS, "block_grid": (4, 2, 2), "frame_rate": 8.0}
 
 
 def _cfg(args: dict[str, Any]) -> dict[str, Any]:
@@ -69,32 +68,21 @@ def _video_members(core: str, head_mix: str | None) -> Iterator[tuple[str, Varia
     yield "digits", Variant({**VIDEO_DIGITS, **VIDEO_DIGITS_DIMS}, _cfg(VIDEO_DIGITS))
 
 
-def generator_class(name: str) -> type[HeadMixDiT] | type[HeadMixVideoDiT]:
-    """Return the class of a generator by its name in timm; it loads diffusers."""
-    if name.startswith("dit_video_"):
-        from headmix_vision.models.headmix_video_dit import HeadMixVideoDiT
-
-        return HeadMixVideoDiT
-    from headmix_vision.models.headmix_dit import HeadMixDiT
-
-    return HeadMixDiT
-
-
 _OUR_NAMES = {"img_size": "input_size", "in_chans": "in_channels"}
 
 
-def _create(variant: str, pretrained: bool = False, **kwargs: Any) -> HeadMixDiT | HeadMixVideoDiT:
+def _create(variant: str, pretrained: bool = False, **kwargs: Any) -> HeadMixDiT:
     for theirs, ours in _OUR_NAMES.items():
         if theirs in kwargs:
             raise UnknownKeywordError(f"{variant} takes {ours}, not {theirs}.")
     if kwargs.pop("features_only", False):
         raise InputError(f"{variant} is a generator: features_only does not apply.")
     require_extra("diffusion", variant)
-    cls = generator_class(variant)
+    from headmix_vision.models.headmix_dit import HeadMixDiT
 
-    def create(**arguments: Any) -> HeadMixDiT | HeadMixVideoDiT:
-        check_keywords(variant, arguments, keywords(cls))
-        return cls(**arguments)
+    def create(**arguments: Any) -> HeadMixDiT:
+        check_keywords(variant, arguments, keywords(HeadMixDiT))
+        return HeadMixDiT(**arguments)
 
     return build_model_with_cfg(create, variant, pretrained, kwargs_filter=cast(Any, tuple(_OUR_NAMES)), **kwargs)
 

@@ -1,6 +1,7 @@
-"""Lists the models of the package: `headmix-models [PATTERN ...]`."""
+"""The list of the models of the package."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -9,10 +10,22 @@ import torch
 from timm.models import get_pretrained_cfg, is_model_pretrained
 
 from headmix_vision.checks import suggest
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.errors import InputError
 from headmix_vision.models.flops import count_flops
 from headmix_vision.models.names import FAMILIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsRequest:
+    """Request for a list of models.
+
+    Args:
+        patterns: Names, with `*` and `?`; all models without a pattern.
+        pretrained: Only models whose weights come with the package.
+    """
+
+    patterns: Sequence[str] = ()
+    pretrained: bool = False
 
 
 class Listed(NamedTuple):
@@ -31,6 +44,12 @@ class Listed(NamedTuple):
     flops: int
     input_size: tuple[int, ...]
     pretrained: bool
+
+
+def list_models(request: ModelsRequest) -> list[str]:
+    """List the names of the models that a request asks for; see `find_names`."""
+    names = find_names(request.patterns)
+    return [name for name in names if is_model_pretrained(name)] if request.pretrained else names
 
 
 def find_names(patterns: Sequence[str]) -> list[str]:
@@ -65,21 +84,3 @@ def describe(names: Sequence[str]) -> Iterator[Listed]:
             sizes[model_of_size] = sum(p.numel() for p in model.parameters()), count_flops(model)
         size = (cfg.input_size[0], *clips[name]) if name in clips else cfg.input_size
         yield Listed(name, *sizes[model_of_size], size, is_model_pretrained(name))
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line; wrong input ends the process with one line and exit status 2."""
-    parser = OneLineParser(prog="headmix-models", description="List the models of the package.")
-    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names, with * and ?, such as 'deit_mhla_*'")
-    parser.add_argument("--pretrained", action="store_true", help="only those whose weights come with the package")
-    options = parser.parse_args(args)
-    with one_line_errors():
-        names = find_names(options.patterns)
-        if options.pretrained:
-            names = [name for name in names if is_model_pretrained(name)]
-        width = max(map(len, names), default=0)
-        for model in describe(names):
-            size = " x ".join(map(str, model.input_size))
-            cost = f"{model.parameters / 1e6:7.2f} M  {model.flops / 1e9:8.2f} GFLOPs"
-            line = f"{model.name:{width}}  {cost}  {size:13}"
-            print(f"{line} pretrained" if model.pretrained else line.rstrip(), flush=True)

@@ -1,11 +1,7 @@
-"""Turns a run into something to load elsewhere: `headmix-export RUN --out TARGET`.
-
-A classifier becomes a weights file for timm (`--out model.safetensors`), a generator a pipeline directory for diffusers
-(`--out DIRECTORY`).
-"""
+"""Exporting a run: a classifier becomes a weights file for timm, a generator a pipeline directory for diffusers."""
 
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -14,8 +10,8 @@ from safetensors import SafetensorError
 from timm.models import get_pretrained_cfg_value, is_model
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.checks import check_request
+from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_folder, check_place, remove_temporaries
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.tensor_files import write_tensors
@@ -25,6 +21,64 @@ from headmix_vision.runs.networks import load_network, without_sources
 
 # They act while training only, and change no weight's name or shape.
 _TRAINING_ARGUMENTS = ("drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """Request for the export of a run.
+
+    Args:
+        run: Run directory, or a `.ckpt` file.
+        out: File ending in `.safetensors`; a directory for a generator.
+        checkpoint: Of a run directory: `best`, `last` or a file; when None the best, of a generator the last.
+        raw: Export the weights being trained, not their moving average.
+        overwrite: Replace an earlier export.
+        dry_run: Check everything and write nothing.
+
+    Raises:
+        InputError: A checkpoint of a checkpoint.
+    """
+
+    run: Path
+    out: Path
+    checkpoint: str | None = None
+    raw: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        check_request(self)
+        if self.run.suffix == ".ckpt" and self.checkpoint is not None:
+            raise InputError(f"--checkpoint is for a run directory, {self.run} is a checkpoint already")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Result of `export_run`.
+
+    Args:
+        checkpoint: The checkpoint that was exported.
+        out: The file or directory.
+        code: Python statements that load it.
+    """
+
+    checkpoint: Path
+    out: Path
+    code: str
+
+
+def export_run(request: ExportRequest) -> Exported:
+    """Export the network of a run.
+
+    Raises:
+        InputError: See `export` and `export_pipeline`.
+    """
+    path = find_checkpoint(request.run, request.checkpoint)
+    flags = {"raw": request.raw, "overwrite": request.overwrite, "dry_run": request.dry_run}
+    if is_generator(read_checkpoint(path, sharded=(), values=False)):
+        return Exported(path, request.out, export_pipeline(path, request.out, **flags))
+    code = f"import timm, headmix_vision; model = {export(path, request.out, **flags)}"
+    return Exported(path, request.out, code)
 
 
 def create_model_arguments(description: dict[str, Any]) -> dict[str, Any]:
@@ -149,32 +203,3 @@ def _open_to_umask(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line; wrong input ends the process with one line and exit status 2."""
-    parser = OneLineParser(prog="headmix-export", description="Export a run's weights.")
-    parser.add_argument("run", type=Path, help="run directory, or a .ckpt file")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="file ending in .safetensors; for a generator a directory"
-    )
-    parser.add_argument(
-        "--checkpoint", help="best, last or a file; of a run directory (default: best, of a generator last)"
-    )
-    parser.add_argument("--raw", action="store_true", help="the weights being trained, not their moving average")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
-    options = parser.parse_args(args)
-    with one_line_errors():
-        if options.run.suffix == ".ckpt" and options.checkpoint is not None:
-            raise InputError(f"--checkpoint is for a run directory, {options.run} is a checkpoint already")
-        path = find_checkpoint(options.run, options.checkpoint)
-        generator = is_generator(read_checkpoint(path, sharded=(), values=False))
-        flags = {name: getattr(options, name) for name in ("raw", "overwrite", "dry_run")}
-        expression = (export_pipeline if generator else export)(path, options.out, **flags)
-        if options.dry_run:
-            print(f"would write {options.out} from {path}")
-        elif generator:
-            print(expression)
-        else:
-            print(f"import timm, headmix_vision; model = {expression}")

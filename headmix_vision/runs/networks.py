@@ -21,7 +21,6 @@ from headmix_vision.files.tensor_files import header_of
 from headmix_vision.files.texts import parse_json
 from headmix_vision.files.weights import one_line_damage, read_weights
 from headmix_vision.models.building import building
-from headmix_vision.models.headmix_dit_names import generator_class
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
 from headmix_vision.models.names import FAMILIES
 from headmix_vision.models.stored_positions import name_grid
@@ -39,7 +38,7 @@ _SOURCES = ("pretrained", "checkpoint_path", "cache_dir")
 _GENERATORS = "dit_"
 
 if TYPE_CHECKING:
-    from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
+    from headmix_vision.models import HeadMixDiT
 
 
 def create_network(
@@ -115,7 +114,7 @@ def create_generator(
     input_size: int | list[int] | None = None,
     model_args: dict[str, Any] | None = None,
     checkpoint: str | None = None,
-) -> HeadMixDiT | HeadMixVideoDiT:
+) -> HeadMixDiT:
     """Creates a diffusion transformer by its timm name, optionally from start weights.
 
     Args:
@@ -131,13 +130,14 @@ def create_generator(
             do not fit or mix heads which the model does not.
     """
     _check_name(name, generator=True)
-    cls = generator_class(name)
+    from headmix_vision.models import HeadMixDiT  # loads diffusers
+
     size = tuple(input_size) if isinstance(input_size, list) else input_size
-    known = set(inspect.signature(cls.__init__).parameters) - {"self"}
+    known = set(inspect.signature(HeadMixDiT.__init__).parameters) - {"self"}
     for argument in sorted(set(model_args or {}) - known):
         raise _unknown_argument(name, argument, known)
     model = _create(name, {"num_classes": num_classes, "input_size": size, **(model_args or {})})
-    assert isinstance(model, cls)
+    assert isinstance(model, HeadMixDiT)
     if checkpoint is not None:
         from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
 
@@ -181,10 +181,11 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
     """
     about = checkpoint[DESCRIPTION_KEY]
     if is_generator(checkpoint):
+        from headmix_vision.models import HeadMixDiT
+
         try:
-            make = generator_class(about["name"])
             with _building(about["name"], about["architecture"]):
-                network: nn.Module = make(**about["architecture"])
+                network: nn.Module = HeadMixDiT(**about["architecture"])
         except _REFUSALS as error:
             raise InputError(f"the checkpoint's description makes no {about['name']}: {error}") from None
     else:

@@ -10,25 +10,26 @@ import diffusers
 from diffusers import SchedulerMixin
 from safetensors import SafetensorError
 
-from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline, latent_channels
 from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import check_scheduler_class, check_scheduler_config, create_scheduler
-from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
+from headmix_vision.diffusion.sizes import latent_channels
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.hashes import state_sha256
 from headmix_vision.files.limits import check_files
 from headmix_vision.files.sums import check_sums
 from headmix_vision.files.texts import read_json
-from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
+from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 from headmix_vision.models.building import building
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint
 from headmix_vision.runs.networks import load_network
 
-PIPELINES: tuple[type[GeneratorPipeline], ...] = (HeadMixDiTPipeline, HeadMixVideoDiTPipeline)
+# names of earlier versions included
+_PIPELINES = ("HeadMixDiTPipeline", "HeadMixVideoDiTPipeline")
+_NETWORKS = ("HeadMixDiT", "HeadMixVideoDiT")
 _ENTRIES = {
     "_class_name": str,
     "transformer": list,
@@ -41,7 +42,7 @@ _ENTRIES = {
 
 def load_pipeline(
     model: Path, *, checkpoint: str | None = None, raw: bool = False, vae: str | None = None
-) -> tuple[GeneratorPipeline, dict[str, Any]]:
+) -> tuple[HeadMixDiTPipeline, dict[str, Any]]:
     """Loads a generator, in evaluation mode and on the CPU.
 
     Args:
@@ -87,13 +88,7 @@ def load_pipeline(
     }
 
 
-def pipeline_class(network: Any) -> type[GeneratorPipeline]:
-    """Finds the class of the pipelines that sample a network, by the axes of its input."""
-    axes = len(network.input_size)
-    return next(kind for kind in PIPELINES if kind.num_axes == axes)
-
-
-def load_exported_network(folder: Path) -> HeadMixDiT | HeadMixVideoDiT:
+def load_exported_network(folder: Path) -> HeadMixDiT:
     """Loads the network of an exported pipeline alone, without its scheduler and autoencoder.
 
     Raises:
@@ -101,12 +96,12 @@ def load_exported_network(folder: Path) -> HeadMixDiT | HeadMixVideoDiT:
     """
     check_sums(folder)
     with _refused(f"{folder} is no pipeline of this package"):
-        network = _read_network(folder / "transformer", _read_index(folder)[0].network_class)
+        network = _read_network(folder)
     check_finite(network.state_dict(), str(folder))
     return network
 
 
-Loaded = tuple[GeneratorPipeline, Autoencoder | None, dict[str, Any]]
+Loaded = tuple[HeadMixDiTPipeline, Autoencoder | None, dict[str, Any]]
 
 
 def _load_exported(folder: Path, vae: str | None) -> Loaded:
@@ -115,40 +110,42 @@ def _load_exported(folder: Path, vae: str | None) -> Loaded:
     check_sums(folder)
     where = f"{folder} is no pipeline of this package"
     with _refused(where):
-        kind, index = _read_index(folder)
+        index = _read_index(folder)
         objective = ObjectiveConfig.from_dict(index["objective"] or {})
-        model = _read_network(folder / "transformer", kind.network_class)
+        model = _read_network(folder)
         scheduler = _read_scheduler(folder / "scheduler", index["scheduler"][-1], objective)
     has_autoencoder = any(part is not None for part in index["vae"] or [])
     if has_autoencoder and vae is None and not (folder / "vae").is_dir():  # else its path is taken for a hub id
         raise InputError(f"{where}: it lacks the folder vae")
     autoencoder = _open_autoencoder(str(folder / "vae") if has_autoencoder else None, vae, model, folder)
     with _refused(where):
-        pipeline = kind(
+        pipeline = HeadMixDiTPipeline(
             model, scheduler, _module(autoencoder), objective=index["objective"], class_names=index["class_names"]
         )
     return pipeline, autoencoder, {"weights": "exported"}
 
 
-def _read_index(folder: Path) -> tuple[type[GeneratorPipeline], dict[str, Any]]:
-    """Reads the class of a pipeline, and its index."""
+def _read_index(folder: Path) -> dict[str, Any]:
+    """Read the index of a pipeline; refuse another class of pipeline or network."""
     index = check_fields(INDEX, read_json(folder / INDEX), _ENTRIES)
-    for kind in PIPELINES:
-        if index["_class_name"] == kind.__name__:
-            if index["transformer"][-1:] != [kind.network_class.__name__]:
-                raise InputError(f"its network is of the class {index['transformer'][-1:]}")
-            return kind, index
-    raise InputError(f"it is of the class {index['_class_name']}")
+    if index["_class_name"] not in _PIPELINES:
+        raise InputError(f"it is of the class {index['_class_name']}")
+    if index["transformer"][-1:] not in ([name] for name in _NETWORKS):
+        raise InputError(f"its network is of the class {index['transformer'][-1:]}")
+    return index
 
 
-def _read_network(folder: Path, kind: Any) -> Any:
-    config = check_fields(f"{folder.name}/config.json", read_json(folder / "config.json"), {})
+def _read_network(folder: Path) -> HeadMixDiT:
+    """Read the network of a pipeline whose index names one of ours."""
+    _read_index(folder)
+    place = folder / "transformer"
+    config = check_fields(f"{place.name}/config.json", read_json(place / "config.json"), {})
     for name in config:
-        if not name.startswith("_") and name not in inspect.signature(kind.__init__).parameters:
+        if not name.startswith("_") and name not in inspect.signature(HeadMixDiT.__init__).parameters:
             raise InputError(f"its network has the unknown option {name!r}")
-    check_files(folder)
+    check_files(place)
     with building("its network", config):
-        return kind.from_pretrained(str(folder), low_cpu_mem_usage=False)
+        return HeadMixDiT.from_pretrained(str(place), low_cpu_mem_usage=False)
 
 
 def _read_scheduler(folder: Path, name: str, objective: ObjectiveConfig) -> SchedulerMixin:
@@ -172,7 +169,7 @@ def _from_checkpoint(path: Path, raw: bool, vae: str | None) -> Loaded:
         objective = ObjectiveConfig.from_dict(description["objective"])
     autoencoder = _open_autoencoder(description["vae"], vae, model, path)
     with _refused(where):
-        pipeline = pipeline_class(model)(
+        pipeline = HeadMixDiTPipeline(
             model,
             create_scheduler(None, objective, clip=autoencoder is None),
             _module(autoencoder),

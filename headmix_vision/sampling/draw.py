@@ -1,5 +1,9 @@
-"""Drawing the samples of a plan, images or clips: one batch, or all of them into a folder; shared, resumable."""
+"""Plans of images and clips, and drawing them: one batch, or all of them into a folder; shared, resumable.
 
+N samples, T frames, H x W pixels, C channels; uint8, channels last.
+"""
+
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +18,71 @@ from headmix_vision.console.processes import Processes
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError
-from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
-from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
-from headmix_vision.sampling.clip_folder import ClipFolder
-from headmix_vision.sampling.clips import ClipPlan, draw_clips
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.sampling.contact_sheet import draw_grid, draw_strips
 from headmix_vision.sampling.folder import SampleFolder
 
 GRID_IMAGES, GRID_PIXELS = 100, 2**26  # at most, in the picture of many samples
 GRID_STRIPS = 12  # clips at most, in the picture of their frames
 _WRITERS = 8  # threads: PNGs are encoded beside each other, and each file waits for the disk
+
+
+@dataclass(frozen=True)
+class ClipPlan:
+    """Length, frame rate and start of clips.
+
+    With a window longer clips are drawn piece by piece, each of the window's length: the last frames that are there
+    are the clean first frames of the next piece. A causal network draws each piece block by block, and has one.
+
+    Args:
+        num_frames: Frames of a clip, those of the start included.
+        frame_rate: Frames a second; that of training when None.
+        start: Known first frames of all clips, uint8 [T0, H, W, C]; they are frames of the samples.
+        window: Frames of a piece; None for clips in one piece.
+        overlap: Frames that a piece shares with those before it.
+        guidance: Guidance scale of pieces that go on from known frames, and of the blocks of a causal network after as
+            many frames as in training; that of the others when None.
+        block: Latent frames that a causal network draws at a time; None for others.
+    """
+
+    num_frames: int
+    frame_rate: float | None = None
+    start: np.ndarray | None = None
+    window: int | None = None
+    overlap: int = 0
+    guidance: float | None = None
+    block: int | None = None
+
+    def known_frames(self, pipeline: Any) -> list[int]:
+        """Lists of each piece how many of its frames are known before."""
+        there = 0 if self.start is None else len(self.start)
+        if self.window is None:
+            return [there]
+        pieces = []
+        while there < self.num_frames:
+            known = pipeline.most_frames(min(self.overlap, there)) if there else 0
+            pieces.append(known)
+            there += self.window - known
+        return pieces
+
+    def count_passes(self, pipeline: Any) -> int:
+        """Counts how often noise is denoised for a clip."""
+        return sum(pipeline.count_blocks(self.window or self.num_frames, n) for n in self.known_frames(pipeline))
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings as plain values for a JSON file."""
+        start = self.start
+        return {
+            "num_frames": self.num_frames,
+            "frame_rate": self.frame_rate,
+            "start": None
+            if start is None
+            else {"frames": len(start), "sha256": hashlib.sha256(start.tobytes()).hexdigest()},
+            "window": self.window,
+            "overlap": self.overlap,
+            "guidance": self.guidance,
+            **({} if self.block is None else {"block": self.block}),
+        }
 
 
 @dataclass(frozen=True)
@@ -80,7 +139,9 @@ class SamplingPlan:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()} | clips
 
 
-def sample_batch(pipeline: GeneratorPipeline, plan: SamplingPlan, indices: Sequence[int], **options: Any) -> np.ndarray:
+def sample_batch(
+    pipeline: HeadMixDiTPipeline, plan: SamplingPlan, indices: Sequence[int], **options: Any
+) -> np.ndarray:
     """Draws samples by their indices: images, uint8 [N, H, W, channels], or clips, uint8 [N, T, H, W, channels].
 
     Options are those of the pipeline's call.
@@ -102,7 +163,7 @@ def sample_batch(pipeline: GeneratorPipeline, plan: SamplingPlan, indices: Seque
         "generator": [plan.generator(index) for index in indices],
     }
     try:
-        if isinstance(pipeline, HeadMixVideoDiTPipeline):
+        if pipeline.draws_videos:
             return draw_clips(pipeline, plan.clips or ClipPlan(pipeline.clip_size()[0]), len(indices), options)
         (images,) = pipeline(output_type="np", return_dict=False, **options)
     except NonFiniteSamplesError as error:
@@ -110,8 +171,36 @@ def sample_batch(pipeline: GeneratorPipeline, plan: SamplingPlan, indices: Seque
     return np.rint(images * 255).astype(np.uint8)
 
 
+def draw_clips(pipeline: HeadMixDiTPipeline, clips: ClipPlan, count: int, options: dict[str, Any]) -> np.ndarray:
+    """Draws clips: uint8 [N, T, H, W, C].
+
+    Args:
+        pipeline: The generator.
+        clips: What they are.
+        count: N.
+        options: Further arguments of the pipeline's call; random numbers go on from piece to piece.
+    """
+    frames = None if clips.start is None else np.repeat(clips.start[None], count, axis=0)
+    for known in clips.known_frames(pipeline):
+        own = {}
+        if clips.guidance is not None and (known or clips.block):
+            own = {"guidance_scale" if known else "later_guidance_scale": clips.guidance}
+        (drawn,) = pipeline(
+            num_frames=clips.window or clips.num_frames,
+            frame_rate=clips.frame_rate,
+            prefix=None if frames is None else frames[:, -known:].astype(np.float32) / 255,
+            output_type="np",
+            return_dict=False,
+            **(options | own),
+        )
+        piece = np.rint(drawn[:, known:] * 255).astype(np.uint8)
+        frames = piece if frames is None else np.concatenate([frames, piece], axis=1)
+    assert frames is not None
+    return frames[:, : clips.num_frames]
+
+
 def draw_samples(
-    pipeline: GeneratorPipeline,
+    pipeline: HeadMixDiTPipeline,
     plan: SamplingPlan,
     folder: SampleFolder,
     num: int,
@@ -177,7 +266,7 @@ def draw_samples(
 
 
 def finish(
-    pipeline: GeneratorPipeline,
+    pipeline: HeadMixDiTPipeline,
     plan: SamplingPlan,
     folder: SampleFolder,
     num: int,
@@ -193,7 +282,7 @@ def finish(
     columns = len(plan.classes) if plan.classes is not None and 4 <= len(plan.classes) <= 10 else None
     title = f"{metadata.get('name', metadata['model'])}, {metadata['weights']} weights\n{plan.describe()}"
     shown = np.stack([folder.read_sample(i) for i in range(count)])
-    if isinstance(folder, ClipFolder):
+    if folder.frame_rate is not None:
         title += f", {shown.shape[1]} frames, {folder.frame_rate:g} a second"
         folder.write_moving_grid(draw_grid(shown, captions, title, columns))
         folder.write_grid(draw_strips(shown[:GRID_STRIPS], captions, title, folder.frame_rate))

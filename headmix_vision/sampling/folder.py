@@ -1,8 +1,9 @@
 """The folder of samples: what is in it, when it may be written to, and what is still to be done.
 
-It holds `images/000000.png` and so on, lossless: an image is a PNG, a clip an animated PNG; `metadata.json`, whose
-settings a later call must repeat; at the end also `grid.png` and, if asked for, `samples.npz`. While it is written to,
-it is locked.
+It holds `images/000000.png` and so on, lossless: an image is a PNG, a clip an animated PNG. A later call must repeat
+the settings in `metadata.json`. At the end `grid.png` is written and, if asked for, `samples.npz`. Clips also have
+files to watch, made of the lossless ones and made again where they are missing: `videos/000000.mp4` (or `.gif`) or
+`frames/000000/000000.png`, and `grid.gif`, a contact sheet that moves. The folder is locked while it is written to.
 """
 
 import json
@@ -16,34 +17,59 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from headmix_vision.checks import check_choice
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, is_temporary, remove_temporaries
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.png import check_png, is_whole_png, read_png, write_png
 from headmix_vision.files.texts import read_json
+from headmix_vision.files.video import check_video_name, is_whole_video, write_video
 
 IMAGES, METADATA, GRID, NPZ, LOCK = "images", "metadata.json", "grid.png", "samples.npz", ".lock"
+VIDEOS, FRAMES, MOVING_GRID = "videos", "frames", "grid.gif"
+FORMATS = ("mp4", "gif", "frames", "png")
 MAX_SAMPLES = 1_000_000  # their names have six digits; longer ones would sort before shorter ones
 _IMAGE_NAME = re.compile(r"\d{6,}\.png")
+_FRAME = "{:06d}.png"
 
 
 class SampleFolder:
-    """A folder of samples.
+    """A folder of images or clips.
 
     Args:
         path: The folder; it need not exist.
+        frame_rate: Frames per second of the files to watch; None for images.
+        form: One of `FORMATS`, the form of the files to watch; with `png` there are none but the lossless ones.
+
+    Raises:
+        InputError: If the form is unknown, or PyAV is needed for it and missing.
     """
 
-    files: ClassVar[tuple[str, ...]] = (METADATA, GRID, NPZ)
-    folders: ClassVar[dict[str, re.Pattern[str]]] = {IMAGES: _IMAGE_NAME}
+    files: ClassVar[tuple[str, ...]] = (METADATA, GRID, NPZ, MOVING_GRID)
+    folders: ClassVar[dict[str, re.Pattern[str]]] = {
+        IMAGES: _IMAGE_NAME,
+        VIDEOS: re.compile(r"\d{6,}\.(mp4|gif)"),
+        FRAMES: re.compile(r"\d{6,}"),
+    }
     """Names of what is in them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, frame_rate: float | None = None, form: str = "png") -> None:
+        check_choice("form", form, FORMATS)
+        if form in ("mp4", "gif"):
+            check_video_name(f"{VIDEOS}.{form}")
+        self.path, self.frame_rate, self.form = path, frame_rate, form
 
     def sample_path(self, index: int) -> Path:
         """Names the file of a sample."""
         return self.path / IMAGES / f"{index:06d}.png"
+
+    def watched_path(self, index: int) -> Path | None:
+        """Return the file, or the folder of frames, to watch a sample in; None where there is none."""
+        if self.form == "png":
+            return None
+        if self.form == "frames":
+            return self.path / FRAMES / f"{index:06d}"
+        return self.path / VIDEOS / f"{index:06d}.{self.form}"
 
     def check(self, settings: dict[str, Any], num: int) -> None:
         """Checks that samples with these settings may be written here; touches nothing.
@@ -103,8 +129,12 @@ class SampleFolder:
         return bad
 
     def count_files(self, missing: Sequence[int], num: int, shape: tuple[int, ...]) -> int:
-        """Counts the files that are to be written for samples 0 to `num` - 1 of a shape, some of which are missing."""
-        return len(missing)
+        """Count the files to write for samples 0 to `num` - 1 of a shape, some of which are missing.
+
+        The files to watch samples in count, too; of a folder of frames, its frames.
+        """
+        unwatchable = 0 if self.form == "png" else sum(not self.is_watchable(index) for index in range(num))
+        return len(missing) + unwatchable * (shape[0] if self.form == "frames" else 1)
 
     def check_space(self, count: int, npz_bytes: int) -> None:
         """Checks that the disk can take files of samples, each of which needs a block at the least.
@@ -158,6 +188,10 @@ class SampleFolder:
         files = [METADATA, GRID, *([NPZ] if npz else [])]
         if not all((self.path / name).is_file() for name in files):
             return False
+        if self.frame_rate is not None and not is_whole_video(self.path / MOVING_GRID):
+            return False
+        if not all(map(self.is_watchable, range(num))):
+            return False
         if not is_whole_png(self.path / GRID) or (npz and not zipfile.is_zipfile(self.path / NPZ)):
             return False
         metadata = self.read_metadata()
@@ -169,19 +203,37 @@ class SampleFolder:
             temporary.write_text(json.dumps(metadata, indent=2) + "\n")
 
     def write_sample(self, index: int, pixels: np.ndarray) -> None:
-        """Writes a sample: an image, uint8 [H, W, 1 or 3], or a clip, uint8 [T, H, W, 1 or 3]."""
+        """Write a sample and the file to watch it in: uint8 [H, W, 1 or 3], or for a clip [T, H, W, 1 or 3]."""
         write_png(self.sample_path(index), pixels)
+        self._write_watched(index, pixels)
 
     def complete_samples(self, num: int) -> None:
-        """Makes what is made of the samples 0 to `num` - 1, one by one, and missing; nothing is made of images."""
+        """Make the files to watch samples in that are missing."""
+        for index in range(num):
+            if not self.is_watchable(index):
+                self._write_watched(index, self.read_sample(index))
+
+    def is_watchable(self, index: int) -> bool:
+        """Return whether the file to watch a sample in is there and whole."""
+        watched = self.watched_path(index)
+        if watched is None:
+            return True
+        if self.form != "frames":
+            return is_whole_video(watched)
+        return (watched / _FRAME.format(0)).is_file() and all(map(is_whole_png, watched.glob("*.png")))
 
     def read_sample(self, index: int) -> np.ndarray:
         """Reads a sample as `write_sample` took it."""
         return read_png(self.sample_path(index))
 
     def write_grid(self, picture: np.ndarray) -> None:
-        """Writes the picture of many samples, uint8 [height, width, 3], or one that moves, [T, height, width, 3]."""
+        """Write the contact sheet, uint8 [height, width, 3]."""
         write_png(self.path / GRID, picture)
+
+    def write_moving_grid(self, pictures: np.ndarray) -> None:
+        """Write the contact sheet of clips, uint8 [T, height, width, 3]."""
+        assert self.frame_rate is not None
+        write_video(self.path / MOVING_GRID, pictures, self.frame_rate)
 
     def write_npz(self, num: int, labels: list[int] | None) -> None:
         """Writes samples 0 to `num` - 1 as ADM does: `arr_0`, uint8 [N, *grid, channels], and `labels`, int64 [N]."""
@@ -196,6 +248,17 @@ class SampleFolder:
             if labels is not None:
                 with archive.open("labels.npy", "w") as file:
                     np.lib.format.write_array(file, np.asarray(labels, np.int64))
+
+    def _write_watched(self, index: int, pixels: np.ndarray) -> None:
+        watched = self.watched_path(index)
+        if watched is None:
+            return
+        if self.form != "frames":
+            assert self.frame_rate is not None
+            write_video(watched, pixels, self.frame_rate)
+            return
+        for number, frame in reversed([*enumerate(pixels)]):  # where the first one is, the others are
+            write_png(watched / _FRAME.format(number), frame)
 
 
 def _difference(stored: Any, asked: Any, name: str = "") -> tuple[str, Any, Any] | None:

@@ -5,7 +5,7 @@ import math
 import platform
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,15 @@ from headmix_vision.console.notes import say
 from headmix_vision.console.processes import Processes, process_numbers
 from headmix_vision.console.progress import progress
 from headmix_vision.data.batches import deal_batches
-from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
-from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.files.limits import check_memory
 from headmix_vision.runs.directory import trainer_of
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling.clip_folder import ClipFolder
-from headmix_vision.sampling.clip_planning import make_clip_plan, warn_of_unlearned
 from headmix_vision.sampling.draw import SamplingPlan, draw_samples
 from headmix_vision.sampling.folder import GRID, IMAGES, MAX_SAMPLES, NPZ, SampleFolder
-from headmix_vision.sampling.planning import make_plan, named, run_name, size_text
+from headmix_vision.sampling.planning import make_plan, named, run_name, size_text, warn_of_unlearned
 from headmix_vision.sampling.request import SampleRequest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,8 +82,6 @@ def sample(request: SampleRequest) -> Sampled | None:
             # Not `pipeline.to(dtype)`, which casts the autoencoder too; the model's own `to` warns without need.
             torch.nn.Module.to(pipeline.transformer, DTYPES[request.dtype])
         plan = make_plan(pipeline, request)
-        if isinstance(pipeline, HeadMixVideoDiTPipeline):
-            plan = replace(plan, clips=make_clip_plan(pipeline, request, plan))
         settings = plan.settings() | _identity(pipeline, about, request.dtype)
         folder = _open_folder(plan, request)
         if leads:
@@ -129,10 +124,7 @@ def sample(request: SampleRequest) -> Sampled | None:
 
 def _open_folder(plan: SamplingPlan, request: SampleRequest) -> SampleFolder:
     path = request.out or Path("samples") / run_name(request.model)
-    if plan.clips is None:
-        return SampleFolder(path)
-    assert plan.clips.frame_rate is not None
-    return ClipFolder(path, plan.clips.frame_rate, request.format)
+    return SampleFolder(path) if plan.clips is None else SampleFolder(path, plan.clips.frame_rate, request.format)
 
 
 def _check_memory(pipeline: Any, plan: SamplingPlan, request: SampleRequest) -> tuple[int, ...]:
@@ -142,9 +134,9 @@ def _check_memory(pipeline: Any, plan: SamplingPlan, request: SampleRequest) -> 
     clips = plan.clips
     given = {"size": size_text(request.size), "frames": request.frames}
     with named(", ".join([batch, *(f"--{name} {value}" for name, value in given.items() if value)])):
-        at_once = size if clips is None else (clips.window or clips.num_frames, *size)
+        frames = None if clips is None else clips.window or clips.num_frames
         for guidance in plan.guidances():
-            pipeline.check_memory(request.samples_at_once, *at_once, guidance)
+            pipeline.check_memory(request.samples_at_once, guidance, *size, frames)
     shape = (*(() if clips is None else (clips.num_frames,)), *size, pipeline.image_channels)
     check_memory(2 * request.samples_at_once * math.prod(shape), batch)
     return shape
@@ -162,7 +154,7 @@ def _take_over(
 
 
 def _draw(
-    pipeline: GeneratorPipeline,
+    pipeline: HeadMixDiTPipeline,
     plan: SamplingPlan,
     folder: SampleFolder,
     missing: list[int],
@@ -229,7 +221,7 @@ def describe(
     )
 
 
-def _identity(pipeline: GeneratorPipeline, about: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _identity(pipeline: HeadMixDiTPipeline, about: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Collects what pixels depend on besides the plan; a folder holds samples of one such set."""
     scheduler = json.loads(pipeline.scheduler.to_json_string())
     autoencoder = about["vae"] and {name: value for name, value in about["vae"].items() if name != "source"}

@@ -1,23 +1,33 @@
-"""Plan of samples: what a request means for a model."""
+"""Plan of images or clips: what a request means for a model."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
+from headmix_vision.checks import check_counts
+from headmix_vision.console.notes import say
 from headmix_vision.diffusion.denoising import Guidance
-from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import scheduler_name, set_steps
 from headmix_vision.errors import InputError
+from headmix_vision.files.pictures import Decoding, readable
+from headmix_vision.files.png import read_png
+from headmix_vision.files.video import read_video
 from headmix_vision.runs.directory import CHECKPOINTS
-from headmix_vision.sampling.draw import SamplingPlan
+from headmix_vision.sampling.draw import ClipPlan, SamplingPlan
 from headmix_vision.sampling.request import DEFAULT_GUIDANCE, SampleRequest
 
+MAX_FRAMES = 100_000
+_RATE_TOLERANCE = 0.05  # the times of GIF are in hundredths of a second
 
-def make_plan(pipeline: GeneratorPipeline, request: SampleRequest) -> SamplingPlan:
+
+def make_plan(pipeline: HeadMixDiTPipeline, request: SampleRequest) -> SamplingPlan:
     """Make the plan of a request, and set the scheduler of the pipeline.
 
     Raises:
@@ -58,7 +68,8 @@ def make_plan(pipeline: GeneratorPipeline, request: SampleRequest) -> SamplingPl
         if math.prod(size) > (Image.MAX_IMAGE_PIXELS or math.inf):
             raise InputError(f"Pillow reads images of at most {Image.MAX_IMAGE_PIXELS} pixels")
     scheduler = scheduler_name(pipeline.scheduler)
-    return SamplingPlan(request.seed, classes, request.steps, scheduler, guidance, size, spacing=request.spacing)
+    plan = SamplingPlan(request.seed, classes, request.steps, scheduler, guidance, size, spacing=request.spacing)
+    return replace(plan, clips=_plan_clips(pipeline, request, plan)) if pipeline.draws_videos else plan
 
 
 def check_classes(classes: tuple[int, ...] | str | None, num_classes: int) -> tuple[int, ...] | None:
@@ -102,3 +113,130 @@ def named(option: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{option}: {error}") from None
+
+
+def _plan_clips(pipeline: HeadMixDiTPipeline, request: SampleRequest, plan: SamplingPlan) -> ClipPlan:
+    """Make the plan of the clips of a request, with the size and guidance of a plan of samples.
+
+    Raises:
+        InputError: If an option does not fit the model, or a file cannot be read or is of another size.
+    """
+    with named(f"--frame-rate {request.frame_rate}"):
+        frame_rate = pipeline.check_frame_rate(request.frame_rate)
+    window = pipeline.clip_size()[0]
+    frames = window if request.frames is None else request.frames
+    check_counts(1, MAX_FRAMES, **{"--frames": frames})
+    if request.extend is None:
+        for name, given in (("overlap", request.overlap), ("extend-guidance", request.extend_guidance)):
+            if given is not None:
+                raise InputError(f"--{name} {given} needs --extend")
+        pipeline.check_frames("--frames", frames)
+    elif request.frames is None:
+        raise InputError("--extend needs --frames, the length to which clips are drawn")
+    assert plan.size is not None
+    start = _read_start(pipeline, request, plan.size, frame_rate)
+    if (start is not None or request.extend is not None) and pipeline.objective.kind != "flow":
+        option = "--first-frame" if request.extend is None else "--extend"
+        kind = pipeline.objective.kind
+        raise InputError(f"{option} needs a model trained with objective.kind=flow, this one was with {kind}")
+    if start is not None and len(start) >= frames:
+        source = f"--extend {request.extend}" if request.extend else f"--first-frame {request.first_frame}"
+        raise InputError(f"--frames is {frames}, {source} alone has {len(start)}")
+    block = pipeline.transformer.block_frames
+    if request.extend is None:
+        if start is not None:
+            pipeline.check_frames("the frames of --first-frame", len(start))
+        return ClipPlan(frames, frame_rate, start, block=block)
+    if block is not None:
+        return _extend_by_blocks(pipeline, request, plan, ClipPlan(frames, frame_rate, start, block=block))
+    overlap = pipeline.most_frames(window // 2) if request.overlap is None else request.overlap
+    with named(f"--overlap {overlap}"):
+        pipeline.check_frames("the overlap", overlap)
+        if overlap >= window:
+            raise InputError(f"it must be below {window}, the frames of training")
+        if start is not None and not pipeline.most_frames(min(overlap, len(start))):
+            raise InputError(f"the {len(start)} frames that are given are fewer than the model can go on from")
+    return ClipPlan(frames, frame_rate, start, window, overlap, _extend_scale(pipeline, request, plan))
+
+
+def _extend_by_blocks(
+    pipeline: HeadMixDiTPipeline, request: SampleRequest, plan: SamplingPlan, clips: ClipPlan
+) -> ClipPlan:
+    """Plans one piece that begins with all frames that are there, as far as they are whole blocks."""
+    if request.overlap is not None:
+        raise InputError(f"--overlap {request.overlap} is of windows: this model draws block by block, on all before")
+    there = 0 if clips.start is None else len(clips.start)
+    known = pipeline.most_frames(there)
+    if there and not known:
+        raise InputError(f"the {there} frames that are given are fewer than the model can go on from")
+    missing = clips.num_frames - there
+    window = next(n for n in itertools.count(known + missing) if pipeline.most_frames(n) == n)
+    return replace(clips, window=window, overlap=known, guidance=_extend_scale(pipeline, request, plan))
+
+
+def _extend_scale(pipeline: HeadMixDiTPipeline, request: SampleRequest, plan: SamplingPlan) -> float | None:
+    """Returns the guidance of what goes on from known frames; None where it is that of the rest."""
+    scale = None if request.extend_guidance == plan.guidance.scale else request.extend_guidance
+    if scale is not None:
+        with named(f"--extend-guidance {scale:g}"):
+            labels = None if plan.classes is None else list(plan.classes)
+            pipeline.check_labels(labels, None, replace(plan.guidance, scale=scale))
+    return scale
+
+
+def warn_of_unlearned(pipeline: HeadMixDiTPipeline, clips: ClipPlan | None) -> None:
+    """Says on standard error where clips go on from known frames, but the model has not learned to."""
+    goes_on = clips is not None and (any(clips.known_frames(pipeline)) or clips.count_passes(pipeline) > 1)
+    if goes_on and not pipeline.objective.clean_prefix:
+        say(
+            "warning: the videos go on from known frames, but the model was trained with objective.clean_prefix=0: it"
+            " has never seen clean frames beside noise"
+        )
+
+
+def _read_start(
+    pipeline: HeadMixDiTPipeline, request: SampleRequest, size: tuple[int, int], frame_rate: float
+) -> np.ndarray | None:
+    """Reads the known first frames, uint8 [T0, H, W, C]; None where there are none."""
+    if request.first_frame is not None:
+        if request.extend:
+            raise InputError(f"--first-frame {request.first_frame} and --extend {request.extend}: give one of them")
+        return _fitting(_read_image(request.first_frame), f"--first-frame {request.first_frame}", pipeline, size)
+    if not request.extend:
+        return None
+    path = Path(request.extend)
+    if not path.is_file():
+        raise InputError(f"--extend {request.extend!r} is no file")
+    if path.suffix.lower() == ".png":  # a sample of ours, which states no frame rate
+        clip, rate = read_png(path), frame_rate
+        if clip.ndim != 4:
+            raise InputError(f"--extend {path} is an image: give it as --first-frame")
+    else:
+        clip, rate = read_video(path, frame_rate)
+    if abs(rate / frame_rate - 1) > _RATE_TOLERANCE:
+        raise InputError(
+            f"--extend {path} has {rate:g} frames a second, the videos {frame_rate:g}: give --frame-rate {rate:g}"
+        )
+    return _fitting(clip, f"--extend {path}", pipeline, size)
+
+
+def _read_image(path: str) -> np.ndarray:
+    if not Path(path).is_file():
+        raise InputError(f"--first-frame {path!r} is no file")
+    with readable(f"--first-frame {path}"):
+        return np.asarray(Decoding().first_frame(path))[None]
+
+
+def _fitting(frames: np.ndarray, name: str, pipeline: HeadMixDiTPipeline, size: tuple[int, int]) -> np.ndarray:
+    """Converts frames to the channels of the videos; refuses those of another size."""
+    height, width = frames.shape[1:3]
+    if (height, width) != size:
+        raise InputError(
+            f"{name} is {height}x{width} pixels, the videos are {size[0]}x{size[1]}: resize or crop it, or give --size"
+        )
+    channels = pipeline.image_channels
+    if frames.shape[-1] == channels:
+        return frames
+    if channels == 3:
+        return np.repeat(frames, 3, axis=-1)
+    return np.stack([np.asarray(Image.fromarray(frame).convert("L"))[..., None] for frame in frames])

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -52,7 +53,7 @@ from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.changes import list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
-from headmix_vision.training.common_options import DESCRIPTIONS, common_options
+from headmix_vision.training.command_help import subcommand_help
 from headmix_vision.training.idle_options import (
     check_given,
     check_groups,
@@ -69,7 +70,7 @@ from headmix_vision.training.options import (
     check_trainer_options,
     require,
 )
-from headmix_vision.training.parser import OptionParser, load_yaml, with_config_of_run
+from headmix_vision.training.parser import OptionParser, load_yaml, with_config_of_run, with_underscores
 from headmix_vision.training.replicas import ReplicatedStrategy  # noqa: F401  registered as `ddp`
 from headmix_vision.training.run_directory import RunDirectory, RunLostError, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
@@ -125,8 +126,7 @@ class RunCLI(LightningCLI):
         super().setup_parser(*args, **kwargs)
         for subcommand, parser in self._subcommand_parsers.items():
             assert isinstance(parser, OptionParser)
-            parser.description = DESCRIPTIONS[subcommand]
-            parser.show_common(common_options(subcommand, generator=self.recipes == "gen"))
+            parser.show_common(partial(subcommand_help, subcommand, self.recipes))
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the seed, a number, so that two runs of one command are equal."""
@@ -418,7 +418,7 @@ def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, defau
     _silence_what_does_not_apply()
     with ExitStack() as resources, request.installed(), one_line_errors():
         try:
-            given = with_config_of_run(list(sys.argv[1:] if args is None else args))
+            given = with_config_of_run([with_underscores(word) for word in (sys.argv[1:] if args is None else args)])
             cli(request, resources, with_config_paths(given, cli.recipes, default_config))
         except (NonFiniteError, RunLostError) as error:
             end(str(error), status=1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
@@ -10,13 +10,11 @@ from lightning.pytorch import LightningModule, Trainer
 from headmix_vision.console.processes import Processes
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.denoising import NonFiniteSamplesError
-from headmix_vision.diffusion.generator_pipeline import GeneratorPipeline
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
+from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import create_scheduler, set_steps
-from headmix_vision.diffusion.video_pipeline import HeadMixVideoDiTPipeline
 from headmix_vision.errors import InputError
-from headmix_vision.models.autoencoders import downsampling, load_autoencoder
-from headmix_vision.runs.pipelines import pipeline_class
+from headmix_vision.models.autoencoders import check_source, downsampling, load_autoencoder
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch
 from headmix_vision.sampling.planning import named
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
@@ -32,9 +30,14 @@ class ImageSampler:
     Args:
         vae: Autoencoder of the latents, a local directory or a hub id; None for pixels.
         fetch: Whether a hub id is fetched; else it must be in the hub's cache.
+
+    Raises:
+        InputError: If `vae` is neither a folder nor a hub id.
     """
 
     def __init__(self, vae: str | None, *, fetch: bool = False) -> None:
+        if vae is not None:
+            check_source(vae)
         self.vae_source, self._fetch = vae, fetch
         self._vae: Any = None
 
@@ -78,7 +81,7 @@ class ImageSampler:
 
     def frame_rate(self, module: LightningModule) -> float:
         """Returns the frames a second of the clips that a model makes, in training; after `open`."""
-        return cast(HeadMixVideoDiTPipeline, self._pipeline(module, None)).check_frame_rate(None)
+        return self._pipeline(module, None).check_frame_rate(None)
 
     def draw(self, trainer: Trainer, module: LightningModule, plan: SamplingPlan, indices: Sequence[int]) -> np.ndarray:
         """Draws samples in the trainer's precision.
@@ -147,10 +150,10 @@ class ImageSampler:
 
         return Processes(rank, world_size).in_turn(share(), rounds)
 
-    def _pipeline(self, module: LightningModule, scheduler: str | None) -> GeneratorPipeline:
+    def _pipeline(self, module: LightningModule, scheduler: str | None) -> HeadMixDiTPipeline:
         net: Any = module.net
         objective: Any = module.objective_config
-        return pipeline_class(net)(
+        return HeadMixDiTPipeline(
             net,
             create_scheduler(scheduler, objective, clip=self._vae is None),
             vae=self._vae.to(module.device) if self._vae is not None else None,

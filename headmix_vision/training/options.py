@@ -287,6 +287,7 @@ class BestConfig:
     monitor: Monitored = "val/top1"
 
 
+_MOST = 2**31 - 1
 # Lightning takes these as they come, and divides by zero or trains nothing.
 _LEAST_OF_TRAINER = {
     "max_epochs": (1, -1),
@@ -336,6 +337,8 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
         if value is not None and value != unlimited and not value >= least:
             other = "" if unlimited is None else f", or {unlimited} for no limit"
             raise InputError(f"trainer.{name} must be at least {least}{other}, got {value}")
+        if isinstance(value, int) and value > _MOST:
+            raise InputError(f"trainer.{name} must be at most {_MOST}, got a number of {len(str(value))} digits")
     _check_times(trainer)
     require(
         str(trainer.strategy).lower() not in ("fsdp", "fsdp_cpu_offload"),

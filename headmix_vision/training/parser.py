@@ -3,10 +3,9 @@
 import argparse
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
-from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
 import yaml
@@ -29,8 +28,6 @@ def load_yaml(text: str) -> Any:
 
 
 set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
-
-CommonOptions = Mapping[str, Mapping[str, str]]
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (?P<argument>-\S+)|does not accept option '(?P<key>[^']+)'")
 
@@ -90,44 +87,23 @@ class OptionParser(LightningArgumentParser):
     A parser inside another one (of a subclass, say) keeps jsonargparse's own errors, which the outer one handles.
 
     Attributes:
-        common: Titles of groups, each with options (without dashes) and their help; empty shows all on `--help`.
+        common: Makes the text of `--help`; None shows all options.
     """
 
-    common: CommonOptions = MappingProxyType({})
+    common: Callable[[], str] | None = None
 
-    def show_common(self, common: CommonOptions) -> None:
-        """Make `--help` show these options alone, and add `--help-all`."""
-        self.common = common
+    def show_common(self, text: Callable[[], str]) -> None:
+        """Make `--help` show this text, and add `--help-all`."""
+        self.common = text
         self.add_argument("--help-all", action=_AllOptions, help="Show all options and exit.")
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Return the help of the common options, or of all where none are named as common."""
-        return self._format_common() if self.common else super().format_help(*args, **kwargs)
+        return super().format_help(*args, **kwargs) if self.common is None else self.common()
 
     def format_all(self) -> str:
         """Return the help of all options."""
         return super().format_help()
-
-    def _format_common(self) -> str:
-        prog = self.prog.replace(" [options]", "")
-        shown = argparse.ArgumentParser(
-            prog,
-            f"{prog} [-c RECIPE ...] [--OPTION VALUE ...]",
-            self.description,
-            epilog=f"All options, which are the keys of a recipe's YAML file:\n  {prog} --help-all",
-            add_help=False,
-            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
-        )
-        defaults = self.get_defaults()
-        for title, options in self.common.items():
-            group = shown.add_argument_group(title)
-            for name, text in options.items():
-                action = self._option_string_actions[f"--{name}"]
-                default = defaults.get(action.dest)
-                known = "" if default in (None, False, argparse.SUPPRESS) else f" ({default})"
-                names = [*(string for string in action.option_strings if not string.startswith("--")), f"--{name}"]
-                group.add_argument(*names, action="store_true", help=f"{text}{known}")
-        return shown.format_help()
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise `InputError` with the message on one line, and the nearest option if one is unknown."""
@@ -165,6 +141,13 @@ class _AllOptions(argparse._HelpAction):
         assert isinstance(parser, OptionParser)
         print(parser.format_all(), end="")
         parser.exit()
+
+
+def with_underscores(word: str) -> str:
+    """Spell an option of a command line as the keys of YAML files: `--run-dir=runs/a` becomes `--run_dir=runs/a`."""
+    option, sign, value = word.partition("=")
+    is_key = option.startswith("--") and option != "--help-all"
+    return f"--{option[2:].replace('-', '_')}{sign}{value}" if is_key else word
 
 
 def with_config_of_run(args: list[str]) -> list[str]:

@@ -91,8 +91,8 @@ def test_measured_steps_stand_beside_planned_ones(tmp_path: Path):
         ["8", "ddp"],
         ["8", "fsdp2"],
     ]
-    assert ddp[5:] == ["3.0 (measured: 3.0)", "200 to 200 (measured: 300)", "40.0 to 40.0"]
-    assert fsdp2[6:] == ["200 to 200 (measured: 400)", "40.0 to 40.0"]
+    assert ddp[5:] == ["3.0 (measured: 3.0)", "200–200 (measured: 300)", "40.0–40.0"]
+    assert fsdp2[6:] == ["200–200 (measured: 400)", "40.0–40.0"]
 
 
 def test_the_document_follows_the_files_of_measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -101,4 +101,4 @@ def test_the_document_follows_the_files_of_measurements(monkeypatch: pytest.Monk
     for path in plan.RESULTS.glob("*_h200.csv"):
         (tmp_path / path.name).write_text(re.sub(r",1685\.3,", ",1885.3,", path.read_text()))
     monkeypatch.setattr(plan, "RESULTS", tmp_path)
-    assert "1,885 to" in tables.renewed(text)
+    assert "1,885–" in tables.renewed(text)

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.data import GenerationData, cache_latents
+from headmix_vision.cli import cache_latents
+from headmix_vision.data import GenerationData
 from headmix_vision.data.batches import SampleKey
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.data_module import DataModule

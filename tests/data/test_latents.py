@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headmix_vision.data import cache_latents
+from headmix_vision.cli import cache_latents
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.digits import Digits
@@ -247,7 +247,7 @@ def test_refusals(images: Path, vae: Path, tmp_path: Path, capsys: pytest.Captur
         return line
 
     assert "13x13 is no multiple of 2" in message(size=13)
-    assert "is no directory, no hub id" in message("--vae", tmp_path / "absent")
+    assert "is not a folder, a hub id" in message("--vae", tmp_path / "absent")
     assert "neither config.json nor vae/config.json" in message("--vae", images)
     assert "is not a folder" in message("--images", tmp_path / "absent")
     (tmp_path / "empty").mkdir()

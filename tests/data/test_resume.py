@@ -10,7 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from headmix_vision.data import Augmentation, ClassificationData, cache_latents
+from headmix_vision.cli import cache_latents
+from headmix_vision.data import Augmentation, ClassificationData
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.index_shards import write_index

@@ -13,7 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from headmix_vision.data import Augmentation, ClassificationData, cache_latents, index_shards
+from headmix_vision.cli import cache_latents, index_shards
+from headmix_vision.data import Augmentation, ClassificationData
 from headmix_vision.data.batches import TrainBatchSampler
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest

@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderKLCogVideoX, AutoencoderKLLTXVideo, AutoencoderKLWan
 from torch import Tensor
 
-from headmix_vision.data import cache_latents
+from headmix_vision.cli import cache_latents
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.latents import MANIFEST, LatentShards

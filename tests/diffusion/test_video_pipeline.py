@@ -271,11 +271,11 @@ def test_wrong_calls(options: dict[str, Any], message: str, pipeline: HeadMixVid
 def test_what_does_not_go_together(pipeline: HeadMixVideoDiTPipeline) -> None:
     with pytest.raises(ValueError, match="a prefix needs a model trained by flow matching"):
         draw(make_pipeline("ddpm"), prefix=np.zeros((1, 1, 8, 8, 1), np.float32))
-    with pytest.raises(
-        ValueError, match=r"HeadMixDiTPipeline makes images, but the input of HeadMixVideoDiT is of size"
-    ):
-        HeadMixDiTPipeline(pipeline.transformer, pipeline.scheduler)
     with pytest.raises(ValueError, match="latents have 4 channels, those of the network 1"):
         make_pipeline(vae=image_autoencoder())
-    with pytest.raises(ValueError, match="HeadMixVideoDiTPipeline makes videos, but the input of HeadMixDiT"):
-        HeadMixVideoDiTPipeline(timm.create_model("dit_linear_digits", depth=1), pipeline.scheduler)
+    with pytest.raises(ValueError, match="num_images does not apply to a network of videos"):
+        draw(pipeline, num_images=2)
+    images = HeadMixDiTPipeline(timm.create_model("dit_linear_digits", depth=1), pipeline.scheduler)
+    for option in ({"num_videos": 2}, {"num_frames": 1}, {"frame_rate": 8.0}, {"later_guidance_scale": 1.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))} does not apply to a network of images"):
+            images([0, 1], **option)

@@ -14,6 +14,7 @@ from diffusers.hooks import FasterCacheConfig
 
 from headmix_vision.diffusion import HeadMixDiTPipeline, HeadMixVideoDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
+from headmix_vision.runs.pipelines import load_pipeline
 
 SIZES = {"embed_dim": 32, "num_heads": 2, "num_classes": 5, "cpe": True, "output_gate": True, "qk_norm": True}
 IMAGE = {"input_size": 8, "block_grid": (2, 2)}
@@ -191,6 +192,22 @@ def test_classes_are_found_by_their_names(family, tmp_path):
         assert all(torch.equal(p, q) for p, q in zip(found.parameters(), pipe.transformer.parameters(), strict=True))
     classes = (HeadMixDiT, HeadMixVideoDiT, HeadMixDiTPipeline, HeadMixVideoDiTPipeline)
     assert all(getattr(diffusers, cls.__name__) is cls for cls in classes)
+
+
+def test_clips_saved_under_an_earlier_name_draw_the_same(tmp_path):
+    """The index named the class and module of a network for clips alone."""
+    pipe = pipeline("dit_video")
+    pipe.save_pretrained(tmp_path)
+    for name in ("model_index.json", "transformer/config.json"):
+        text = (tmp_path / name).read_text()
+        for ours, earlier in (("HeadMixDiT", "HeadMixVideoDiT"), (".headmix_dit", ".headmix_video_dit")):
+            text = text.replace(f"{ours}Pipeline", f"{earlier}Pipeline").replace(f'{ours}"', f'{earlier}"')
+        (tmp_path / name).write_text(text)
+    assert '"headmix_vision.models.headmix_video_dit"' in (tmp_path / "model_index.json").read_text()
+    (tmp_path / "SHA256SUMS").unlink()
+    for loaded in (DiffusionPipeline.from_pretrained(tmp_path), load_pipeline(tmp_path)[0]):
+        loaded.set_progress_bar_config(disable=True)
+        assert type(loaded) is type(pipe) and torch.equal(draw(loaded), draw(pipe))
 
 
 def test_one_import_is_enough_to_be_found(tmp_path):

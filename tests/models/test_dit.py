@@ -158,6 +158,15 @@ def test_positions():
     assert fine[0, 2, 1] < coarse[0, 1, 1] < fine[0, 3, 1]
 
 
+def test_rotary_positions_tell_the_places_of_an_image():
+    """Attention without positions would give rolled patches the rolled output."""
+    model = create("dit_softmax_s_2", positions="rope").eval()
+    for size in ((8, 8), (8, 16)):
+        x, t, y = batch(size)
+        for axis in (2, 3):
+            assert not torch.allclose(model(x.roll(4, axis), t, y), model(x, t, y).roll(4, axis), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("core", ATTENTIONS)
 def test_other_resolutions_in_one_model(core):
     model = create(f"dit_{core}_s_2", cpe=True).eval()
@@ -402,13 +411,15 @@ def test_checkpoints_that_do_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"input_size": 9}, "latent size 9x9 is no multiple of the patch size 2"),
+        ({"input_size": 9}, "latent size 9x9 is no multiple of the patch size 2x2"),
         ({"num_classes": 2.5}, "num_classes must be a whole number of at least 0, got 2.5"),
         ({"class_dropout": 1.0}, "class_dropout must be below 1"),
         ({"class_dropout": float("nan")}, "class_dropout must be a finite number from 0 to 1, got nan"),
         ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
         ({"mlp_ratio": 0}, "leaves the MLP no width"),
         ({"input_size": (8,)}, "input_size must be one whole number or two"),
+        ({"frame_rate": 8.0}, r"frame_rate=8\.0 applies only to clips"),
+        ({"positions": "rope", "embed_dim": 4}, "even head dim of at least 4, got 2"),
         ({"core_args": {"conv_size": 3}}, "core_args of 'mhla' has no 'conv_size'"),
         ({"coreargs": {}}, "dit_mhla_s_2 has no 'coreargs'; did you mean core_args"),
         ({"block_grid": (5, 4)}, "larger than the token grid"),
@@ -439,16 +450,22 @@ def test_wrong_inputs_are_refused():
     x, t, y = batch()
     for wrong, message in (
         ((x[:, :3], t, y), r"x must be \[B, 4, H, W\]"),
-        ((x[:, :, :7], t, y), "latent size 7x8 is no multiple of the patch size 2"),
+        ((x[:, :, :7], t, y), "latent size 7x8 is no multiple of the patch size 2x2"),
         ((x, t, None), "needs labels"),
         ((x, t, y + 1), "label 6 is out of range: the model takes 0 to 5"),
         ((x, t, y - 1), "label -1 is out of range"),
         ((x, t, y.float()), "labels must be int64"),
+        ((x, t, y, 4.0), r"frame_rate=4\.0 applies only to clips"),
     ):
         with pytest.raises(ValueError, match=message):
             model(*wrong)
     with pytest.raises(ValueError, match="unconditional"):
         create(num_classes=0)(x, t, y)
+
+
+def test_images_are_not_taken_in_pieces():
+    with pytest.raises(ValueError, match="stream applies only to clips"):
+        create(core_args={"causal": "rows"}).stream(*batch())
 
 
 def test_wrong_calls_name_what_is_allowed():

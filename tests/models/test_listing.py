@@ -3,8 +3,9 @@
 import pytest
 import timm
 
+from headmix_vision.cli.models import main
 from headmix_vision.models.flops import count_flops
-from headmix_vision.models.listing import describe, find_names, main
+from headmix_vision.models.listing import describe, find_names
 from headmix_vision.models.names import FAMILIES
 
 

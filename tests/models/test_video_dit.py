@@ -444,8 +444,9 @@ def test_an_inflated_mixing_matrix_is_local_in_time():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"input_size": (7, 8)}, "input_size must be three whole numbers, of time, height and width"),
-        ({"input_size": 8}, "input_size must be three whole numbers"),
+        ({"input_size": (7, 8)}, r"patch_size=\(1, 2, 2\) has 3 axes, input_size=\(7, 8\) has 2"),
+        ({"input_size": (1, 2, 7, 8)}, "input_size must be one whole number or two, or three of clips"),
+        ({"block_grid": (2, 2)}, r"block_grid=\(2, 2\) has 2 axes"),
         ({"patch_size": (4, 2, 2)}, "latent size 6x8x8 is no multiple of the patch size 4x2x2"),
         ({"patch_size": 0}, "patch_size must be a whole number of at least 1, got 0"),
         ({"block_grid": (7, 2, 2)}, "larger than the token grid"),

@@ -20,8 +20,8 @@ from headmix_vision.cli.sample import main
 from headmix_vision.diffusion import HeadMixDiTPipeline, HeadMixVideoDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.files.png import read_png, write_png
 from headmix_vision.files.video import probe, read_video, write_video
-from headmix_vision.sampling.clip_folder import ClipFolder
-from headmix_vision.sampling.clips import ClipPlan, draw_clips
+from headmix_vision.sampling.draw import ClipPlan, draw_clips
+from headmix_vision.sampling.folder import SampleFolder
 
 ROOT = Path(__file__).parents[2]
 FAST = ("--num", 5, "--steps", 2, "--batch-size", 2)
@@ -190,8 +190,8 @@ def test_clips_are_extended_by_windows(whole: Path, model: Path, tmp_path: Path)
 def test_files_to_watch_need_room_too(whole: Path, tmp_path: Path) -> None:
     shape = (4, 8, 8, 1)
     for form, new, other in (("mp4", 4, 0), ("gif", 4, 2), ("frames", 10, 8), ("png", 2, 0)):
-        assert ClipFolder(tmp_path, 8, form).count_files([0, 1], 2, shape) == new
-        assert ClipFolder(whole, 8, form).count_files([], 2, shape) == other
+        assert SampleFolder(tmp_path, 8, form).count_files([0, 1], 2, shape) == new
+        assert SampleFolder(whole, 8, form).count_files([], 2, shape) == other
 
 
 def test_windows_begin_with_the_frames_before_them(model: Path) -> None:

@@ -212,7 +212,7 @@ def test_starts_from_other_weights(reference: Path, tmp_path: Path) -> None:
         (("--samples.scheduler", "ddim"), "does not fit"),
         (("--samples.classes", "[3, 10]"), "samples.classes must be from 0 to 9"),
         (("--model.model_args.class_dropout", "0.0"), "needs a model with a null class"),
-        (("--model.vae", "/nowhere/vae"), "is no directory, no hub id"),
+        (("--model.vae", "/nowhere/vae"), "is not a folder, a hub id"),
         (("--model.checkpoint", "absent.ckpt"), "no checkpoint at absent.ckpt"),
         (("--data.dataset", "latents"), "needs root"),
         (("--data.dataset", "wds/"), "is a stream"),

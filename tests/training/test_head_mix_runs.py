@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headmix_vision.runs import export
+from headmix_vision.cli import export
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint
 
 from . import gen_helpers

@@ -1,14 +1,29 @@
 """The help of the training commands: common options first, all on request."""
 
+import re
+from argparse import SUPPRESS
+
 import pytest
+
+from headmix_vision.cli import distill, train_cls, train_gen
+from headmix_vision.training.base_cli import RunCLI, run_command_line
+from headmix_vision.training.classification_cli import ClassificationCLI
+from headmix_vision.training.command_help import COMMANDS, asked_help, common_options
+from headmix_vision.training.distillation_cli import DistillationCLI
+from headmix_vision.training.generation_cli import GenerationCLI
 
 from . import gen_helpers, helpers
 
-COMMANDS = [(helpers, name) for name in ("fit", "validate", "test", "predict")]
-COMMANDS += [(gen_helpers, name) for name in ("fit", "validate")]
+SUBCOMMANDS = [(helpers, name) for name in COMMANDS["cls"][1]]
+SUBCOMMANDS += [(gen_helpers, name) for name in COMMANDS["gen"][1]]
+CLIS: dict[str, type[RunCLI]] = {"cls": ClassificationCLI, "gen": GenerationCLI, "distill": DistillationCLI}
 
 
-@pytest.mark.parametrize(("command", "subcommand"), COMMANDS)
+class Parsed(BaseException):
+    """Carries the parser out of a command."""
+
+
+@pytest.mark.parametrize(("command", "subcommand"), SUBCOMMANDS)
 def test_help_shows_the_common_options(
     command: object, subcommand: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -17,9 +32,36 @@ def test_help_shows_the_common_options(
     assert command.run(subcommand, "--help") == 0  # type: ignore[attr-defined]
     text = capfd.readouterr().out
     assert len(text.splitlines()) <= 50
-    for option in ("-c, --config", "--run_dir", "--ckpt_path", "--dry_run", "--data.dataset", "--help-all"):
+    for option in ("-c, --config", "--run-dir", "--ckpt-path", "--dry-run", "--data.dataset", "--help-all"):
         assert option in text
     assert "--trainer.sync_batchnorm" not in text
+    assert asked_help("cls" if command is helpers else "gen", [subcommand, "--help"]) == text
+
+
+@pytest.mark.parametrize("command", CLIS)
+def test_the_help_names_options_that_exist_and_their_defaults(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(self: object, parser: object, args: object) -> None:
+        raise Parsed(parser)
+
+    monkeypatch.setattr(RunCLI, "parse_arguments", stop)
+    with pytest.raises(Parsed) as caught:
+        run_command_line(CLIS[command], ["fit"])
+    subcommands = caught.value.args[0]._subcommands_action.choices
+    assert tuple(subcommands) == COMMANDS[command][1]
+    for subcommand, parser in subcommands.items():
+        defaults = parser.get_defaults()
+        for options in common_options(subcommand, CLIS[command].recipes).values():
+            for name, text in options.items():
+                said = re.search(r" \(([^ ]*)\)$", text)
+                default = defaults.get(parser._option_string_actions[f"--{name}"].dest)
+                assert (said and said[1]) == (None if default in (None, False, 0, SUPPRESS) else str(default)), name
+
+
+def test_the_help_of_a_command_lists_its_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
+    for main, command in ((train_cls.main, "cls"), (train_gen.main, "gen"), (distill.main, "distill")):
+        main(["--help"])
+        listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+        assert listed == [*COMMANDS[command][1]]
 
 
 def test_all_options(capfd: pytest.CaptureFixture[str]) -> None:

@@ -128,6 +128,7 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--trainer.strategy.shard_size", "1"), "goes with a class path as trainer.strategy, not with auto"),
         (("--trainer.max_epochs", "0"), "trainer.max_epochs must be at least 1, or -1 for no limit, got 0"),
         (("--trainer.accumulate_grad_batches", "0"), "trainer.accumulate_grad_batches must be at least 1"),
+        (("--trainer.accumulate_grad_batches", "9" * 30), "trainer.accumulate_grad_batches must be at most 2147483647"),
         (("--model.num_classes", "1"), "model.num_classes must be at least 2, got 1"),
         (("--model.model_args.dept", "3"), "unknown argument 'dept' of model vit_tiny_patch16_224"),
         (("--model.model_args.dept", "3"), "did you mean depth?; allowed: act_layer, "),

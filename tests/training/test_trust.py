@@ -18,7 +18,7 @@ import yaml
 from jsonargparse import Namespace
 from PIL import Image
 
-from headmix_vision import commands
+from headmix_vision.cli import COMMANDS
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.huggingface import open_huggingface
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset
@@ -73,7 +73,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def call(command: str, *args: object) -> int:
     """Run a command in this process; returns its exit status."""
     try:
-        commands.COMMANDS[command]([str(arg) for arg in args])
+        COMMANDS[command]([str(arg) for arg in args])
     except SystemExit as end:
         return int(end.code or 0)
     return 0

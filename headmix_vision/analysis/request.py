@@ -1,0 +1,118 @@
+"""Requests for analyses, which `headmix_vision.analysis.job.analyze` takes, without an import of torch."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from headmix_vision.checks import check_counts, check_request
+from headmix_vision.errors import InputError
+
+NOISE_LEVEL = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixingRequest:
+    """Request for what a network has learned to mix.
+
+    Args:
+        model: Run directory, `.ckpt`, export, or the name of a model that comes with weights.
+        out: Folder to write.
+        checkpoint: Of a run directory: `best`, `last` or a file; when None the best, of a generator the last.
+        raw: Use the weights being trained, not their moving average.
+        dry_run: Check everything and write nothing.
+    """
+
+    model: Path
+    out: Path
+    checkpoint: str | None = None
+    raw: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        check_request(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRequest:
+    """Settings of all requests for attention matrices.
+
+    Args:
+        model: Networks, each as in `MixingRequest`.
+        out: Folder to write.
+        data: Name of a data set.
+        checkpoint: As in `MixingRequest`.
+        raw: Use the weights being trained, not their moving average.
+        dry_run: Check everything and write nothing.
+        root: Place of the data.
+        split: Split of the data.
+        images: Number of images, evenly spaced over the split.
+        background: Colour behind transparent pixels.
+        noise_level: Noise of the images of a generator, 0 to 1.
+        layers: Numbers of attention layers, from 0; all when None, for maps the last.
+        device: Device that computes, in float64; a GPU if there is one when None.
+
+    Raises:
+        InputError: A network that is named twice.
+    """
+
+    model: tuple[Path, ...]
+    out: Path
+    data: str
+    checkpoint: str | None = None
+    raw: bool = False
+    dry_run: bool = False
+    root: str | None = None
+    split: str = "validation"
+    images: int = 8
+    background: str = "white"
+    noise_level: float = NOISE_LEVEL
+    layers: tuple[int, ...] | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        check_request(self)
+        object.__setattr__(self, "model", tuple(map(Path, self.model)))
+        if len(set(self.model)) < len(self.model):
+            raise InputError("--model names a network twice")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest(AttentionRequest):
+    """Request for numbers of attention matrices, by layer and head.
+
+    Args:
+        kind: Rank and stable rank, or entropy and distance.
+        queries: Number of query tokens, drawn by a fixed seed; all when None.
+
+    Raises:
+        InputError: Also for a number of queries below 1.
+    """
+
+    kind: Literal["rank", "entropy"]
+    queries: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.queries is not None:
+            check_counts(1, queries=self.queries)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapsRequest(AttentionRequest):
+    """Request for maps of what query tokens attend to.
+
+    Args:
+        tokens: Query tokens by row and column, of clips by frame, row and column; the middle when empty.
+
+    Raises:
+        InputError: Also for a token that is named twice.
+    """
+
+    images: int = 1
+    tokens: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if twice := [place for place, count in Counter(self.tokens).items() if count > 1]:
+            raise InputError(f"--tokens names {','.join(map(str, twice[0]))} twice")
+        super().__post_init__()

@@ -1,0 +1,148 @@
+"""The help of the training commands, without an import of torch; `--help-all` shows every option.
+
+Defaults stand in brackets; a test compares them with the options themselves.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from headmix_vision.console.arguments import command_words
+
+Options = dict[str, str]
+
+COMMANDS = {
+    "cls": ("Train and evaluate image classifiers.", ("fit", "validate", "test", "predict")),
+    "gen": ("Train generators of images and videos.", ("fit", "validate")),
+    "distill": ("Train the attention layers of a generator after the layers of a teacher.", ("fit", "validate")),
+}
+DESCRIPTIONS = {
+    "fit": "Train a model; without a recipe, a small one on handwritten digits.",
+    "validate": "Measure a run's model on the validation split.",
+    "test": "Measure a run's model on the test split.",
+    "predict": "Predict the classes of images with a run's model.",
+}
+
+_START: Options = {
+    "config": "YAML; later ones win, model_args as a whole",
+    "run_dir": "folder of the run",
+}
+_RUN: Options = {
+    "overwrite": "replace an earlier run in the folder",
+    "ckpt_path": "go on from: last, auto (last if any), a file",
+    "seed_everything": "seed of everything that is random",
+    "print_config": "print the values of all options",
+}
+_EVALUATION: Options = {
+    "ckpt_path": "best, last or a file; the best of the run if not given",
+    "trust_config": "let the YAML name any class, address and folder",
+}
+_DRY: Options = {"dry_run": "try everything with one batch, write nothing"}
+_NETWORK: Options = {
+    "model.name": "name in timm",
+    "model.num_classes": "classes; the model's if not given",
+    "model.model_args": "further ones: --model.model_args.cpe true",
+    "model.checkpoint": "start weights",
+}
+_TRAINING: Options = {
+    "trainer.max_epochs": "length of the run",
+    "model.optimizer.opt": "optimizer in timm (adamw)",
+    "ema.decay": "averaging of weights; null for none (0.9996)",
+    "analysis.every_n_epochs": "log ranks of attention; never if not given",
+}
+_DATA: Options = {
+    "data.dataset": "digits, folder, torch/NAME, ... (digits)",
+    "data.root": "place of the data",
+    "data.num_workers": "processes that read images",
+}
+_DEVICES: Options = {
+    "trainer.accelerator": "cpu, gpu or auto (auto)",
+    "trainer.devices": "number of devices (auto)",
+    "trainer.precision": "32-true, bf16-mixed or 16-mixed",
+}
+_CLASSIFIER: Options = {
+    "model.optimizer.lr": "peak learning rate (0.001)",
+    "model.optimizer.weight_decay": "weight decay (0.05)",
+    "model.schedule.warmup_epochs": "epochs of warm-up (10.0)",
+    "model.loss.smoothing": "label smoothing (0.1)",
+    "model.mixup.mixup_alpha": "mixup; 0 for none (0.2)",
+    "model.mixup.cutmix_alpha": "CutMix; 0 for none (1.0)",
+    "best.monitor": "metric that selects the best checkpoint (val/top1)",
+}
+_GENERATOR: Options = {
+    "model.optimizer.lr": "peak learning rate (0.0001)",
+    "model.optimizer.weight_decay": "weight decay",
+    "model.schedule.warmup_epochs": "epochs of warm-up",
+    "model.vae": "autoencoder of the latents; none for pixels",
+    "model.objective.kind": "flow or ddpm (flow)",
+    "samples.every_n_steps": "draw samples every so many steps; null for never (1000)",
+    "fid.every_n_epochs": "score samples every so many epochs; never if not given",
+}
+
+
+def common_options(subcommand: str, recipes: str) -> dict[str, Options]:
+    """Return the common options of a subcommand with their help, by the title of their group.
+
+    Args:
+        subcommand: `fit`, `validate`, `test` or `predict`.
+        recipes: `cls` for classifiers, `gen` for generators.
+    """
+    generator = recipes == "gen"
+    if subcommand != "fit":
+        paths = {"data.predict_path": "image or folder of images"} if subcommand == "predict" else {}
+        batch = {"data.eval_batch_size": "samples per process and step"}
+        return {"run": _START | _EVALUATION | _DRY, "data": paths | _DATA | batch, "devices": _DEVICES}
+    size = {"model.input_size" if generator else "model.img_size": "size of the input; else the model's"}
+    batch = {"data.batch_size": f"samples per process and step ({256 if generator else 128})"}
+    training = _TRAINING | (_GENERATOR if generator else _CLASSIFIER)
+    return {
+        "run": _START | _RUN | _DRY,
+        "model": _NETWORK | size,
+        "training": training,
+        "data": _DATA | batch,
+        "devices": _DEVICES,
+    }
+
+
+def subcommand_help(subcommand: str, recipes: str) -> str:
+    """Return the help of a subcommand: its common options."""
+    prog = " ".join([*command_words(), subcommand])
+    shown = argparse.ArgumentParser(
+        prog,
+        f"{prog} [-c RECIPE ...] [--OPTION VALUE ...]",
+        DESCRIPTIONS[subcommand],
+        epilog=f"All options, which are the keys of a recipe's YAML file:\n  {prog} --help-all",
+        add_help=False,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
+    )
+    for title, options in common_options(subcommand, recipes).items():
+        group = shown.add_argument_group(title)
+        for name, text in options.items():
+            names = ["-c", "--config"] if name == "config" else [spelled(f"--{name}")]
+            group.add_argument(*names, action="store_true", help=text)
+    return shown.format_help()
+
+
+def command_help(command: str) -> str:
+    """Return the help of a command: its subcommands."""
+    about, subcommands = COMMANDS[command]
+    prog = " ".join(command_words())
+    lines = [f"  {name:10}{DESCRIPTIONS[name]}" for name in subcommands]
+    usage = f"usage: {prog} {{{','.join(subcommands)}}} [-c RECIPE ...] [--OPTION VALUE ...]"
+    return "\n".join([usage, "", about, "", *lines, "", f"{prog} {subcommands[0]} --help shows its options."]) + "\n"
+
+
+def asked_help(command: str, args: Sequence[str]) -> str | None:
+    """Return the help that a command line asks for; None if it asks for something else, or for help among options."""
+    *words, last = args or [""]
+    if last not in ("-h", "--help"):
+        return None
+    if not words:
+        return command_help(command)
+    if len(words) == 1 and words[0] in COMMANDS[command][1]:
+        return subcommand_help(words[0], "cls" if command == "cls" else "gen")
+    return None
+
+
+def spelled(option: str) -> str:
+    """Spell an option for a person: with hyphens, unless it is a key within a group of a YAML file."""
+    return option if "." in option else option.replace("_", "-")
