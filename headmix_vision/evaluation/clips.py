@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_counts, check_positive
 from headmix_vision.console.notes import say_left_out
-from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.base import (
     CHANNELS,
     BatchSource,

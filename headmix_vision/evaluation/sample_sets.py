@@ -23,7 +23,7 @@ from headmix_vision.checks import check_counts
 from headmix_vision.console.notes import say_left_out
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, to_picture
 from headmix_vision.data.labels import LabelRule

@@ -16,7 +16,7 @@ from headmix_vision.evaluation.clips import ClipSampling, open_clips
 from headmix_vision.evaluation.digit_tracks import digit_size, find_digits
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.metrics import CLIP_METRICS
-from headmix_vision.evaluation.moving_digits import DigitJudge, judge, judge_motion
+from headmix_vision.evaluation.moving_digit_scores import DigitJudge, judge, judge_motion
 from headmix_vision.evaluation.scores import Scorer
 
 from .clip_helpers import moving, write_samples
