@@ -20,7 +20,7 @@ from torch import Tensor
 from headmix_vision.checks import check_counts
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import CHANNELS, BatchSource, Source, SplitRequest
 from headmix_vision.data.labels import LabelRule
@@ -281,7 +281,7 @@ def _clip_size(
 
 
 def samples_of(source: str, what: str) -> Path:
-    """Find the path of samples: of a folder of samples that `headmix-sample` wrote, what lies in its `images/`.
+    """Find the path of samples: of a folder of samples that `headmix sample` wrote, what lies in its `images/`.
 
     Raises:
         InputError: An empty name of what is asked for.

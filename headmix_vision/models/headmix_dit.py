@@ -343,8 +343,8 @@ class HeadMixDiT(FeaturedModel):
         out = self._unpatch(self.final_layer(tokens, c), piece)
         return out, ClipState(grid, first + tokens.shape[1], tuple(layers))
 
-    def spread_tokens(self, group: TokenRanks | ProcessGroup | DeviceMesh | None, axis: int | None = None) -> None:
-        """Spread the tokens of each sample over the ranks of a group: context parallelism.
+    def context_parallel(self, group: TokenRanks | ProcessGroup | DeviceMesh | None, axis: int | None = None) -> None:
+        """Divide the tokens of each sample among the ranks of a group.
 
         As in diffusers, every rank is called with the same whole input and returns the whole output; in between it has
         the tokens of a part of the image or clip. In an attention layer the ranks exchange summaries of blocks, whose
@@ -383,6 +383,8 @@ class HeadMixDiT(FeaturedModel):
         for layer in layers:
             layer.set_ranks(ranks)
         self.ranks = ranks
+
+    spread_tokens = context_parallel  # the former name
 
     def _check_input(self, x: Tensor) -> None:
         if x.ndim != 2 + len(self.patch_size) or x.shape[1] != self.in_channels:

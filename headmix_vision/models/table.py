@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.errors import one_line_errors
-from headmix_vision.models.listing import Listed, describe, find_names
+from headmix_vision.models.model_list import Listed, describe, find_names
 
 
 def rows(models: Iterable[Listed]) -> Iterator[str]:
