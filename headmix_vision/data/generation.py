@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from headmix_vision.checks import check_numbers
-from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import Source, SplitRequest, Transform

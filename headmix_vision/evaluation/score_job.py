@@ -36,7 +36,7 @@ Side = SampleSet | Statistics
 
 
 class _DryRun(Exception):
-    """Ends a dry run where the first image would be scored."""
+    """End of a dry run where the first image would be scored."""
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class ImageGenerator(BaseModule):
                 )
             device, shape = self.trainer.strategy.root_device.type, (processes // sharers, sharers)
             mesh = init_device_mesh(device, shape, mesh_dim_names=("batches", "tokens"))
-            net.spread_tokens(mesh["tokens"])
+            net.context_parallel(mesh["tokens"])
         super().configure_model()
 
     def on_train_start(self) -> None:

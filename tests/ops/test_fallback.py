@@ -9,6 +9,7 @@ from torch import Tensor
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, dispatch, runtime
 from headmix_vision.ops.grid_conv import api as grid_conv
 from headmix_vision.ops.head_in_head import api as head_in_head
+from headmix_vision.ops.head_in_head.inputs import Inputs
 from headmix_vision.ops.mhla import api as mhla
 from headmix_vision.ops.mhla import triton_ranks
 from headmix_vision.ops.mhla.settings import Settings
@@ -76,7 +77,7 @@ def _call(case: str, impl: str) -> list[Tensor]:
         state = draw(1, 2, 16, 16) if option else None
         scan = TokenScan.from_grid((4, 5), "column_major").tables(inputs[0]) if option else None
         tensors = (*inputs[:4], log_decay, inputs[5], state)
-        outputs = head_in_head.IMPLEMENTATIONS[impl](*tensors, scan)
+        outputs = head_in_head.IMPLEMENTATIONS[impl](Inputs(*tensors), scan)
         inputs += [state] if option else []
         outputs = outputs if option else outputs[:1]
     elif name == "grid_conv":

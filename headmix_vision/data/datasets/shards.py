@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.data.clips import ClipConfig, crop_frames
+from headmix_vision.data.clip_frames import ClipConfig, crop_frames
 from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, Source, SplitRequest, to_picture
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.errors import InputError

@@ -18,21 +18,14 @@ from headmix_vision.ops.head_in_head.chunks import (
     solve_unit_lower,
     to_chunks,
 )
+from headmix_vision.ops.head_in_head.inputs import Inputs
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_scan import ScanTables, reorder, restore
 
 
-def head_in_head_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    mask: Tensor,
-    initial_state: Tensor | None,
-    scan: ScanTables | None,
-) -> tuple[Tensor, Tensor]:
+def head_in_head_torch(inputs: Inputs, scan: ScanTables | None) -> tuple[Tensor, Tensor]:
     """Compute :func:`headmix_vision.ops.head_in_head` chunk by chunk."""
+    q, k, v, beta, log_decay, mask, initial_state = inputs
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         tokens, r = q.shape[1], mask.shape[-1]

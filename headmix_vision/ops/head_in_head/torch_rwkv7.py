@@ -17,24 +17,16 @@ from headmix_vision.ops.head_in_head.chunks import (
     solve_unit_lower,
     to_chunks,
 )
+from headmix_vision.ops.head_in_head.inputs import RWKV7Inputs
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_scan import ScanTables, reorder, restore
 
 CHUNK_LENGTH = 16  # decays by channel are held for all pairs of a chunk: T Dk numbers a token
 
 
-def head_in_head_rwkv7_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    log_decay: Tensor,
-    mask: Tensor,
-    initial_state: Tensor | None,
-    scan: ScanTables | None,
-) -> tuple[Tensor, Tensor]:
+def head_in_head_rwkv7_torch(inputs: RWKV7Inputs, scan: ScanTables | None) -> tuple[Tensor, Tensor]:
     """Compute :func:`headmix_vision.ops.head_in_head_rwkv7` chunk by chunk."""
+    q, k, v, a, b, log_decay, mask, initial_state = inputs
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         tokens, r = q.shape[1], mask.shape[-1]
