@@ -61,7 +61,7 @@ BAD = ("traceback", "silent", "time-out", "code", "changed")
 NOWHERE = ("fifo", "device", "link", "absent", "long", "control", "empty")  # kinds of paths that nothing opens
 WORK = {  # modules that do the work of a command
     "doctor": ("doctor.examination", "doctor.lines"),
-    "models": ("models.listing",),
+    "models": ("models.model_list",),
     "sample": ("sampling.sample_job",),
     "evaluate": ("evaluation.score_job", "evaluation.clip_score_job"),
     "export": ("runs.export", "runs.pipelines"),
