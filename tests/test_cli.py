@@ -56,7 +56,7 @@ print([name for name in ("torch", "timm", "numpy") if name in sys.modules])
         "models",
         "doctor",
     ]
-    lines += ["cache-latents", "index-shards", "analyze", "analyze rank"]
+    lines += ["cache-latents", "index-shards", "analyze", "analyze rank", "analyze sweep"]
     lines += ["train-cls", "train-cls fit", "train-gen fit", "distill validate"]
     printed = subprocess.check_output([sys.executable, "-c", code.format(lines=lines)], text=True)
     assert printed.splitlines()[-1] == "[]" and printed.count("usage: headmix") == len(lines)

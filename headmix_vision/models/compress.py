@@ -1,4 +1,4 @@
-"""Compresses the key and value heads of a trained model into fewer component heads.
+"""Compression of the key and value heads of a trained model into fewer component heads.
 
 H heads, D head dim, C width, h' component heads.
 """
@@ -17,7 +17,7 @@ from headmix_vision.layers import ExplicitHeads, HeadMixAttention
 
 
 class LayerErrors(NamedTuple):
-    """What a layer loses: the relative Frobenius error of the projections composed of h' heads against the trained.
+    """Loss of a layer: relative Frobenius error of the projections composed of h' heads against the trained ones.
 
     Attributes:
         layer: name of the attention layer in the model.

@@ -46,7 +46,7 @@ _OF_CLIPS = (("frame_rate", None), ("positions", "sincos"))
 
 
 class ClipState(NamedTuple):
-    """What the layers keep of the first frames of a clip.
+    """State of the layers after the first frames of a clip.
 
     Attributes:
         grid: tokens along time, height and width, of the whole clip or, for ``causal="rows"``, of a row of blocks.
@@ -109,9 +109,9 @@ class HeadMixDiT(FeaturedModel):
         diffusers' ``Transformer2DModelOutput``, False a tuple.
 
     Raises:
-        InputError: if a size is no multiple of the patch size or, in patches, below the block grid; if the width is no
-            multiple of 4; if channels, times or labels do not fit, or a label is out of range; if a frame rate is given
-            for images; for ``"rope"`` with a core that cannot rotate; if an option is unknown or out of range.
+        InputError: if a size is not a multiple of the patch size or, in patches, below the block grid; if the width is
+            not a multiple of 4; if channels, times or labels do not fit, or a label is out of range; if a frame rate is
+            given for images; for ``"rope"`` with a core that cannot rotate; if an option is unknown or out of range.
     """
 
     ignore_for_config = ("device", "dtype")
@@ -420,7 +420,7 @@ class HeadMixDiT(FeaturedModel):
         if not all(sizes) or any(size % p for size, p in zip(sizes, self.patch_size, strict=True)):
             given = "x".join(map(str, sizes))
             p = "x".join(map(str, self.patch_size))
-            raise InputError(f"latent size {given} is no multiple of the patch size {p}.")
+            raise InputError(f"latent size {given} is not a multiple of the patch size {p}.")
         return tuple(size // p for size, p in zip(sizes, self.patch_size, strict=True))
 
     def _embed_times(self, x: Tensor, t: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ from headmix_vision.training.replicas import ReplicatedStrategy  # noqa: F401  r
 from headmix_vision.training.run_directory import RunDirectory, RunLostError, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
-from headmix_vision.training.trust import OPTION, Trust, configs_of
+from headmix_vision.training.trust import Trust, configs_of
 
 _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run", "trust_config", "data_changed")
 
@@ -142,20 +142,24 @@ class RunCLI(LightningCLI):
         )
         parser.add_argument(
             "--dry_run",
-            "--dry-run",
             action="store_true",
             help="Open everything, put one batch through, say what would be done, and write nothing.",
         )
         parser.add_argument(
-            OPTION,
             "--trust_config",
             action="store_true",
             help="Let the configs name any class, address and folder: they can then run code.",
         )
-        parser.add_argument("--overwrite", type=bool, default=False, help="Delete an earlier run in the run directory.")
+        parser.add_argument(
+            "--overwrite",
+            type=bool,
+            nargs="?",
+            const=True,
+            default=False,
+            help="Replace an earlier run in the run directory.",
+        )
         parser.add_argument(
             "--data_changed",
-            "--data-changed",
             action="store_true",
             help="Go on with a run although its training data have changed.",
         )
@@ -219,7 +223,7 @@ class RunCLI(LightningCLI):
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
         require(
             not options.data_changed or options.ckpt_path is not None,
-            "--data_changed applies only to a run that goes on: give --ckpt_path, or remove it",
+            "--data-changed applies only to a run that goes on: give --ckpt-path, or remove it",
         )
         if options.ckpt_path == "auto" and self.config.subcommand == "fit":
             options.ckpt_path = "last" if standing_file(Path(options.run_dir), LAST).is_file() else None
@@ -247,7 +251,7 @@ class RunCLI(LightningCLI):
         if options.ckpt_path is None and not (Path(options.run_dir) / CHECKPOINTS).is_dir():
             raise InputError(
                 f"{self.config.subcommand} needs weights, and there is no run in {options.run_dir}:"
-                " give the run by --run_dir, or a file by --ckpt_path"
+                " give the run by --run-dir, or a file by --ckpt-path"
             )
         if training:
             options.ckpt_path = str(find_standing_checkpoint(Path(options.run_dir), options.ckpt_path))

@@ -82,7 +82,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             else:
                 return (
                     f"the weights of step {step} are in {target}:"
-                    f" go on with the same command, another --run_dir and --ckpt_path {target}"
+                    f" go on with the same command, another --run-dir and --ckpt-path {target}"
                 )
         return f"the weights of step {step} are lost: {', '.join(reasons)}"
 

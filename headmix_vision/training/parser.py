@@ -16,6 +16,7 @@ from headmix_vision.checks import keywords, suggest, unknown_keyword
 from headmix_vision.errors import InputError
 from headmix_vision.files.texts import check_yaml, read_text
 from headmix_vision.runs.directory import CONFIG, standing_file
+from headmix_vision.training.command_help import spelled
 from headmix_vision.training.trust import refusal
 
 _load_yaml = get_loader("yaml")
@@ -113,12 +114,12 @@ class OptionParser(LightningArgumentParser):
 
     def _hint(self, message: str) -> str:
         if "arguments are required" in message:
-            return "; give a recipe by -c, or the folder of a run by --run_dir"
+            return "; give a recipe by -c, or the folder of a run by --run-dir"
         unknown = _UNKNOWN.search(message)
         if unknown is None:
             return ""
-        asked = f"--{(unknown['argument'] or unknown['key']).lstrip('-').partition('=')[0]}"
-        known = [option for option in self._options() if option.startswith("--")]
+        asked = spelled(f"--{(unknown['argument'] or unknown['key']).lstrip('-').partition('=')[0]}")
+        known = [spelled(option) for option in self._options() if option.startswith("--")]
         # `--lr` is far from `--model.optimizer.lr` by letters
         ending = [option for option in known if option.endswith(f".{asked[2:]}")][:3]
         return (
