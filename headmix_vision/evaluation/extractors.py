@@ -210,7 +210,7 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
 
     Args:
         features: `inception` (torch-fidelity's weights in torch's download folder), `digits` (the best checkpoint of
-            the run that `headmix-train-cls fit` or `make demo` leaves), `lite0:PATH` (EfficientNet-Lite0 of ImageNet,
+            the run that `headmix train-cls fit` or `make demo` leaves), `lite0:PATH` (EfficientNet-Lite0 of ImageNet,
             see `open_lite0`), or a path: a run directory, a `.ckpt`, an export, or Inception's weights.
         device: Where to run.
 
@@ -232,7 +232,7 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
         run = next((run for run in DIGITS_RUNS if (Path(run) / CHECKPOINTS / "best.ckpt").is_file()), None)
         if run is None:
             raise InputError(
-                f"no digits classifier in {' or '.join(DIGITS_RUNS)}: train one with headmix-train-cls fit,"
+                f"no digits classifier in {' or '.join(DIGITS_RUNS)}: train one with headmix train-cls fit,"
                 " or give its run directory or export with --features PATH"
             )
         path = Path(run)
@@ -277,7 +277,7 @@ def open_lite0(path: Path, device: torch.device | str = "cpu") -> ClassifierExtr
 
 
 def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtractor:
-    """Open the extractor of a weights file: an export of `headmix-export`, or Inception's weights.
+    """Open the extractor of a weights file: an export of `headmix export`, or Inception's weights.
 
     Args:
         path: A `.safetensors` or `.pth` file.

@@ -281,7 +281,7 @@ def _clip_size(
 
 
 def samples_of(source: str, what: str) -> Path:
-    """Find the path of samples: of a folder of samples that `headmix-sample` wrote, what lies in its `images/`.
+    """Find the path of samples: of a folder of samples that `headmix sample` wrote, what lies in its `images/`.
 
     Raises:
         InputError: An empty name of what is asked for.

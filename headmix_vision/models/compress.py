@@ -58,7 +58,7 @@ def compress_heads(model: nn.Module, component_heads: int) -> Compression:
         arguments = {"head_mix_args": {"component_heads": 1}, "output_norm": False}
         timm.create_model("deit_softmax_mea_digits", checkpoint_path="compressed.safetensors", **arguments)
 
-        headmix-train-cls fit -c digits --model.name deit_softmax_mea_digits --model.model_args.output_norm false \\
+        headmix train-cls fit -c digits --model.name deit_softmax_mea_digits --model.model_args.output_norm false \\
             --model.model_args.head_mix_args '{component_heads: 1}' --model.checkpoint compressed.safetensors
 
     A softmax model of timm, or an official DiT, is compressed after :mod:`headmix_vision.models.convert` (or

@@ -21,7 +21,7 @@ from headmix_vision.files.png import read_png
 from headmix_vision.files.video import read_video
 from headmix_vision.runs.directory import CHECKPOINTS
 from headmix_vision.sampling.draw import ClipPlan, SamplingPlan
-from headmix_vision.sampling.request import DEFAULT_GUIDANCE, SampleRequest
+from headmix_vision.sampling.sample_request import DEFAULT_GUIDANCE, SampleRequest
 
 MAX_FRAMES = 100_000
 _RATE_TOLERANCE = 0.05  # the times of GIF are in hundredths of a second

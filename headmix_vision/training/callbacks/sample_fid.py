@@ -68,7 +68,7 @@ class SampleFid(Callback):
         if len(pl_module.net.input_size) != 2:  # type: ignore[union-attr, arg-type]
             raise InputError(
                 "fid.every_n_epochs must be null for a model of clips: FID is of images;"
-                " draw clips by headmix-sample videos and score them by headmix-evaluate fvd"
+                " draw clips by headmix sample videos and score them by headmix evaluate fvd"
             )
         self.sampler.check(pl_module, self._plan(pl_module), "fid")
         if not self.sampler.makes_images(pl_module):

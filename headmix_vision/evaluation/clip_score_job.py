@@ -15,9 +15,9 @@ from headmix_vision.evaluation.clip_sampling import ClipSampling
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.fvd import PROTOCOLS, SEES_MOTION, Protocol, check_clips, fvd
 from headmix_vision.evaluation.moving_digit_scores import DigitJudge, check_judged, check_labels, judge
-from headmix_vision.evaluation.request import FvdRequest, MovingDigitsRequest
 from headmix_vision.evaluation.sample_folders import check_complete
 from headmix_vision.evaluation.sample_sets import UNLABELLED, SampleSet, check_side_options, open_samples
+from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest
 from headmix_vision.evaluation.scores import MAX_SUBSETS, Progress, Scorer, check_sizes, kid_subset_size
 
 

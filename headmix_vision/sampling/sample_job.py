@@ -28,7 +28,7 @@ from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.draw import SamplingPlan, draw_samples
 from headmix_vision.sampling.folder import GRID, IMAGES, MAX_SAMPLES, NPZ, SampleFolder
 from headmix_vision.sampling.planning import make_plan, named, run_name, size_text, warn_of_unlearned
-from headmix_vision.sampling.request import SampleRequest
+from headmix_vision.sampling.sample_request import SampleRequest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
