@@ -34,11 +34,12 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.bench_models import Contestant
 from benchmarks.measuring import add_options, environment, fill, open_device, release_memory, results_path, write_csv
 from benchmarks.model_families import check_spellings, family_of, read_spelling
+from headmix_vision.cli.training import run_command_line
 from headmix_vision.console.tables import markdown_table
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.data.loading import as_it_is
-from headmix_vision.training.base_cli import RunCLI, run_command_line
+from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.classification_cli import ClassificationCLI
 from headmix_vision.training.generation_cli import GenerationCLI
 
@@ -130,10 +131,10 @@ def command_line(base: type[RunCLI], data: type[Any], clock: Clock) -> type[RunC
     class Timed(base):  # type: ignore[valid-type, misc]
         data_class = data
 
-        def fit_callbacks(self, *args: Any) -> tuple[list[Callback], list[Callback]]:
-            before, after = super().fit_callbacks(*args)
+        def _fit_callbacks(self, *args: Any) -> list[Callback]:
+            callbacks = super()._fit_callbacks(*args)
             self.last.save = lambda trainer: None  # that of DiT-XL/2 has 11 GB
-            return before, [*after, clock]
+            return [*callbacks, clock]
 
     return Timed
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.analysis.lines import (
+from headmix_vision.analysis.line_charts import (
     BLACK,
     HEAD_IN_HEAD,
     LINEAR,

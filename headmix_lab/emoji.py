@@ -27,7 +27,7 @@ from PIL import Image
 
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.console.progress import progress
-from headmix_vision.data.datasets.tables import TABLE
+from headmix_vision.data.datasets.image_tables import TABLE
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.files.atomic import atomic_folder, check_place
 from headmix_vision.files.pictures import Decoding, readable

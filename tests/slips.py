@@ -121,7 +121,7 @@ SLIPS = [
     Slip(
         "display matrix", "files/video.py", "pixels[:: down[1], :: right[0]]", "pixels[:: right[0], :: down[1]]", FILMS
     ),
-    Slip("times of frames", "data/clips.py", "if times is not None:", "if times is None:", FILMS),
+    Slip("times of frames", "data/clip_frames.py", "if times is not None:", "if times is None:", FILMS),
     Slip("labels below 0", "data/labels.py", "if label < 0:", "if label < -1:", LABELS),
     Slip("missing labels", "data/labels.py", '"", "None"', '"None"', LABELS),
     # steps of training
@@ -529,7 +529,7 @@ SLIPS = [
     Slip(
         "float16 sums",
         "layers/cores/linear.py",
-        "        mixing = mixing / TokenBlocks(blocks.grid, blocks.block_grid).max_block_size",
+        "        mixing = mixing / largest",
         "        pass",
         "tests/models/test_video_dit.py -k low_precision",
     ),
@@ -540,7 +540,7 @@ SLIPS = [
         "out",
         HALF,
     ),
-    Slip("eps of Wan", "models/convert_wan.py", "eps=self.eps,\n            impl", "eps=1e-6,\n            impl", WAN),
+    Slip("eps of Wan", "models/convert_wan.py", '"eps": self.eps}', '"eps": 1e-6}', WAN),
     Slip("first time", "diffusion/schedulers.py", "highest - NUM_TIMESTEPS / num_steps)", "highest - 1000)", TIMES),
     Slip("last time", "diffusion/schedulers.py", "times[-1] > 0 and takes", "times[-1] > 1 and takes", TIMES),
     Slip("offset of times", "diffusion/schedulers.py", "times + scheduler.config.steps_offset", "times", TIMES),

@@ -19,8 +19,8 @@ from headmix_vision.data.datasets.image_files import ImageFiles, find_images
 from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.index_shards import write_index
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.sample_sets import open_images
-from headmix_vision.files.clips import probe_clip, read_clip
+from headmix_vision.evaluation.sample_sets import open_samples
+from headmix_vision.files.clip_files import probe_clip, read_clip
 from headmix_vision.files.pictures import Decoding, is_clip
 from headmix_vision.sampling.planning import _read_image
 
@@ -136,7 +136,7 @@ def readers(root: Path) -> dict[str, Callable[[], list[np.ndarray]]]:
         return [np.asarray(files.read(index)[0]) for index in range(len(files))]
 
     def scored() -> list[np.ndarray]:
-        pictures = open_images(str(root / "folder" / "train"), "RGB", SIZE).pictures
+        pictures = open_samples(str(root / "folder" / "train"), "RGB", SIZE)
         return [np.asarray(item) for _, item in pictures.read(range(len(pictures)))]
 
     def first_frames() -> list[np.ndarray]:
@@ -196,7 +196,7 @@ def test_every_command_reads_the_same_pixels(everywhere: tuple[Path, list[str]],
     cache_latents.main([str(argument) for argument in (*arguments, "--workers", 0, "--device", "cpu")])
     cached = LatentShards(tmp_path / "x")
     assert cached.manifest["background"] == "white"
-    scored = torch.cat([*open_images(str(root / "folder" / "train"), "RGB", SIZE).batches(4)])
+    scored = torch.cat([*open_samples(str(root / "folder" / "train"), "RGB", SIZE).batches(4)])
     latents = torch.stack([cached[index][0] for index in range(len(cached))])
     assert torch.equal(((latents + 1) / 2 * 255).round().to(torch.uint8), scored)
 

@@ -23,6 +23,7 @@ from headmix_vision.doctor.machine import Gpu, Machine, find_ptxas, read_machine
 from headmix_vision.doctor.report import FamilyFinding, Report, WrongCase
 from headmix_vision.doctor.verdict import judge_findings
 from headmix_vision.doctor.workers import Failure, Task, Workers, without_names
+from headmix_vision.ops import dispatch
 
 CPU = torch.device("cpu")
 
@@ -74,6 +75,7 @@ def break_op(monkeypatch: pytest.MonkeyPatch, name: str, wrong) -> None:
     api = importlib.import_module(f"headmix_vision.ops.{name}.api")
     form = api.IMPLEMENTATIONS["torch"]
     monkeypatch.setitem(api.IMPLEMENTATIONS, "torch", lambda *args, **kwargs: wrong(form(*args, **kwargs)))
+    monkeypatch.setattr(dispatch, "_plans", {})
 
 
 def test_a_wrong_result_is_found(tmp_path: Path, monkeypatch, capsys):

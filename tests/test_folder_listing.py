@@ -12,7 +12,7 @@ from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.folders import open_class_folders, open_folder
 from headmix_vision.data.datasets.image_files import find_images
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.sample_sets import open_images
+from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.files.listing import describe_left_out, find_clips, find_frames, find_pictures
 from headmix_vision.files.png import write_png
 from headmix_vision.files.video import write_video
@@ -32,7 +32,7 @@ def test_pictures_of_every_ending_are_listed_and_what_is_left_out_is_said(
     assert len(listing.paths) == 66 and listing.paths == sorted(listing.paths)
     said = f"{folder}: 66 pictures, 3 other files left out: .txt 2, .xmp 1\n"
     assert len(find_images(str(folder), "--images")) == 66
-    images = open_images(str(folder), "RGB")
+    images = open_samples(str(folder), "RGB")
     assert len(images) == 66 and images.description["left_out"] == {".txt": 2, ".xmp": 1}
     assert capsys.readouterr().err == said  # once
     assert images.batches(66).__next__().shape == (66, 3, 32, 32)

@@ -20,7 +20,7 @@ from inputs import photo
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import NpzImages, npz_array, npz_arrays
 from headmix_vision.files import limits
-from headmix_vision.files.clips import probe_clip, read_clip
+from headmix_vision.files.clip_files import probe_clip, read_clip
 from headmix_vision.files.fields import check_nesting
 from headmix_vision.files.limits import check_file, check_memory, check_workers, memory_left, num_cores
 from headmix_vision.files.pictures import Decoding, picture_formats

@@ -19,13 +19,13 @@ from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.memory import InMemory
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.sample_sets import open_images
+from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.evaluation.scores import kid
 from headmix_vision.files import limits
 from headmix_vision.runs.directory import is_run, metric_names, trainer_of
 from headmix_vision.train_cls import main as train_cls
 from headmix_vision.training.options import FidConfig, SampleGridConfig
-from headmix_vision.training.yaml_loader import load_yaml
+from headmix_vision.training.parser import load_yaml
 
 
 @pytest.fixture
@@ -77,13 +77,13 @@ def test_caches_beyond_the_disk_are_refused(
 @pytest.mark.usefixtures("little_memory")
 def test_samples_and_batches_beyond_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mixed(tmp_path / "images" / "a", 4)
-    images = open_images(str(tmp_path / "images"), "RGB")
+    images = open_samples(str(tmp_path / "images"), "RGB")
     assert len(next(images.batches(3))) == 3
     monkeypatch.setattr(limits, "memory_left", lambda: 4 * 16 * 32 * 32 - 1)
     with pytest.raises(InputError, match="a batch of 4 of 32x32 pixels needs"):
         next(images.batches(10**15))
     with pytest.raises(InputError, match=f"an image of {10**9} pixels needs"):
-        open_images(str(tmp_path / "images"), "RGB", 10**9)
+        open_samples(str(tmp_path / "images"), "RGB", 10**9)
     with pytest.raises(InputError, match=r"a picture of 1000x1 pixels, as 64x64, needs"):
         center_crop(photo(size=(1, 1000)), 64)
     with pytest.raises(InputError, match=r"a sample of canvas with 1x3000x3000 numbers needs"):
@@ -95,7 +95,7 @@ def test_samples_and_batches_beyond_the_memory_are_refused(tmp_path: Path, monke
 
 
 def test_subsets_without_end_are_refused(tmp_path: Path) -> None:
-    images, scorer = open_images(str(write_mixed(tmp_path / "images", 2)), "RGB"), None  # which is not called
+    images, scorer = open_samples(str(write_mixed(tmp_path / "images", 2)), "RGB"), None  # which is not called
     with pytest.raises(InputError, match="kid subsets must be a whole number from 1 to 100000, got 1000000000"):
         kid(scorer, images, images, subsets=10**9)  # type: ignore[arg-type]
 

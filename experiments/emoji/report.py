@@ -10,9 +10,10 @@ from PIL import Image
 from benchmarks.measuring import numbers, read_csv
 from experiments.emoji.runs import MODELS, REAL, TEST, TRAIN, VALIDATION, Case, Runs
 from experiments.harness.script_runs import mark
-from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
+from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
-from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages
+from headmix_vision.evaluation.sample_sets import SampleSet
+from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import nearest
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.files.result_table import ResultTable, Row
@@ -101,7 +102,7 @@ class Report:
         scorer = self.runs.scorer(self.given.features)
         mode = scorer.extractor.mode
         train = self.runs.pictures(TRAIN, mode)
-        samples = ImageSet(TensorImages(torch.from_numpy(pixels).movedim(-1, 1)), mode)
+        samples = SampleSet(TensorSamples(torch.from_numpy(pixels).movedim(-1, 1)), mode)
         distances, numbers = nearest(scorer.collect(samples), scorer.collect(train))
         known = torch.cat(list(train.batches(256))).movedim(1, -1).numpy()
         closest = distances.argsort()[:COPIES].tolist()

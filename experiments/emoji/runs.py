@@ -17,8 +17,7 @@ from headmix_vision.console.devices import default_device
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import Source, SplitRequest
 from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.npz import npz_labels
-from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, open_images
+from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.scores import Scorer, accuracy, check_judge, fid, neighbours, precision_recall
 from headmix_vision.evaluation.statistics import Statistics
 from headmix_vision.files.result_table import ResultTable
@@ -48,16 +47,16 @@ class RememberingScorer(Scorer):
 
     def __init__(self, features: str) -> None:
         super().__init__(open_extractor(features, default_device()), batch_size=256)
-        self._collected: WeakKeyDictionary[ImageSet, dict[str, Tensor]] = WeakKeyDictionary()
-        self._statistics: WeakKeyDictionary[ImageSet, Statistics] = WeakKeyDictionary()
+        self._collected: WeakKeyDictionary[SampleSet, dict[str, Tensor]] = WeakKeyDictionary()
+        self._statistics: WeakKeyDictionary[SampleSet, Statistics] = WeakKeyDictionary()
 
-    def collect(self, images: ImageSet, name: str = "features") -> Tensor:
+    def collect(self, images: SampleSet, name: str = "features") -> Tensor:
         known = self._collected.setdefault(images, {})
         if name not in known:
             known[name] = super().collect(images, name)
         return known[name]
 
-    def statistics(self, images: ImageSet) -> Statistics:
+    def statistics(self, images: SampleSet) -> Statistics:
         if images not in self._statistics:
             self._statistics[images] = super().statistics(images)
         return self._statistics[images]
@@ -186,8 +185,8 @@ class Runs(GeneratorRuns):
         judge = self.scorer(self.arguments.judge).extractor
         check_judge(judge, self.pictures(f"{DATASET}:{TEST}", judge.mode))
 
-    def _open_pictures(self, source: str, mode: str) -> ImageSet:
-        return open_images(source, mode, self.arguments.size, str(self.arguments.root.absolute()))
+    def _open_pictures(self, source: str, mode: str) -> SampleSet:
+        return open_samples(source, mode, self.arguments.size, str(self.arguments.root.absolute()))
 
     def _scores(self, fake: str, case: Case) -> dict[str, float]:
         """FID from the split; of the test split also precision, recall, what the judge says, and copies."""
@@ -208,7 +207,5 @@ class Runs(GeneratorRuns):
         """Return the judge's accuracies of the pictures of a data set, or of a file of samples."""
         judge = self.scorer(self.arguments.judge)
         images = self._open_pictures(source, judge.extractor.mode)
-        pictures = images.pictures
-        labels = pictures.labels() if isinstance(pictures, DatasetImages) else npz_labels(Path(source))
-        found = accuracy(judge, images, labels)
+        found = accuracy(judge, images, images.labels())
         return {f"{name}_percent": 100 * found[name] for name in ("top1", "balanced")}

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from benchmarks.measuring import REPOSITORY
+from headmix_lab import training_runs
 from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver, run_python
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.result_table import ResultTable, Row
-from headmix_vision.runs import starting
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, read_checkpoint
 from headmix_vision.runs.directory import FINISHED, LAST, read_curve
 
@@ -32,8 +32,8 @@ Case = tuple[object, ...]
 
 
 def train(script: str, config: str, run: Path, options: Sequence[object], **how: Any) -> None:
-    """Train by a script of the repository (`train_cls.py`, `-m MODULE`) and a recipe; see `runs.starting.train`."""
-    starting.train(script.split(), run, ["-c", config, *options], cwd=REPOSITORY, **how)
+    """Train by a script of the repository (`train_cls.py`, `-m MODULE`) and a recipe."""
+    training_runs.train(script.split(), run, ["-c", config, *options], cwd=REPOSITORY, **how)
 
 
 class GeneratorRuns:

@@ -25,7 +25,7 @@ from experiments.moving_digits.runs import (
     Runs,
     parse_arguments,
 )
-from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
+from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE, MovingDigits
 from headmix_vision.files.atomic import atomic_path

@@ -1,4 +1,4 @@
-"""`headmix-analyze sweep`: its options, and the order in which runs are started."""
+"""`headmix analyze sweep`: the order in which runs are started."""
 
 import argparse
 import math
@@ -12,7 +12,7 @@ from headmix_lab.sweeps.drawing import draw
 from headmix_lab.sweeps.kinds import SWEEPS
 from headmix_lab.sweeps.report import report
 from headmix_lab.sweeps.runs import COLUMNS, CURVES, NUMBERS, Case, Request, Runs
-from headmix_vision.analysis.lines import save_svg
+from headmix_vision.analysis.line_charts import save_svg
 from headmix_vision.checks import check_counts, check_positive, suggest
 from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver
 from headmix_vision.errors import InputError
@@ -26,35 +26,9 @@ MAX_SEEDS = 1000
 MAX_EPOCHS = 1_000_000
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add = parser.add_argument
-    add("kind", choices=SWEEPS, help="; ".join(f"{kind}: {sweep.about}" for kind, sweep in SWEEPS.items()))
-    add(
-        "--task", nargs="+", default=["digits"], metavar="RECIPE",
-        help="recipes of headmix-train-cls: digits, canvas, emoji, emoji subgroups, imagenet, a file (default: digits)",
-    )  # fmt: skip
-    add("--root", help="place of the data (default: that of the recipe)")
-    add("--out", type=Path, required=True, help="folder of the table, the figure and the run directories")
-    add("--seeds", type=int, default=3, help="runs of each network (default: 3)")
-    add(
-        "--epochs", type=int, metavar="N",
-        help="train all for N epochs, the rate falling by half a cosine (default: until validation stops rising)",
-    )  # fmt: skip
-    add("--rates", type=float, nargs="+", help="learning rates to choose from (default: the recipe's, half and twice)")
-    add("--variants", nargs="+", metavar="NAME", help="these networks alone; --dry-run lists them (default: all)")
-    add("--jobs", type=int, default=1, help="runs at a time, spread over the GPUs (default: 1)")
-    add("--minutes", type=float, help="time after which the rest is left to the next call (default: none)")
-    add("--dry-run", action="store_true", help="try the first run, say what would be run, and write nothing")
-    add(
-        "--options", nargs=argparse.REMAINDER, default=[], metavar="OPTION",
-        help="further options of headmix-train-cls fit, such as --trainer.max_epochs 50; they come last",
-    )  # fmt: skip
-
-
 def run(options: argparse.Namespace) -> None:
     """Train the missing runs until the time is over, then write table and figure."""
-    require_extra("train", "headmix-analyze sweep")
+    require_extra("train", "headmix analyze sweep")
     request = _request(options)
     deadline_s = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
     _check_place(request.table)

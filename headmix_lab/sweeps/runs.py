@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from headmix_lab.sweeps.kinds import SWEEPS, Sweep, Variant
+from headmix_lab.training_runs import train
 from headmix_vision.console.scripts import RunFailed, run_python
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
@@ -24,7 +25,6 @@ from headmix_vision.recipes import find_config
 from headmix_vision.runs.checkpoints import read_checkpoint
 from headmix_vision.runs.directory import LAST, metric_names, read_curve, read_metrics
 from headmix_vision.runs.networks import create_network
-from headmix_vision.runs.starting import train
 
 NUMBERS = (
     *("epochs", "val_percent", "test_top1_percent", "test_balanced_percent", "floor_percent"),
@@ -56,9 +56,9 @@ class Request:
     Args:
         kind: Name of the sweep.
         sweep: What it is.
-        recipes: Recipes of `headmix-train-cls`, in their order.
+        recipes: Recipes of `headmix train-cls`, in their order.
         root: Place of the data; that of the recipe when None.
-        options: Further options of `headmix-train-cls fit`.
+        options: Further options of `headmix train-cls fit`.
         rates: Learning rates of which each variant chooses; half, once and twice that of the recipe when None.
         seeds: So many runs of each variant.
         epochs: All train for so many; until validation stops to improve when None.

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from headmix_vision.analysis.attention import record_attention
+from headmix_vision.analysis.attention_layers import attention_layers
+from headmix_vision.analysis.attention_matrices import record_attention
 from headmix_vision.analysis.figures import Panels, positive_scale
-from headmix_vision.analysis.layers import attention_layers
 from headmix_vision.errors import InputError
 
 Place = tuple[int, ...]

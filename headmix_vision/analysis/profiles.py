@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
-from headmix_vision.analysis.attention import LayerAttention, record_attention
-from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure
+from headmix_vision.analysis.attention_matrices import LayerAttention, record_attention
+from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure
 from headmix_vision.analysis.measures import effective_count, mean_distance, numerical_rank, stable_rank
 
 

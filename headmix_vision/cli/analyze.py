@@ -1,11 +1,11 @@
 """`headmix analyze`: look into the attention layers of trained networks."""
 
 import argparse
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from headmix_vision.analysis.request import NOISE_LEVEL, MapsRequest, MixingRequest, ProfileRequest
+from headmix_vision.analysis.analysis_request import NOISE_LEVEL, MapsRequest, MixingRequest, ProfileRequest
 from headmix_vision.cli.starting import importing
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.errors import one_line_errors
@@ -25,33 +25,31 @@ _MODEL = (
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command; wrong input ends the process with one line and exit status 2."""
-    given = sys.argv[1:] if args is None else list(args)
     with one_line_errors():
-        require_extra("analysis", "headmix-analyze")
-    parser, sweep_parser = _parser()
-    if given[:1] == ["sweep"]:
+        require_extra("analysis", "headmix analyze")
+    options = _parser().parse_args(args)
+    if options.kind == "sweep":
+        options.kind = options.sweep
         with importing("analyze"):
-            from headmix_lab.sweeps import command as sweep
-        sweep.add_options(sweep_parser)
-        options = parser.parse_args(given)
+            from headmix_lab.sweeps.command import run as sweep
         with one_line_errors():
-            sweep.run(options)
+            sweep(options)
         return
     with one_line_errors():
-        request = _request(vars(parser.parse_args(given)))
+        request = _request(vars(options))
     with importing("analyze"):
-        from headmix_vision.analysis.job import analyze
+        from headmix_vision.analysis.analysis_job import analyze
     with one_line_errors():
         analyze(request, lambda line: print(line, flush=True))
 
 
-def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Make the parser, and the parser of `sweep`, whose options are added when it is called."""
+def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="headmix analyze", description="Look into the attention layers of trained networks.")
     commands = parser.add_subparsers(dest="kind", required=True)
     for kind, what in _COMMANDS.items():
         one = commands.add_parser(kind, help=what, description=f"{what[0].upper()}{what[1:]}.")
         if kind == "sweep":
+            _add_sweep_options(one)
             continue
         _add_model_options(one, several=kind != "mixing")
         if kind != "mixing":
@@ -61,7 +59,7 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
             one.add_argument("--tokens", nargs="+", type=_place, default=(), metavar="Y,X", help=about)
         if kind in ("rank", "entropy"):
             one.add_argument("--queries", type=int, help="number of query tokens, drawn by a fixed seed (all)")
-    return parser, one
+    return parser
 
 
 def _add_model_options(parser: argparse.ArgumentParser, several: bool) -> None:
@@ -87,6 +85,38 @@ def _add_data_options(parser: argparse.ArgumentParser, images: int) -> None:
     add("--noise-level", type=float, default=NOISE_LEVEL, help=about)
     add("--layers", type=int, nargs="+", help="numbers of attention layers, from 0 (all; maps: the last)")
     add("--device", help="device that computes, in float64 (a GPU if there is one)")
+
+
+def _add_sweep_options(parser: argparse.ArgumentParser) -> None:
+    from headmix_lab.sweeps.kinds import SWEEPS
+
+    add = parser.add_argument
+    add(
+        "sweep",
+        metavar="kind",
+        choices=SWEEPS,
+        help="; ".join(f"{kind}: {sweep.about}" for kind, sweep in SWEEPS.items()),
+    )
+    add(
+        "--task", nargs="+", default=["digits"], metavar="RECIPE",
+        help="recipes of headmix train-cls: digits, canvas, emoji, emoji subgroups, imagenet, a file (default: digits)",
+    )  # fmt: skip
+    add("--root", help="place of the data (default: that of the recipe)")
+    add("--out", type=Path, required=True, help="folder of the table, the figure and the run directories")
+    add("--seeds", type=int, default=3, help="runs of each network (default: 3)")
+    add(
+        "--epochs", type=int, metavar="N",
+        help="train all for N epochs, the rate falling by half a cosine (default: until validation stops rising)",
+    )  # fmt: skip
+    add("--rates", type=float, nargs="+", help="learning rates to choose from (default: the recipe's, half and twice)")
+    add("--variants", nargs="+", metavar="NAME", help="these networks alone; --dry-run lists them (default: all)")
+    add("--jobs", type=int, default=1, help="runs at a time, spread over the GPUs (default: 1)")
+    add("--minutes", type=float, help="time after which the rest is left to the next call (default: none)")
+    add("--dry-run", action="store_true", help="try the first run, say what would be run, and write nothing")
+    add(
+        "--options", nargs=argparse.REMAINDER, default=[], metavar="OPTION",
+        help="further options of headmix train-cls fit, such as --trainer.max_epochs 50; they come last",
+    )  # fmt: skip
 
 
 def _place(text: str) -> tuple[int, ...]:

@@ -297,7 +297,7 @@ class DataModule(lightning.LightningDataModule):
         shown = [name if name.startswith("names") else f"{name} {before.get(name)} -> {now[name]}" for name in names]
         changed = f"the training data have changed since the checkpoint: {', '.join(shown)}"
         if names and not self.data_changed:
-            raise InputError(f"{changed}; restore them, or go on with the new ones by --data_changed")
+            raise InputError(f"{changed}; restore them, or go on with the new ones by --data-changed")
         if names:
             say_once(f"note: {changed}")
 

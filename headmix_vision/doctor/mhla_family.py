@@ -101,7 +101,7 @@ def _dense(inputs: Sequence[Tensor], blocks: TokenBlocks, options: Options) -> t
     """Compute `mhla` over all pairs of tokens, in few operations for any number of blocks."""
     q, k, v, mixing = inputs
     q, k = (apply_feature_map(x, options["feature_map"], options["eps"]) for x in (q, k))
-    block, _, slot = blocks.tables(q)
+    block, _, slot, *_ = blocks.tables(q)
     scores = torch.einsum("bihd,bjhd->bhij", q, k)
     seen = scores * (slot <= slot[:, None]) if options["causal"] else scores
     weights = mixing[..., block[:, None], block] * seen
@@ -123,7 +123,7 @@ def _source_block(sums: Tensor, own: Tensor, mixing: Tensor, blocks: TokenBlocks
         own: [B, H, N], products with the sum of those keys of its block that it sees.
         mixing: [M, M] or [H, M, M].
     """
-    block, tokens, slot = blocks.tables(sums)
+    block, tokens, slot, *_ = blocks.tables(sums)
     peers = tokens[:, slot % tokens.shape[1]]  # [M, N], the token at the same place of each block, or -1
     weights = mixing.mT[..., block] * (peers >= 0)
     if not causal:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.clips import ClipSampling, ClipSet
+from headmix_vision.evaluation.clip_sampling import ClipSampling
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
 from headmix_vision.evaluation.metrics import KID_SUBSETS
+from headmix_vision.evaluation.sample_sets import SampleSet
 from headmix_vision.evaluation.scores import Scorer, check_sizes, kernel_distance, kid_subset_size
 
 SEES_MOTION = 5.0  # times the distance of two halves: what freezing the clips must do to it
@@ -25,7 +26,7 @@ _HALVES, _SHUFFLE = 2, 3  # what random numbers are for
 
 @dataclass(frozen=True)
 class Protocol:
-    """How published numbers were sampled.
+    """Sampling of published numbers.
 
     Args:
         real: Sampling of real clips.
@@ -55,12 +56,12 @@ PROTOCOLS = {
 
 
 def freeze(clips: Tensor, numbers: Sequence[int], seed: int) -> Tensor:
-    """Repeats the first frame of clips [B, C, T, H, W]."""
+    """Repeat the first frame of clips [B, C, T, H, W]."""
     return clips[:, :, :1].expand_as(clips).contiguous()
 
 
 def shuffle(clips: Tensor, numbers: Sequence[int], seed: int) -> Tensor:
-    """Brings the frames of clips [B, C, T, H, W] into an order by chance, by the seed and the number of the clip."""
+    """Bring the frames of clips [B, C, T, H, W] into an order by chance, by the seed and the number of the clip."""
     generators = [torch.Generator().manual_seed(derive_seed(seed, _SHUFFLE, number)) for number in numbers]
     orders = [torch.randperm(clips.shape[2], generator=generator) for generator in generators]
     return torch.stack([clip[:, order] for clip, order in zip(clips, orders, strict=True)])
@@ -86,15 +87,15 @@ class ClipFeatures:
 
 def fvd(
     scorer: Scorer,
-    real: ClipSet,
-    fake: ClipSet,
+    real: SampleSet,
+    fake: SampleSet,
     *,
     frame_extractor: FeatureExtractor | None = None,
     subsets: int = KID_SUBSETS,
     subset_size: int | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Computes the Fréchet video distance of Unterthiner et al. (2018), and what to hold it against.
+    """Compute the Fréchet video distance of Unterthiner et al. (2018), and what to hold it against.
 
     Beside it stand the kernel distance of the same features (`kvd`, as KID; Luo et al. 2024, JEDi, find it steady with
     a sixth of the clips), and the Fréchet distance of single frames (`frame_fid`), where the extractor has features of
@@ -146,7 +147,7 @@ def fvd(
     }
 
 
-def draw_halves(clips: ClipSet, seed: int) -> tuple[Tensor, Tensor]:
+def draw_halves(clips: SampleSet, seed: int) -> tuple[Tensor, Tensor]:
     """Draw two disjoint halves of clips, equally many clips each; a clip and its mirror image stay together.
 
     Args:
@@ -156,15 +157,15 @@ def draw_halves(clips: ClipSet, seed: int) -> tuple[Tensor, Tensor]:
     Returns:
         Numbers of the clips of each half, int64 [N // 2], fewer where that is odd and clips are mirrored.
     """
-    copies = clips.clips.copies
+    copies = clips.copies
     generator = torch.Generator().manual_seed(derive_seed(seed, _HALVES))
     order = torch.randperm(len(clips) // copies, generator=generator)[:, None] * copies + torch.arange(copies)
     half = len(order) // 2
     return order[:half].flatten(), order[half : 2 * half].flatten()
 
 
-def check_clips(real: ClipSet, fake: ClipSet) -> None:
-    """Checks that two sides can be compared.
+def check_clips(real: SampleSet, fake: SampleSet) -> None:
+    """Check that two sides can be compared.
 
     Raises:
         InputError: Fewer than four real clips, or sizes that differ.
@@ -176,7 +177,7 @@ def check_clips(real: ClipSet, fake: ClipSet) -> None:
 
 def _features(
     scorer: Scorer,
-    clips: ClipSet,
+    clips: SampleSet,
     frame_extractor: FeatureExtractor | None,
     changed: frozenset[int] = frozenset(),
     seed: int = 0,

@@ -6,10 +6,9 @@ taken for it.
 
 import math
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any
 
 import numpy as np
@@ -18,55 +17,12 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.limits import check_file, check_members, check_memory
-from headmix_vision.files.png import Item, to_item
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
-class NpzImages:
-    """Reads `arr_0` of an npz file as ADM's evaluation takes it, piece by piece.
-
-    It is uint8 [N, H, W, C] or [N, H, W] for images, [N, T, H, W, C] for clips.
-
-    Raises:
-        InputError: Not such a file.
-    """
-
-    kind = "npz"
-    about: Mapping[str, Any] = MappingProxyType({})
-
-    def __init__(self, path: Path) -> None:
-        self.source = str(path)
-        with _open_pixels(self.source) as (_, shape, dtype, fortran_order):
-            pixels = len(shape) == 3 or (len(shape) in (4, 5) and shape[-1] in (1, 3))
-            pixels = pixels and min(shape[1:]) > 0 and shape[0] >= 0
-            if dtype != np.uint8 or not pixels or fortran_order:
-                raise InputError(
-                    f"{path}: arr_0 is {dtype} {list(shape)}, it must be uint8 [N, H, W, C] or [N, T, H, W, C] with"
-                    " 1 or 3 channels"
-                )
-        self.shape = shape if len(shape) > 3 else (*shape, 1)
-        check_memory(2 * math.prod(shape[1:]), f"{path}: a sample {list(shape[1:])}")
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
-    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
-        """Reads images or clips by their numbers in rising order; yields names and pictures."""
-        length = math.prod(self.shape[1:])
-        with _open_pixels(self.source) as (file, *_):
-            start = file.tell()
-            for index in indices:
-                file.seek(start + index * length)
-                data = file.read(length)
-                if len(data) < length:
-                    raise InputError(f"{self.source} is truncated at image {index} of {len(self)}")
-                pixels = np.frombuffer(data, np.uint8).reshape(self.shape[1:])
-                yield f"{self.source}[{index}]", to_item(pixels)
-
-
 @contextmanager
-def _open_pixels(path: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any], bool]]:
+def open_pixels(path: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any], bool]]:
     """Open `arr_0`; see `_open_array`."""
     with _opened(path) as archive, _open_array(archive, "arr_0") as opened:
         yield opened
@@ -98,7 +54,7 @@ def _open_array(
 
 
 def npz_arrays(path: Path) -> list[str]:
-    """Lists the names of the arrays of an npz file.
+    """List the names of the arrays of an npz file.
 
     Raises:
         InputError: Not an npz file.
@@ -108,7 +64,7 @@ def npz_arrays(path: Path) -> list[str]:
 
 
 def npz_array(path: Path, name: str) -> np.ndarray:
-    """Reads an array of an npz file.
+    """Read an array of an npz file.
 
     Raises:
         InputError: Not an npz file, or a damaged one; no such array; an array of Python objects, or one that exceeds
@@ -149,7 +105,7 @@ def _whole(path: str | Path) -> Iterator[None]:
 
 
 def npz_labels(path: Path) -> Tensor:
-    """Reads the labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
+    """Read the labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
 
     Raises:
         InputError: No npz file, no labels, or other than one integer per image.

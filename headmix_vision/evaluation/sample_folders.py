@@ -1,11 +1,11 @@
-"""Folders that `headmix-sample` writes: scored when they are complete, or on request as far as they are there."""
+"""Check of folders of samples before scoring: complete, or on request as far as they are there."""
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.sample_sets import DECODER_THREADS, SAMPLES, SAMPLES_METADATA
+from headmix_vision.evaluation.sample_sources import DECODER_THREADS, SAMPLES, SAMPLES_METADATA
 from headmix_vision.files.listing import is_hidden, is_picture
 from headmix_vision.files.png import is_whole_png
 from headmix_vision.files.texts import read_json

@@ -1,89 +1,125 @@
-"""The samples to score: a folder, an ADM npz file, or a data set by its name.
+"""Samples to score, in batches of one size: pictures, or the chosen frames of the chosen clips.
 
-Shapes: B samples of a batch, C channels (1 or 3), *grid H and W pixels of images, or T frames, H and W of clips. Pixels
-are uint8 throughout, as files hold them.
+B samples of a batch, C channels (1 or 3), *grid H and W pixels of images, or T frames, H and W of clips. Pixels are
+uint8 throughout, as files hold them.
 """
 
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ImageOps
 from torch import Tensor
 
 from headmix_vision.checks import check_counts
-from headmix_vision.console.notes import say_left_out
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
-from headmix_vision.data.datasets.base import CHANNELS, Source, SplitRequest, to_picture
+from headmix_vision.data.datasets.base import CHANNELS, BatchSource, Source, SplitRequest
 from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.npz import NpzImages, npz_arrays
+from headmix_vision.evaluation.clip_sampling import ClipSampling
+from headmix_vision.evaluation.npz import npz_arrays
+from headmix_vision.evaluation.sample_sources import (
+    SAMPLES,
+    SAMPLES_METADATA,
+    DatasetSamples,
+    Folder,
+    NpzSamples,
+    Samples,
+)
+from headmix_vision.files.clip_files import ClipInfo
 from headmix_vision.files.limits import check_memory
-from headmix_vision.files.listing import find_pictures
-from headmix_vision.files.pictures import Decoding, readable
-from headmix_vision.files.png import Item, to_item
+from headmix_vision.files.pictures import Decoding
+from headmix_vision.files.png import Item
 
-DECODER_THREADS = 8
 _SAMPLE_BYTES = 16  # of a pixel, as bytes and as the numbers that features are computed of
 UNLABELLED = LabelRule(needed=False)
 """Rule of scores that take no labels."""
-SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
 _DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[-\d:]+)\])?")
 
 
-class Pictures(Protocol):
-    """Images, or clips as lists of frames, in a fixed order."""
-
-    source: str
-    kind: str
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """Further fields of the result file."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
-        """Reads some of them, by their numbers in rising order; yields names for messages and pictures."""
-        ...
-
-
-class ImageSet:
-    """Puts images of one size, or clips of one size and length, into batches.
+class SampleSet:
+    """Images of one size, or clips of one size and length, in batches.
 
     Args:
-        pictures: Where they come from.
+        samples: Where they come from.
         mode: `L` or `RGB`: what the feature extractor takes.
         image_size: Scale and centre-crop every image or frame to a square of this many pixels, as ADM does; None takes
             them as they are.
+        sampling: Which clips, and which of their frames; None takes all samples whole.
+
+    Attributes:
+        chosen: Numbers of the samples that are scored.
+        size: H and W of images, or T, H and W of clips.
 
     Raises:
-        InputError: Fewer than two samples, or an unreadable first one.
+        InputError: Fewer than two samples, or an unreadable first one; clips that are too short, unless they are to be
+            skipped, or of several sizes without `image_size`, or of several lengths where all frames are taken.
     """
 
-    def __init__(self, pictures: Pictures, mode: str, image_size: int | None = None) -> None:
+    def __init__(
+        self, samples: Samples, mode: str, image_size: int | None = None, sampling: ClipSampling | None = None
+    ) -> None:
         if image_size is not None:
             check_counts(1, **{"image size": image_size})
-        if len(pictures) < 2:
-            raise InputError(f"at least 2 samples are needed, {pictures.source} has {len(pictures)}")
-        self.pictures = pictures
-        self.mode = mode
-        self.image_size = image_size
+        self.samples, self.mode, self.image_size = samples, mode, image_size
+        self.sampling, self.copies, self.skipped_short = sampling, 1, 0
+        self.chosen: Sequence[int] = range(len(samples))
+        if sampling is not None:
+            self._choose(sampling)
+        if len(self) < 2:
+            raise InputError(f"at least 2 samples are needed, {samples.source} has {len(self)}")
         if image_size is not None:
             check_memory(_SAMPLE_BYTES * image_size**2, f"an image of {image_size} pixels")
-        self.size = self._size(next(pictures.read([0]))[1])
+        self.size = self._size(next(self.read([0]))[1])
+
+    def _choose(self, sampling: ClipSampling) -> None:
+        """Choose the clips to score, and refuse clips of several sizes."""
+        if sampling.frames is None:
+            sampling = replace(sampling, frames=self._length())
+        self.sampling, infos = sampling, self._infos
+        self.copies = 1 + sampling.mirror  # one after the other
+        long_enough = [n for n, info in enumerate(infos) if info.num_frames >= sampling.needed]
+        self.skipped_short = len(infos) - len(long_enough)
+        if self.skipped_short and (not sampling.skip_short or not long_enough):
+            first = next(n for n, info in enumerate(infos) if info.num_frames < sampling.needed)
+            stride = f" at stride {sampling.stride}" if sampling.stride > 1 else ""
+            raise InputError(
+                f"{self.samples.name(first)} has {infos[first].num_frames} frames, {sampling.frames}{stride} need"
+                f" {sampling.needed}; {self.skipped_short} of {len(infos)} clips are too short"
+                + ("" if sampling.skip_short else ": --skip-short leaves them out")
+            )
+        self.chosen = sampling.choose(long_enough)
+        for number in self.chosen if self.image_size is None else ():
+            first_size, size = infos[self.chosen[0]].size, infos[number].size
+            if size != first_size:
+                raise InputError(
+                    f"{self.samples.name(number)} is {describe_size(size)}, the clips before it are"
+                    f" {describe_size(first_size, unit='')}; --image-size N brings all to one size"
+                )
+
+    @property
+    def _infos(self) -> list[ClipInfo]:
+        assert self.samples.infos is not None
+        return self.samples.infos
+
+    def _length(self) -> int:
+        """Return the frames of clips that have equally many."""
+        lengths = [info.num_frames for info in self._infos]
+        other = next((number for number, length in enumerate(lengths) if length != lengths[0]), None)
+        if other is not None:
+            raise InputError(
+                f"{self.samples.name(other)} has {lengths[other]} frames, the clips before it have {lengths[0]}"
+            )
+        return lengths[0]
 
     def _size(self, item: Item) -> tuple[int, ...]:
         frames = item if isinstance(item, list) else [item]
@@ -91,22 +127,56 @@ class ImageSet:
         return (len(frames), *size) if isinstance(item, list) else size
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.chosen) * self.copies
+
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
+        """Yield names for messages and samples as they are, by their places in the set, in rising order."""
+        asked = [
+            (self.chosen[place], list(places))
+            for place, places in itertools.groupby(indices, lambda index: index // self.copies)
+        ]
+        frames = {number: self._frames(number) for number, _ in asked}
+        for (name, item), (_, places) in zip(self.samples.read(frames), asked, strict=True):
+            for place in places:
+                if place % self.copies and isinstance(item, list):
+                    yield f"{name}, mirrored", [ImageOps.mirror(frame) for frame in item]
+                else:
+                    yield name, item
+
+    def _frames(self, number: int) -> range | None:
+        return None if self.sampling is None else self.sampling.indices(number, self._infos[number].num_frames)
+
+    def labels(self) -> Tensor:
+        """Read the labels of the samples, int64 [N], a mirrored clip once; InputError where there are none."""
+        return self.samples.labels(self.chosen)
 
     @property
     def description(self) -> dict[str, Any]:
         """Everything that the result file says about the samples."""
-        return {
-            "source": self.pictures.source,
-            "kind": self.pictures.kind,
+        about = {
+            "source": self.samples.source,
+            "kind": self.samples.kind,
             "count": len(self),
             "size": list(self.size),
             "crop": "adm_center" if self.image_size else None,
-            **self.pictures.about,
+            **self.samples.about,
+        }
+        if self.sampling is None:
+            return about
+        settings = {key: value for key, value in asdict(self.sampling).items() if key not in ("count", "skip_short")}
+        infos = [self._infos[number] for number in self.chosen]
+        rates = sorted({info.frame_rate / self.sampling.stride for info in infos if info.frame_rate is not None})
+        return {
+            **about,
+            **settings,
+            "available": len(self._infos),
+            "skipped_short": self.skipped_short,
+            "frames_of_files": [min(info.num_frames for info in infos), max(info.num_frames for info in infos)],
+            "frame_rate": [rates[0], rates[-1]] if rates else None,
         }
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Tensor]:
-        """Yields all samples in order, or the batches of one of several processes, uint8 [B, C, *grid].
+        """Yield all samples in order, or the batches of one of several processes, uint8 [B, C, *grid].
 
         Raises:
             InputError: A sample that cannot be read or is of another size; it is named.
@@ -119,7 +189,7 @@ class ImageSet:
             yield torch.from_numpy(np.stack(list(itertools.islice(arrays, len(share)))))
 
     def _arrays(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
-        for name, item in self.pictures.read(indices):
+        for name, item in self.read(indices):
             # First the mode, as in training and in latents: a palette cannot be interpolated.
             frames = [frame.convert(self.mode) for frame in (item if isinstance(item, list) else [item])]
             if self.image_size:
@@ -135,130 +205,83 @@ class ImageSet:
 
 
 def describe_size(size: Sequence[int], unit: str = " pixels") -> str:
-    """Writes a size (H, W) or (T, H, W) as people do: `32x16 pixels`, `8 frames of 32x16 pixels`."""
+    """Return a size (H, W) or (T, H, W) as people do: `32x16 pixels`, `8 frames of 32x16 pixels`."""
     *frames, height, width = size
     return "".join(f"{count} frames of " for count in frames) + f"{width}x{height}{unit}"
 
 
-class Folder:
-    """Reads all image files below a folder, in sorted order; an animated PNG is a clip, a damaged file an error."""
-
-    kind = "folder"
-
-    def __init__(self, path: Path, decoding: Decoding) -> None:
-        self.source, self.decoding = str(path), decoding
-        listing = find_pictures(path)
-        say_left_out(path, len(listing.paths), "pictures", listing.left_out)
-        self.paths = listing.paths
-        self.about = {"background": decoding.background, "left_out": dict(listing.left_out)}
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
-        with ThreadPoolExecutor(DECODER_THREADS) as pool:
-            for start in range(0, len(indices), 4 * DECODER_THREADS):
-                paths = [self.paths[index] for index in indices[start : start + 4 * DECODER_THREADS]]
-                yield from zip(map(str, paths), pool.map(self._decode, paths), strict=True)
-
-    def _decode(self, path: Path) -> Item:
-        with readable(path):
-            return self.decoding.item(path)
-
-
-class TensorImages:
-    """Takes samples from memory: images uint8 [N, C, H, W] or clips uint8 [N, C, T, H, W], of 1 or 3 channels.
-
-    Raises:
-        InputError: Another type or shape.
-    """
-
-    kind = "memory"
-    about: Mapping[str, Any] = MappingProxyType({})
-
-    def __init__(self, pixels: Tensor, source: str = "memory") -> None:
-        if pixels.dtype != torch.uint8 or pixels.ndim not in (4, 5) or pixels.shape[1] not in (1, 3):
-            raise InputError(
-                f"images are {pixels.dtype} {list(pixels.shape)}, they must be uint8 [N, 1 or 3, H, W], clips"
-                " uint8 [N, 1 or 3, T, H, W]"
-            )
-        self.source = source
-        self.pixels = pixels.cpu()
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Item]]:
-        for index in indices:
-            yield f"image {index}", to_item(np.ascontiguousarray(self.pixels[index].movedim(0, -1).numpy()))
-
-
-class DatasetImages:
-    """Images of a data set by its name, all of a split or a slice of it."""
-
-    kind = "dataset"
-
-    def __init__(self, name: str, images: Source, indices: slice, background: str) -> None:
-        self.source = name
-        self.about = {"background": background}
-        self.images = images
-        self.indices = range(len(images))[indices]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Image.Image]]:
-        for index in (self.indices[place] for place in indices):
-            name = self.images.name(index)
-            with readable(name):
-                image, _ = self.images.read(index)
-            yield name, to_picture(image)
-
-    def labels(self) -> Tensor:
-        """The targets of the images, int64 [N], which are read for it."""
-        return torch.tensor([self.images.read(index)[1] for index in self.indices])
-
-
-def open_images(
+def open_samples(
     source: str,
     mode: str,
     image_size: int | None = None,
     root: str | None = None,
     background: str = "white",
     labels: LabelRule = UNLABELLED,
-) -> ImageSet:
-    """Opens images or clips for scoring.
+    *,
+    sampling: ClipSampling | None = None,
+    grid: tuple[int, int] | None = None,
+    clip: ClipConfig = DEFAULT_CLIP,
+) -> SampleSet:
+    """Open images or clips for scoring.
 
     Args:
-        source: A folder, also one of samples with their `images/` and `metadata.json`; an `.npz` file with uint8
-            images; or a data set `NAME[:SPLIT][SLICE]`: `digits`, `canvas:train` (64 pixels unless `image_size` says
-            otherwise), `folder:validation`, `hfds/NAME:train`, `digits[::2]` for every other image. Without a split,
-            digits are all of them and other data sets their validation split.
+        source: A folder, also one of samples with their `images/` and `metadata.json`; an `.npz` file with uint8 images
+            [N, H, W, C] or clips [N, T, H, W, C]; or a data set `NAME[:SPLIT][SLICE]`: `digits`, `canvas:train` (64
+            pixels unless `image_size` says otherwise), `folder:validation`, `hfds/NAME:train`, `digits[::2]` for every
+            other image. Without a split, digits are all of them and other data sets their validation split. A folder
+            of clips holds videos, animated PNGs or folders of frames, by class or not.
         mode: `L` or `RGB`.
-        image_size: As in `ImageSet`.
+        image_size: As in `SampleSet`.
         root: Place of a data set that needs one.
         background: Colour behind transparent pixels.
         labels: What is done with samples of a data set that have no valid label.
+        sampling: Which clips and which of their frames. Clips of a data set get the length that it needs. Images, and
+            clips that are taken whole, when None.
+        grid: H and W to ask a data set for, where `image_size` does not say; its own when None.
+        clip: Which frames of its videos make the clips of a data set.
 
     Raises:
-        InputError: Nothing there, no images, or fewer than a slice asks for.
+        InputError: Nothing there, no samples, or fewer than a slice asks for; a file that cannot be read; see
+            `SampleSet`.
     """
-    path, decoding = samples_of(source, "images"), Decoding(mode, background)
+    what = "images" if sampling is None else "clips"
+    path = samples_of(source, what)
     if path.is_dir():
-        return ImageSet(Folder(path, decoding), mode, image_size)
-    if path.is_file():
+        samples: Samples = Folder(path, Decoding(mode, background), sampling is not None)
+    elif path.is_file():
         if path.suffix != ".npz":
-            raise InputError(f"{source} is a file, images come from a folder, an .npz file or a data set")
+            raise InputError(f"{source} is a file, {what} come from a folder, an .npz file or a data set")
         if "arr_0" not in npz_arrays(path):
-            raise InputError(f"{source} has no images arr_0, it has {', '.join(npz_arrays(path))}")
-        return ImageSet(NpzImages(path), mode, image_size)
-    grid = (image_size, image_size) if image_size else ()
-    opened = open_slice(source, (CHANNELS[mode], *grid), root, background=background, labels=labels)
-    return ImageSet(DatasetImages(source, *opened, background), mode, image_size)
+            raise InputError(f"{source} has no {what} arr_0, it has {', '.join(npz_arrays(path))}")
+        samples = NpzSamples(path)
+        if sampling is not None and samples.infos is None:
+            raise InputError(f"{path} holds images {list(samples.shape)}, clips are [N, T, H, W, C]")
+    else:
+        grid = (image_size, image_size) if image_size else grid
+        size = None if sampling is None else _clip_size(source, mode, sampling, grid, root)
+        opened = open_slice(source, (CHANNELS[mode], *(size or grid or ())), root, clip, background, labels)
+        samples = DatasetSamples(source, *opened, background, size)
+    if sampling is not None and not samples.infos:
+        raise InputError(f"{source} has no clips: no videos, no animated PNGs and no folders of frames")
+    return SampleSet(samples, mode, image_size, sampling)
+
+
+def _clip_size(
+    source: str, mode: str, sampling: ClipSampling, grid: tuple[int, int] | None, root: str | None
+) -> tuple[int, int, int]:
+    """Return T, H and W of the clips of a data set: as asked for, or its own."""
+    frames = None if sampling.frames is None else sampling.needed
+    if grid is None or frames is None:
+        own = open_slice(source, (CHANNELS[mode],), root)[0]
+        if not isinstance(own, BatchSource) or len(own.shape) != 4:
+            raise InputError(f"{source}: --image-size must say how large its clips shall be")
+        _, length, height, width = own.shape
+        grid, frames = grid or (height, width), frames or length
+    return frames, *grid
 
 
 def samples_of(source: str, what: str) -> Path:
-    """Finds the path of samples: of a folder of samples that `headmix-sample` wrote, what lies in its `images/`.
+    """Find the path of samples: of a folder of samples that `headmix sample` wrote, what lies in its `images/`.
 
     Raises:
         InputError: An empty name of what is asked for.
@@ -288,7 +311,7 @@ def open_slice(
     background: str = "white",
     labels: LabelRule = UNLABELLED,
 ) -> tuple[Source, slice]:
-    """Opens a data set to score, `NAME[:SPLIT][SLICE]`: its split, and which of its samples are meant.
+    """Open a data set to score, `NAME[:SPLIT][SLICE]`: its split, and which of its samples are meant.
 
     Args:
         source: The data set.
@@ -322,7 +345,7 @@ def open_slice(
 
 
 def _bounds(text: str) -> list[int | None] | None:
-    """Reads START:STOP:STEP, of which each may be missing; None if it is no slice."""
+    """Read START:STOP:STEP, of which each may be missing; None if it is no slice."""
     try:
         bounds = [int(part) if part else None for part in text.split(":")]
     except ValueError:

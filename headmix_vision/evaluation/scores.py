@@ -18,11 +18,12 @@ from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
 from headmix_vision.evaluation.metrics import KID_SUBSET_SIZE, KID_SUBSETS, NEIGHBOURS, SPLITS
-from headmix_vision.evaluation.sample_sets import UNLABELLED, DatasetImages, ImageSet, describe_size, open_images
+from headmix_vision.evaluation.sample_sets import UNLABELLED, SampleSet, describe_size, open_samples
+from headmix_vision.evaluation.sample_sources import DatasetSamples
 from headmix_vision.evaluation.statistics import Statistics, holds_statistics, read_statistics
 
 Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
-"""Wraps the batches of so many images, to show how far they are."""
+"""Wrapper of the batches of so many images, which shows how far they are."""
 
 MAX_SUBSETS = 100_000
 COPIED = 0.01  # share of held-out images that lie as near to training images as what is called a copy
@@ -31,7 +32,7 @@ RNG_SEED = 2020
 
 
 class Scorer:
-    """Runs an extractor over sets of samples.
+    """Extractor at work on sets of samples.
 
     Args:
         extractor: The feature extractor.
@@ -54,8 +55,8 @@ class Scorer:
         self.processes = processes
         self.progress: Progress = progress or (lambda batches, _: batches)
 
-    def statistics(self, images: ImageSet) -> Statistics:
-        """Computes the moments of the features, and of the spatial features where the extractor has them."""
+    def statistics(self, images: SampleSet) -> Statistics:
+        """Compute the moments of the features, and of the spatial features where the extractor has them."""
         moments: dict[str, Moments] = {}
         for outputs in self.of_all(images, lambda *batch: {n: v for n, v in batch[-1].items() if n != "logits"}):
             for name, values in outputs.items():
@@ -63,15 +64,15 @@ class Scorer:
         gaussians = {name: moments[name].gaussian() for name in sorted(moments)}
         return Statistics(gaussians, images.description, self.extractor.description)
 
-    def collect(self, images: ImageSet, name: str = "features") -> Tensor:
-        """Collects all features, or logits, float64 [N, D]."""
+    def collect(self, images: SampleSet, name: str = "features") -> Tensor:
+        """Collect all features, or logits, float64 [N, D]."""
         batches = self.of_all(images, lambda first, batch, outputs: {name: outputs[name]})
         return torch.cat([outputs[name] for outputs in batches]).double()
 
     def of_all(
-        self, images: ImageSet, pick: Callable[[int, Tensor, dict[str, Tensor]], dict[str, Tensor]]
+        self, images: SampleSet, pick: Callable[[int, Tensor, dict[str, Tensor]], dict[str, Tensor]]
     ) -> Iterator[dict[str, Tensor]]:
-        """Yields what is made of each batch, on the CPU, in the order of samples, on all processes.
+        """Yield what is made of each batch, on the CPU, in the order of samples, on all processes.
 
         Args:
             images: The samples.
@@ -85,8 +86,8 @@ class Scorer:
         made = ({n: v.cpu() for n, v in pick(*batch).items()} for batch in self._outputs(images))
         return self.processes.in_turn(made, -(-whole // self.processes.world_size))
 
-    def _outputs(self, images: ImageSet) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
-        """Yields what `pick` takes, of the batches of this process."""
+    def _outputs(self, images: SampleSet) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
+        """Yield what `pick` takes, of the batches of this process."""
         rank, world_size, _ = self.processes
         share = self.progress(images.batches(self.batch_size, rank, world_size), len(images))
         for first, batch in zip(count(rank * self.batch_size, world_size * self.batch_size), share, strict=False):
@@ -109,15 +110,15 @@ def open_side(
     statistics: bool = True,
     background: str = "white",
     labels: LabelRule = UNLABELLED,
-) -> ImageSet | Statistics:
-    """Opens one side of a comparison as a user names it: images, or the statistics of images.
+) -> SampleSet | Statistics:
+    """Open one side of a comparison as a user names it: images, or the statistics of images.
 
     Where an npz file holds both, statistics are taken if they will do.
 
     Args:
-        source: Images as `open_images` takes them, or a file of statistics as `read_statistics` does.
+        source: Images as `open_samples` takes them, or a file of statistics as `read_statistics` does.
         extractor: What the features will be made with.
-        image_size: As in `open_images`; it does not concern statistics.
+        image_size: As in `open_samples`; it does not concern statistics.
         root: Place of a data set that needs one.
         statistics: Whether statistics will do, as for the Fréchet distance.
         background: Colour behind transparent pixels.
@@ -130,14 +131,14 @@ def open_side(
     if not statistics or not holds_statistics(path):
         if path.suffix == ".safetensors" and path.is_file():
             raise InputError(f"{source} holds no images; statistics are enough for fid alone")
-        return open_images(source, extractor.mode, image_size, root, background, labels)
+        return open_samples(source, extractor.mode, image_size, root, background, labels)
     read = read_statistics(path)
     _check_extractor(read, extractor)
     return read
 
 
-def fid(scorer: Scorer, real: ImageSet | Statistics, fake: ImageSet | Statistics) -> dict[str, float]:
-    """Computes the Fréchet distance, and `sfid` where both sides have spatial features.
+def fid(scorer: Scorer, real: SampleSet | Statistics, fake: SampleSet | Statistics) -> dict[str, float]:
+    """Compute the Fréchet distance, and `sfid` where both sides have spatial features.
 
     Raises:
         InputError: Statistics of another extractor, or sides that cannot be compared.
@@ -155,9 +156,9 @@ def fid(scorer: Scorer, real: ImageSet | Statistics, fake: ImageSet | Statistics
 
 
 def kid(
-    scorer: Scorer, real: ImageSet, fake: ImageSet, subsets: int = KID_SUBSETS, subset_size: int | None = None
+    scorer: Scorer, real: SampleSet, fake: SampleSet, subsets: int = KID_SUBSETS, subset_size: int | None = None
 ) -> dict[str, float]:
-    """Computes the kernel distance of Bińkowski et al. (2018): mean and standard deviation over random subsets.
+    """Compute the kernel distance of Bińkowski et al. (2018): mean and standard deviation over random subsets.
 
     Args:
         scorer: Extractor.
@@ -177,7 +178,7 @@ def kid(
 
 
 def kid_subset_size(smaller: int, subset_size: int | None) -> int:
-    """Sets the samples of a random subset, where the smaller side has so many.
+    """Set the samples of a random subset, where the smaller side has so many.
 
     Raises:
         InputError: More than that, or fewer than two.
@@ -189,7 +190,7 @@ def kid_subset_size(smaller: int, subset_size: int | None) -> int:
 
 
 def kernel_distance(first: Tensor, second: Tensor, subsets: int, subset_size: int) -> tuple[float, float]:
-    """Computes the squared maximum mean discrepancy with the kernel (x y / D + 1)^3, unbiased, over random subsets.
+    """Compute the squared maximum mean discrepancy with the kernel (x y / D + 1)^3, unbiased, over random subsets.
 
     Args:
         first: Features of one side, float64 [N, D].
@@ -207,8 +208,8 @@ def kernel_distance(first: Tensor, second: Tensor, subsets: int, subset_size: in
     return result["kernel_inception_distance_mean"], result["kernel_inception_distance_std"]
 
 
-def inception_score(scorer: Scorer, fake: ImageSet, splits: int = SPLITS) -> dict[str, float]:
-    """Computes the inception score of Salimans et al. (2016), from the classifier's probabilities.
+def inception_score(scorer: Scorer, fake: SampleSet, splits: int = SPLITS) -> dict[str, float]:
+    """Compute the inception score of Salimans et al. (2016), from the classifier's probabilities.
 
     Raises:
         InputError: More splits than images.
@@ -221,8 +222,10 @@ def inception_score(scorer: Scorer, fake: ImageSet, splits: int = SPLITS) -> dic
     return {"is_mean": result["inception_score_mean"], "is_std": result["inception_score_std"], "is_splits": splits}
 
 
-def precision_recall(scorer: Scorer, real: ImageSet, fake: ImageSet, neighbours: int = NEIGHBOURS) -> dict[str, float]:
-    """Computes the improved precision and recall of Kynkäänniemi et al. (2019).
+def precision_recall(
+    scorer: Scorer, real: SampleSet, fake: SampleSet, neighbours: int = NEIGHBOURS
+) -> dict[str, float]:
+    """Compute the improved precision and recall of Kynkäänniemi et al. (2019).
 
     Raises:
         InputError: Not more images than neighbours.
@@ -238,8 +241,8 @@ def precision_recall(scorer: Scorer, real: ImageSet, fake: ImageSet, neighbours:
     return {name: result[name] for name in ("precision", "recall", "f_score")} | {"prc_neighbours": neighbours}
 
 
-def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]:
-    """Computes the share of generated images that the classifier assigns to the class they were asked for.
+def accuracy(scorer: Scorer, fake: SampleSet, labels: Tensor) -> dict[str, float]:
+    """Compute the share of generated images that the classifier assigns to the class they were asked for.
 
     Args:
         scorer: Extractor.
@@ -264,8 +267,8 @@ def accuracy(scorer: Scorer, fake: ImageSet, labels: Tensor) -> dict[str, float]
     return {"top1": right.mean().item(), "balanced": torch.stack(shares).mean().item()}
 
 
-def check_judge(extractor: FeatureExtractor, images: ImageSet) -> None:
-    """Checks that the classes of a classifier are those of images, as far as it is known.
+def check_judge(extractor: FeatureExtractor, images: SampleSet) -> None:
+    """Check that the classes of a classifier are those of images, as far as it is known.
 
     Raises:
         InputError: A network that judges no labels, or other classes than those of the data set.
@@ -276,20 +279,20 @@ def check_judge(extractor: FeatureExtractor, images: ImageSet) -> None:
             f"{name} has classes of its own, which tell nothing about labels: accuracy needs the classifier of a run or"
             " an export, trained on these labels (--features PATH)"
         )
-    if not isinstance(images.pictures, DatasetImages):
+    if not isinstance(images.samples, DatasetSamples):
         return  # files have numbers for labels, which do not say of what
-    known, wanted = extractor.class_names, images.pictures.images.class_names
+    known, wanted = extractor.class_names, images.samples.data.class_names
     if not wanted or known == wanted or (known is None and extractor.num_classes == len(wanted)):
         return
     first = next(iter(sorted(set(known or wanted) ^ set(wanted))), "their order")
     differ = "" if known is None else f"; they first differ in {first!r}"
     raise InputError(
-        f"{images.pictures.source} has {len(wanted)} classes, {name} was trained on {extractor.num_classes}{differ}"
+        f"{images.samples.source} has {len(wanted)} classes, {name} was trained on {extractor.num_classes}{differ}"
     )
 
 
 def nearest(features: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds for each image the nearest one of others.
+    """Find for each image the nearest one of others.
 
     Args:
         features: Features of the images, float64 [N, D].
@@ -302,8 +305,8 @@ def nearest(features: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
 
 
-def neighbours(scorer: Scorer, real: ImageSet, fake: ImageSet, held_out: ImageSet) -> dict[str, float]:
-    """Compares how near generated images lie to training images with how near held-out images do.
+def neighbours(scorer: Scorer, real: SampleSet, fake: SampleSet, held_out: SampleSet) -> dict[str, float]:
+    """Compare how near generated images lie to training images with how near held-out images do.
 
     Args:
         scorer: Extractor.
@@ -331,8 +334,8 @@ def neighbours(scorer: Scorer, real: ImageSet, fake: ImageSet, held_out: ImageSe
     }
 
 
-def check_sizes(real: ImageSet | Statistics, fake: ImageSet | Statistics) -> None:
-    """Raises InputError if the samples of the two sides are known to be of different sizes (frames included)."""
+def check_sizes(real: SampleSet | Statistics, fake: SampleSet | Statistics) -> None:
+    """Raise InputError if the samples of the two sides are known to be of different sizes (frames included)."""
     sizes: Sequence[Any] = [side.description.get("size") for side in (real, fake)]
     if None not in sizes and list(sizes[0]) != list(sizes[1]):
         raise InputError(

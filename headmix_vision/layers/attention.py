@@ -152,15 +152,21 @@ class HeadMixAttention(nn.Module):
         return total + sum(0 if conv is None else conv.flops(tokens) for conv in (self.cpe, self.lepe))
 
     def _project(self, x: Tensor) -> list[Tensor]:
-        """Make queries, keys and values of the core's heads, [B, N * repeats, heads, D] each."""
-        if self.head_mix is not None and self.folds and is_bare(self.qkv, nn.Linear):
-            qkv = F.linear(x, *self.head_mix("fold", self.qkv.weight, self.qkv.bias))
+        """Make queries, keys and values of the core's heads, mixed, [B, N * repeats, heads, D] each."""
+        mix = self.head_mix
+        folded = mix is not None and self.folds and is_bare(self.qkv, nn.Linear)
+        if mix is not None and folded:
+            qkv = F.linear(x, *mix("fold", self.qkv.weight, self.qkv.bias))
             q, k, v = qkv.split([self.proj.in_features] * 3, dim=-1)  # unpacked, which torch.fx can trace
-            return [y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)]
-        q, k, v = self.qkv(x).split(self.projected_dims, dim=-1)
-        q, k = self.q_norm(q), self.k_norm(k)
-        heads = [y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)]
-        return heads if self.head_mix is None else list(self.head_mix("before", *heads))
+        else:
+            q, k, v = self.qkv(x).split(self.projected_dims, dim=-1)
+            q, k = self.q_norm(q), self.k_norm(k)
+        heads = [torch.unflatten(y, -1, (-1, self.head_dim)) for y in (q, k, v)]
+        if mix is None:
+            return heads
+        heads = heads if folded else list(mix("before", *heads))
+        _assert_mixed(mix.core_heads, self.repeats * x.shape[1], *heads)
+        return heads
 
     def set_grid(self, grid: tuple[int, ...]) -> None:
         """Use another token grid; the weights do not change."""
@@ -216,28 +222,39 @@ class HeadMixAttention(nn.Module):
         grid: tuple[int, ...] | None = None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        tokens = self.grid if grid is None else replace(self.grid, shape=tuple(grid))
+        tokens = self.grid if grid is None else self.grid.of_shape(tuple(grid))
+        x = self._encode(x, tokens)
+        q, k, v = self._project(x)
+        places = tokens if self.repeats == 1 else tokens.repeat(self.repeats)
+        out = self.core(q, k, v, places, **self._core_arguments(x, attn_mask, is_causal, rotation))
+        return self._finish(x, out, None if self.lepe is None else self._convolve_values(v.flatten(2), tokens))
+
+    def _encode(self, x: Tensor, tokens: TokenGrid) -> Tensor:
+        """Check the number of tokens, norm them and encode their positions, where the layer does."""
         ranks = self.ranks
         _check_tokens(x, tokens if ranks is None else ranks.local(tokens))
         x = self.input_norm(x)
-        if self.cpe is not None:
-            x = _as_projections_read(x)
-            x = self.cpe(x, tokens) if ranks is None else self.cpe.of_rank(x, tokens, ranks)
-        q, k, v = self._project(x)
-        positions = None if self.lepe is None else self._convolve_values(v.flatten(2), tokens)
-        if self.head_mix is not None:
-            _assert_mixed(self.head_mix.core_heads, self.repeats * x.shape[1], q, k, v)
-        needed: dict[str, Any] = {"x": x} if self.core.reads_input else {}
-        if self.core.forms_weights:
-            needed |= {"attn_mask": attn_mask, "is_causal": is_causal}
-        if not self.core.forms_weights or self.repeats > 1:
-            _refuse_masks(attn_mask, is_causal, type(self.core).__name__, self.repeats)
+        if self.cpe is None:
+            return x
+        x = _as_projections_read(x)
+        return cast(Tensor, self.cpe(x, tokens) if ranks is None else self.cpe.of_rank(x, tokens, ranks))
+
+    def _core_arguments(
+        self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, rotation: Rotation | None
+    ) -> dict[str, Any]:
+        """Return the arguments of a call that this core reads; refuse others."""
+        core = self.core
+        arguments: dict[str, Any] = {"x": x} if core.reads_input else {}
+        if core.forms_weights:
+            arguments |= {"attn_mask": attn_mask, "is_causal": is_causal}
+        if not core.forms_weights or self.repeats > 1:
+            _refuse_masks(attn_mask, is_causal, type(core).__name__, self.repeats)
         if rotation is not None:
-            self.core.check_rotation()
-            needed["rotation"] = rotation
-        if ranks is not None:
-            needed["ranks"] = ranks
-        return self._finish(x, self.core(q, k, v, tokens.repeat(self.repeats), **needed), positions)
+            core.check_rotation()
+            arguments["rotation"] = rotation
+        if self.ranks is not None:
+            arguments["ranks"] = self.ranks
+        return arguments
 
     def stream(
         self, x: Tensor, state: Any = None, grid: tuple[int, ...] | None = None, rotation: Rotation | None = None
@@ -256,7 +273,7 @@ class HeadMixAttention(nn.Module):
         Raises:
             InputError: if the core is not causal, or the tokens do not end with a row of blocks along the first axis.
         """
-        tokens = self.grid if grid is None else replace(self.grid, shape=tuple(grid))
+        tokens = self.grid if grid is None else self.grid.of_shape(tuple(grid))
         rotated: dict[str, Any] = {}
         if rotation is not None:
             self.core.check_rotation()

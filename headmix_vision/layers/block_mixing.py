@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headmix_vision.checks import check_choice, check_counts
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks
-from headmix_vision.ops.dispatch import apply_either
+from headmix_vision.ops.dispatch import apply_of, out_of_dead_transformation
 
 MIXING_INITS = ("locality", "uniform")
 LOWER, UPPER = 1e-6, 1.0
@@ -179,7 +179,20 @@ class _ClipWithTangents(_ClipKeepInwardGradient):
         return tangents[0].masked_fill((weight < lower) | (weight > upper), 0)
 
 
-_clip = apply_either(_ClipKeepInwardGradient, _ClipWithTangents)
+class _EagerClip(_ClipWithTangents):
+    """Leaves out ``setup_context``, for which PyTorch binds arguments by name: this takes longer than to clip."""
+
+    setup_context = staticmethod(torch.autograd.Function.setup_context)
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, lower: float, upper: float) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(weight)
+        ctx.save_for_forward(weight)
+        ctx.bounds = lower, upper
+        return weight.clamp(lower, upper)
+
+
+_clip_eagerly = apply_of(_EagerClip)
 
 
 @torch.fx.wrap
@@ -189,7 +202,14 @@ def clip_keep_inward_gradient(weight: Tensor, lower: float = LOWER, upper: float
     Whether it would is decided in each backward pass: of a weight at a bound, gradients of parts of a batch, on several
     devices or accumulated, need not sum to that of the whole.
     """
-    return cast(Tensor, _clip(weight, lower, upper))
+    clipped: Tensor
+    if torch.compiler.is_compiling():
+        clipped = _ClipKeepInwardGradient.apply(weight, lower, upper)
+    elif torch._C._are_functorch_transforms_active():
+        clipped = _ClipWithTangents.apply(weight, lower, upper)
+    else:
+        clipped = _clip_eagerly(out_of_dead_transformation(weight), lower, upper)
+    return clipped
 
 
 def locality_weights(blocks: TokenBlocks) -> Tensor:

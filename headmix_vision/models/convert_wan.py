@@ -1,4 +1,4 @@
-"""Turns a Wan video transformer of diffusers into one with MHLA self-attention, and maps published weights of such.
+"""Conversion of a Wan video transformer of diffusers to MHLA self-attention, also of published MHLA weights.
 
 B batch, N = T * H * W tokens, C width, H heads, D head dim, M blocks.
 """
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from headmix_vision.checks import check_choice, check_flags, check_numbers
 from headmix_vision.errors import InputError
-from headmix_vision.layers.block_mixing import LOWER, UPPER, mixing_of_first
-from headmix_vision.layers.cores.linear import rotated_mhla
+from headmix_vision.layers.block_mixing import LOWER, UPPER
+from headmix_vision.layers.cores.mhla import bind_mhla_core
 from headmix_vision.models.convert import Conversion, check_shape, merge
 from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
 from headmix_vision.models.diffusers_features import found_by_diffusers
@@ -37,7 +37,7 @@ _OPEN_GATE = 1.2784645427610738  # SiLU of this is 1
 
 
 class GridRotary(nn.Module):
-    """Gives each layer the token grid of the call beside its rotary tables: cos and sin [1, N, 1, D], (T, H, W)."""
+    """Rotary tables of the call with its token grid beside them: cos and sin [1, N, 1, D], (T, H, W)."""
 
     def __init__(self, rotary: nn.Module, patch_size: tuple[int, int, int]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class GridRotary(nn.Module):
 
 
 class WanSoftmaxProcessor(WanAttnProcessor):
-    """Computes the self-attention of diffusers in the layers that keep it."""
+    """Self-attention of diffusers, for the layers that keep it."""
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ class WanSoftmaxProcessor(WanAttnProcessor):
 
 
 class WanMHLAProcessor(nn.Module):
-    """Computes MHLA (arXiv 2601.07832) from the projections and norms of a Wan self-attention layer.
+    """MHLA (arXiv 2601.07832) from the projections and norms of a Wan self-attention layer.
 
     Features are ReLU + eps of the normed queries and keys, rotated by Wan's rotary positions in the numerator alone;
     each head's output has an RMSNorm of its own and, if there is a gate, is multiplied by SiLU of a projection of the
@@ -118,24 +118,11 @@ class WanMHLAProcessor(nn.Module):
         else:
             q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
-        tokens = TokenGrid(grid)
-        blocks = TokenBlocks.of_clip(tokens, self.mixing.blocks.block_grid)
-        mixing = mixing_of_first(self.mixing(), blocks)
+        block_grid, options = self.mixing.blocks.block_grid, {"normalizer": self.normalizer, "eps": self.eps}
+        attend = bind_mhla_core(TokenGrid(grid), None, block_grid, None, feature_map="relu", impl="auto", **options)
         sums = v.float() if v.dtype == torch.float16 else v  # over a clip's tokens they pass the range of float16
         rotation = cos[0, :, 0, ::2], sin[0, :, 0, ::2]  # diffusers holds each angle twice
-        out = rotated_mhla(
-            q,
-            k,
-            sums,
-            mixing,
-            blocks,
-            rotation,
-            tokens,
-            normalizer=self.normalizer,
-            feature_map="relu",
-            eps=self.eps,
-            impl="auto",
-        )
+        out = attend(q, k, sums, self.mixing(), *rotation)
         # sums that nothing divides are normed before they are rounded to float16
         out = F.rms_norm(out, self.norm.normalized_shape, self.norm.weight.type_as(out), self.eps).type_as(v).flatten(2)
         if self.gate is not None:

@@ -1,4 +1,4 @@
-"""Checks arguments, chooses the implementation of an op, and calls it with as little of PyTorch's dispatcher as may be.
+"""Check arguments, choose the implementation of an op once, and call it with little of PyTorch's dispatcher.
 
 This file can be imported without Triton.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, partial, wraps
 from numbers import Integral
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.fx
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
@@ -29,12 +31,19 @@ def is_plain(x: Tensor) -> bool:
 
 def has_plain_type(x: Tensor) -> bool:
     """Tell whether a tensor is of no subclass, which may have its own way with ops."""
-    return type(x) in (Tensor, torch.nn.Parameter)
+    return type(x) in _PLAIN
 
 
 def is_transforming() -> bool:
     """Tell whether a transformation of torch.func runs, outside of compilers, which have their own ways with it."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def is_eager() -> bool:
+    """Tell whether neither a tracer nor a transformation nor a dispatch mode looks on."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return False
+    return not torch._C._len_torch_dispatch_stack() and not torch._C._are_functorch_transforms_active()
 
 
 def check_tensors(**tensors: object) -> None:
@@ -94,7 +103,9 @@ def _is_whole(number: object) -> bool:
 
 MAX_DIM = 128
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+P = ParamSpec("P")
 R = TypeVar("R")
+Call = Callable[..., Any]
 
 
 def why_no_kernel_takes(x: Tensor, name: str) -> str | None:
@@ -146,30 +157,90 @@ def select(impl: str, on_gpu: bool, why_not: Callable[[], str | None]) -> str:
     return impl
 
 
-_MOST_KINDS = 512
-_kinds: dict[Any, Any] = forgotten_with_plans({})
+_MOST_PLANS = 512
+_plans: dict[Any, Any] = forgotten_with_plans({})
+_PLAIN = (Tensor, torch.nn.Parameter)
+_OF_A_KIND = frozenset((*_PLAIN, type(None)))
 
 
-def once(check: Callable[..., R], tensors: Sequence[Tensor | None], *settings: Any) -> R:
-    """Return ``check(*tensors, *settings)``, which is called once for each kind of call.
+class Bound:
+    """An op or core whose settings are fixed. It is called with tensors alone, and plans once for each kind of them.
 
-    Calls are of one kind if their settings are equal and of equal types, and their tensors agree in shape, type and
-    device, which is all that ``check`` may read of them. Under tracers, transformations and dispatch modes it is always
-    called.
+    Tensors have the same kind if their shape, type and device agree. A plan reads nothing else of them. Each call has
+    its own plan under tracers, transformations of torch.func and dispatch modes, and for subclasses of tensors.
+
+    Args:
+        plan: takes the tensors of a call, or None in the place of one. It checks them, and returns the function that
+            computes all calls with tensors of these kinds.
     """
-    if not _is_eager() or not all([x is None or has_plain_type(x) for x in tensors]):
-        return check(*tensors, *settings)
-    kinds = tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
-    key = (check, kinds, settings, tuple(map(type, settings)))
-    try:
-        found = _kinds.get(key)
-    except TypeError:  # settings that cannot be hashed
-        return check(*tensors, *settings)
-    if found is None:
-        if len(_kinds) == _MOST_KINDS:
-            _kinds.clear()
-        found = _kinds[key] = check(*tensors, *settings)
-    return cast(R, found)
+
+    def __init__(self, plan: Callable[..., Call]) -> None:
+        self.plan = plan
+        self.made_by: tuple[Call, tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __call__(self, *tensors: Any) -> Any:
+        return self.planned(*tensors)(*tensors)
+
+    def planned(self, *tensors: Any) -> Call:
+        """Return the function that computes a call with these tensors."""
+        if not is_eager() or not _OF_A_KIND.issuperset(map(type, tensors)):
+            proxy = next((x for x in tensors if isinstance(x, torch.fx.Proxy)), None)
+            return self.plan(*tensors) if proxy is None else partial(_record, proxy.tracer, self)
+        kind = (self, *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
+        run = _plans.get(kind)
+        if run is None:
+            run = self.plan(*tensors)
+            if len(_plans) == _MOST_PLANS:
+                _plans.clear()
+            _plans[kind] = run
+        planned: Call = run
+        return planned
+
+    def __fx_create_arg__(self, tracer: Any) -> torch.fx.Node:
+        """Let a graph of torch.fx bind again before it calls."""
+        assert self.made_by is not None
+        bind, settings, options = self.made_by
+        node: torch.fx.Node = tracer.create_node(
+            "call_function", bind, tracer.create_arg(settings), tracer.create_arg(options)
+        )
+        return node
+
+
+def call_bound(bound: Bound, *tensors: Any) -> Any:
+    """Call a bound op or core. Graphs of torch.fx record this function."""
+    return bound(*tensors)
+
+
+def _record(tracer: Any, bound: Bound, *tensors: Any) -> Any:
+    """Record a call of torch.fx without its inside: checks need real arguments."""
+    return tracer.create_proxy("call_function", call_bound, (bound, *tensors), {})
+
+
+def kept(make: Callable[P, R]) -> Callable[P, R]:
+    """Call a function of settings once for equal settings of equal types, and keep its result.
+
+    Nothing is kept under tracers, where sizes may be symbols, or for settings that cannot be hashed.
+    """
+
+    def make_new(*settings: P.args, **options: P.kwargs) -> R:
+        made = make(*settings, **options)
+        if isinstance(made, Bound):
+            made.made_by = find, settings, options
+        return made
+
+    find_kept: Call = lru_cache(maxsize=_MOST_PLANS, typed=True)(make_new)
+
+    @wraps(make)
+    def find(*settings: P.args, **options: P.kwargs) -> R:
+        if is_eager():
+            try:
+                found: R = find_kept(*settings, **options)
+                return found
+            except TypeError:  # settings that cannot be hashed
+                pass
+        return make_new(*settings, **options)
+
+    return find
 
 
 _warned: set[str] = set()
@@ -183,9 +254,6 @@ def warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=2)
 
 
-Call = Callable[..., Any]
-
-
 def without_dispatcher(op: Call, run: Call, *, differentiable: bool = False) -> Call:
     """Return a function that calls ``run`` for plain tensors, and else the op.
 
@@ -196,16 +264,10 @@ def without_dispatcher(op: Call, run: Call, *, differentiable: bool = False) -> 
     """
 
     def call(*args: Any) -> Any:
-        past = (differentiable or not torch.is_grad_enabled()) and _is_eager() and all(map(_is_plain, args))
+        past = (differentiable or not torch.is_grad_enabled()) and is_eager() and all(map(_is_plain, args))
         return (run if past else op)(*args)
 
     return call
-
-
-def _is_eager() -> bool:
-    """Tell whether neither a tracer nor a transformation nor a dispatch mode looks on."""
-    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()
-    return not tracing and not is_transforming()
 
 
 def _is_plain(argument: Any) -> bool:
@@ -215,6 +277,19 @@ def _is_plain(argument: Any) -> bool:
     if isinstance(argument, list) and argument and isinstance(argument[0], Tensor):
         return all(map(has_plain_type, argument))
     return True
+
+
+# Takes a tensor out of a transformation of torch.func that has ended, as PyTorch does for all functions.
+out_of_dead_transformation = torch._C._functorch.unwrap_if_dead
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Call:
+    """Return ``function.apply`` for eager calls, without what PyTorch's own does in Python for torch.func.
+
+    Tensors have to be taken out of dead transformations before; the function has no ``setup_context``.
+    """
+    apply: Call = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def as_function(run: Call, setup_context: Call, backward: Call) -> Call:
@@ -232,32 +307,8 @@ def as_function(run: Call, setup_context: Call, backward: Call) -> Call:
             return backward(ctx, *d_outputs)
 
     Function.__name__ = run.__name__.strip("_")
-    return Function.apply
-
-
-def apply_either(traced: type[torch.autograd.Function], eager: type[torch.autograd.Function]) -> Call:
-    """Return what applies one of two forms of a function: ``traced`` under torch.compile, else ``eager``.
-
-    Both have a ``setup_context``, without which torch.func cannot transform them. PyTorch binds the arguments of such a
-    function by name, which takes longer than a small kernel, so that ``eager`` is applied without it outside of
-    transformations.
-    """
-
-    class Unbound(eager):  # type: ignore[valid-type, misc]
-        setup_context = staticmethod(torch.autograd.Function.setup_context)  # none of its own
-
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            output = eager.forward(*args)
-            eager.setup_context(ctx, args, output)
-            return output
-
-    def apply(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return traced.apply(*args)
-        return (eager if is_transforming() else Unbound).apply(*args)
-
-    return apply
+    apply = apply_of(Function)
+    return lambda *args: apply(*[out_of_dead_transformation(x) if isinstance(x, Tensor) else x for x in args])
 
 
 # Inputs for which kernels did not compile: the name of the op, and what its kernels depend on.
@@ -291,32 +342,6 @@ def gradients_of(run: Callable[..., Any], inputs: Sequence[Tensor], d_outputs: S
         outputs = run(*leaves)
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         return list(torch.autograd.grad(outputs, leaves, d_outputs, allow_unused=True, materialize_grads=True))
-
-
-class IndexMap(torch.autograd.Function):
-    """A linear map of a tensor by index tables, which torch.func can batch; a subclass has its forward and backward."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-
-def with_tangents(index_map: type[IndexMap]) -> type[IndexMap]:
-    """Return the map with its derivative in forward mode, which torch.compile cannot trace: the map itself."""
-
-    class WithTangents(index_map):  # type: ignore[valid-type, misc]
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            ctx.save_for_backward(*inputs[1:])
-            ctx.save_for_forward(*inputs[1:])
-
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-            return WithTangents.apply(tangents[0], *ctx.saved_tensors)
-
-    return WithTangents
 
 
 def are_traced_parts(tensors: Sequence[Tensor]) -> bool:

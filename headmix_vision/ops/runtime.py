@@ -424,9 +424,14 @@ def alignment(*tensors: Layout) -> int:
 
 
 def autocast_off(like: Tensor) -> AbstractContextManager[object]:
-    """Return a context without autocast on the device of ``like``; the meta device has no autocast."""
+    """Return a context without autocast on the device of ``like``; the meta device has no autocast.
+
+    A tracer records the context even where there is no autocast now: its graph may run under one.
+    """
     device = like.device.type
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+    if device == "meta" or not (torch.is_autocast_enabled(device) or torch.compiler.is_compiling()):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

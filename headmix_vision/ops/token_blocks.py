@@ -21,17 +21,27 @@ from headmix_vision.ops.token_ranks import TokenRanks
 
 
 class BlockTables(NamedTuple):
-    """The index tables of a :class:`TokenBlocks`; all int64 on one device.
+    """The index tables of a :class:`TokenBlocks` on one device, int64 where nothing else is said.
 
     Attributes:
         block_of_token: [N], the block of each token.
         tokens: [M, n], the tokens of each block in raster order, -1 where a block has fewer than n.
         slot_of_token: [N], the flat position of each token in ``tokens``.
+        places: [M * n], ``tokens`` with 0 in the place of -1.
+        absent: bool [M * n, 1], where ``tokens`` has -1; None if nowhere.
     """
 
     block_of_token: Tensor
     tokens: Tensor
     slot_of_token: Tensor
+    places: Tensor
+    absent: Tensor | None
+
+    @classmethod
+    def of(cls, block_of_token: Tensor, tokens: Tensor, slot_of_token: Tensor) -> BlockTables:
+        places, full = tokens.flatten(), tokens.numel() == slot_of_token.numel()
+        absent = None if full else (places < 0)[:, None]
+        return cls(block_of_token, tokens, slot_of_token, places.clamp(min=0), absent)
 
 
 @dataclass(frozen=True)
@@ -317,12 +327,13 @@ def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
         index = torch.where(index[..., None] < 0, -1, index[..., None] * repeats + each).flatten(1)
         block_of_token = block_of_token.repeat_interleave(repeats)
         slot_of_token = (slot_of_token[:, None] * repeats + each).flatten()
-    return BlockTables(block_of_token, index, slot_of_token)
+    return BlockTables.of(block_of_token, index, slot_of_token)
 
 
 @cached_tables
 def _cached_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
-    return BlockTables(*(table.to(device) for table in _build_tables(blocks, torch.device("cpu"))))
+    tables = _build_tables(blocks, torch.device("cpu"))
+    return BlockTables.of(*(table.to(device) for table in tables[:3]))
 
 
 def _build_numbers(blocks: BlocksOfRank, device: torch.device) -> Tensor:

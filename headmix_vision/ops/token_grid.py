@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import as_axes, check_size
+from headmix_vision.ops.dispatch import as_axes, check_size, kept
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class TokenGrid:
         repeats: places which stand for each token, one after the other; more than 1 where a head mix makes several
             pseudo-tokens of a token. They share the position of their token, and its block.
 
+    Attributes:
+        num_tokens: N, places in the sequence, prefix tokens and repeats included.
+
     Raises:
         InputError: if ``shape`` is not one to three positive whole numbers, or another number is none or out of range.
     """
@@ -26,6 +30,7 @@ class TokenGrid:
     shape: tuple[int, ...]
     num_prefix_tokens: int = 0
     repeats: int = 1
+    num_tokens: ClassVar[int]  # of an instance, but no argument of it
 
     def __post_init__(self) -> None:
         as_axes("a token grid", self.shape)
@@ -35,6 +40,8 @@ class TokenGrid:
             )
         check_size("num_prefix_tokens", self.num_prefix_tokens, 0)
         check_size("repeats", self.repeats, 1)
+        num_tokens = self.repeats * (self.num_prefix_tokens + self.num_grid_tokens)
+        object.__setattr__(self, "num_tokens", num_tokens)
 
     @classmethod
     def of(cls, grid: TokenGrid | tuple[int, ...] | list[int], num_prefix_tokens: int = 0) -> TokenGrid:
@@ -46,14 +53,15 @@ class TokenGrid:
         """Tokens of the grid, each counted once, prefix tokens left out."""
         return math.prod(self.shape)
 
-    @property
-    def num_tokens(self) -> int:
-        """N: places in the sequence, prefix tokens and repeats included."""
-        return self.repeats * (self.num_prefix_tokens + self.num_grid_tokens)
-
+    @kept
     def repeat(self, times: int) -> TokenGrid:
         """Return the grid with each place replaced by ``times`` places."""
         return self if times == 1 else replace(self, repeats=self.repeats * times)
+
+    @kept
+    def of_shape(self, shape: tuple[int, ...]) -> TokenGrid:
+        """Return the grid of another shape with the same prefix tokens and repeats."""
+        return replace(self, shape=shape)
 
     def __str__(self) -> str:
         prefix = f" plus {self.num_prefix_tokens} prefix tokens" if self.num_prefix_tokens else ""

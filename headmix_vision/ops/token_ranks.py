@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import check_size
+from headmix_vision.ops.dispatch import check_size, kept
 from headmix_vision.ops.token_grid import TokenGrid
 
 
@@ -73,6 +73,7 @@ class TokenRanks:
             )
         return -(-rank * places // self.size), -(-(rank + 1) * places // self.size)
 
+    @kept
     def local(self, grid: TokenGrid) -> TokenGrid:
         """Return this rank's part of a grid."""
         return self._part(grid, self.rank)

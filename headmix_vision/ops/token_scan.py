@@ -6,14 +6,14 @@ N tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import IndexMap, apply_either, is_plain, with_tangents
+from headmix_vision.ops.dispatch import is_plain
 from headmix_vision.ops.runtime import cached_tables
+from headmix_vision.ops.token_gather import gather
 from headmix_vision.ops.token_grid import TokenGrid
 
 SCAN_ORDERS = ("row_major", "column_major")
@@ -105,34 +105,14 @@ class TokenScan:
         return _cached_tables(self, like.device) if is_plain(like) else _build_tables(self, like.device)
 
 
-def reorder(x: Tensor, tables: ScanTables) -> Tensor:
-    """Put the tokens of [B, N, ...] into the order of the scan."""
-    return _reorder(x, tables.order, tables.inverse)
+def reorder(tables: ScanTables, *tensors: Tensor) -> list[Tensor]:
+    """Put the tokens of tensors [B, N, ...] into the order of the scan."""
+    return gather(tensors, 1, tables.order, None, tables.inverse)
 
 
-def restore(x: Tensor, tables: ScanTables) -> Tensor:
+def restore(tables: ScanTables, x: Tensor) -> Tensor:
     """Put the tokens of [B, N, ...] from the order of the scan back into raster order."""
-    return _reorder(x, tables.inverse, tables.order)
-
-
-def _reorder(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    return cast(Tensor, _apply_reorder(x, order, inverse))
-
-
-class _Reorder(IndexMap):
-    """Permutes tokens; the inverse order is its adjoint."""
-
-    @staticmethod
-    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        return x.index_select(1, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        order, inverse = ctx.saved_tensors
-        return _reorder(grads[0], inverse, order), None, None
-
-
-_apply_reorder = apply_either(_Reorder, with_tangents(_Reorder))
+    return gather((x,), 1, tables.inverse, None, tables.order)[0]
 
 
 def _build_tables(scan: TokenScan, device: torch.device) -> ScanTables:

@@ -120,7 +120,7 @@ def check_folders(run: Path) -> None:
     for path in (run / name for name in WRITTEN_BY_A_RUN):
         if path.exists() and not path.is_file():
             raise InputError(
-                f"{path} is not a regular file, and a run writes one there: remove it, or choose another --run_dir"
+                f"{path} is not a regular file, and a run writes one there: remove it, or choose another --run-dir"
             )
     for place in (run, run / REPLACED, run / REPLACING):
         for folder in (*((place,) if place != run else ()), *run_folders(place)):

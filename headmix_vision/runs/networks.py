@@ -216,7 +216,7 @@ def _check_name(name: str, *, generator: bool) -> None:
     if name.startswith(_GENERATORS) != generator:
         kind, use = ("classifier", "train-cls") if generator else ("generator", "train-gen")
         other = "are named" if generator else "are not named"
-        raise InputError(f"{name} is a {kind}, which headmix-{use} trains; here models {other} {_GENERATORS}...")
+        raise InputError(f"{name} is a {kind}, which headmix {use} trains; here models {other} {_GENERATORS}...")
 
 
 # A constructor of timm refuses an argument by whatever the first line that cannot use it raises.
@@ -266,7 +266,7 @@ def _unknown_argument(name: str, argument: str, known: set[str]) -> InputError:
 
 
 def export_arguments(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """Reads the name and the arguments of a classifier that `headmix-export` wrote; None of other files.
+    """Reads the name and the arguments of a classifier that `headmix export` wrote; None of other files.
 
     Raises:
         InputError: If the file is damaged.

@@ -1,4 +1,4 @@
-"""The command line of training under `headmix-train-cls` and `headmix-train-gen`: Lightning's, with a run directory."""
+"""The options of training under `headmix train-cls` and `headmix train-gen`: Lightning's, with a run directory."""
 
 import atexit
 import json
@@ -6,8 +6,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from headmix_vision.console.arguments import command_words
 from headmix_vision.console.processes import end_without_others, leave_group
 from headmix_vision.console.progress import is_terminal
-from headmix_vision.errors import InputError, end, one_line_errors
+from headmix_vision.errors import InputError
 from headmix_vision.files.texts import read_text
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
@@ -41,9 +41,9 @@ from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
 from headmix_vision.training.callbacks.checkpointing import LastCheckpoint, TakeSignals
 from headmix_vision.training.callbacks.dry_run import DryRun
 from headmix_vision.training.callbacks.early_stop import EarlyStop
-from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
-from headmix_vision.training.callbacks.progress import (
+from headmix_vision.training.callbacks.ema import EmaWithWarmup, ValidateWhole
+from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
+from headmix_vision.training.callbacks.progress_display import (
     EpochLines,
     EvaluationLines,
     ImagesPerSecondBar,
@@ -51,7 +51,6 @@ from headmix_vision.training.callbacks.progress import (
 )
 from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
-from headmix_vision.training.callbacks.whole_network import ValidateWhole
 from headmix_vision.training.changes import list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.command_help import subcommand_help
@@ -71,13 +70,12 @@ from headmix_vision.training.options import (
     check_trainer_options,
     require,
 )
-from headmix_vision.training.parser import OptionParser, with_config_of_run, with_underscores
+from headmix_vision.training.parser import OptionParser, load_yaml, with_config_of_run, with_underscores
 from headmix_vision.training.replicas import ReplicatedStrategy  # noqa: F401  registered as `ddp`
-from headmix_vision.training.run_directory import RunDirectory, RunLostError, resume_command
+from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
-from headmix_vision.training.trust import OPTION, Trust, configs_of
-from headmix_vision.training.yaml_loader import load_yaml
+from headmix_vision.training.trust import Trust, configs_of
 
 _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run", "trust_config", "data_changed")
 
@@ -144,20 +142,24 @@ class RunCLI(LightningCLI):
         )
         parser.add_argument(
             "--dry_run",
-            "--dry-run",
             action="store_true",
             help="Open everything, put one batch through, say what would be done, and write nothing.",
         )
         parser.add_argument(
-            OPTION,
             "--trust_config",
             action="store_true",
             help="Let the configs name any class, address and folder: they can then run code.",
         )
-        parser.add_argument("--overwrite", type=bool, default=False, help="Delete an earlier run in the run directory.")
+        parser.add_argument(
+            "--overwrite",
+            type=bool,
+            nargs="?",
+            const=True,
+            default=False,
+            help="Replace an earlier run in the run directory.",
+        )
         parser.add_argument(
             "--data_changed",
-            "--data-changed",
             action="store_true",
             help="Go on with a run although its training data have changed.",
         )
@@ -221,7 +223,7 @@ class RunCLI(LightningCLI):
             options.run_dir = f"{self.runs_folder}/{self.default_run_name()}"
         require(
             not options.data_changed or options.ckpt_path is not None,
-            "--data_changed applies only to a run that goes on: give --ckpt_path, or remove it",
+            "--data-changed applies only to a run that goes on: give --ckpt-path, or remove it",
         )
         if options.ckpt_path == "auto" and self.config.subcommand == "fit":
             options.ckpt_path = "last" if standing_file(Path(options.run_dir), LAST).is_file() else None
@@ -249,7 +251,7 @@ class RunCLI(LightningCLI):
         if options.ckpt_path is None and not (Path(options.run_dir) / CHECKPOINTS).is_dir():
             raise InputError(
                 f"{self.config.subcommand} needs weights, and there is no run in {options.run_dir}:"
-                " give the run by --run_dir, or a file by --ckpt_path"
+                " give the run by --run-dir, or a file by --ckpt-path"
             )
         if training:
             options.ckpt_path = str(find_standing_checkpoint(Path(options.run_dir), options.ckpt_path))
@@ -365,27 +367,24 @@ class RunCLI(LightningCLI):
             options.checkpoint_every_n_steps,
         )
         self.speed = ImagesPerSecond()
-        average = [EmaWithWarmup(options.ema.decay)] if options.ema.decay is not None else []
+        average = EmaWithWarmup(options.ema.decay) if options.ema.decay is not None else None
         stopping = self.config_init[self.config.subcommand].early_stopping
         stop = [EarlyStop(stopping, self.monitor)] if stopping.patience is not None else []
-        before, after = self.fit_callbacks(run_dir, average[0] if average else None)
-        # the order matters: average, show, save, stop
+        # the order matters: average, show, save; Lightning puts the best checkpoint last
         return [
-            ValidateWhole(),
-            *average,
+            average or ValidateWhole(),
             StopOnNonFinite(),
-            *before,
+            *self.fit_callbacks(run_dir, average),
             AttentionNumbers(self.config_init[self.config.subcommand].analysis),
             self.speed,
             *self._progress(),
             *stop,
             self.last,
-            *after,
         ]
 
-    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Returns the callbacks of training that run before `last.ckpt` is written, and those that run after."""
-        return [], []
+    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:
+        """Return further callbacks of training."""
+        return []
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
         """Returns the callbacks of the other subcommands."""
@@ -406,29 +405,33 @@ def _silence_what_does_not_apply() -> None:
     advertised.addFilter(lambda record: not any(name in record.getMessage() for name in ("litlogger", "litmodels")))
 
 
-def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: str | None = None) -> None:
-    """Runs a command line.
-
-    Wrong input, and a batch too large for the device, end the process with one line and exit status 2. Non-finite
-    numbers, and a run directory that is lost, end it with one line and exit status 1. Every other exception is a defect
-    and keeps its traceback.
+def run_words(
+    cli: type[RunCLI],
+    words: Sequence[str],
+    default_config: str | None = None,
+    ending: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> RunCLI:
+    """Run what the words of a command line ask for.
 
     Args:
         cli: The command line.
-        args: Its arguments, without the program's name; those of the process when None.
-        default_config: Config of `fit` when there is none among the arguments: a file or a shipped recipe.
+        words: Subcommand and options, which may be spelled with hyphens.
+        default_config: Config of `fit` when there is none among the words: a file or a shipped recipe.
+        ending: Makes the context that handles errors. It is left before the run directory is.
+
+    Raises:
+        InputError: Wrong input, or a batch too large for the device.
     """
     request = InterruptRequest()
     atexit.register(leave_group)  # Lightning leaves that of NCCL alone
     _silence_what_does_not_apply()
-    with ExitStack() as resources, request.installed(), one_line_errors():
+    with ExitStack() as resources, request.installed(), ending():
         try:
-            given = with_config_of_run([with_underscores(word) for word in (sys.argv[1:] if args is None else args)])
-            cli(request, resources, with_config_paths(given, cli.recipes, default_config))
-        except (NonFiniteError, RunLostError) as error:
-            end(str(error), status=1)
+            given = with_config_of_run([with_underscores(word) for word in words])
+            return cli(request, resources, with_config_paths(given, cli.recipes, default_config))
         except MisconfigurationException as error:
             raise InputError(str(error)) from error
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(". GPU")[0]
             raise InputError(f"{reason}; lower data.batch_size or data.eval_batch_size") from error
+    raise AssertionError("the context of errors has kept one")

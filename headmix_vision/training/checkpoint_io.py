@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from headmix_vision.errors import message_of
 from headmix_vision.files.atomic import atomic_path, check_place
 from headmix_vision.runs.checkpoints import HASH, checkpoint_sha256, read_checkpoint
-from headmix_vision.runs.shards import SHARDED, SHARDS, remove_shards
+from headmix_vision.runs.sharded_checkpoints import SHARDED, SHARDS, remove_shards
 from headmix_vision.training.run_directory import RunDirectory, RunLostError
 
 
@@ -82,7 +82,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             else:
                 return (
                     f"the weights of step {step} are in {target}:"
-                    f" go on with the same command, another --run_dir and --ckpt_path {target}"
+                    f" go on with the same command, another --run-dir and --ckpt-path {target}"
                 )
         return f"the weights of step {step} are lost: {', '.join(reasons)}"
 

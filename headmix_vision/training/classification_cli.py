@@ -1,6 +1,5 @@
 """Defines the command line of classifier training: `fit`, `validate`, `test` and `predict`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.runs.directory import BEST, CHECKPOINTS, CURVES, LAST, PREDICTIONS
-from headmix_vision.training.base_cli import RunCLI, run_command_line
-from headmix_vision.training.callbacks.best_checkpoint import BestCheckpoint
+from headmix_vision.training.base_cli import RunCLI
+from headmix_vision.training.callbacks.checkpointing import BestCheckpoint
 from headmix_vision.training.callbacks.class_report import ClassReport, class_rows, format_rows, write_report
 from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
@@ -20,7 +19,7 @@ from headmix_vision.training.options import MONITORED, BestConfig
 
 
 class ClassificationCLI(RunCLI):
-    """Trains and evaluates classifiers from the command line: `headmix-train-cls`."""
+    """Trains and evaluates classifiers from the command line: `headmix train-cls`."""
 
     module_class = ImageClassifier
     data_class = ClassificationData
@@ -36,10 +35,10 @@ class ClassificationCLI(RunCLI):
         """What the best checkpoint is chosen by."""
         return str(self.config_init["fit"].best.monitor)
 
-    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Makes learning curves before `last.ckpt`, and the best checkpoint after it."""
+    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:
+        """Return learning curves and the best checkpoint."""
         self.best = BestCheckpoint(run_dir / CHECKPOINTS, self.monitor)
-        return [LearningCurves(run_dir / CURVES, lambda: self.metrics.rows)], [self.best]
+        return [LearningCurves(run_dir / CURVES, lambda: self.metrics.rows), self.best]
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
         """Makes the table of predictions for `predict`, and counts the classes for `validate` and `test`."""
@@ -84,8 +83,3 @@ class ClassificationCLI(RunCLI):
     def predict(self, **kwargs: Any) -> None:
         """Predicts without keeping the predictions in memory."""
         self.trainer.predict(**{**kwargs, "return_predictions": False})
-
-
-def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:
-    """Runs the command line of classifier training; see `run_command_line`."""
-    run_command_line(ClassificationCLI, args, default_config)

@@ -153,7 +153,7 @@ class DistilledGenerator(ImageGenerator):
         if learning and checkpoint.get("teacher_sha256", self._teacher_sha256) != self._teacher_sha256:
             raise InputError(
                 "model.teacher has other weights than when this run began: name the teacher of then, or begin anew with"
-                " --overwrite true and without --ckpt_path"
+                " --overwrite and without --ckpt-path"
             )
 
     def _losses(self, x0: Tensor, labels: Tensor, times: Tensor, noise: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Defines the command line of generator training: `fit` and `validate`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,7 +8,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.runs.directory import CURVES, SAMPLES
-from headmix_vision.training.base_cli import RunCLI, run_command_line
+from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.sample_fid import SampleFid
@@ -20,7 +19,7 @@ from headmix_vision.training.options import FidConfig, SampleGridConfig
 
 
 class GenerationCLI(RunCLI):
-    """Trains generators from the command line: `headmix-train-gen`."""
+    """Trains generators from the command line: `headmix train-gen`."""
 
     module_class: ClassVar[type[LightningModule]] = ImageGenerator
     data_class = GenerationData
@@ -29,7 +28,7 @@ class GenerationCLI(RunCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Offers `fit` and `validate`; `headmix-sample` draws samples."""
+        """Offers `fit` and `validate`; `headmix sample` draws samples."""
         hidden = {"model", "dataloaders", "datamodule"}
         return {"fit": {*hidden, "train_dataloaders", "val_dataloaders"}, "validate": hidden}
 
@@ -39,8 +38,8 @@ class GenerationCLI(RunCLI):
         parser.add_class_arguments(SampleGridConfig, "samples")
         parser.add_class_arguments(FidConfig, "fid")
 
-    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> tuple[list[Callback], list[Callback]]:
-        """Makes sample grids, scores and learning curves, all before `last.ckpt`."""
+    def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:
+        """Return sample grids, scores and learning curves."""
         options, made = self.options, self.config_init[self.config.subcommand]
         vae, seed = options.model.vae, options.seed_everything
         sampler = ImageSampler(vae, fetch=self.trust.knows(vae))
@@ -49,7 +48,7 @@ class GenerationCLI(RunCLI):
         curves = LearningCurves(
             run_dir / CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )
-        return [samples, score, curves], []
+        return [samples, score, curves]
 
     def after_fit(self) -> None:
         """Prints the training loss, if an epoch was finished, and where the files are."""
@@ -60,9 +59,4 @@ class GenerationCLI(RunCLI):
         loss = f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · " if rows else ""
         samples = "videos" if len(self.model.net.input_size) == 3 else "images"
         where = f"run {run_dir} · samples {run_dir / SAMPLES}"
-        print(f"{loss}{where} · next: headmix-sample {samples} --model {run_dir}")
-
-
-def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:
-    """Runs the command line of generator training; see `run_command_line`."""
-    run_command_line(GenerationCLI, args, default_config)
+        print(f"{loss}{where} · next: headmix sample {samples} --model {run_dir}")

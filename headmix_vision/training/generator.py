@@ -47,7 +47,7 @@ class ImageGenerator(BaseModule):
         checkpoint: Start weights: a `.ckpt` of this package, a `.safetensors`, or an official DiT's `.pt`. Weights that
             they lack are new.
         vae: Autoencoder of the latents, a local directory or a hub id; null for pixels. It is used to draw samples and
-            recorded for `headmix-sample`, but is no part of the model.
+            recorded for `headmix sample`, but is no part of the model.
         objective: What is learned.
         optimizer: Optimizer.
         schedule: Learning rate schedule.
@@ -144,7 +144,7 @@ class ImageGenerator(BaseModule):
                 )
             device, shape = self.trainer.strategy.root_device.type, (processes // sharers, sharers)
             mesh = init_device_mesh(device, shape, mesh_dim_names=("batches", "tokens"))
-            net.spread_tokens(mesh["tokens"])
+            net.context_parallel(mesh["tokens"])
         super().configure_model()
 
     def on_train_start(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.limits import check_file
+from headmix_vision.training.command_help import spelled
 from headmix_vision.training.options import require
 
 
@@ -76,7 +77,7 @@ _IDLE_IN_TRAINING = (
     ),
     Idle(
         ("model.checkpoint", "model.new_head"),
-        "weights come from --ckpt_path",
+        "weights come from --ckpt-path",
         lambda o: o.ckpt_path is not None,
     ),
     Idle(
@@ -109,7 +110,7 @@ _IDLE_IN_EVALUATION = (
         ),
         "it is for fit",
     ),
-    Idle(("model.checkpoint", "model.new_head"), "weights come from the run, or from --ckpt_path"),
+    Idle(("model.checkpoint", "model.new_head"), "weights come from the run, or from --ckpt-path"),
     Idle(_OF_RUN_DIRECTORY, "a run directory has its own files"),
 )
 
@@ -136,7 +137,7 @@ def check_given(given: Sequence[str], options: Any, subcommand: str) -> None:
     for rule in _IDLE_IN_TRAINING if subcommand == "fit" else _IDLE_IN_EVALUATION:
         for name in given:
             if rule.concerns(name):
-                require(not rule.applies(options), f"--{name} has no effect: {rule.cause}; remove it")
+                require(not rule.applies(options), f"{spelled(f'--{name}')} has no effect: {rule.cause}; remove it")
 
 
 def check_values(arguments: Sequence[str]) -> None:

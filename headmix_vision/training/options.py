@@ -164,7 +164,7 @@ class SampleGridConfig:
         classes: Labels, one column each; the first ten when null.
         rows: Samples of each label.
         steps: Sampling steps.
-        scheduler: Sampler, see `headmix-sample`; the objective's own when null.
+        scheduler: Sampler, see `headmix sample`; the objective's own when null.
         guidance: Scale of classifier-free guidance, 1 for none.
     """
 
@@ -187,11 +187,11 @@ class SampleGridConfig:
 class FidConfig:
     """Fréchet distance of samples during training, drawn with the averaged weights if there are any.
 
-    A number to see progress by; for one to report, draw with `headmix-sample` and score with `headmix-evaluate`.
+    A number to see progress by; for one to report, draw with `headmix sample` and score with `headmix evaluate`.
 
     Args:
         every_n_epochs: Score after every so many epochs; never when null.
-        real: Real images or their statistics, as for `headmix-evaluate`: a folder, an npz file, a data set such
+        real: Real images or their statistics, as for `headmix evaluate`: a folder, an npz file, a data set such
             as `digits`, or a statistics file. Images are brought to the (square) size of those that the model makes.
         features: `inception`, `digits`, `lite0:PATH` or a path, as there.
         num: Number of samples, all classes in turn.
@@ -222,7 +222,7 @@ class FidConfig:
 class AnalysisConfig:
     """Numbers of the attention matrices, logged in validation as `analysis/rank/layer3` and so on, means over heads.
 
-    They are those of `headmix-analyze rank` and `entropy`, of the weights that are validated. One process computes
+    They are those of `headmix analyze rank` and `entropy`, of the weights that are validated. One process computes
     them, on its device in float64: a copy of the network runs on a few images, and each head has one singular value
     decomposition for each of them.
 

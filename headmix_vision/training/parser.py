@@ -9,14 +9,26 @@ from textwrap import dedent
 from typing import Any, NoReturn, cast
 
 import yaml
+from jsonargparse import get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.checks import keywords, suggest, unknown_keyword
 from headmix_vision.errors import InputError
-from headmix_vision.files.texts import read_text
+from headmix_vision.files.texts import check_yaml, read_text
 from headmix_vision.runs.directory import CONFIG, standing_file
+from headmix_vision.training.command_help import spelled
 from headmix_vision.training.trust import refusal
-from headmix_vision.training.yaml_loader import load_yaml
+
+_load_yaml = get_loader("yaml")
+
+
+def load_yaml(text: str) -> Any:
+    """Load YAML by jsonargparse's rules; InputError where its aliases, written out, are too large."""
+    check_yaml(text)
+    return _load_yaml(text)
+
+
+set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (?P<argument>-\S+)|does not accept option '(?P<key>[^']+)'")
 
@@ -102,12 +114,12 @@ class OptionParser(LightningArgumentParser):
 
     def _hint(self, message: str) -> str:
         if "arguments are required" in message:
-            return "; give a recipe by -c, or the folder of a run by --run_dir"
+            return "; give a recipe by -c, or the folder of a run by --run-dir"
         unknown = _UNKNOWN.search(message)
         if unknown is None:
             return ""
-        asked = f"--{(unknown['argument'] or unknown['key']).lstrip('-').partition('=')[0]}"
-        known = [option for option in self._options() if option.startswith("--")]
+        asked = spelled(f"--{(unknown['argument'] or unknown['key']).lstrip('-').partition('=')[0]}")
+        known = [spelled(option) for option in self._options() if option.startswith("--")]
         # `--lr` is far from `--model.optimizer.lr` by letters
         ending = [option for option in known if option.endswith(f".{asked[2:]}")][:3]
         return (

@@ -1,6 +1,6 @@
 """The directory of a training run: who may write into it, and how one run takes the place of another.
 
-A run that replaces another one (`--overwrite true`) leaves it alone until its first training batch, when model, data
+A run that replaces another one (`--overwrite`) leaves it alone until its first training batch, when model, data
 and trainer stand. Then the earlier run's files go to `.replaced/`, which is itself a run directory, and when the new
 run has its first checkpoint they are deleted. They are collected in `.replacing/`, which is renamed when it is whole:
 what a killed process has left there belongs back.
@@ -40,7 +40,7 @@ from headmix_vision.runs.directory import (
     standing_file,
     standing_places,
 )
-from headmix_vision.runs.shards import remove_unfinished
+from headmix_vision.runs.sharded_checkpoints import remove_unfinished
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what is there stays, and the run goes on from it
 
@@ -76,7 +76,7 @@ class RunDirectory:
                 or files that no run wrote, or a link in the place of a folder.
         """
         if self.checkpoint is not None and self.overwrite:
-            raise InputError("--overwrite true would delete the checkpoint to resume from; give one of the two options")
+            raise InputError("--overwrite would delete the checkpoint to resume from; give one of the two options")
         with hold_lock(self.path / LOCK, f"run directory {self.path}"):
             self.check()
             self._claimed = self.path.stat()
@@ -86,7 +86,7 @@ class RunDirectory:
                 if self._begun and self._replaced.is_dir():
                     print(
                         f"{self.path} has no checkpoint yet: the earlier run is kept in {self._replaced}"
-                        " until it has one, and put back by fit --ckpt_path last",
+                        " until it has one, and put back by fit --ckpt-path last",
                         file=sys.stderr,
                     )
 
@@ -153,18 +153,18 @@ class RunDirectory:
         places = standing_places(self.path)
         files = run_files(self.path) or sorted((self.path / CHECKPOINTS).glob("*"))
         if files and not any(map(is_run, places)):
-            raise InputError(f"{self.path} holds {files[0]}, which no run wrote; choose another --run_dir")
+            raise InputError(f"{self.path} holds {files[0]}, which no run wrote; choose another --run-dir")
         if self.overwrite or not any(map(has_results, places)):
             return
         if self.checkpoint is not None:
             raise InputError(
                 f"{self.path} already holds a run, and {self.checkpoint} is none of its checkpoints:"
-                " choose another --run_dir"
+                " choose another --run-dir"
             )
         can_go_on = standing_file(self.path, LAST).is_file()
-        resume = "continue it with --ckpt_path last, " if can_go_on else "it has no last.ckpt, "
+        resume = "continue it with --ckpt-path last, " if can_go_on else "it has no last.ckpt, "
         raise InputError(
-            f"{self.path} already holds a run: {resume}choose another --run_dir, or delete it with --overwrite true"
+            f"{self.path} already holds a run: {resume}choose another --run-dir, or delete it with --overwrite"
         )
 
     def _continues(self) -> bool:
@@ -206,4 +206,4 @@ def resume_command(run_dir: Path) -> str:
         local_size, nodes = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE", "1")
         program = words[1:] if words[0] == "python" else ["--no-python", *words]
         words = ["torchrun", "--nnodes", nodes, "--nproc-per-node", str(local_size), *program]
-    return f"{' '.join(words)} fit -c {run_dir / CONFIG} --ckpt_path last"
+    return f"{' '.join(words)} fit -c {run_dir / CONFIG} --ckpt-path last"

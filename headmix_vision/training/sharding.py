@@ -29,7 +29,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.files.hashes import file_sha256
 from headmix_vision.layers.cores import AttentionCore
 from headmix_vision.runs.checkpoints import check_state, read_checkpoint
-from headmix_vision.runs.shards import (
+from headmix_vision.runs.sharded_checkpoints import (
     FORMAT,
     INDEX,
     SHARDED,
@@ -275,7 +275,7 @@ StrategyRegistry.register("fsdp2", ShardedStrategy, description="Fully sharded o
 def whole_network(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     """Lets each process compute with the network of a module by itself, as often as it likes.
 
-    A plain copy with all weights takes the place of a sharded network, and tokens are not spread over processes. All
+    A plain copy with all weights takes the place of a sharded network, without context parallelism. All
     processes have to enter.
     """
     network = cast(nn.Module, module.net)
@@ -285,12 +285,12 @@ def whole_network(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     whole: Any = module.net
     ranks = getattr(whole, "ranks", None)
     if ranks is not None:
-        whole.spread_tokens(None)
+        whole.context_parallel(None)
     try:
         yield
     finally:
         if ranks is not None:
-            whole.spread_tokens(ranks)
+            whole.context_parallel(ranks)
         module.net = network
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_vision.analysis.attention import LayerAttention, record_attention
+from headmix_vision.analysis.attention_matrices import LayerAttention, record_attention
 from headmix_vision.analysis.measures import numerical_rank
 from headmix_vision.analysis.profiles import profile_layers
 from headmix_vision.console.devices import available_memory
@@ -218,11 +218,11 @@ def test_matrices_beyond_the_memory_are_refused_before_they_are_computed(monkeyp
     assert 0 < available_memory(torch.device("cpu")) < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     small, counted = HeadMixAttention(16, 2, core="linear", grid=(8, 8)), 2 * 64 * 8
-    monkeypatch.setattr("headmix_vision.analysis.attention.available_memory", lambda device: 8 * 20 * counted)
+    monkeypatch.setattr("headmix_vision.analysis.attention_matrices.available_memory", lambda device: 8 * 20 * counted)
     with pytest.raises(InputError, match=r"need 0.000524 GB .* cpu has 0.000164 GB available: .* --queries 18$"):
         record_attention(small, torch.zeros(1, 64, 16))
     assert len(record_attention(small, torch.zeros(1, 64, 16), queries=18)[0].queries) == 18
-    monkeypatch.setattr("headmix_vision.analysis.attention.available_memory", lambda device: counted)
+    monkeypatch.setattr("headmix_vision.analysis.attention_matrices.available_memory", lambda device: counted)
     with pytest.raises(InputError, match="available: not even one query token fits"):
         record_attention(small, torch.zeros(1, 64, 16), queries=1)
 

@@ -1,4 +1,4 @@
-"""`headmix-analyze rank`, `entropy` and `maps`: what they read, what they leave, and what they refuse in one line."""
+"""`headmix analyze rank`, `entropy` and `maps`: what they read, what they leave, and what they refuse in one line."""
 
 import csv
 import json
@@ -11,9 +11,9 @@ import timm
 import torch
 from matplotlib.figure import Figure
 
-from headmix_vision.analysis.folder import ResultFolder
 from headmix_vision.analysis.inputs import ImageRequest, read_inputs
 from headmix_vision.analysis.maps import attention_maps, draw_maps
+from headmix_vision.analysis.results import ResultFolder
 from headmix_vision.cli.analyze import main as analyze
 from headmix_vision.runs.opening import open_network
 

@@ -1,6 +1,6 @@
 """Plots of labelled lines: labels do not cover each other, and the same plot is the same file."""
 
-from headmix_vision.analysis.lines import apart, label_ends, line_figure, save_svg
+from headmix_vision.analysis.line_charts import apart, label_ends, line_figure, save_svg
 
 
 def test_labels_stand_apart():

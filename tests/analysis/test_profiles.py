@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from headmix_vision.analysis.attention import record_attention
+from headmix_vision.analysis.attention_matrices import record_attention
 from headmix_vision.analysis.measures import mean_distance, numerical_rank, stable_rank
 from headmix_vision.analysis.profiles import PROFILES, draw_profiles, profile_layers
 from headmix_vision.layers import HeadMixAttention

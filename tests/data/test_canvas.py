@@ -14,7 +14,7 @@ from headmix_vision.data.datasets.canvas import CELL, RULES, CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.data.loading import TrainSamples, UnreadableImages
-from headmix_vision.evaluation.sample_sets import open_images
+from headmix_vision.evaluation.sample_sets import open_samples
 
 from .helpers import attach, make_trainer
 
@@ -165,7 +165,7 @@ def test_generators_are_fed_the_same_canvases_by_rule_whatever_the_seed(options:
 
 
 def test_canvases_can_be_scored() -> None:
-    images = open_images("canvas:train[:5]", "L", image_size=96)
+    images = open_samples("canvas:train[:5]", "L", image_size=96)
     (batch,) = images.batches(5)
     expected = torch.stack([CanvasDigits("train", 96)[index][0] for index in range(5)])
     assert torch.equal(batch, (expected * 255).round().to(torch.uint8))

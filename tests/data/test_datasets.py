@@ -22,7 +22,7 @@ from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.loading import EvalSamples, TrainSamples, UnreadableImages
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.sample_sets import open_images
+from headmix_vision.evaluation.sample_sets import open_samples
 
 from .helpers import make_trainer
 
@@ -141,7 +141,7 @@ def test_a_photo_is_the_same_in_training_in_latents_and_in_scores(photo: Path, t
     cache_latents.main([str(argument) for argument in (*arguments, "--workers", 0, "--device", "cpu")])
     latent, _ = LatentShards(tmp_path / "latents")[0]
     assert torch.equal(trained[0], latent) and torch.equal(validated[0], latent)
-    for images in (open_images("folder", "RGB", image_size=24, root=str(photo)), open_images(str(photo), "RGB", 24)):
+    for images in (open_samples("folder", "RGB", image_size=24, root=str(photo)), open_samples(str(photo), "RGB", 24)):
         scored = next(images.batches(2))
         assert torch.equal(scored[0], ((latent + 1) / 2 * 255).round().to(torch.uint8))
     assert json.loads((tmp_path / "latents" / "latents.json").read_text())["crop"] == "adm_center"

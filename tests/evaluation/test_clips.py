@@ -9,8 +9,10 @@ import torch
 from PIL import Image
 
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.clips import Clips, ClipSampling, SampledClips, open_clips
-from headmix_vision.files.clips import ClipInfo
+from headmix_vision.evaluation.clip_sampling import ClipSampling
+from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
+from headmix_vision.evaluation.sample_sources import Samples
+from headmix_vision.files.clip_files import ClipInfo
 from headmix_vision.files.video import write_video
 
 from .clip_helpers import moving, write_samples
@@ -18,7 +20,7 @@ from .clip_helpers import moving, write_samples
 
 def pixels(source: Path | str, mode: str = "L", image_size: int | None = None, **sampling: Any) -> np.ndarray:
     """All scored clips, uint8 [N, T, H, W, C]."""
-    clips = open_clips(str(source), mode, ClipSampling(**sampling), image_size)
+    clips = open_samples(str(source), mode, image_size, sampling=ClipSampling(**sampling))
     return torch.cat(list(clips.batches(3))).movedim(1, -1).numpy()
 
 
@@ -28,13 +30,16 @@ def write_frames(folder: Path, clip: np.ndarray) -> None:
         Image.fromarray(frame[..., 0]).save(folder / f"{number:03d}.png")
 
 
-class Counted(Clips):
+class Counted(Samples):
     """Clips of one pixel whose value is the number of the frame."""
 
     source, kind = "counted", "folder"
 
     def __init__(self, *lengths: int) -> None:
         self.infos = [ClipInfo(length, (1, 1)) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.infos)
 
     def name(self, number: int) -> str:
         return f"clip {number}"
@@ -46,7 +51,7 @@ class Counted(Clips):
 
 def numbers(*lengths: int, **sampling: Any) -> dict[str, list[int]]:
     """The frames of the chosen clips, by name."""
-    clips = SampledClips(Counted(*lengths), ClipSampling(**sampling))
+    clips = SampleSet(Counted(*lengths), "L", sampling=ClipSampling(**sampling))
     return {name: [frame.getpixel((0, 0)) for frame in item] for name, item in clips.read(range(len(clips)))}  # type: ignore[union-attr]
 
 
@@ -71,17 +76,17 @@ def test_videos_by_class_and_rates(tmp_path: Path) -> None:
         write_video(name, clip, 10)
     found = pixels(tmp_path / "videos", frames=12)
     assert np.abs(found.astype(float) - clips[[0, 2, 1, 3]]).mean() < 8
-    opened = open_clips(str(tmp_path / "videos"), "L", ClipSampling(frames=6, stride=2))
+    opened = open_samples(str(tmp_path / "videos"), "L", sampling=ClipSampling(frames=6, stride=2))
     assert opened.description["frame_rate"] == [5, 5] and opened.description["frames_of_files"] == [12, 12]
 
 
 def test_a_data_set_of_clips_gets_the_length_and_size_asked_for() -> None:
-    clips = open_clips("moving_digits[:6]", "L", ClipSampling(frames=5), grid=(16, 24))
+    clips = open_samples("moving_digits[:6]", "L", sampling=ClipSampling(frames=5), grid=(16, 24))
     assert len(clips) == 6 and clips.size == (5, 16, 24)
     assert clips.description["frame_rate"] == [8, 8]
-    assert open_clips("moving_digits[:6]", "RGB", ClipSampling(frames=5), 16).size == (5, 16, 16)
-    assert open_clips("moving_digits[:6]", "L", ClipSampling(frames=5)).size == (5, 64, 64)
-    assert open_clips("moving_digits[:6]", "L", ClipSampling(frames=None), 32).size == (16, 32, 32)
+    assert open_samples("moving_digits[:6]", "RGB", 16, sampling=ClipSampling(frames=5)).size == (5, 16, 16)
+    assert open_samples("moving_digits[:6]", "L", sampling=ClipSampling(frames=5)).size == (5, 64, 64)
+    assert open_samples("moving_digits[:6]", "L", 32, sampling=ClipSampling(frames=None)).size == (16, 32, 32)
 
 
 def test_offsets_depend_on_the_seed_and_the_clip_alone() -> None:
@@ -98,7 +103,7 @@ def test_choice_of_clips() -> None:
     chosen = [numbers(*[2] * 9, frames=2, count=3, choice="random", seed=seed) for seed in range(2)]
     assert len(chosen[0]) == len(chosen[1]) == 3 and [*chosen[0]] != [*chosen[1]]
     assert [*numbers(2, 1, 2, frames=2, skip_short=True)] == ["clip 0", "clip 2"]
-    mirrored = SampledClips(Counted(2, 2), ClipSampling(frames=2, mirror=True))
+    mirrored = SampleSet(Counted(2, 2), "L", sampling=ClipSampling(frames=2, mirror=True))
     read = [(name, frames[0].tobytes()) for name, frames in mirrored.read(range(4))]  # type: ignore[union-attr, index]
     assert len(mirrored) == len(read) == 4
     some = [(name, frames[0].tobytes()) for name, frames in mirrored.read([1, 2])]  # type: ignore[union-attr, index]

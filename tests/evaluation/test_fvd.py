@@ -17,9 +17,10 @@ from headmix_vision.evaluation.clip_features import (
     of_frames,
     open_clip_extractor,
 )
-from headmix_vision.evaluation.clips import ClipSampling, open_clips
+from headmix_vision.evaluation.clip_sampling import ClipSampling
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.fvd import draw_halves, freeze, fvd, shuffle
+from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.evaluation.scores import Scorer
 from headmix_vision.files.hashes import file_sha256
 
@@ -89,10 +90,10 @@ def test_both_sides_are_described(network: Path, sides: tuple[Path, Path], tmp_p
 @pytest.mark.parametrize("count", [64, 63])
 def test_a_clip_and_its_mirror_image_are_in_one_half(count: int, sides: tuple[Path, Path]) -> None:
     for mirror in (False, True):
-        clips = open_clips(str(sides[0]), "L", ClipSampling(frames=12, count=count, mirror=mirror))
+        clips = open_samples(str(sides[0]), "L", sampling=ClipSampling(frames=12, count=count, mirror=mirror))
         kept, changed = (half.tolist() for half in draw_halves(clips, seed=5))
         assert len(kept) == len(changed) == len({*kept, *changed}) / 2 == count // 2 * (1 + mirror)
-        names = [{name.removesuffix(", mirrored") for name, _ in clips.pictures.read(half)} for half in (kept, changed)]
+        names = [{name.removesuffix(", mirrored") for name, _ in clips.read(half)} for half in (kept, changed)]
         assert not names[0] & names[1] and len(names[0]) == count // 2
 
 
@@ -157,7 +158,7 @@ def test_features_of_digits_see_the_digit_and_its_motion(classifier: Path, sides
 
 
 def test_frames_are_scored_beside_clips(network: Path, classifier: Path, sides: tuple[Path, Path]) -> None:
-    real, fake = (open_clips(str(side), "L", ClipSampling(frames=12, count=8)) for side in sides)
+    real, fake = (open_samples(str(side), "L", sampling=ClipSampling(frames=12, count=8)) for side in sides)
     frames = fvd(Scorer(open_clip_extractor(str(classifier))), real, fake)["scores"]["frame_fid"]
     pixels = [torch.from_numpy(np.load(side)["arr_0"][:8]).flatten(0, 1).movedim(-1, 1) for side in sides]
     extracted = [open_extractor(str(classifier))(images)["features"].double() for images in pixels]

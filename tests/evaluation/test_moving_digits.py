@@ -12,11 +12,12 @@ from torch.nn.functional import interpolate
 
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.moving_digits import MovingDigits
-from headmix_vision.evaluation.clips import ClipSampling, open_clips
+from headmix_vision.evaluation.clip_sampling import ClipSampling
 from headmix_vision.evaluation.digit_tracks import digit_size, find_digits
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.metrics import CLIP_METRICS
-from headmix_vision.evaluation.moving_digits import DigitJudge, judge, judge_motion
+from headmix_vision.evaluation.moving_digit_scores import DigitJudge, judge, judge_motion
+from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.evaluation.scores import Scorer
 
 from .clip_helpers import moving, write_samples
@@ -81,7 +82,7 @@ def test_clips_that_move_otherwise_are_wrong() -> None:
 def test_digits_of_another_kind_are_wrong(tmp_path: Path) -> None:
     clips, labels = moving(24, size=32)
     np.savez(tmp_path / "clips.npz", arr_0=clips)
-    opened = open_clips(str(tmp_path / "clips.npz"), "L", ClipSampling(frames=None))
+    opened = open_samples(str(tmp_path / "clips.npz"), "L", sampling=ClipSampling(frames=None))
     scorer, targets = Scorer(DigitJudge(Nearest())), torch.tensor(labels)
     right = judge(scorer, opened, targets)
     assert right["digit"] > 0.95 and right["motion"] == right["direction"] == right["course"] == 1

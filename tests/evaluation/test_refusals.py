@@ -21,7 +21,7 @@ from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.frechet import Gaussian, frechet_distance
 from headmix_vision.evaluation.metrics import METRICS, Metric
 from headmix_vision.evaluation.npz import npz_labels
-from headmix_vision.evaluation.sample_sets import open_images
+from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.evaluation.scores import Scorer, open_side
 from headmix_vision.evaluation.statistics import Statistics, read_statistics
 from headmix_vision.models.lite0 import LITE0_MODEL
@@ -164,7 +164,7 @@ def test_statistics_that_do_not_belong(
 
     assert "was made with deit_mhla_digits" in message("fid", statistics, other)
     assert "enough for fid alone" in message("kid", statistics)
-    assert "is no statistics file" in message("fid", classifier)
+    assert "is not a statistics file" in message("fid", classifier)
     moments = {name: value.numpy() for name, value in load_file(statistics).items()}
     assert "has no mu and sigma, it has mu" in message("fid", save_npz(tmp_path / "a.npz", mu=moments["mu"]))
     smaller = save_npz(tmp_path / "b.npz", mu=moments["mu"][:63], sigma=moments["sigma"][:63, :63])
@@ -231,7 +231,7 @@ def test_damaged_images_npz(write: Callable[[Path], Any], tmp_path: Path) -> Non
     path = tmp_path / "images.npz"
     write(path)
     with pytest.raises(InputError, match=r"images\.npz") as error:
-        list(open_images(str(path), "L").batches(4))
+        list(open_samples(str(path), "L").batches(4))
     assert "\n" not in str(error.value)
 
 
@@ -239,7 +239,7 @@ def test_a_compressed_npz_that_is_damaged_names_itself(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "images.npz", arr_0=digit_pixels(range(40)))
     flipped(tmp_path / "images.npz", b"PK\x01\x02", -400)
     with pytest.raises(InputError, match=r"images\.npz is truncated, damaged or no npz file"):
-        list(open_images(str(tmp_path / "images.npz"), "L").batches(4))
+        list(open_samples(str(tmp_path / "images.npz"), "L").batches(4))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_damaged_labels(labels: bytes, message: str, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda mu, sigma: {"mu": mu, "sigma": sigma + np.triu(np.ones_like(sigma))}, "is not symmetric"),
-        (lambda mu, sigma: {"mu": mu, "sigma": -sigma}, "the covariance is none: its smallest eigenvalue"),
+        (lambda mu, sigma: {"mu": mu, "sigma": -sigma}, "not a covariance matrix: its smallest eigenvalue"),
         (lambda mu, sigma: {"mu": mu, "sigma": np.ones_like(sigma) - np.eye(len(mu))}, "smallest eigenvalue is -1"),
         (lambda mu, sigma: {"mu": mu, "sigma": sigma * np.inf}, "not finite"),
         (lambda mu, sigma: {"mu": mu[None], "sigma": sigma}, "do not belong together"),
@@ -328,16 +328,16 @@ def test_statistics_of_whole_numbers(statistics: Path, tmp_path: Path) -> None:
 )
 def test_sources_that_are_none(source: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        open_images(source, "L")
+        open_samples(source, "L")
 
 
 def test_a_link_to_nothing_is_an_image_that_cannot_be_read(tmp_path: Path) -> None:
     folder = write_digits(tmp_path / "images", range(3))
     (folder / "more.png").mkdir()
-    assert len(open_images(str(folder), "L")) == 3
+    assert len(open_samples(str(folder), "L")) == 3
     (folder / "0009.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(InputError, match=r"0009\.png cannot be read \(FileNotFoundError"):
-        list(open_images(str(folder), "L").batches(9))
+        list(open_samples(str(folder), "L").batches(9))
 
 
 def export_header(**header: str) -> dict[str, str]:
@@ -376,7 +376,7 @@ def test_weights_and_features_that_are_not_finite(classifier: Path, folders: tup
     extractor.network.head.weight.data *= 1e38
     extractor.network.head.weight.data *= 1e38
     with pytest.raises(InputError, match="logits of deit_mhla_digits are not finite within images 0 to 7 of"):
-        Scorer(extractor, 8).collect(open_images(str(folders[0]), "L"))
+        Scorer(extractor, 8).collect(open_samples(str(folders[0]), "L"))
 
 
 def test_devices_and_places_are_checked_first(

@@ -25,7 +25,8 @@ from headmix_vision.evaluation.extractors import (
     open_weights,
 )
 from headmix_vision.evaluation.metrics import METRICS, Metric
-from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
+from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
+from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import Scorer, inception_score, kid, precision_recall
 
 from .helpers import digit_pixels, refused, run, write_digits, write_run
@@ -38,7 +39,7 @@ def score(tmp_path: Path, *args: object) -> dict[str, Any]:
 
 
 def outputs(classifier: Path, folder: Path) -> dict[str, torch.Tensor]:
-    (batch,) = open_images(str(folder), "L").batches(1000)
+    (batch,) = open_samples(str(folder), "L").batches(1000)
     return {name: value.double() for name, value in open_weights(classifier)(batch).items()}
 
 
@@ -102,7 +103,7 @@ class Recorded(FeatureExtractor):
 
 def test_scores_without_options_are_those_of_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     """KID of 100 subsets of 1,000, inception score of 10 parts, 3 neighbours."""
-    images = ImageSet(TensorImages(torch.zeros(1200, 1, 8, 8, dtype=torch.uint8)), "L")
+    images = SampleSet(TensorSamples(torch.zeros(1200, 1, 8, 8, dtype=torch.uint8)), "L")
     settings: dict[str, Any] = {}
 
     def few(real: torch.Tensor, fake: torch.Tensor, **options: Any) -> dict[str, float]:
@@ -119,7 +120,7 @@ def test_scores_without_options_are_those_of_the_papers(monkeypatch: pytest.Monk
     assert found["is_splits"] == 10
     assert found["is_mean"] == pytest.approx(isc_features_to_metric(logits, 10)["inception_score_mean"], rel=1e-9)
 
-    few_images = ImageSet(TensorImages(torch.zeros(100, 1, 8, 8, dtype=torch.uint8)), "L")
+    few_images = SampleSet(TensorSamples(torch.zeros(100, 1, 8, 8, dtype=torch.uint8)), "L")
     extractor = Recorded()
     fake, real = (next(extractor(batch)["features"] for batch in few_images.batches(100)).double() for _ in range(2))
     expected = prc_features_to_metric(fake, real, prc_neighborhood=3, verbose=False)
@@ -175,7 +176,7 @@ def test_all_sources_of_the_same_images_score_the_same(
 def test_compressed_npz_is_read_piece_by_piece(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (70, 5, 6, 3), dtype=np.uint8)
     np.savez_compressed(tmp_path / "images.npz", arr_0=pixels)
-    images = open_images(str(tmp_path / "images.npz"), "RGB")
+    images = open_samples(str(tmp_path / "images.npz"), "RGB")
     assert images.size == (5, 6)
     assert np.array_equal(torch.cat(list(images.batches(32))).permute(0, 2, 3, 1), pixels)
 
@@ -229,36 +230,36 @@ def test_neighbours_tell_copies_from_held_out_images(classifier: Path, tmp_path:
 def test_a_folder_of_samples_is_scored_without_its_grid(folders: tuple[Path, Path], tmp_path: Path) -> None:
     shutil.copytree(folders[0], tmp_path / "images")
     Image.new("RGB", (100, 50)).save(tmp_path / "grid.png")
-    assert len(open_images(str(tmp_path), "L")) == 91
+    assert len(open_samples(str(tmp_path), "L")) == 91
     (tmp_path / "metadata.json").write_text("{}")
-    images = open_images(str(tmp_path), "L")
+    images = open_samples(str(tmp_path), "L")
     assert len(images) == 90 and images.size == (8, 8)
 
 
 def test_images_in_memory(folders: tuple[Path, Path]) -> None:
     for mode, channels in (("L", 1), ("RGB", 3)):
-        (expected,) = open_images(str(folders[0]), mode).batches(100)
+        (expected,) = open_samples(str(folders[0]), mode).batches(100)
         pixels = torch.from_numpy(digit_pixels(range(90)))[:, None].expand(-1, channels, -1, -1)
-        images = ImageSet(TensorImages(pixels), mode)
+        images = SampleSet(TensorSamples(pixels), mode)
         assert torch.equal(torch.cat(list(images.batches(32))), expected)
     for wrong in (pixels.float(), pixels[0]):
         with pytest.raises(ValueError, match=r"they must be uint8 \[N, 1 or 3, H, W\]"):
-            TensorImages(wrong)
+            TensorSamples(wrong)
 
 
 def test_digits_are_all_of_them_and_slices_part_them() -> None:
-    assert len(open_images("digits", "L")) == 1797
-    assert len(open_images("digits:validation", "L")) == 360
-    even, odd = (torch.cat(list(open_images(f"digits[{i}::2]", "L").batches(512))) for i in range(2))
+    assert len(open_samples("digits", "L")) == 1797
+    assert len(open_samples("digits:validation", "L")) == 360
+    even, odd = (torch.cat(list(open_samples(f"digits[{i}::2]", "L").batches(512))) for i in range(2))
     assert (len(even), len(odd)) == (899, 898)
-    (first,) = open_images("digits:train[:4]", "L").batches(4)
+    (first,) = open_samples("digits:train[:4]", "L").batches(4)
     assert torch.equal(first, torch.stack([even[0], odd[0], even[1], odd[1]]))
 
 
 def test_images_are_cropped_as_asked_for(tmp_path: Path) -> None:
     for i, size in enumerate([(40, 20), (21, 33)]):
         Image.fromarray(np.full((*size, 3), 100, np.uint8)).save(tmp_path / f"{i}.png")
-    images = open_images(str(tmp_path), "RGB", image_size=10)
+    images = open_samples(str(tmp_path), "RGB", image_size=10)
     (batch,) = images.batches(2)
     assert batch.shape == (2, 3, 10, 10)
     assert images.description["crop"] == "adm_center"
@@ -280,7 +281,7 @@ def test_a_classifier_of_canvases_takes_images_of_its_own_size(tmp_path: Path) -
     network = timm.create_model("deit_mhla_digits", num_classes=9, img_size=64, **arguments).eval()
     write_run(tmp_path / "run", network.state_dict(), num_classes=9, img_size=64, model_args=arguments)
     extractor = open_extractor(str(tmp_path / "run"))
-    (images,) = open_images("canvas[:4]", extractor.mode).batches(4)
+    (images,) = open_samples("canvas[:4]", extractor.mode).batches(4)
     mean, std = network.pretrained_cfg["mean"][0], network.pretrained_cfg["std"][0]
     torch.testing.assert_close(extractor(images)["logits"], network((images / 255 - mean) / std).detach())
     result = score(
@@ -316,7 +317,7 @@ def test_classifier_extractor_resizes_and_gives_probabilities(classifier: Path) 
 def test_a_metric_is_a_function_and_an_entry(
     classifier: Path, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gap(scorer: Scorer, real: ImageSet, fake: ImageSet, power: int) -> dict[str, float]:
+    def gap(scorer: Scorer, real: SampleSet, fake: SampleSet, power: int) -> dict[str, float]:
         means = [scorer.collect(side).mean(0) for side in (real, fake)]
         return {"gap": float((means[0] - means[1]).abs().pow(power).sum())}
 

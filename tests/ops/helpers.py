@@ -49,7 +49,7 @@ def run(op, inputs, d_out):
 def eager_pairwise(q, k, v, mixing, blocks, normalizer, feature_map, causal, eps=1e-6):
     """The method token by token, every step in the type of the inputs."""
     q, k, mixing = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps), mixing.to(q.dtype)
-    block, _, slot = blocks.tables(q)
+    block, _, slot, *_ = blocks.tables(q)
     weights = mixing[..., block[:, None], block[None, :]] * torch.einsum("bihd,bjhd->bhij", q, k)
     weights = weights.where(slot[None] <= slot[:, None], 0) if causal else weights
     out = torch.einsum("bhij,bjhe->bihe", weights, v)

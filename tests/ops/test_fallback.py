@@ -9,6 +9,7 @@ from torch import Tensor
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, dispatch, runtime
 from headmix_vision.ops.grid_conv import api as grid_conv
 from headmix_vision.ops.head_in_head import api as head_in_head
+from headmix_vision.ops.head_in_head.inputs import Inputs
 from headmix_vision.ops.mhla import api as mhla
 from headmix_vision.ops.mhla import triton_ranks
 from headmix_vision.ops.mhla.settings import Settings
@@ -68,7 +69,7 @@ def _call(case: str, impl: str) -> list[Tensor]:
         inputs = [*(draw(2, 21, 2, 16) for _ in range(3)), draw(5, 5)]
         normalizer = option if option == "source_block" else "paper"
         settings = Settings(BLOCKS, normalizer, causal=option == "causal")
-        outputs = mhla.IMPLEMENTATIONS[impl](*inputs, settings)
+        outputs = mhla.IMPLEMENTATIONS[impl](inputs[0], inputs[2], settings)(*inputs)
     elif name == "head_in_head":
         inputs = [draw(1, 20, 2, 16) for _ in range(3)] + [draw(1, 20, 2), draw(1, 20, 2)]
         log_decay = -inputs[4]
@@ -76,7 +77,7 @@ def _call(case: str, impl: str) -> list[Tensor]:
         state = draw(1, 2, 16, 16) if option else None
         scan = TokenScan.from_grid((4, 5), "column_major").tables(inputs[0]) if option else None
         tensors = (*inputs[:4], log_decay, inputs[5], state)
-        outputs = head_in_head.IMPLEMENTATIONS[impl](*tensors, scan)
+        outputs = head_in_head.IMPLEMENTATIONS[impl](Inputs(*tensors), scan)
         inputs += [state] if option else []
         outputs = outputs if option else outputs[:1]
     elif name == "grid_conv":
@@ -110,15 +111,16 @@ def test_the_pytorch_form_serves_and_is_named_once(broken, case, backward):
 def test_compiled_graphs_fall_back_too(broken):
     inputs = [*(torch.rand(2, 21, 2, 16, device=DEVICE).requires_grad_() for _ in range(3))]
     mixing = torch.rand(5, 5, device=DEVICE, requires_grad=True)
-    call = mhla.IMPLEMENTATIONS["auto"]
+    plan, plan_torch = mhla.IMPLEMENTATIONS["auto"], mhla.IMPLEMENTATIONS["torch"]
     broken("_")
-    model = torch.compile(lambda q, k, v, m: call(q, k, v, m, Settings(BLOCKS)), backend="aot_eager", fullgraph=True)
+    model = torch.compile(
+        lambda q, k, v, m: plan(q, v, Settings(BLOCKS))(q, k, v, m), backend="aot_eager", fullgraph=True
+    )
     with pytest.warns(UserWarning, match="slower PyTorch form"):
         out = model(*inputs, mixing)
         found = torch.autograd.grad(out.sum(), [*inputs, mixing])
-    expected = torch.autograd.grad(
-        mhla.IMPLEMENTATIONS["torch"](*inputs, mixing, Settings(BLOCKS)).sum(), [*inputs, mixing]
-    )
+    call = plan_torch(inputs[0], inputs[2], Settings(BLOCKS))
+    expected = torch.autograd.grad(call(*inputs, mixing).sum(), [*inputs, mixing])
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 

@@ -215,25 +215,26 @@ def test_index_tables_live_as_long_as_a_graph_that_reads_them(impl):
     assert torch.equal(out, expected), len(taken)
 
 
-def test_checks_of_a_call_are_made_once_for_each_kind_of_call():
+def test_a_bound_call_is_planned_once_for_each_kind_of_tensors():
     seen = []
 
-    def check(x, option):
-        seen.append(option)
-        return f"{tuple(x.shape)} {option!r}"
+    @dispatch.kept
+    def bind(option):
+        def plan(x):
+            seen.append(option)
+            return lambda x, about=f"{tuple(x.shape)} {option!r}": about
 
-    def call(x, option):
-        return dispatch.once(check, (x,), option)
+        return dispatch.Bound(plan)
 
     x = torch.ones(2, 3)
-    assert call(x, 1) == call(torch.zeros(2, 3), 1) == "(2, 3) 1" and seen == [1]
-    assert call(x, True) == "(2, 3) True"  # equal to 1, but of another type
-    assert call(x.T, 1) == "(3, 2) 1" and call(x.double(), 1) == "(2, 3) 1" and len(seen) == 4
-    assert call(x, [1]) == call(x, [1]) and len(seen) == 6  # cannot be hashed
-    torch.func.vmap(lambda x: (call(x, 1), x)[1])(x[None])
+    assert bind(1)(x) == bind(1)(torch.zeros(2, 3)) == "(2, 3) 1" and seen == [1]
+    assert bind(1) is bind(1) and bind(True)(x) == "(2, 3) True"  # equal to 1, but of another type
+    assert bind(1)(x.T) == "(3, 2) 1" and bind(1)(x.double()) == "(2, 3) 1" and len(seen) == 4
+    assert bind([1])(x) == bind([1])(x) and len(seen) == 6  # cannot be hashed
+    torch.func.vmap(lambda x: (bind(1)(x), x)[1])(x[None])
     assert len(seen) == 7
     forget_plans()
-    assert call(x, 1) == "(2, 3) 1" and len(seen) == 8
+    assert bind(1)(x) == "(2, 3) 1" and len(seen) == 8
 
 
 def test_a_wrong_call_is_refused_each_time():

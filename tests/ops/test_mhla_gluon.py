@@ -10,7 +10,8 @@ from headmix_vision.ops import TokenBlocks, dispatch, mhla, runtime
 from headmix_vision.ops.mhla import triton_tuning
 from headmix_vision.ops.mhla.hopper import launch as gluon_launch
 from headmix_vision.ops.mhla.settings import NORMALIZERS, Settings
-from headmix_vision.ops.mhla.triton_op import mhla_triton
+from headmix_vision.ops.mhla.triton_launch import Backward, Forward, Saved
+from headmix_vision.ops.mhla.triton_op import plan_triton
 from headmix_vision.ops.mhla.triton_pairwise import pairwise_backward, pairwise_forward
 from headmix_vision.ops.runtime import KernelFailed, layout
 
@@ -163,9 +164,12 @@ def test_gradients_in_one_tensor(dim):
     settings = Settings(TokenBlocks.from_grid((14, 14), (4, 4)), regime="pairwise")
     (q, k, v, mixing), d_out = make(settings.blocks, dim, dim)
     out, inverse = torch.empty(v.shape, dtype=BF16), torch.empty(1, 2, 196)
-    pairwise_forward(q, k, v, mixing, inverse, out, settings)
+    saved = Saved(inverse, q.new_empty(0), q.new_empty(0))
+    pairwise_forward(Forward(q, k, v, mixing, out, saved, settings))
     packed = torch.empty(1, 196, 3, 2, dim, dtype=BF16)
-    apart, together = (pairwise_backward(q, k, v, mixing, out, inverse, d_out, x, settings) for x in (None, packed))
+    apart, together = (
+        pairwise_backward(Backward(d_out, q, k, v, mixing, out, saved, x, settings)) for x in (None, packed)
+    )
     assert torch.equal(torch.stack(apart[:3], 2), packed)
     assert torch.equal(apart.mixing, together.mixing)
 
@@ -188,7 +192,7 @@ def test_portable_kernels_serve_where_one_does_not_compile(launched, monkeypatch
         run(lambda *x: mhla(*x, blocks, impl="triton_pairwise"), inputs, d_out)
 
     def auto(*x):
-        return mhla_triton(*x, Settings(blocks), regime="pairwise", fallback=True)
+        return plan_triton(x[0], x[2], Settings(blocks), regime="pairwise", fallback=True)(*x)
 
     with pytest.warns(UserWarning, match="no barrier; at 97 to 256 tokens the portable kernels take their place"):
         run(auto, [x.float() for x in inputs], d_out.float())  # the portable kernels, which are interpreted

@@ -412,8 +412,10 @@ def test_cost_model_decides_what_triton_runs(monkeypatch):
     for constant, expected in (("PAIRWISE_NS", "pairwise_forward"), ("SUMMARY_NS", "summarize")):
         with monkeypatch.context() as patch:
             patch.setattr(regimes, constant, [0.0] * len(getattr(regimes, constant)))
+            forget_plans()
             mhla(*inputs, EVEN, impl="triton")
         assert launched.pop() == expected
+    forget_plans()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from headmix_vision.evaluation.extractors import ClassifierExtractor, FeatureExtractor
-from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
+from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
+from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import Scorer, fid
 from headmix_vision.sampling.contact_sheet import draw_grid
 from headmix_vision.sampling.folder import SampleFolder
@@ -76,24 +77,24 @@ def test_still_clips_keep_their_frames(tmp_path: Path) -> None:
 def test_sets_of_clips_come_in_batches(channels: int, tmp_path: Path) -> None:
     pixels = clips(5, 4, channels)
     save(tmp_path / "out", pixels)
-    memory = TensorImages(torch.from_numpy(pixels).movedim(-1, 1))
+    memory = TensorSamples(torch.from_numpy(pixels).movedim(-1, 1))
     mode = "L" if channels == 1 else "RGB"
     for images in (
-        open_images(str(tmp_path / "out"), mode),
-        open_images(str(tmp_path / "out" / "samples.npz"), mode),
-        ImageSet(memory, mode),
+        open_samples(str(tmp_path / "out"), mode),
+        open_samples(str(tmp_path / "out" / "samples.npz"), mode),
+        SampleSet(memory, mode),
     ):
         assert images.size == (4, 10, 8) and len(images) == 5
         batch, rest = images.batches(3)
         assert batch.shape == (3, channels, 4, 10, 8) and rest.shape[0] == 2
         assert np.array_equal(torch.cat([batch, rest]).movedim(1, -1), pixels)
-    (cropped,) = open_images(str(tmp_path / "out"), "RGB", image_size=6).batches(5)
+    (cropped,) = open_samples(str(tmp_path / "out"), "RGB", image_size=6).batches(5)
     assert cropped.shape == (5, 3, 4, 6, 6)
 
 
 def test_clips_are_scored_with_features_of_clips(tmp_path: Path) -> None:
     scorer = Scorer(MeanFrames(), batch_size=4)
-    sides = [ImageSet(TensorImages(torch.from_numpy(clips(40, 4, 1, seed)).movedim(-1, 1)), "L") for seed in (0, 1)]
+    sides = [SampleSet(TensorSamples(torch.from_numpy(clips(40, 4, 1, seed)).movedim(-1, 1)), "L") for seed in (0, 1)]
     assert fid(scorer, sides[0], sides[0])["fid"] == pytest.approx(0, abs=1e-6)
     assert fid(scorer, *sides)["fid"] > 1
     assert json.dumps(sides[0].description["size"]) == "[4, 10, 8]"
@@ -112,7 +113,7 @@ def test_captions_stand_below_the_middle_of_their_pictures() -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     sets = {
-        frames: ImageSet(TensorImages(torch.zeros(3, 1, *([frames] if frames else []), 8, 8, dtype=torch.uint8)), "L")
+        frames: SampleSet(TensorSamples(torch.zeros(3, 1, *([frames] if frames else []), 8, 8, dtype=torch.uint8)), "L")
         for frames in (0, 2, 3)
     }
     scorer = Scorer(ClassifierExtractor(timm.create_model("deit_mhla_digits"), "deit_mhla_digits"))
@@ -127,4 +128,4 @@ def test_refusals(tmp_path: Path) -> None:
     folder = save(tmp_path / "out", clips(2, 3, 1))
     folder.write_sample(2, clips(1, 2, 1)[0])
     with pytest.raises(ValueError, match=r"000002\.png is 2 frames of 8x10 pixels, the samples before it are 3 frames"):
-        list(open_images(str(tmp_path / "out"), "L").batches(3))
+        list(open_samples(str(tmp_path / "out"), "L").batches(3))

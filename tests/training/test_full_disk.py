@@ -100,7 +100,7 @@ def test_a_run_directory_that_disappears_ends_the_run_and_keeps_the_weights(
         assert errors[0].endswith(f"of step 5 are lost: Not a directory: {config}")
         return
     kept = (run_dir.parent if place == "beside" else tmp_path / "here") / "run-step-5.ckpt"
-    assert errors[0].endswith(f"--ckpt_path {kept if place == 'beside' else kept.name}")
+    assert errors[0].endswith(f"--ckpt-path {kept if place == 'beside' else kept.name}")
     assert run("fit", "-c", config, "--run_dir", tmp_path / "new", "--ckpt_path", kept) == 0
     assert load(tmp_path / "new" / "checkpoints" / "last.ckpt")["global_step"] == 6
 

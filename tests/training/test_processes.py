@@ -141,7 +141,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
     os.kill(second_rank(process), signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert "--ckpt_path last" in output and "Traceback" not in output
+    assert "--ckpt-path last" in output and "Traceback" not in output
     assert 0 < load(run_dir / "checkpoints" / "last.ckpt")["global_step"] < 80
 
 
@@ -200,7 +200,7 @@ def test_killed_run_continues_bit_for_bit(signum: signal.Signals, tmp_path: Path
     os.killpg(process.pid, signum)  # its data worker, too, as torchrun does
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signum, output
-    assert "--ckpt_path last" in output
+    assert "--ckpt-path last" in output
     assert "Traceback" not in output
     step = load(run_dir / "checkpoints" / "last.ckpt")["global_step"]
     assert 0 < step < 80

@@ -60,7 +60,7 @@ def test_interrupted_run_continues_bit_for_bit(
     with monkeypatch.context() as context:
         interrupt_in(context, hook, epoch, batch, signal.SIGINT)
         assert run("fit", "-c", config, "--run_dir", run_dir) == 130
-    assert f"fit -c {run_dir}/config.yaml --ckpt_path last" in capfd.readouterr().err
+    assert f"fit -c {run_dir}/config.yaml --ckpt-path last" in capfd.readouterr().err
     assert load(run_dir / "checkpoints" / "last.ckpt")["global_step"] == step
     assert run("fit", "-c", run_dir / "config.yaml", "--ckpt_path", "last") == 0
     assert_same_run(run_dir, reference_run)
@@ -218,7 +218,7 @@ def test_other_training_data_need_an_option(
     assert "changed since the checkpoint: number of samples 1437 -> 1797; restore them" in capfd.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
     assert run("fit", "-c", run_dir / "config.yaml", "--run_dir", tmp_path / "new", "--data_changed") == 2
-    assert "--data_changed applies only to a run that goes on" in capfd.readouterr().err
+    assert "--data-changed applies only to a run that goes on" in capfd.readouterr().err
     assert run(*more, "--data-changed") == 0
     assert "note: the training data have changed" in capfd.readouterr().err
     known = load(run_dir / "checkpoints" / "last.ckpt")["ClassificationData"]["training"]

@@ -10,13 +10,13 @@ import pytest
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.locks import hold_lock
-from headmix_vision.runs.shards import remove_shards, shards_folder
+from headmix_vision.runs.sharded_checkpoints import remove_shards, shards_folder
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.run_directory import RunDirectory
 
 from .helpers import assert_same_run, load, read_csv, run, write_config
 
-OVERWRITE = ("--overwrite", "true")
+OVERWRITE = ("--overwrite",)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -100,7 +100,7 @@ def test_replacement_killed_before_its_first_checkpoint(
     (finished / ".lock").unlink()  # of the killed run
     left = contents(finished)
     assert run(*fit) == 2
-    assert "already holds a run: continue it with --ckpt_path last" in capfd.readouterr().err
+    assert "already holds a run: continue it with --ckpt-path last" in capfd.readouterr().err
     assert contents(finished) == left
     assert run(*fit, "--ckpt_path", "last") == 0  # nothing is left to train
     assert "put back the run" in capfd.readouterr().err
@@ -213,7 +213,7 @@ def test_a_move_that_was_cut_short_is_undone(finished: Path) -> None:
     for name in ("config.yaml", "checkpoints/last.ckpt"):
         (finished / name).rename(finished / ".replacing" / name)
     left = contents(finished)
-    with pytest.raises(InputError, match="already holds a run: continue it with --ckpt_path last, choose"):
+    with pytest.raises(InputError, match="already holds a run: continue it with --ckpt-path last, choose"):
         RunDirectory(finished, None, overwrite=False).check()
     assert contents(finished) == left
     directory = RunDirectory(finished, "last", overwrite=False)

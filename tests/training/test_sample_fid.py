@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.frechet import frechet_distance
-from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, open_images
+from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
+from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import Scorer, fid
 from headmix_vision.evaluation.statistics import write_statistics
 from headmix_vision.sampling.contact_sheet import draw_grid
@@ -97,9 +98,9 @@ def test_score_is_that_of_the_samples_of_the_average_if_there_is_one(
     pixels = [
         score.sampler.draw(process(), drawn, score._plan(drawn), range(start, start + 10)) for start in (0, 10, 20)
     ]
-    fake = ImageSet(TensorImages(torch.from_numpy(np.concatenate(pixels)).permute(0, 3, 1, 2)), "L")
+    fake = SampleSet(TensorSamples(torch.from_numpy(np.concatenate(pixels)).permute(0, 3, 1, 2)), "L")
     scorer = Scorer(open_extractor(features), 10)
-    assert logged[0] == pytest.approx(fid(scorer, open_images(REAL, "L"), fake)["fid"], rel=1e-9)
+    assert logged[0] == pytest.approx(fid(scorer, open_samples(REAL, "L"), fake)["fid"], rel=1e-9)
 
 
 def test_sample_grids_say_which_weights_they_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +123,7 @@ def test_sample_grids_say_which_weights_they_are_of(tmp_path: Path, monkeypatch:
 
 def test_real_side_is_whatever_evaluate_reads(features: str, tmp_path: Path) -> None:
     scorer = Scorer(open_extractor(features))
-    images = open_images(REAL, "L")
+    images = open_samples(REAL, "L")
     statistics = scorer.statistics(images)
     gaussian = statistics.gaussians["features"]
     pixels = np.concatenate([batch.numpy() for batch in images.batches(40)])[:, 0]
@@ -144,14 +145,14 @@ def test_real_side_is_whatever_evaluate_reads(features: str, tmp_path: Path) -> 
 def test_real_images_take_the_size_of_the_run(features: str) -> None:
     score = callback(features, real="canvas[:4]")
     score.on_fit_start(process(), generator(input_size=96))
-    expected = Scorer(open_extractor(features)).statistics(open_images("canvas[:4]", "L", 96)).gaussians["features"]
+    expected = Scorer(open_extractor(features)).statistics(open_samples("canvas[:4]", "L", 96)).gaussians["features"]
     assert score._real is not None
     torch.testing.assert_close(score._real.mean, expected.mean)
 
 
 def test_what_does_not_fit_is_refused_before_training(features: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "narrow.npz", mu=np.zeros(7), sigma=np.eye(7))
-    statistics = Scorer(open_extractor(features)).statistics(open_images(REAL, "L"))
+    statistics = Scorer(open_extractor(features)).statistics(open_samples(REAL, "L"))
     write_statistics(tmp_path / "small.safetensors", statistics)
     for options, arguments, message in (
         ({"real": "/nowhere"}, {}, "is neither a file, nor a folder"),
@@ -171,7 +172,7 @@ def test_what_does_not_fit_is_refused_before_training(features: str, tmp_path: P
 
 def test_clips_are_refused_before_training(features: str) -> None:
     module = ImageGenerator("dit_video_linear_digits", model_args={"depth": 1, "embed_dim": 16, "num_heads": 2})
-    with pytest.raises(InputError, match=r"must be null for a model of clips.* headmix-evaluate fvd"):
+    with pytest.raises(InputError, match=r"must be null for a model of clips.* headmix evaluate fvd"):
         callback(features).on_fit_start(process(), module)
 
 

@@ -35,7 +35,7 @@ DATASETS = {
     "folder": DatasetEntry(".folders:open_folder"),
     "torch": DatasetEntry(".torchvision:open_torchvision", names=("torch/NAME",)),
     "hfds": DatasetEntry(".huggingface:open_huggingface", names=("hfds", "hfds/NAME"), package=_HUGGINGFACE),
-    "table": DatasetEntry(".tables:open_table", names=("table/NAME",)),
+    "table": DatasetEntry(".image_tables:open_table", names=("table/NAME",)),
     "latents": DatasetEntry(".latents:open_latents", uses=("generation",), has_images=False, grid_axes=(2, 3)),
     "videos": DatasetEntry(
         ".videos:open_videos",

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -55,6 +56,15 @@ class AttentionCore(nn.Module):
             name = type(self).__name__
             raise InputError(f"attn_drop={spec.attn_drop} needs the 'softmax' core: {name} forms no weights.")
         self.dim, self.num_heads, self.head_dim = spec.dim, spec.num_heads, spec.head_dim
+
+    def bind(self, grid: TokenGrid) -> Callable[..., Any]:
+        """Return the call of this core on the tokens of a grid.
+
+        A core that makes something of a grid (blocks, index tables, an order of tokens) makes it here, as a
+        :class:`~headmix_vision.ops.dispatch.Bound` that is kept for equal grids and options, and its ``forward`` calls
+        that with tensors alone. A bound call holds no weights: layers share it, and it is in no state dict.
+        """
+        return partial(self, grid=grid)
 
     def flops(self, grid: TokenGrid) -> int:
         """Return the operations of the method for one image, multiply and add as two, whatever kernel computes it."""

@@ -22,8 +22,9 @@ from headmix_vision.layers.grid_convolution import GridConvolution
 from headmix_vision.layers.positions import Rotation, rotate
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.layers.sub_head_mask import SubHeadMask
-from headmix_vision.ops import TokenGrid, TokenScan, head_in_head
-from headmix_vision.ops.head_in_head.api import check_impl
+from headmix_vision.ops import TokenGrid, TokenScan
+from headmix_vision.ops.dispatch import Bound, kept
+from headmix_vision.ops.head_in_head.api import bind_head_in_head, check_impl
 
 torch.fx.wrap("clip_keep_inward_gradient")  # of the module that calls it
 
@@ -131,13 +132,18 @@ class HeadInHeadCore(AttentionCore):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, x: Tensor, rotation: Rotation | None = None
     ) -> Tensor:
-        return _sum_of_scans(*self._scanned(q, k, v, grid, x, rotation), grid, self.scans, self.impl)
+        out: Tensor = self.bind(grid)(*self._scanned(q, k, v, grid, x, rotation))
+        return out
+
+    def bind(self, grid: TokenGrid) -> Bound:
+        """Return the call of queries, keys, values, strengths, decays and masks."""
+        return bind_scans(grid, self.scans, self.impl)
 
     def linear_map(
         self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, **arguments: Any
     ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         q, k, v, *gates = self._scanned(q, k, v, grid, **arguments)
-        return lambda values: _sum_of_scans(q, k, values, *gates, grid, self.scans, self.impl), v
+        return lambda values: self.bind(grid)(q, k, values, *gates), v
 
     def _scanned(
         self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, x: Tensor, rotation: Rotation | None = None
@@ -173,20 +179,18 @@ class HeadInHeadCore(AttentionCore):
         return f"scans={self.scans}, beta_max={self.beta_max}, impl={self.impl}"
 
 
-@torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
-def _sum_of_scans(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    mask: Tensor,
-    grid: TokenGrid,
-    scans: str,
-    impl: str,
-) -> Tensor:
-    outputs = []
-    for order, reverse in SCANS[scans]:
-        scan = TokenScan(grid, order, reverse)
-        outputs.append(head_in_head(q, k, v, beta, log_decay, mask, scan=scan, impl=impl).out)
-    return sum(outputs[1:], outputs[0])
+@kept
+def bind_scans(grid: TokenGrid, scans: str, impl: str) -> Bound:
+    """Bind the scans of a grid, whose outputs are summed."""
+    calls = [bind_head_in_head(TokenScan(grid, order, reverse), impl) for order, reverse in SCANS[scans]]
+
+    def plan(*tensors: Tensor) -> Callable[..., Tensor]:
+        runs = [call.planned(*tensors, None) for call in calls]
+
+        def run(*tensors: Tensor) -> Tensor:
+            outputs: list[Tensor] = [run(*tensors, None)[0] for run in runs]
+            return sum(outputs[1:], outputs[0])
+
+        return run
+
+    return Bound(plan)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headmix_vision.checks import check_numbers
@@ -13,11 +13,11 @@ from headmix_vision.errors import InputError
 from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.positions import Rotation, rotate
 from headmix_vision.layers.spec import LayerSpec
-from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla
-from headmix_vision.ops.mhla.api import check_options
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks
+from headmix_vision.ops.dispatch import Bound, kept
+from headmix_vision.ops.mhla.api import bind_mhla, check_options
 from headmix_vision.ops.mhla.settings import apply_feature_map
 from headmix_vision.ops.runtime import accumulation_dtype
-from headmix_vision.ops.token_blocks import BlocksOfRank
 
 
 @CORES.register("linear")
@@ -60,7 +60,13 @@ class LinearCore(AttentionCore):
         rotation: Rotation | None = None,
         ranks: TokenRanks | None = None,
     ) -> Tensor:
-        return _linear_attention(q, k, v, grid, rotation, ranks, self.options)
+        rotated = () if rotation is None else (rotation[0], rotation[1])
+        out: Tensor = self.bind(grid, ranks)(q, k, v, *rotated)
+        return out
+
+    def bind(self, grid: TokenGrid, ranks: TokenRanks | None = None) -> Bound:
+        """Return the call of q, k, v and, where positions are rotary, cosines and sines."""
+        return bind_linear(grid, ranks, **self.options)
 
     def check_rotation(self) -> None:
         """Refuse rotary positions beside the normalizer of the released code, which has no rotated form."""
@@ -87,25 +93,57 @@ class LinearCore(AttentionCore):
         return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
 
-@torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
-def _linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+@kept
+def bind_linear(grid: TokenGrid, ranks: TokenRanks | None, **options: Any) -> Bound:
+    """Put all tokens into one block; prefix tokens into one of their own where ranks share the tokens."""
+    one = TokenBlocks.from_grid((grid.num_tokens,), (1,))
+    blocks = one if ranks is None else TokenBlocks(grid, (1,) * len(grid.shape))
+    bound = bind_blocks(blocks, grid, ranks, lambda mixing: mixing, options)
+
+    def plan(q: Tensor, k: Tensor, v: Tensor, *rotation: Tensor) -> Callable[..., Tensor]:
+        size = (blocks.num_blocks,) * 2
+        run = bound.plan(q, k, v, q.new_ones(size), *rotation)
+        return lambda q, k, v, *rotation: run(q, k, v, q.new_ones(size), *rotation)
+
+    return Bound(plan)
+
+
+def bind_blocks(
+    blocks: TokenBlocks,
     grid: TokenGrid,
-    rotation: Rotation | None,
     ranks: TokenRanks | None,
+    fit: Callable[[Tensor], Tensor],
     options: dict[str, Any],
-) -> Tensor:
-    blocks = TokenBlocks.from_grid((q.shape[1],), (1,))
-    if ranks is not None:  # prefix tokens have to be a block of their own
-        blocks = TokenBlocks(grid, (1,) * len(grid.shape))
-    mixing = per_token(q.new_ones(blocks.num_blocks, blocks.num_blocks), grid, options)
-    if ranks is not None:
-        blocks = blocks.of_rank(ranks)
-    if rotation is not None:
-        return rotated_mhla(q, k, v, mixing, blocks, rotation, grid, **options)
-    return mhla(q, k, v, mixing, blocks, **options)
+) -> Bound:
+    """Bind :func:`headmix_vision.ops.mhla` to blocks; the call takes q, k, v, the mixing, and rotary positions if any.
+
+    Args:
+        blocks: of all tokens.
+        grid: the tokens that rotary positions are of.
+        ranks: that share the tokens, or None.
+        fit: makes the weights of these blocks of those that the call gets.
+        options: of the op.
+    """
+    held = blocks if ranks is None else blocks.of_rank(ranks)
+    held_grid = grid if ranks is None else ranks.local(grid)
+    op, plain = (bind_mhla(held, **given) for given in (options, options | PLAIN))
+
+    def weigh(mixing: Tensor) -> Tensor:
+        return per_token(fit(mixing), grid, options)
+
+    def plan(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *rotation: Tensor) -> Callable[..., Tensor]:
+        if rotation:
+            return partial(
+                rotated_mhla, attend=plain, weigh=weigh, largest=blocks.max_block_size, grid=held_grid, options=options
+            )
+        weighed = weigh(mixing)
+        run = op.planned(q, k, v, weighed)
+        return run if weighed is mixing else lambda q, k, v, mixing: run(q, k, v, weigh(mixing))
+
+    return Bound(plan)
+
+
+PLAIN: dict[str, Any] = {"normalizer": None, "feature_map": "identity", "eps": 1e-6}  # products and sums alone
 
 
 def rotated_mhla(
@@ -113,31 +151,39 @@ def rotated_mhla(
     k: Tensor,
     v: Tensor,
     mixing: Tensor,
-    blocks: TokenBlocks,
-    rotation: Rotation,
-    grid: TokenGrid,
+    cos: Tensor,
+    sin: Tensor,
     *,
-    normalizer: str | None,
-    feature_map: str,
-    eps: float,
-    attend: Callable[..., Tensor] = mhla,
-    **options: Any,
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    largest: int,
+    grid: TokenGrid,
+    options: dict[str, Any],
+    weigh: Callable[[Tensor], Tensor] = lambda mixing: mixing,
 ) -> Tensor:
     """Compute :func:`headmix_vision.ops.mhla` with features rotated in the numerator, not in the denominator.
 
-    ``attend`` takes the place of ``mhla``, with its arguments. Rotated features may be negative: a denominator of them
-    could be zero. In types below float32 both sums are rounded before they are divided.
+    Rotated features may be negative: a denominator of them could be zero. In types below float32 both sums are rounded
+    before they are divided.
+
+    Args:
+        q, k, v, mixing: as in ``mhla``.
+        cos, sin: rotary positions of the tokens.
+        attend: ``mhla`` of q, k, v and the mixing, with the options ``PLAIN``.
+        largest: tokens in the largest block.
+        grid: the tokens.
+        options: ``normalizer``, ``feature_map`` and ``eps`` are read.
+        weigh: makes the weights of the blocks of ``mixing``.
     """
+    normalizer, feature_map, eps = options["normalizer"], options["feature_map"], options["eps"]
     q, k = (apply_feature_map(y.to(accumulation_dtype(y.dtype)), feature_map, eps) for y in (q, k))
+    mixing = weigh(mixing)
     if normalizer is not None:  # cancels, and keeps sums within the range of float16
-        mixing = mixing / TokenBlocks(blocks.grid, blocks.block_grid).max_block_size
-    grid = blocks.held if isinstance(blocks, BlocksOfRank) else grid
+        mixing = mixing / largest
 
     def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        plain = {"normalizer": None, "feature_map": "identity", **options}
-        return attend(q.type_as(v), k.type_as(v), v, mixing, blocks, **plain)
+        return attend(q.type_as(v), k.type_as(v), v, mixing)
 
-    out = mix(rotate(q, rotation, grid), rotate(k, rotation, grid), v)
+    out = mix(rotate(q, (cos, sin), grid), rotate(k, (cos, sin), grid), v)
     return out if normalizer is None else out / mix(q, k, v.new_ones(*v.shape[:3], 1))
 
 

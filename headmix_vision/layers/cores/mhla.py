@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headmix_vision.checks import check_flags
 from headmix_vision.errors import InputError
 from headmix_vision.layers.block_mixing import MixingMatrix, mixing_of_first, mixing_of_rows
 from headmix_vision.layers.cores.base import CORES
-from headmix_vision.layers.cores.linear import LinearCore, per_token, rotated_mhla
+from headmix_vision.layers.cores.linear import PLAIN, LinearCore, bind_blocks, per_token, rotated_mhla
 from headmix_vision.layers.positions import Rotation
 from headmix_vision.layers.spec import LayerSpec
-from headmix_vision.ops import MHLAState, TokenBlocks, TokenGrid, TokenRanks, mhla, mhla_step
+from headmix_vision.ops import MHLAState, TokenBlocks, TokenGrid, TokenRanks, mhla_step
+from headmix_vision.ops.dispatch import Bound, kept
 from headmix_vision.ops.mhla.recurrent import mhla_rows
 
 
@@ -76,8 +78,14 @@ class MHLACore(LinearCore):
         rotation: Rotation | None = None,
         ranks: TokenRanks | None = None,
     ) -> Tensor:
-        blocks, row = self.mixing.blocks.block_grid, self.row_length if self.causal == "rows" else None
-        return _mhla(q, k, v, self.mixing(), grid, blocks, row, rotation, ranks, self.options)
+        rotated = () if rotation is None else (rotation[0], rotation[1])
+        out: Tensor = self.bind(grid, ranks)(q, k, v, self.mixing(), *rotated)
+        return out
+
+    def bind(self, grid: TokenGrid, ranks: TokenRanks | None = None) -> Bound:
+        """Return the call of q, k, v, the mixing and, where positions are rotary, cosines and sines."""
+        row = self.row_length if self.causal == "rows" else None
+        return bind_mhla_core(grid, ranks, self.mixing.blocks.block_grid, row, **self.options)
 
     @property
     def row_length(self) -> int:
@@ -110,19 +118,17 @@ class MHLACore(LinearCore):
         part = blocks.order(q)[first : first + q.shape[1]] - first
         back, before, after = part.argsort(), iter(state or (None, None)), []
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, blocks: TokenBlocks, **options: Any) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, **options: Any) -> Tensor:
             out, new = mhla_step(q[:, part], k[:, part], v[:, part], mixing, blocks, next(before), **options)
             after.append(new)
             return out[:, back]
 
         mixing = mixing_of_first(self.mixing(), blocks)
-        options = {name: value for name, value in self.options.items() if name not in ("impl", "causal")}
         if rotation is None:
-            return attend(q, k, v, mixing, blocks, **options), tuple(after)
+            return attend(q, k, v, mixing, **self._step_options), tuple(after)
         prefix = grid.num_prefix_tokens
         piece = TokenGrid((q.shape[1] - (0 if first else prefix),), 0 if first else prefix)
-        out = rotated_mhla(q, k, v, mixing, blocks, rotation, piece, attend=attend, **options)
-        return out, tuple(after)
+        return self._rotated(q, k, v, mixing, rotation, attend, blocks, piece), tuple(after)
 
     def _stream_rows(
         self,
@@ -145,7 +151,7 @@ class MHLACore(LinearCore):
         mixing = per_token(mixing_of_rows(self.mixing(), of_row, kept + count), grid, self.options)
         before, after = iter(state or (None, None)), []
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, blocks: TokenBlocks, **options: Any) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, **options: Any) -> Tensor:
             taken = next(before)
             memory = None if taken is None else taken.summaries
             out, summaries = mhla_rows(q, k, v, mixing, blocks, memory, **options)
@@ -153,10 +159,28 @@ class MHLACore(LinearCore):
             after.append(MHLAState(seen.clone(), q.shape[1] + (0 if taken is None else taken.num_tokens)))
             return out
 
-        options = {name: value for name, value in self.options.items() if name not in ("impl", "causal")}
         if rotation is None:
-            return attend(q, k, v, mixing, blocks, **options), tuple(after)
-        return rotated_mhla(q, k, v, mixing, blocks, rotation, grid, attend=attend, **options), tuple(after)
+            return attend(q, k, v, mixing, **self._step_options), tuple(after)
+        return self._rotated(q, k, v, mixing, rotation, attend, blocks, grid), tuple(after)
+
+    @property
+    def _step_options(self) -> dict[str, Any]:
+        return {name: self.options[name] for name in ("normalizer", "feature_map", "eps")}
+
+    def _rotated(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mixing: Tensor,
+        rotation: Rotation,
+        attend: Callable[..., Tensor],
+        blocks: TokenBlocks,
+        grid: TokenGrid,
+    ) -> Tensor:
+        """Compute the tokens of a piece by a step that is given."""
+        step, largest = partial(attend, **PLAIN), blocks.max_block_size
+        return rotated_mhla(q, k, v, mixing, *rotation, attend=step, largest=largest, grid=grid, options=self.options)
 
     def flops(self, grid: TokenGrid) -> int:
         """Count linear attention, and the mixing of the memories of all blocks.
@@ -196,31 +220,20 @@ def _check_pieces(blocks: TokenBlocks, first: int, count: int) -> None:
         )
 
 
-@torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
-def _mhla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor,
-    grid: TokenGrid,
-    block_grid: tuple[int, ...],
-    row: int | None,
-    rotation: Rotation | None,
-    ranks: TokenRanks | None,
-    options: dict[str, Any],
-) -> Tensor:
+@kept
+def bind_mhla_core(
+    grid: TokenGrid, ranks: TokenRanks | None, block_grid: tuple[int, ...], row: int | None, **options: Any
+) -> Bound:
+    """Cut a grid into blocks, and say how the mixing of ``block_grid`` becomes theirs.
+
+    ``row`` are the tokens of a row of blocks where rows may be of any number; None where the block grid is fixed.
+    """
     if row is None:
         blocks = TokenBlocks.of_clip(grid, block_grid)
-        mixing = mixing_of_first(mixing, blocks)
-    else:
-        count = -(-grid.shape[0] // row)
-        if count > 1 and grid.shape[0] % row:
-            raise InputError(f"{grid} has no whole rows of blocks: causal='rows' needs a multiple of {row} tokens.")
-        blocks = TokenBlocks(grid, (count, *block_grid[1:]))
-        mixing = mixing_of_rows(mixing, math.prod(block_grid[1:]), count)
-    mixing = per_token(mixing, grid, options)
-    if ranks is not None:
-        blocks = blocks.of_rank(ranks)
-    if rotation is not None:
-        return rotated_mhla(q, k, v, mixing, blocks, rotation, grid, **options)
-    return mhla(q, k, v, mixing, blocks, **options)
+        return bind_blocks(blocks, grid, ranks, partial(mixing_of_first, blocks=blocks), options)
+    count = -(-grid.shape[0] // row)
+    if count > 1 and grid.shape[0] % row:
+        raise InputError(f"{grid} has no whole rows of blocks: causal='rows' needs a multiple of {row} tokens.")
+    blocks = TokenBlocks(grid, (count, *block_grid[1:]))
+    fit = partial(mixing_of_rows, row_blocks=math.prod(block_grid[1:]), count=count)
+    return bind_blocks(blocks, grid, ranks, fit, options)

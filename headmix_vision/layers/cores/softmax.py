@@ -11,6 +11,7 @@ from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.positions import Rotation, rotate
 from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid, TokenWindow
+from headmix_vision.ops.dispatch import kept
 
 
 @CORES.register("softmax")
@@ -79,7 +80,10 @@ def _window_mask(
 ) -> Tensor:
     if attn_mask is not None or is_causal:
         raise InputError("attn_mask and is_causal cannot be joined with a window.")
-    return TokenWindow(grid, extent).mask(like)
+    return _window(grid, extent).mask(like)
+
+
+_window = kept(TokenWindow)
 
 
 @torch.fx.wrap

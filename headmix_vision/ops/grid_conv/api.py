@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_choice, check_flags
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import check_tensors, check_types, once, select, why_no_kernel_takes
+from headmix_vision.ops.dispatch import Bound, check_tensors, check_types, kept, select, why_no_kernel_takes
 from headmix_vision.ops.grid_conv.reference import grid_conv_reference
 from headmix_vision.ops.grid_conv.torch_impl import grid_conv_torch
 from headmix_vision.ops.runtime import NO_KERNELS
@@ -85,16 +85,21 @@ def grid_conv(
     Raises:
         InputError: naming the argument, if shapes, types or devices do not fit, or ``impl`` cannot run them.
     """
-    grid = TokenGrid.of(grid)
-    name = once(_check, (x, weight, bias), grid, residual, silu, impl)
-    return IMPLEMENTATIONS[name](x, weight, bias, grid, residual, silu)
+    call = bind_grid_conv(TokenGrid.of(grid), residual=residual, silu=silu, impl=impl)
+    out: Tensor = call(x, weight, bias)
+    return out
 
 
-def _check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool, impl: str
-) -> str:
-    validate_grid_conv(x, weight, bias, grid, residual, silu, impl)
-    return select(impl, x.is_cuda, lambda: _why_not_triton(x, weight))
+@kept
+def bind_grid_conv(grid: TokenGrid, *, residual: bool, silu: bool, impl: str) -> Bound:
+    """Fix all arguments of :func:`grid_conv` but its tensors, which the returned call takes."""
+
+    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
+        validate_grid_conv(x, weight, bias, grid, residual, silu, impl)
+        name = select(impl, x.is_cuda, lambda: _why_not_triton(x, weight))
+        return partial(IMPLEMENTATIONS[name], grid=grid, residual=residual, silu=silu)
+
+    return Bound(plan)
 
 
 def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:

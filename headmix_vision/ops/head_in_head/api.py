@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import check_tensors, check_types, is_plain, once, select, why_not_triton
+from headmix_vision.ops.dispatch import Bound, check_tensors, check_types, is_plain, kept, select, why_not_triton
+from headmix_vision.ops.head_in_head.inputs import Inputs, RWKV7Inputs
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
@@ -22,49 +23,30 @@ IMPL_NAMES = ("auto", "reference", "torch", "triton")
 RWKV7_IMPL_NAMES = IMPL_NAMES[:3]
 
 
-def validate_head_in_head(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    mask: Tensor,
-    initial_state: Tensor | None,
-    scan: TokenScan | Tensor | None,
-    impl: str,
-) -> None:
+def validate_head_in_head(inputs: Inputs, scan: TokenScan | Tensor | None, impl: str) -> None:
     """Raise InputError, naming the argument, unless ``head_in_head`` can run on these arguments."""
     check_impl(impl)
+    q, k, v, beta, log_decay, mask, initial_state = inputs
     check_tensors(q=q, k=k, v=v, beta=beta, log_decay=log_decay, mask=mask)
     _check_features(q, k, v)
     for name, x in (("beta", beta), ("log_decay", log_decay)):
         if x.shape != q.shape[:3]:
             raise InputError(f"{name} must be [B, N, H] = {tuple(q.shape[:3])}, got shape {tuple(x.shape)}.")
     check_types({"q": q, "k": k, "v": v}, {"beta": beta, "log_decay": log_decay})
-    _check_common(q, v, log_decay, mask, initial_state, scan)
+    _check_common(q, v, mask, initial_state, scan)
 
 
-def validate_head_in_head_rwkv7(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    log_decay: Tensor,
-    mask: Tensor,
-    initial_state: Tensor | None,
-    scan: TokenScan | Tensor | None,
-    impl: str,
-) -> None:
+def validate_head_in_head_rwkv7(inputs: RWKV7Inputs, scan: TokenScan | Tensor | None, impl: str) -> None:
     """Raise InputError, naming the argument, unless ``head_in_head_rwkv7`` can run on these arguments."""
     check_impl(impl, RWKV7_IMPL_NAMES)
+    q, k, v, a, b, log_decay, mask, initial_state = inputs
     check_tensors(q=q, k=k, v=v, a=a, b=b, log_decay=log_decay, mask=mask)
     _check_features(q, k, v)
     for name, x in (("a", a), ("b", b), ("log_decay", log_decay)):
         if x.shape != q.shape:
             raise InputError(f"{name} must have the shape of q, {tuple(q.shape)}, got {tuple(x.shape)}.")
     check_types({"q": q, "k": k, "v": v, "a": a, "b": b}, {"log_decay": log_decay})
-    _check_common(q, v, log_decay, mask, initial_state, scan)
+    _check_common(q, v, mask, initial_state, scan)
 
 
 def check_impl(impl: str, names: tuple[str, ...] = IMPL_NAMES) -> None:
@@ -90,7 +72,6 @@ def _check_features(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_common(
     q: Tensor,
     v: Tensor,
-    log_decay: Tensor,
     mask: Tensor,
     initial_state: Tensor | None,
     scan: TokenScan | Tensor | None,
@@ -192,19 +173,28 @@ class HeadInHeadOutput(NamedTuple):
     final_state: Tensor | None
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    mask: Tensor,
-    initial_state: Tensor | None,
-    scan: TokenScan | Tensor | None,
-    impl: str,
-) -> str:
-    validate_head_in_head(q, k, v, beta, log_decay, mask, initial_state, scan, impl)
-    return select(impl, q.is_cuda, lambda: _why_not_triton(q, v, mask))
+@kept
+def bind_head_in_head(scan: TokenScan | None, impl: str) -> Bound:
+    """Fix the scan and implementation of :func:`head_in_head`; the returned call takes its seven tensors.
+
+    It returns the output and the final state, and does not check that ``log_decay`` is at most 0.
+    """
+
+    def plan(*tensors: Any) -> Callable[..., State]:
+        run = _plan(Inputs(*tensors), scan, impl)
+        return lambda *tensors: run(Inputs(*tensors))
+
+    return Bound(plan)
+
+
+def _plan(inputs: Inputs, scan: TokenScan | Tensor | None, impl: str) -> Callable[[Inputs], State]:
+    validate_head_in_head(inputs, scan, impl)
+    q, _, v, _, _, mask, _ = inputs
+    name = select(impl, q.is_cuda, lambda: _why_not_triton(q, v, mask))
+    form, tables = IMPLEMENTATIONS[name], _tables(scan, q)
+    if tables is None or not q.is_cuda:
+        return partial(form, scan=tables)
+    return lambda inputs: form(inputs, _tables(scan, inputs.q))  # found and held in a CUDA graph
 
 
 def _why_not_triton(q: Tensor, v: Tensor, mask: Tensor) -> str | None:
@@ -263,10 +253,13 @@ def head_in_head(
             and, outside a tracer, if ``scan`` is no permutation or, on the CPU only, ``log_decay`` above 0: elsewhere
             reading it would hold up every call.
     """
-    inputs = (q, k, v, beta, log_decay, mask, initial_state)
-    name = _check(*inputs, scan, impl) if isinstance(scan, Tensor) else once(_check, inputs, scan, impl)
+    inputs = Inputs(q, k, v, beta, log_decay, mask, initial_state)
+    if isinstance(scan, Tensor):  # its values are read: each call has a plan of its own
+        run = partial(_plan(inputs, scan, impl), inputs)
+    else:
+        run = partial(bind_head_in_head(scan, impl).planned(*inputs), *inputs)
     _check_decay(log_decay)
-    out, state = IMPLEMENTATIONS[name](*inputs, _tables(scan, q))
+    out, state = run()
     return HeadInHeadOutput(out, state if output_final_state else None)
 
 
@@ -301,11 +294,11 @@ def head_in_head_rwkv7(
     Raises:
         InputError: as :func:`head_in_head`.
     """
-    inputs = (q, k, v, a, b, log_decay, mask, initial_state)
-    validate_head_in_head_rwkv7(*inputs, scan, impl)
+    inputs = RWKV7Inputs(q, k, v, a, b, log_decay, mask, initial_state)
+    validate_head_in_head_rwkv7(inputs, scan, impl)
     _check_decay(log_decay)
     name = select(impl, on_gpu=False, why_not=lambda: None)
-    out, state = RWKV7_IMPLEMENTATIONS[name](*inputs, _tables(scan, q))
+    out, state = RWKV7_IMPLEMENTATIONS[name](inputs, _tables(scan, q))
     return HeadInHeadOutput(out, state if output_final_state else None)
 
 

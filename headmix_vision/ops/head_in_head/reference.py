@@ -8,21 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headmix_vision.ops.head_in_head.inputs import Inputs, RWKV7Inputs
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_scan import ScanTables
 
 
-def head_in_head_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    mask: Tensor,
-    initial_state: Tensor | None,
-    scan: ScanTables | None,
-) -> tuple[Tensor, Tensor]:
+def head_in_head_reference(inputs: Inputs, scan: ScanTables | None) -> tuple[Tensor, Tensor]:
     """Compute :func:`headmix_vision.ops.head_in_head` token by token."""
+    q, k, v, beta, log_decay, mask, initial_state = inputs
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         q, k, v, beta, log_decay, mask = (x.to(dtype) for x in (q, k, v, beta, log_decay, mask))
@@ -37,18 +30,9 @@ def head_in_head_reference(
         return _stack(outputs).to(out_dtype), state
 
 
-def head_in_head_rwkv7_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    log_decay: Tensor,
-    mask: Tensor,
-    initial_state: Tensor | None,
-    scan: ScanTables | None,
-) -> tuple[Tensor, Tensor]:
+def head_in_head_rwkv7_reference(inputs: RWKV7Inputs, scan: ScanTables | None) -> tuple[Tensor, Tensor]:
     """Compute :func:`headmix_vision.ops.head_in_head_rwkv7` token by token."""
+    q, k, v, a, b, log_decay, mask, initial_state = inputs
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         q, k, v, a, b, log_decay, mask = (x.to(dtype) for x in (q, k, v, a, b, log_decay, mask))

@@ -18,27 +18,20 @@ from headmix_vision.ops.head_in_head.chunks import (
     solve_unit_lower,
     to_chunks,
 )
+from headmix_vision.ops.head_in_head.inputs import Inputs
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_scan import ScanTables, reorder, restore
 
 
-def head_in_head_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    mask: Tensor,
-    initial_state: Tensor | None,
-    scan: ScanTables | None,
-) -> tuple[Tensor, Tensor]:
+def head_in_head_torch(inputs: Inputs, scan: ScanTables | None) -> tuple[Tensor, Tensor]:
     """Compute :func:`headmix_vision.ops.head_in_head` chunk by chunk."""
+    q, k, v, beta, log_decay, mask, initial_state = inputs
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         tokens, r = q.shape[1], mask.shape[-1]
         if scan is not None:
-            q, k, v, beta, log_decay = (reorder(x, scan) for x in (q, k, v, beta, log_decay))
-            mask = reorder(mask, scan) if mask.ndim == 5 else mask
+            q, k, v, beta, log_decay = reorder(scan, q, k, v, beta, log_decay)
+            (mask,) = reorder(scan, mask) if mask.ndim == 5 else (mask,)
 
         length = min(tokens, _chunk_length(r, q.shape[-1], v.shape[-1]))
         q, k, v, beta, log_decay = (to_chunks(x.to(dtype), length) for x in (q, k, v, beta, log_decay))
@@ -62,7 +55,7 @@ def head_in_head_torch(
         own = scores.transpose(-2, -3).flatten(-2) @ corrected.flatten(-3, -2)  # over the r T pairs of the chunk
         out = since_start[..., None] * (q @ starts) + own
         out = from_chunks(q.shape[-1] ** -0.5 * out, tokens)
-        return (out if scan is None else restore(out, scan)).to(out_dtype), final
+        return (out if scan is None else restore(scan, out)).to(out_dtype), final
 
 
 def _chunk_length(r: int, key_dim: int, value_dim: int) -> int:

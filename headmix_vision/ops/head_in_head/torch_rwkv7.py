@@ -17,30 +17,22 @@ from headmix_vision.ops.head_in_head.chunks import (
     solve_unit_lower,
     to_chunks,
 )
+from headmix_vision.ops.head_in_head.inputs import RWKV7Inputs
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_scan import ScanTables, reorder, restore
 
 CHUNK_LENGTH = 16  # decays by channel are held for all pairs of a chunk: T Dk numbers a token
 
 
-def head_in_head_rwkv7_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    log_decay: Tensor,
-    mask: Tensor,
-    initial_state: Tensor | None,
-    scan: ScanTables | None,
-) -> tuple[Tensor, Tensor]:
+def head_in_head_rwkv7_torch(inputs: RWKV7Inputs, scan: ScanTables | None) -> tuple[Tensor, Tensor]:
     """Compute :func:`headmix_vision.ops.head_in_head_rwkv7` chunk by chunk."""
+    q, k, v, a, b, log_decay, mask, initial_state = inputs
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
         tokens, r = q.shape[1], mask.shape[-1]
         if scan is not None:
-            q, k, v, a, b, log_decay = (reorder(x, scan) for x in (q, k, v, a, b, log_decay))
-            mask = reorder(mask, scan) if mask.ndim == 5 else mask
+            q, k, v, a, b, log_decay = reorder(scan, q, k, v, a, b, log_decay)
+            (mask,) = reorder(scan, mask) if mask.ndim == 5 else (mask,)
 
         length = min(tokens, CHUNK_LENGTH)
         q, k, v, a, b, log_decay = (to_chunks(x.to(dtype), length) for x in (q, k, v, a, b, log_decay))
@@ -62,7 +54,7 @@ def head_in_head_rwkv7_torch(
         q_k = _sub_head_scores(decayed_q, k, 1)[..., 0]
         out = (q * since_start) @ starts + (q_b @ corrections).sum(-3) + q_k @ v
         out = from_chunks(q.shape[-1] ** -0.5 * out, tokens)
-        return (out if scan is None else restore(out, scan)).to(out_dtype), final
+        return (out if scan is None else restore(scan, out)).to(out_dtype), final
 
 
 def _one_token_earlier(sums: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmix_vision.ops.head_in_head.inputs import Inputs
 from headmix_vision.ops.head_in_head.triton_tiles import (
     LEAST_LOG_DECAY,
     decay_between,
@@ -477,11 +478,9 @@ def _forward(
     return prepare, Launch(scan_kernel, (programs,), (*strides, *sizes), constants)
 
 
-def forward_pass(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, mask: Tensor,
-    initial: Tensor | None, order: Tensor | None, buffers: Saved, out: Tensor, final: Tensor,
-) -> None:  # fmt: skip
+def forward_pass(inputs: Inputs, order: Tensor | None, buffers: Saved, out: Tensor, final: Tensor) -> None:
     """Fill ``out`` [B, N, H, Dv], ``final`` [B, H, Dk, Dv] and the buffers."""
+    q, k, v, beta, log_decay, mask, initial = inputs
     q, k, v = _rows(q, k, v)
     mask, initial = mask.contiguous(), None if initial is None else initial.contiguous()
     layouts, save = map(layout, (q, k, v, beta, log_decay, mask)), buffers.states.shape[2] > 0
@@ -516,15 +515,15 @@ def _backward(
 
 
 def backward_pass(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, mask: Tensor,
-    order: Tensor | None, buffers: Saved, d_out: Tensor, d_final: Tensor | None,
-) -> Gradients:  # fmt: skip
+    inputs: Inputs, order: Tensor | None, buffers: Saved, d_out: Tensor, d_final: Tensor | None
+) -> Gradients:
+    q, k, v, beta, log_decay, mask, _ = inputs
     (B, N, H, Dk), r = q.shape, mask.shape[-1]
     C = buffers.decays.shape[2]
     q, k, v, d_out = _rows(q, k, v, d_out)
     mask, d_final = mask.contiguous(), None if d_final is None else d_final.contiguous()
     layouts = map(layout, (q, k, v, beta, log_decay, mask, d_out))
-    scan, inputs = _backward(*layouts, None if d_final is None else d_final.dtype, order is not None)
+    scan, launch_inputs = _backward(*layouts, None if d_final is None else d_final.dtype, order is not None)
 
     d_states, d_errors = torch.empty_like(buffers.states), torch.empty_like(buffers.corrections)
     d_initial = q.new_empty(B, H, Dk, v.shape[-1], dtype=torch.float32)
@@ -535,7 +534,7 @@ def backward_pass(
     d_beta, d_log_decay = (q.new_empty(B, N, H, dtype=torch.float32) for _ in range(2))
     d_mask = q.new_empty(*((B, H, C) if mask.ndim == 3 else (B, N, H)), r, r, dtype=torch.float32)
     states = (buffers.states, buffers.corrections, d_states, d_errors)
-    inputs(
+    launch_inputs(
         q, k, v, beta, log_decay, mask, d_out, order, buffers.decays, *states, d_q, d_k, d_v, d_beta, d_log_decay,
         d_mask,
     )  # fmt: skip

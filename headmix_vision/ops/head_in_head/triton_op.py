@@ -7,7 +7,6 @@ fixed order: repeated calls are bit-equal.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,24 +14,14 @@ from torch import Tensor
 
 from headmix_vision.ops.dispatch import FAILED, as_function, gradients_of, stand_in, without_dispatcher
 from headmix_vision.ops.head_in_head import triton_kernels as launch
+from headmix_vision.ops.head_in_head.inputs import Inputs
 from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
 from headmix_vision.ops.runtime import KernelFailed
 from headmix_vision.ops.token_scan import ScanTables
 
 
-def head_in_head_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    mask: Tensor,
-    initial_state: Tensor | None,
-    scan: ScanTables | None,
-    fallback: bool = False,
-) -> tuple[Tensor, Tensor]:
+def head_in_head_triton(inputs: Inputs, scan: ScanTables | None, fallback: bool = False) -> tuple[Tensor, Tensor]:
     """Compute :func:`headmix_vision.ops.head_in_head` in kernels; for ``fallback`` see ``mhla_triton``."""
-    inputs = (q, k, v, beta, log_decay, mask, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     out, final, *_ = _call_forward(*inputs, None if scan is None else scan.order, save, fallback)
     return out, final
@@ -51,18 +40,19 @@ def _forward(
     fallback: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the output, the final state and the tensors of :class:`triton_kernels.Saved`."""
+    inputs = Inputs(q, k, v, beta, log_decay, mask, initial_state)
     out, final, buffers = _outputs(q, v, mask, save)
     if q.shape[0] * q.shape[2] == 0:
         return out, final, *buffers
     if not (FAILED and _kind(q, v, mask, fallback) in FAILED):
         try:
             with torch.cuda.device_of(q):
-                launch.forward_pass(q, k, v, beta, log_decay, mask, initial_state, order, buffers, out, final)
+                launch.forward_pass(inputs, order, buffers, out, final)
             return out, final, *buffers
         except KernelFailed as error:
             stand_in(error, fallback, *_kind(q, v, mask, fallback))
     tables = None if order is None else ScanTables(order)
-    computed, state = head_in_head_torch(q, k, v, beta, log_decay, mask, initial_state, tables)
+    computed, state = head_in_head_torch(inputs, tables)
     out.copy_(computed)
     final.copy_(state)
     return out, final, *buffers
@@ -107,17 +97,18 @@ def _backward_pass(
     fallback: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k, v, beta, log_decay, mask and the initial state."""
+    inputs = Inputs(q, k, v, beta, log_decay, mask, initial_state)
     if q.shape[0] * q.shape[2] == 0:
         d_initial = q.new_empty(q.shape[0], *q.shape[2:], v.shape[-1], dtype=torch.float32)
         d_q, d_k, d_v, d_beta, d_log_decay, d_mask = (
-            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, beta, log_decay, mask)
+            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs[:6]
         )
         return d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial
     if not (FAILED and _kind(q, v, mask, fallback) in FAILED):
         try:
             with torch.cuda.device_of(q):
                 buffers = launch.Saved(decays, scores, inverse, states, corrections)
-                d = launch.backward_pass(q, k, v, beta, log_decay, mask, order, buffers, d_out, d_final)
+                d = launch.backward_pass(inputs, order, buffers, d_out, d_final)
             d_gates = d.beta.to(beta.dtype), d.log_decay.to(log_decay.dtype)
             return d.q, d.k, d.v, *d_gates, d.mask.to(mask.dtype), d.initial_state
         except KernelFailed as error:
@@ -126,9 +117,8 @@ def _backward_pass(
     size = q.shape[0], *q.shape[2:], v.shape[-1]
     initial = q.new_zeros(size, dtype=torch.float32) if initial_state is None else initial_state.float()
     d_outputs = [d_out, initial.new_zeros(size) if d_final is None else d_final]
-    inputs = [q, k, v, beta, log_decay, mask, initial]
-    run = partial(head_in_head_torch, scan=tables)
-    return tuple(gradients_of(run, inputs, d_outputs))  # type: ignore[return-value]
+    leaves = [*inputs[:6], initial]
+    return tuple(gradients_of(lambda *x: head_in_head_torch(Inputs(*x), tables), leaves, d_outputs))  # type: ignore[return-value]
 
 
 _backward_op = torch.library.custom_op("headmix_vision::head_in_head_backward", _backward_pass, mutates_args=())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headmix_vision.checks import check_flags, check_numbers
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import check_tensors, check_types, once, select, why_not_triton
+from headmix_vision.ops.dispatch import Bound, check_tensors, check_types, kept, select, why_not_triton
 from headmix_vision.ops.mhla.reference import mhla_reference
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings
 from headmix_vision.ops.mhla.torch_impl import mhla_torch
@@ -88,13 +88,29 @@ def validate_mhla(
     check_types({"q": q, "k": k, "v": v}, {"mixing": mixing})
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"reference": mhla_reference, "torch": mhla_torch}
-if NO_KERNELS is None:
-    from headmix_vision.ops.mhla.triton_op import mhla_triton
+Run = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # takes q, k, v and the mixing
 
-    IMPLEMENTATIONS["triton"] = mhla_triton
-    IMPLEMENTATIONS["auto"] = partial(mhla_triton, fallback=True)
-    IMPLEMENTATIONS |= {f"triton_{regime}": partial(mhla_triton, regime=regime) for regime in REGIMES}
+
+def plan_reference(q: Tensor, v: Tensor, settings: Settings) -> Run:
+    """Return the call of the reference for all tensors of the kinds of ``q`` and ``v``."""
+    return partial(mhla_reference, settings=settings)
+
+
+def plan_torch(q: Tensor, v: Tensor, settings: Settings) -> Run:
+    """Return the call of the PyTorch form, with its tables; a CUDA graph has to find and hold these in each call."""
+    return partial(mhla_torch, settings=settings, tables=None if q.is_cuda else settings.blocks.tables(q))
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Settings], Run]] = {
+    "reference": plan_reference,
+    "torch": plan_torch,
+}
+if NO_KERNELS is None:
+    from headmix_vision.ops.mhla.triton_op import plan_triton
+
+    IMPLEMENTATIONS["triton"] = plan_triton
+    IMPLEMENTATIONS["auto"] = partial(plan_triton, fallback=True)
+    IMPLEMENTATIONS |= {f"triton_{regime}": partial(plan_triton, regime=regime) for regime in REGIMES}
 
 
 def mhla(
@@ -147,25 +163,24 @@ def mhla(
     Raises:
         InputError: naming the argument, if shapes, types, devices or options do not fit, or ``impl`` cannot run them.
     """
-    name, settings = once(_check, (q, k, v, mixing), blocks, normalizer, feature_map, eps, causal, impl)
-    return IMPLEMENTATIONS[name](q, k, v, mixing, settings)
+    call = bind_mhla(blocks, normalizer=normalizer, feature_map=feature_map, eps=eps, causal=causal, impl=impl)
+    out: Tensor = call(q, k, v, mixing)
+    return out
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor,
-    blocks: TokenBlocks,
-    normalizer: str | None,
-    feature_map: str,
-    eps: float,
-    causal: bool,
-    impl: str,
-) -> tuple[str, Settings]:
+@kept
+def bind_mhla(
+    blocks: TokenBlocks, *, normalizer: str | None, feature_map: str, eps: float, impl: str, causal: bool = False
+) -> Bound:
+    """Fix all arguments of :func:`mhla` but its tensors, which the returned call takes."""
     settings = Settings(blocks, normalizer, feature_map, eps, causal=causal)
-    validate_mhla(q, k, v, mixing, settings, impl)
-    return select(impl, q.is_cuda, lambda: why_not_triton(q, v) or _why_not_causal(q, v, causal)), settings
+
+    def plan(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Run:
+        validate_mhla(q, k, v, mixing, settings, impl)
+        name = select(impl, q.is_cuda, lambda: why_not_triton(q, v) or _why_not_causal(q, v, causal))
+        return IMPLEMENTATIONS[name](q, v, settings)
+
+    return Bound(plan)
 
 
 def _why_not_causal(q: Tensor, v: Tensor, causal: bool) -> str | None:

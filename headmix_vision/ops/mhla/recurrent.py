@@ -14,9 +14,10 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.ops.mhla.api import validate_mhla
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map
-from headmix_vision.ops.mhla.torch_impl import causal_sums, to_blocks, to_tokens
+from headmix_vision.ops.mhla.torch_impl import causal_sums
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import BlockTables, TokenBlocks
+from headmix_vision.ops.token_gather import to_blocks, to_tokens
 
 _CPU = torch.empty(0)
 
@@ -81,9 +82,9 @@ def mhla_step(
                 f"the state must hold {dtype} {expected}, got {memory.dtype} {tuple(memory.shape)}: of another call."
             )
         first, tables = _next_tables(blocks, taken, n, q.device)
-        q, k, v = (to_blocks(x, tables) for x in (q, k, v))
+        q, k, v = to_blocks(tables, q, k, v)
         out, summaries = causal_sums(q, k, v, mixing.expand(B, H, *mixing.shape[-2:]), first, memory)
-        out = _divided(to_tokens(out, tables), normalizer)
+        out = _divided(to_tokens(tables, out), normalizer)
         return MHLAStep(out.to(out_dtype), MHLAState(summaries, taken + n))
 
 
@@ -115,11 +116,11 @@ def mhla_rows(
         out_dtype = v.dtype
         q, k, v, mixing = _features(q, k, v, mixing, normalizer, feature_map, eps)
         tables = blocks.tables(q)
-        q, k, v = (to_blocks(x, tables) for x in (q, k, v))
+        q, k, v = to_blocks(tables, q, k, v)
         own = k.mT @ v
         summaries = own if memory is None else torch.cat([memory, own], dim=2)
         mixing = mixing[..., -blocks.num_blocks :, :].expand(*summaries.shape[:2], -1, -1)
-        out = _divided(to_tokens(q @ (mixing @ summaries.flatten(-2)).view_as(own), tables), normalizer)
+        out = _divided(to_tokens(tables, q @ (mixing @ summaries.flatten(-2)).view_as(own)), normalizer)
         return out.to(out_dtype), summaries
 
 
@@ -148,4 +149,4 @@ def _next_tables(blocks: TokenBlocks, taken: int, count: int, device: torch.devi
     token = start + torch.arange(int((end - start).max()))
     tokens = torch.where(token < end, token - taken, -1)
     slots = (tokens.flatten() >= 0).nonzero().flatten()
-    return first, BlockTables(*(x.to(device) for x in (slots // tokens.shape[1], tokens, slots)))
+    return first, BlockTables.of(*(x.to(device) for x in (slots // tokens.shape[1], tokens, slots)))

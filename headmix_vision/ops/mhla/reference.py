@@ -21,7 +21,7 @@ def mhla_reference(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Se
         q, k, v, mixing = (x.to(dtype) for x in (q, k, v, mixing))
         q, k = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps)
 
-        block, _, slot = blocks.tables(q)
+        block, _, slot, *_ = blocks.tables(q)
         token_mixing = mixing[..., block[:, None], block[None, :]]  # [(H,) N, N]
         if causal:
             token_mixing = token_mixing.where(slot[None, :] <= slot[:, None], 0)

@@ -5,33 +5,34 @@ B batch, N tokens, H heads, D and Dv head dims, M blocks, n tokens in the larges
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_vision.ops.dispatch import IndexMap, apply_either, with_tangents
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
-from headmix_vision.ops.mhla.settings import Settings, apply_feature_map
+from headmix_vision.ops.mhla.settings import FEATURE_MAPS, Settings
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import BlocksOfRank, BlockTables
+from headmix_vision.ops.token_gather import to_blocks, to_tokens
 
 CHUNK = 64  # tokens of a block that meet each other one by one, in causal attention
 
 
-def mhla_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
-    """Compute :func:`headmix_vision.ops.mhla` from block summaries."""
+def mhla_torch(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings, tables: BlockTables | None = None
+) -> Tensor:
+    """Compute :func:`headmix_vision.ops.mhla` from block summaries, with the tables of its blocks if they are given."""
     blocks, normalizer, feature_map, eps, _, causal, _ = settings
+    tables = blocks.tables(q) if tables is None else tables
     with autocast_off(q):
         out_dtype, dtype = v.dtype, accumulation_dtype(q.dtype)
-        q, k, v, mixing = (x.to(dtype) for x in (q, k, v, mixing))
-        q, k = apply_feature_map(q, feature_map, eps), apply_feature_map(k, feature_map, eps)
+        q, k, v, mixing = q.to(dtype), k.to(dtype), v.to(dtype), mixing.to(dtype)
+        features = FEATURE_MAPS[feature_map]
+        q, k = features(q, eps), features(k, eps)
 
         if normalizer == "paper":
             v = F.pad(v, (0, 1), value=1.0)  # one more value of 1 sums the denominator
 
-        tables = blocks.tables(q)
-        q, k, v = (to_blocks(x, tables) for x in (q, k, v))  # [B, H, M, n, D], absent places zero
+        q, k, v = to_blocks(tables, q, k, v)  # [B, H, M, n, D], absent places zero
 
         if causal:
             out, _ = causal_sums(q, k, v, mixing.expand(q.shape[0], q.shape[1], *mixing.shape[-2:]))
@@ -44,7 +45,7 @@ def mhla_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settin
                 mixing = mixing.expand(q.shape[0], q.shape[1], *mixing.shape[-2:])
                 mixed = (mixing @ summaries.flatten(-2)).view_as(summaries)
             out = q @ mixed
-        out = to_tokens(out, tables)  # [B, N, H, Dv]
+        out = to_tokens(tables, out)  # [B, N, H, Dv]
         if normalizer == "paper":
             out = out[..., :-1] / out[..., -1:]
         elif normalizer == "source_block":
@@ -82,54 +83,6 @@ def causal_sums(
     return out.flatten(3, 4)[..., :n, :], summaries
 
 
-def to_blocks(x: Tensor, tables: BlockTables) -> Tensor:
-    """Gather [B, N, H, D] into blocks [B, H, M, n, D], zero where a block has no token."""
-    return _to_blocks(x, tables.tokens, tables.slot_of_token)
-
-
-def to_tokens(x: Tensor, tables: BlockTables) -> Tensor:
-    """Gather blocks [B, H, M, n, D] back into raster order [B, N, H, D]."""
-    return _to_tokens(x, tables.tokens, tables.slot_of_token)
-
-
-def _to_blocks(x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
-    return cast(Tensor, _apply_to_blocks(x, tokens, slot_of_token))
-
-
-def _to_tokens(x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
-    return cast(Tensor, _apply_to_tokens(x, tokens, slot_of_token))
-
-
-class _ToBlocks(IndexMap):
-    """Gathers tokens into blocks; the adjoint of ``_ToTokens``."""
-
-    @staticmethod
-    def forward(x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
-        out = x.transpose(1, 2).index_select(2, tokens.clamp(min=0).flatten()).unflatten(2, tokens.shape)
-        # Out of place: traced by torch.compile, an in-place fill here gives wrong gradients (torch 2.11).
-        return out if tokens.numel() == slot_of_token.numel() else out.masked_fill((tokens < 0)[..., None], 0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _to_tokens(grads[0], *ctx.saved_tensors), None, None
-
-
-class _ToTokens(IndexMap):
-    """Gathers blocks into tokens; the adjoint of ``_ToBlocks``."""
-
-    @staticmethod
-    def forward(x: Tensor, tokens: Tensor, slot_of_token: Tensor) -> Tensor:
-        return x.flatten(2, 3).index_select(2, slot_of_token).transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _to_blocks(grads[0], *ctx.saved_tensors), None, None
-
-
-_apply_to_blocks = apply_either(_ToBlocks, with_tangents(_ToBlocks))
-_apply_to_tokens = apply_either(_ToTokens, with_tangents(_ToTokens))
-
-
 def source_block_denominator(
     q: Tensor, k: Tensor, mixing: Tensor, tables: BlockTables, eps: float, causal: bool
 ) -> Tensor:
@@ -148,4 +101,4 @@ def source_block_denominator(
         scores = mixing.tril(-1) @ scores + mixing.diagonal(dim1=-2, dim2=-1)[..., None] * own
     else:
         scores = mixing @ scores
-    return to_tokens(scores[..., None], tables) + eps
+    return to_tokens(tables, scores[..., None]) + eps

@@ -19,6 +19,8 @@ from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mhla.triton_launch import (
+    Backward,
+    Forward,
     Gradients,
     ceil,
     choose_tiles,
@@ -281,24 +283,23 @@ def _plan(
     return TokenPlan(t, Launch(kernel, (B * H * C * (tiles if by_tile else 1),), numbers, constants))
 
 
-def causal_forward(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, inverse: Tensor, out: Tensor, settings: Settings
-) -> Summaries:
+def causal_forward(call: Forward) -> Summaries:
     """Fill ``out`` and, for the paper's normalizer, ``inverse``, and return the summaries of the parts."""
+    q, k, v, mixing, out, saved, settings = call
     weights = PartWeights.of(mixing, settings)
     summaries = summary.summarize(k, v, settings)
     mixed = summary.mix(summaries, weights.before, settings)
     rows = (layout(q), layout(k), layout(v))
     t, launch = _plan(causal_apply_kernel, True, rows, rows[2], weights.own_stride, settings)
-    launch(q, k, v, *mixed, weights.own, out, inverse, t)
+    launch(q, k, v, *mixed, weights.own, out, saved.inverse, t)
     return summaries
 
 
-def causal_backward(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, summaries: Summaries, inverse: Tensor, d_out: Tensor,
-    packed: Tensor | None, settings: Settings,
-) -> Gradients:  # fmt: skip
+def causal_backward(call: Backward) -> Gradients:
     """Compute the gradients of all inputs from the summaries of the forward pass."""
+    d_out, q, k, v, mixing, out, (inverse, *summarized), packed, settings = call
+    assert out is not None
+    summaries = Summaries(*summarized)
     B, N, H, _ = q.shape
     weights, pack = PartWeights.of(mixing, settings), pack_size(packed)
     l_q, l_k, l_v, l_out, l_d_out = (layout(x) for x in (q, k, v, out, d_out))

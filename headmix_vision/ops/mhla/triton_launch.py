@@ -82,6 +82,55 @@ def parts(blocks: TokenBlocks, split: int, device: torch.device) -> Tensor:
     return tokens.reshape(blocks.num_blocks * split, size).to(device, torch.int32)
 
 
+class Saved(NamedTuple):
+    """The tensors that the forward pass saves for the backward pass; N or M is 0 where a part is not used.
+
+    Attributes:
+        inverse: [B, H, N] float32, inverse denominators.
+        summary_matrix: [B, H, M, D, Dv], block summaries S.
+        summary_vector: [B, H, M, D] float32, block summaries z.
+    """
+
+    inverse: Tensor
+    summary_matrix: Tensor
+    summary_vector: Tensor
+
+
+class Forward(NamedTuple):
+    """A forward pass: the inputs, the output to fill, the buffers that kernels fill for the backward pass, settings."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mixing: Tensor
+    out: Tensor
+    saved: Saved
+    settings: Settings
+
+
+class Backward(NamedTuple):
+    """A backward pass.
+
+    Attributes:
+        d_out: [B, N, H, Dv], the gradient of the output.
+        q, k, v, mixing: the inputs.
+        out: the output, where the regime reads it.
+        saved: by the forward pass.
+        packed: [B, N, 3, H, D], which the gradients of q, k and v fill, or None.
+        settings: of the call.
+    """
+
+    d_out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mixing: Tensor
+    out: Tensor | None
+    saved: Saved
+    packed: Tensor | None
+    settings: Settings
+
+
 class Gradients(NamedTuple):
     """The gradients of the inputs; those of the mixing and of a given denominator [B, H, N] are float32."""
 

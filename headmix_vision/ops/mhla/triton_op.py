@@ -7,7 +7,9 @@ repeated calls are bit-equal.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,65 +28,56 @@ from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla.regimes import choose_regime
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, needs_output, unpack, unpack_cached
-from headmix_vision.ops.mhla.torch_impl import mhla_torch, source_block_denominator, to_blocks
-from headmix_vision.ops.mhla.triton_launch import Gradients, gradient
+from headmix_vision.ops.mhla.torch_impl import mhla_torch, source_block_denominator
+from headmix_vision.ops.mhla.triton_launch import Backward, Forward, Gradients, Saved, gradient
 from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
 from headmix_vision.ops.runtime import KernelFailed, autocast_off, storage_dtype
 from headmix_vision.ops.token_blocks import BlocksOfRank
+from headmix_vision.ops.token_gather import to_blocks
 
 
-def mhla_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor,
-    settings: Settings,
-    regime: str | None = None,
-    fallback: bool = False,
-) -> Tensor:
-    """Compute :func:`headmix_vision.ops.mhla` in one regime, "pairwise" or "summary", or in the cost model's choice.
+def plan_triton(
+    q: Tensor, v: Tensor, settings: Settings, regime: str | None = None, fallback: bool = False
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return the call of the kernels for all tensors of the kinds of ``q`` and ``v``.
 
-    With ``fallback`` other forms take the place of kernels that do not compile, with a warning.
+    Args:
+        q, v: their head dims are read.
+        settings: of the call.
+        regime: "pairwise" or "summary"; the cost model's choice if None.
+        fallback: let other forms take the place of kernels that do not compile, with a warning.
     """
     settings = settings._replace(fallback=fallback)
     if isinstance(settings.blocks, BlocksOfRank):
-        return mhla_triton_of_rank(q, k, v, mixing, settings)
-    settings = settings._replace(
-        regime=regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1], settings.causal)
-    )
+        return partial(mhla_triton_of_rank, settings=settings)
+    regime = regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1], settings.causal)
+    settings = settings._replace(regime=regime)
+    return partial(mhla_triton, settings=settings, packed=settings.pack())
+
+
+def mhla_triton(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings, packed: list[int]) -> Tensor:
+    """Compute :func:`headmix_vision.ops.mhla` in the regime of the settings, which ``packed`` holds for the op."""
     if settings.causal:
         mixing = mixing.tril()  # nothing is computed with weights of later blocks
     denominator = None
     if settings.normalizer == "source_block":
         denominator = _source_block_denominator(q, k, mixing, settings)
-    return _call_forward(q, k, v, mixing, denominator, settings.pack())[0]
+    out: Tensor = _call_forward(q, k, v, mixing, denominator, packed)[0]
+    return out
 
 
 def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
     """Compute the denominator that weights of the published code need, in plain PyTorch: [B, H, N] float32."""
     with autocast_off(q):
         tables = settings.blocks.tables(q)
-        q, k = (to_blocks(apply_feature_map(x.float(), settings.feature_map, settings.eps), tables) for x in (q, k))
+        q, k = (apply_feature_map(x.float(), settings.feature_map, settings.eps) for x in (q, k))
+        q, k = to_blocks(tables, q, k)
         mixing = mixing.float().expand(q.shape[0], q.shape[1], *mixing.shape[-2:])
         return (
             source_block_denominator(q, k, mixing, tables, settings.eps, settings.causal)[..., 0]
             .transpose(1, 2)
             .contiguous()
         )
-
-
-class Saved(NamedTuple):
-    """The tensors that the forward pass saves for the backward pass; N or M is 0 where a part is not used.
-
-    Attributes:
-        inverse: [B, H, N] float32, inverse denominators.
-        summary_matrix: [B, H, M, D, Dv], block summaries S.
-        summary_vector: [B, H, M, D] float32, block summaries z.
-    """
-
-    inverse: Tensor
-    summary_matrix: Tensor
-    summary_vector: Tensor
 
 
 def _saved(q: Tensor, v: Tensor, settings: Settings) -> Saved:
@@ -110,7 +103,7 @@ def _forward(
     if out.numel() and not (FAILED and _kind(q, v, call) in FAILED):
         try:
             with torch.cuda.device_of(q):
-                return out, *_run_kernels(q, k, v, mixing, out, saved, call)
+                return out, *_run_kernels(Forward(q, k, v, mixing, out, saved, call))
         except KernelFailed as error:
             stand_in(error, call.fallback, *_kind(q, v, call))
     if out.numel():
@@ -118,16 +111,17 @@ def _forward(
     return out, *saved
 
 
-def _run_kernels(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, saved: Saved, call: Settings) -> Saved:
-    """Fill ``out``, and return what the backward pass needs."""
-    if call.regime == "pairwise":
-        pairwise.pairwise_forward(q, k, v, mixing, saved.inverse, out, call)
-        return saved
-    if call.causal:
-        return Saved(saved.inverse, *causal.causal_forward(q, k, v, mixing, saved.inverse, out, call))
-    summaries = summary.summarize(k, v, call)
-    summary.apply(q, summary.mix(summaries, mixing, call), saved.inverse, out, call)
-    return Saved(saved.inverse, *summaries)
+def _run_kernels(call: Forward) -> Saved:
+    """Fill the output, and return the tensors that the backward pass needs."""
+    inverse, settings = call.saved.inverse, call.settings
+    if settings.regime == "pairwise":
+        pairwise.pairwise_forward(call)
+        return call.saved
+    if settings.causal:
+        return Saved(inverse, *causal.causal_forward(call))
+    summaries = summary.summarize(call.k, call.v, settings)
+    summary.apply(call.q, summary.mix(summaries, call.mixing, settings), inverse, call.out, settings)
+    return Saved(inverse, *summaries)
 
 
 def _kind(q: Tensor, v: Tensor, call: Settings) -> tuple[Any, ...]:
@@ -165,7 +159,8 @@ def _backward_parts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute gradients of q, k, v, mixing and a given denominator: pairwise with an ``out``, else from summaries."""
     saved = Saved(inverse, summary_matrix, summary_vector)
-    return tuple(_gradients(d_out, q, k, v, mixing, out, saved, None, unpack_cached(settings)))  # type: ignore[return-value]
+    call = Backward(d_out, q, k, v, mixing, out, saved, None, unpack_cached(settings))
+    return tuple(_gradients(call))  # type: ignore[return-value]
 
 
 def _packed_backward(
@@ -182,7 +177,7 @@ def _packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``mhla_gradients`` for v of the shape of q, the first three of them as one tensor [B, N, 3, H, D]."""
     d_qkv, saved = _packed_gradient(q), Saved(inverse, summary_matrix, summary_vector)
-    gradients = _gradients(d_out, q, k, v, mixing, out, saved, d_qkv, unpack_cached(settings))
+    gradients = _gradients(Backward(d_out, q, k, v, mixing, out, saved, d_qkv, unpack_cached(settings)))
     return d_qkv, gradients.mixing, gradients.denominator
 
 
@@ -198,77 +193,44 @@ def _packed_gradient(q: Tensor) -> Tensor:
     return q.new_empty(B, N, 3, H, D)
 
 
-def _gradients(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor,
-    out: Tensor | None,
-    saved: Saved,
-    d_qkv: Tensor | None,
-    settings: Settings,
-) -> Gradients:
-    """Compute the gradients of all inputs; those of q, k and v are parts of ``d_qkv`` if it is given."""
-    if d_out.numel() == 0:
-        d_q, d_k, d_v = (gradient(x, d_qkv, part).zero_() for part, x in enumerate((q, k, v)))
-        d_mixing = torch.zeros_like(mixing, memory_format=torch.contiguous_format)
+def _gradients(call: Backward) -> Gradients:
+    """Compute the gradients of all inputs."""
+    q, v, saved, settings = call.q, call.v, call.saved, call.settings
+    if call.d_out.numel() == 0:
+        d_q, d_k, d_v = (gradient(x, call.packed, part).zero_() for part, x in enumerate((q, call.k, v)))
+        d_mixing = torch.zeros_like(call.mixing, memory_format=torch.contiguous_format)
         gradients = Gradients(d_q, d_k, d_v, d_mixing, torch.zeros_like(saved.inverse))
     elif FAILED and _kind(q, v, settings) in FAILED:
-        gradients = _gradients_in_torch(d_out, q, k, v, mixing, saved, d_qkv, settings)
+        gradients = _gradients_in_torch(call)
     else:
         try:
             with torch.cuda.device_of(q):
-                gradients = _run_backward_kernels(d_out, q, k, v, mixing, out, saved, d_qkv, settings)
+                gradients = _run_backward_kernels(call)
         except KernelFailed as error:
             stand_in(error, settings.fallback, *_kind(q, v, settings))
-            gradients = _gradients_in_torch(d_out, q, k, v, mixing, saved, d_qkv, settings)
+            gradients = _gradients_in_torch(call)
     given = settings.normalizer == "source_block"
     denominator = gradients.denominator if given else torch.empty_like(saved.inverse[..., :0])
-    return gradients._replace(mixing=gradients.mixing.to(mixing.dtype), denominator=denominator)
+    return gradients._replace(mixing=gradients.mixing.to(call.mixing.dtype), denominator=denominator)
 
 
-def _run_backward_kernels(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor,
-    out: Tensor | None,
-    saved: Saved,
-    d_qkv: Tensor | None,
-    settings: Settings,
-) -> Gradients:
-    summaries = summary.Summaries(saved.summary_matrix, saved.summary_vector)
-    if settings.regime == "pairwise":
-        assert out is not None
-        return pairwise.pairwise_backward(q, k, v, mixing, out, saved.inverse, d_out, d_qkv, settings)
-    if settings.causal:
-        assert out is not None
-        return causal.causal_backward(q, k, v, mixing, out, summaries, saved.inverse, d_out, d_qkv, settings)
-    return summary.summary_backward(q, k, v, mixing, summaries, saved.inverse, d_out, d_qkv, settings)
+def _run_backward_kernels(call: Backward) -> Gradients:
+    if call.settings.regime == "pairwise":
+        return pairwise.pairwise_backward(call)
+    return causal.causal_backward(call) if call.settings.causal else summary.summary_backward(call)
 
 
-def _gradients_in_torch(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor,
-    saved: Saved,
-    d_qkv: Tensor | None,
-    settings: Settings,
-) -> Gradients:
+def _gradients_in_torch(call: Backward) -> Gradients:
     """Compute the gradients by the PyTorch form, from the inputs alone."""
-    inputs: list[Tensor] = [q, k, v, mixing]
-    if settings.normalizer == "source_block":
-        inputs.append(saved.inverse.reciprocal())
+    inputs: list[Tensor] = [call.q, call.k, call.v, call.mixing]
+    if call.settings.normalizer == "source_block":
+        inputs.append(call.saved.inverse.reciprocal())
 
     def run(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None = None) -> Tensor:
-        return _in_torch(q, k, v, mixing, denominator, settings)
+        return _in_torch(q, k, v, mixing, denominator, call.settings)
 
-    d_inputs = gradients_of(run, inputs, [d_out])
-    d_q, d_k, d_v = (gradient(x, d_qkv, part).copy_(d_inputs[part]) for part, x in enumerate((q, k, v)))
+    d_inputs = gradients_of(run, inputs, [call.d_out])
+    d_q, d_k, d_v = (gradient(x, call.packed, part).copy_(d_inputs[part]) for part, x in enumerate(inputs[:3]))
     return Gradients(d_q, d_k, d_v, d_inputs[3], d_inputs[-1])  # the last is read only where it is the denominator's
 
 

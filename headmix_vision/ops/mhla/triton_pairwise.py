@@ -21,6 +21,8 @@ from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.hopper import launch as hopper
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mhla.triton_launch import (
+    Backward,
+    Forward,
     Gradients,
     Places,
     block_of_token,
@@ -540,20 +542,19 @@ def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings:
     return ForwardPlan(weights, t.tokens, launch)
 
 
-def pairwise_forward(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, inverse: Tensor, out: Tensor, settings: Settings
-) -> None:
+def pairwise_forward(call: Forward) -> None:
     """Fill ``out`` [B, N, H, Dv] and, for the paper's normalizer, ``inverse`` [B, H, N]."""
+    q, k, v, mixing, out, saved, settings = call
     layouts = layout(q), layout(k), layout(v), layout(mixing)
     weights, table, launch, for_hopper = _pairwise_forward(*layouts, settings)
     try:
-        launch(q, k, v, weights(mixing), out, inverse, table)
+        launch(q, k, v, weights(mixing), out, saved.inverse, table)
     except KernelFailed as error:
         if not for_hopper:
             raise
         hopper.leave_out(error, settings)
         weights, table, launch, _ = _pairwise_forward(*layouts, settings)
-        launch(q, k, v, weights(mixing), out, inverse, table)
+        launch(q, k, v, weights(mixing), out, saved.inverse, table)
 
 
 class QueryPlan(NamedTuple):
@@ -647,17 +648,16 @@ def _pairwise_backward_key(
     return PairwisePlan(t, weights, launch)
 
 
-def pairwise_backward(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor,
-    packed: Tensor | None, settings: Settings,
-) -> Gradients:  # fmt: skip
+def pairwise_backward(call: Backward) -> Gradients:
     """Compute the gradients of all inputs; that of a denominator by place for the paper's normalizer, else by token."""
+    d_out, q, k, v, mixing, out, (inverse, *_), packed, settings = call
+    assert out is not None
     B, N, H, _ = q.shape
     options = (layout(mixing), pack_size(packed), settings)
     layouts = *inputs, _, l_d_out = [layout(x) for x in (q, k, v, out, d_out)]
     if for_hopper := hopper.plan_backward(*layouts, *options):
         try:
-            return hopper.run_backward(for_hopper, q, k, v, mixing, out, inverse, d_out, packed, settings)
+            return hopper.run_backward(for_hopper, call)
         except KernelFailed as error:
             hopper.leave_out(error, settings)
 

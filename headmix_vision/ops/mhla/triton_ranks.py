@@ -16,9 +16,9 @@ from headmix_vision.ops.dispatch import FAILED, as_function, gradients_of, stand
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
 from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, unpack
-from headmix_vision.ops.mhla.torch_impl import to_blocks, to_tokens
 from headmix_vision.ops.runtime import KernelFailed, storage_dtype
 from headmix_vision.ops.token_blocks import BlocksOfRank
+from headmix_vision.ops.token_gather import to_blocks, to_tokens
 from headmix_vision.ops.token_ranks import TokenRanks
 
 
@@ -67,20 +67,20 @@ def _kind(x: Tensor, value_dim: int, call: Settings) -> tuple[Any, ...]:
 
 def _in_blocks(x: Tensor, call: Settings) -> Tensor:
     """Gather the features of tokens in float32: [B, H, m, tokens, D]."""
-    return to_blocks(apply_feature_map(x.float(), call.feature_map, call.eps), call.blocks.tables(x))
+    return to_blocks(call.blocks.tables(x), apply_feature_map(x.float(), call.feature_map, call.eps))[0]
 
 
 def _summarize_in_torch(k: Tensor, v: Tensor, call: Settings) -> tuple[Tensor, Tensor]:
-    keys, values = _in_blocks(k, call), to_blocks(v.float(), call.blocks.tables(v))
+    keys, (values,) = _in_blocks(k, call), to_blocks(call.blocks.tables(v), v.float())
     sums = keys.sum(-2) if call.normalizer == "paper" else keys[:, :, :0, 0]
     return (keys.mT @ values).to(storage_dtype(k.dtype)), sums
 
 
 def _apply_in_torch(q: Tensor, matrix: Tensor, vector: Tensor, call: Settings) -> Tensor:
     queries, tables = _in_blocks(q, call), call.blocks.tables(q)
-    out = to_tokens(queries @ matrix.float(), tables)
+    out = to_tokens(tables, queries @ matrix.float())
     if call.normalizer == "paper":
-        out = out / to_tokens(queries @ vector.float()[..., None], tables)
+        out = out / to_tokens(tables, queries @ vector.float()[..., None])
     return out.to(q.dtype)
 
 

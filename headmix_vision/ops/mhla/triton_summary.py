@@ -20,6 +20,7 @@ from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.regimes import PART_TOKENS
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mhla.triton_launch import (
+    Backward,
     Gradients,
     ceil,
     choose_tiles,
@@ -589,11 +590,10 @@ def apply(q: Tensor, mixed: Summaries, inverse: Tensor, out: Tensor, settings: S
     launch(q, *mixed, out, inverse, t)
 
 
-def summary_backward(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, summaries: Summaries, inverse: Tensor, d_out: Tensor,
-    packed: Tensor | None, settings: Settings,
-) -> Gradients:  # fmt: skip
+def summary_backward(call: Backward) -> Gradients:
     """Compute the gradients of all inputs from the block summaries of the forward pass."""
+    d_out, q, k, v, mixing, _, (inverse, *summarized), packed, settings = call
+    summaries = Summaries(*summarized)
     # The summaries are mixed again rather than saved; each result is freed before the next step takes memory.
     from_query = backward_query(q, mix(summaries, mixing, settings), inverse, d_out, packed, settings)
     from_mixing = mixing_gradient(from_query.summaries, summaries, mixing, settings)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from headmix_vision.checks import check_choice
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import check_tensors, check_types, once, select, why_not_triton
+from headmix_vision.ops.dispatch import Bound, check_tensors, check_types, kept, select, why_not_triton
 from headmix_vision.ops.mix_heads.reference import mix_heads_reference
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
 from headmix_vision.ops.runtime import NO_KERNELS
@@ -76,13 +75,21 @@ def mix_heads(inputs: Sequence[Tensor], weights: Tensor, *, impl: str = "auto") 
     if not isinstance(inputs, (tuple, list)) or len(inputs) == 0:
         given = "none" if isinstance(inputs, (tuple, list)) else type(inputs).__name__
         raise InputError(f"inputs must be a tuple of at least one tensor, got {given}.")
-    return IMPLEMENTATIONS[once(_check, (*inputs, weights), impl)](tuple(inputs), weights)
+    mixed: tuple[Tensor, ...] = bind_mix_heads(impl)(*inputs, weights)
+    return mixed
 
 
-def _check(*arguments: Any) -> str:
-    *inputs, weights, impl = arguments
-    validate_mix_heads(inputs, weights, impl)
-    return select(impl, inputs[0].is_cuda, lambda: _why_not_triton(inputs[0]))
+@kept
+def bind_mix_heads(impl: str) -> Bound:
+    """Fix the implementation of :func:`mix_heads`; the returned call takes the inputs, one by one, and the weights."""
+
+    def plan(*tensors: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+        *inputs, weights = tensors
+        validate_mix_heads(inputs, weights, impl)
+        form = IMPLEMENTATIONS[select(impl, inputs[0].is_cuda, lambda: _why_not_triton(inputs[0]))]
+        return lambda *tensors: form(tensors[:-1], tensors[-1])
+
+    return Bound(plan)
 
 
 def _why_not_triton(x: Tensor) -> str | None:

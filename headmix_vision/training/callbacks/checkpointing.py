@@ -1,4 +1,4 @@
-"""Keeps `last.ckpt`, from which a run continues, and ends a run on SIGINT or SIGTERM so that it can be continued."""
+"""Checkpoints of a run: `last.ckpt`, from which it continues, also after SIGINT or SIGTERM, and `best.ckpt`."""
 
 import signal
 import sys
@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from headmix_vision.errors import InputError
+from headmix_vision.files.fields import check_fields
 from headmix_vision.training.later import Latest, sum_of_processes
+from headmix_vision.training.options import mode_of
 from headmix_vision.training.run_directory import RunDirectory
 from headmix_vision.training.sharding import finish_saving
 from headmix_vision.training.signals import InterruptRequest
@@ -193,6 +197,51 @@ class LastCheckpoint(TakeSignals):
         where = f"interrupted by {name} at step {trainer.global_step}; saved {self.path}"
         print(f"\n{where}; resume: {self.resume_command}", file=sys.stderr, flush=True)
         raise SystemExit(128 + signum)
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Keeps `best.ckpt`, the checkpoint of the best validation, the earliest one if several are equal.
+
+    Args:
+        dirpath: Folder of `best.ckpt`.
+        monitor: What it is the best of.
+    """
+
+    def __init__(self, dirpath: Path, monitor: str) -> None:
+        super().__init__(
+            dirpath,
+            filename="best",
+            monitor=monitor,
+            mode=mode_of(monitor),
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,
+        )
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse to go on with a run whose best checkpoint is the best of something else, and would be replaced.
+
+        Raises:
+            InputError: If it is.
+        """
+        for name, state in checkpoint["callbacks"].items():
+            if name.startswith(type(self).__name__) and state.get("monitor") != self.monitor:
+                raise InputError(
+                    f"the best checkpoint of this run is that of {state.get('monitor')}, not of {self.monitor}:"
+                    f" set best.monitor={state.get('monitor')}"
+                )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the best score, also when the run directory has been moved; take no path from the checkpoint.
+
+        Raises:
+            InputError: If there is a best checkpoint without a score.
+        """
+        score = Tensor if state_dict["best_model_path"] else Tensor | None
+        check_fields(f"the state of {type(self).__name__}", state_dict, {"best_model_score": score})
+        path = self.format_checkpoint_name({}) if state_dict["best_model_path"] else ""
+        moved = {"dirpath": self.dirpath, "best_model_path": path, "kth_best_model_path": path, "last_model_path": ""}
+        best = {path: state_dict["best_model_score"]} if path else {}
+        super().load_state_dict({**state_dict, **moved, "best_k_models": best})
 
 
 def can_resume_after_batch(trainer: Trainer) -> bool:

@@ -66,7 +66,7 @@ class LearningCurves(Callback):
 
 def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> None:
     """Draws the learning curves of logged rows into an SVG file; a panel without any of its metrics is left out."""
-    from headmix_vision.analysis.lines import OKABE_ITO, label_ends, line_figure, save_svg
+    from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
 
     logged = {name for row in rows for name in row}
     panels = {label: names for label, names in panels.items() if logged.intersection(names)}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headmix_vision.runs.directory import has_results
 from headmix_vision.training.base_module import BaseModule
-from headmix_vision.training.callbacks.progress import model_size
+from headmix_vision.training.callbacks.progress_display import model_size
 
 
 class DryRun(Callback):

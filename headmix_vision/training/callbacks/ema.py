@@ -1,16 +1,17 @@
-"""Averages the weights while they are trained, with a warm-up of the decay."""
+"""Weights that are validated: an average of those being trained, and the whole of sharded ones."""
 
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from headmix_vision.errors import InputError
-from headmix_vision.training.sharding import ShardedStrategy
+from headmix_vision.training.sharding import ShardedStrategy, whole_network
 
 _Tensors = tuple[list[Tensor], list[Tensor]]
 
@@ -65,7 +66,27 @@ def _tensors(module: nn.Module) -> _Tensors:
     return [x for x in tensors if x.is_floating_point()], [x for x in tensors if not x.is_floating_point()]
 
 
-class EmaWithWarmup(WeightAveraging):
+class ValidateWhole(Callback):
+    """Gathers the weights of a sharded network on each device for the time of a validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gathered = ExitStack()
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        """Gather the weights at the first batch; all processes have one."""
+        if not batch_idx:
+            self._gathered.enter_context(whole_network(trainer, pl_module))
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the sharded network back, before an average makes way for the trained weights."""
+        self._gathered.close()
+        super().on_validation_epoch_end(trainer, pl_module)
+
+
+class EmaWithWarmup(ValidateWhole, WeightAveraging):
     """Keeps an exponential moving average in float32, which is validated, and stored as `state_dict` in checkpoints.
 
     The weights being trained are `current_model_state` of a checkpoint. Values that are equal in model and average

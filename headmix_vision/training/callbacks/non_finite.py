@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from headmix_vision.runs.shards import whole
 from headmix_vision.training.later import Later, sum_of_processes
 
 
@@ -73,7 +73,7 @@ class StopOnNonFinite(Callback):
         self._settle()
         losses, self._losses = torch.stack(self._losses).float(), []
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm(gradients)).float().reshape(1)
+        norm = _total_norm(gradients).float().reshape(1)
         checked = losses if trainer.precision == "16-mixed" else torch.cat([losses, norm])
         bad = sum_of_processes(trainer, (~torch.isfinite(checked).all()).float().reshape(1))
         fused = isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
@@ -104,7 +104,7 @@ class StopOnNonFinite(Callback):
             NonFiniteError: If one of them is not finite.
         """
         self._settle()
-        if not whole(torch.nn.utils.get_total_norm(list(pl_module.parameters()))).isfinite():
+        if not _total_norm(list(pl_module.parameters())).isfinite():
             raise NonFiniteError(
                 f"weights are not finite after step {trainer.global_step - 1}; no checkpoint holds this step"
             )
@@ -113,6 +113,12 @@ class StopOnNonFinite(Callback):
         check, self._check = self._check, None
         if check is not None:
             check.raise_if_bad()
+
+
+def _total_norm(tensors: list[Tensor]) -> Tensor:
+    """Compute the norm of all tensors, of sharded ones over all processes."""
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def require_finite(value: Tensor, what: str, trainer: Trainer) -> None:

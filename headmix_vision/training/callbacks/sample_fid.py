@@ -12,7 +12,8 @@ from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.frechet import Gaussian, Moments, frechet_distance
-from headmix_vision.evaluation.sample_sets import ImageSet, TensorImages, describe_size
+from headmix_vision.evaluation.sample_sets import SampleSet, describe_size
+from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import Scorer, open_side
 from headmix_vision.evaluation.statistics import Statistics
 from headmix_vision.sampling.draw import SamplingPlan
@@ -67,7 +68,7 @@ class SampleFid(Callback):
         if len(pl_module.net.input_size) != 2:  # type: ignore[union-attr, arg-type]
             raise InputError(
                 "fid.every_n_epochs must be null for a model of clips: FID is of images;"
-                " draw clips by headmix-sample videos and score them by headmix-evaluate fvd"
+                " draw clips by headmix sample videos and score them by headmix evaluate fvd"
             )
         self.sampler.check(pl_module, self._plan(pl_module), "fid")
         if not self.sampler.makes_images(pl_module):
@@ -83,7 +84,9 @@ class SampleFid(Callback):
             root=self.root,
             background=self.background,
         )
-        black = ImageSet(TensorImages(torch.zeros(2, channels, height, width, dtype=torch.uint8)), self._extractor.mode)
+        black = SampleSet(
+            TensorSamples(torch.zeros(2, channels, height, width, dtype=torch.uint8)), self._extractor.mode
+        )
         size = real.description.get("size", black.size)
         if list(size) != list(black.size):
             raise InputError(
@@ -111,7 +114,7 @@ class SampleFid(Callback):
             value = frechet_distance(self._real, fake)
             pl_module.log_now({"val/fid": value}, trainer.global_step - 1)  # type: ignore[operator]
 
-    def _real_gaussian(self, trainer: Trainer, real: ImageSet | Statistics) -> Gaussian:
+    def _real_gaussian(self, trainer: Trainer, real: SampleSet | Statistics) -> Gaussian:
         if isinstance(real, Statistics):
             return real.gaussians["features"]
         assert self._extractor is not None
@@ -123,7 +126,7 @@ class SampleFid(Callback):
     def _features(self, pixels: np.ndarray) -> Tensor:
         """Extracts the features of images, uint8 [B, H, W, channels]."""
         assert self._extractor is not None
-        images = ImageSet(TensorImages(torch.from_numpy(pixels).permute(0, 3, 1, 2)), self._extractor.mode)
+        images = SampleSet(TensorSamples(torch.from_numpy(pixels).permute(0, 3, 1, 2)), self._extractor.mode)
         return self._extractor(next(images.batches(len(pixels))))["features"].cpu()
 
     def _gaussian(self, features: Iterable[Tensor]) -> Gaussian:

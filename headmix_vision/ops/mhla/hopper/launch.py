@@ -15,6 +15,7 @@ from headmix_vision.ops.dispatch import warn_once
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.settings import Settings
 from headmix_vision.ops.mhla.triton_launch import (
+    Backward,
     Gradients,
     block_of_token,
     ceil,
@@ -179,11 +180,9 @@ def plan_backward(
     return BackwardPlan(launch, blocks, parts, scratch)
 
 
-def run_backward(
-    plan: BackwardPlan, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, inverse: Tensor, d_out: Tensor,
-    packed: Tensor | None, settings: Settings,
-) -> Gradients:  # fmt: skip
+def run_backward(plan: BackwardPlan, call: Backward) -> Gradients:
     """Compute the gradients of all inputs; that of a denominator only for a given one."""
+    d_out, q, k, v, mixing, out, (inverse, *_), packed, settings = call
     d_q, d_k, d_v = gradient(q, packed, 0), gradient(k, packed, 1), gradient(v, packed, 2)
     d_mixing, d_scale = q.new_empty(plan.parts, dtype=torch.float32), torch.empty_like(inverse)
     scratch = () if plan.scratch is None else (q.new_empty(plan.scratch, dtype=torch.float32),)

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from headmix_vision.analysis.block_mixing import draw_block_mixing
+from headmix_vision.analysis.attention_layers import Layer, attention_layers
+from headmix_vision.analysis.block_maps import draw_block_mixing
 from headmix_vision.analysis.explicit_heads import draw_explicit
 from headmix_vision.analysis.figures import Picture
 from headmix_vision.analysis.interleaved_heads import draw_interleaved
-from headmix_vision.analysis.layers import Layer, attention_layers
 from headmix_vision.errors import InputError
 
 # The kinds of pictures, by the names of their files.

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from headmix_vision.analysis.figures import encode_png
-from headmix_vision.analysis.lines import encode_svg
+from headmix_vision.analysis.line_charts import encode_svg
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, check_place, is_temporary, remove_temporaries
 from headmix_vision.files.fields import check_fields

@@ -23,19 +23,20 @@ from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.metrics import CLIP_METRICS, METRICS
 from headmix_vision.evaluation.npz import npz_labels
-from headmix_vision.evaluation.request import STATISTICS, Evaluation, ScoreRequest
 from headmix_vision.evaluation.sample_folders import check_complete
-from headmix_vision.evaluation.sample_sets import DatasetImages, ImageSet, check_side_options
+from headmix_vision.evaluation.sample_sets import SampleSet, check_side_options
+from headmix_vision.evaluation.sample_sources import DatasetSamples
+from headmix_vision.evaluation.score_request import STATISTICS, Evaluation, ScoreRequest
 from headmix_vision.evaluation.scores import RNG_SEED, Scorer, check_judge, open_side
 from headmix_vision.evaluation.statistics import Statistics, write_statistics
 from headmix_vision.files.atomic import atomic_path, check_place
 from headmix_vision.files.pictures import check_background
 
-Side = ImageSet | Statistics
+Side = SampleSet | Statistics
 
 
 class _DryRun(Exception):
-    """Ends a dry run where the first image would be scored."""
+    """End of a dry run where the first image would be scored."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def _check_out(request: Evaluation) -> None:
     out = request.out
     if request.metric == STATISTICS and out is not None and out.suffix != ".safetensors":
         raise InputError(f"--out of stats must end in .safetensors, got {out}")
-    if out is not None and out.exists():
-        raise InputError(f"{out} already exists; choose another --out or remove it")
+    if out is not None and out.exists() and not request.overwrite:
+        raise InputError(f"--out {out} already exists; choose another one, or replace it with --overwrite")
     if out is not None:
         check_place(out)
     check_background(request.background)
@@ -165,7 +166,7 @@ def _versions(*more: str) -> dict[str, str]:
 def _describe(side: Side) -> str:
     about = side.description
     return (
-        f"{about['source']} ({len(side)} images)" if isinstance(side, ImageSet) else f"{about['source']} (statistics)"
+        f"{about['source']} ({len(side)} images)" if isinstance(side, SampleSet) else f"{about['source']} (statistics)"
     )
 
 
@@ -173,7 +174,7 @@ def _score(request: ScoreRequest, device: str, scorer: Scorer, sides: dict[str, 
     extractor = scorer.extractor
     if request.metric == STATISTICS:
         (images,) = sides.values()
-        assert isinstance(images, ImageSet)
+        assert isinstance(images, SampleSet)
         statistics = scorer.statistics(images)
         if scorer.processes.rank == 0 and request.out is not None:
             write_statistics(request.out, statistics)
@@ -181,7 +182,7 @@ def _score(request: ScoreRequest, device: str, scorer: Scorer, sides: dict[str, 
     metric = METRICS[request.metric]
     arguments: dict[str, Any] = {name: default for name, (default, _) in metric.options.items()} | {**request.options}
     if metric.takes_labels:
-        check_judge(extractor, cast("ImageSet", sides["fake"]))  # before all images are read for their labels
+        check_judge(extractor, cast("SampleSet", sides["fake"]))  # before all images are read for their labels
         arguments["labels"] = _labels(request, sides["fake"])
     scores = metric(scorer, *sides.values(), **arguments)
     _check_finite(scores, "images")
@@ -199,8 +200,8 @@ def _score(request: ScoreRequest, device: str, scorer: Scorer, sides: dict[str, 
 
 
 def _labels(request: ScoreRequest, images: Side) -> Tensor:
-    if isinstance(images, ImageSet) and isinstance(images.pictures, DatasetImages):
-        return images.pictures.labels()
+    if isinstance(images, SampleSet) and isinstance(images.samples, DatasetSamples):
+        return images.labels()
     if Path(request.fake or "").suffix != ".npz":
         raise InputError(f"{request.metric} needs an .npz file with labels or a data set, --fake is {request.fake}")
     if request.skip_unlabelled:

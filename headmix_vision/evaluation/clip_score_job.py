@@ -6,18 +6,18 @@ from typing import Any
 
 from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.console.processes import Processes
-from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE
 from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clip_features import ClipExtractor, open_clip_extractor
-from headmix_vision.evaluation.clips import ClipSampling, ClipSet, open_clips
+from headmix_vision.evaluation.clip_sampling import ClipSampling
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.fvd import PROTOCOLS, SEES_MOTION, Protocol, check_clips, fvd
-from headmix_vision.evaluation.moving_digits import DigitJudge, check_judged, check_labels, judge
-from headmix_vision.evaluation.request import FvdRequest, MovingDigitsRequest
+from headmix_vision.evaluation.moving_digit_scores import DigitJudge, check_judged, check_labels, judge
 from headmix_vision.evaluation.sample_folders import check_complete
-from headmix_vision.evaluation.sample_sets import UNLABELLED, check_side_options
+from headmix_vision.evaluation.sample_sets import UNLABELLED, SampleSet, check_side_options, open_samples
+from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest
 from headmix_vision.evaluation.scores import MAX_SUBSETS, Progress, Scorer, check_sizes, kid_subset_size
 
 
@@ -81,7 +81,7 @@ def run_moving_digits(
     check_side_options(request.root, request.background, request.real, request.fake)
     check_sizes(real, fake)
     sides = {"fake": fake, "real": real}
-    labels = {name: clips.clips.clips.labels(clips.clips.chosen) for name, clips in sides.items()}
+    labels = {name: clips.labels() for name, clips in sides.items()}
     check_judged(fake.size, frame_rate)
     for name, clips in sides.items():
         check_labels(clips, labels[name])
@@ -125,22 +125,21 @@ def _open(
     side: str,
     extractor: FeatureExtractor,
     sampling: ClipSampling,
-    like: ClipSet | None = None,
+    like: SampleSet | None = None,
     clip: ClipConfig = DEFAULT_CLIP,
     labels: LabelRule = UNLABELLED,
-) -> ClipSet:
+) -> SampleSet:
     grid = None if like is None else (like.size[-2], like.size[-1])
     place = getattr(request, side)
     check_complete(place, f"--{side}", request.incomplete)
-    return open_clips(
-        place, extractor.mode, sampling, request.image_size, request.root, grid, clip, request.background, labels
-    )
+    common = (request.image_size, request.root, request.background, labels)
+    return open_samples(place, extractor.mode, *common, sampling=sampling, grid=grid, clip=clip)
 
 
-def _warn(request: FvdRequest, real: ClipSet, fake: ClipSet) -> None:
+def _warn(request: FvdRequest, real: SampleSet, fake: SampleSet) -> None:
     """Warn of what makes a score other than the published ones."""
     asked = PROTOCOLS[request.protocol].real.count if request.count is None else request.count
-    counts = {side: len(clips.clips.chosen) for side, clips in (("real", real), ("fake", fake))}
+    counts = {side: len(clips.chosen) for side, clips in (("real", real), ("fake", fake))}
     if set(counts.values()) != {asked}:
         warnings.warn(f"{counts['real']} real and {counts['fake']} fake clips, {asked} were asked for", stacklevel=1)
     shortest, longest = fake.description["frames_of_files"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headmix_vision.analysis.layers import Layer, attention_layers
+from headmix_vision.analysis.attention_layers import Layer, attention_layers
 from headmix_vision.checks import check_counts, is_whole
 from headmix_vision.console.devices import available_memory
 from headmix_vision.errors import InputError
