@@ -1,4 +1,4 @@
-"""Parses the options of training: a short help first, and wrong options in one line that names the nearest one."""
+"""Parse the options of training: a short help first, and wrong options in one line that names the nearest one."""
 
 import argparse
 import re
@@ -61,7 +61,7 @@ def _imported(path: str) -> type:
 
 
 def _shorten(message: str) -> str:
-    """Brings a message of jsonargparse on one line, without names of Python's types."""
+    """Bring a message of jsonargparse on one line, without names of Python's types."""
     if denied := _DENIED.search(message):
         return refusal(denied["key"] or "trainer", denied["path"])
     wrong = _WRONG_TYPE.fullmatch(message.strip())
@@ -86,7 +86,7 @@ def _shorten(message: str) -> str:
 
 
 class OptionParser(LightningArgumentParser):
-    """Shows the common options on `--help` and all on `--help-all`, and raises wrong options as `InputError`.
+    """Show the common options on `--help` and all on `--help-all`, and raise wrong options as `InputError`.
 
     A parser inside another one (of a subclass, say) keeps jsonargparse's own errors, which the outer one handles.
 
@@ -140,7 +140,7 @@ class OptionParser(LightningArgumentParser):
 
 
 class _AllOptions(argparse._HelpAction):
-    """Prints the help of all options and ends."""
+    """Print the help of all options and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         assert isinstance(parser, OptionParser)
@@ -156,7 +156,7 @@ def with_underscores(word: str) -> str:
 
 
 def with_config_of_run(args: list[str]) -> list[str]:
-    """Inserts the config of the run in `--run_dir` if none is given and that run is read: evaluated or resumed."""
+    """Insert the config of the run in `--run_dir` if none is given and that run is read: evaluated or resumed."""
     subcommand, options = args[:1], args[1:]
     if not subcommand or any(arg.startswith("-c") or arg.split("=")[0] == "--config" for arg in options):
         return args
@@ -177,7 +177,7 @@ def with_config_of_run(args: list[str]) -> list[str]:
 
 
 def _rules_of_earlier_versions(config: Path) -> list[str]:
-    """Returns options by which a run is read as it was trained: tables left pictures out that had no label."""
+    """Return options by which a run is read as it was trained: tables left pictures out that had no label."""
     try:
         data = load_yaml(read_text(config)).get("data", {})
     except (yaml.YAMLError, InputError, AttributeError):
