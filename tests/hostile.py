@@ -183,7 +183,7 @@ def draw_case(lines: list[Line], kit: Path, seed: int, number: int) -> Case:
 
         return Case(line, words, name, certain=False, damage=damage, damaged=name)
     abouts, certain = [], False
-    for option in rng.sample(options_of(command_of(line)), rng.choice([1, 1, 1, 2])):
+    for option in rng.sample(options := options_of(command_of(line)), min(len(options), rng.choice([1, 1, 1, 2]))):
         more, about, wrong = draw_option(option, rng)
         if (
             words[1:2] in (["validate"], ["test"], ["predict"])
