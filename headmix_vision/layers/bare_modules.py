@@ -1,4 +1,4 @@
-"""Tells modules whose weights may be applied elsewhere from those that have to be called."""
+"""Find out whether the weights of a module may be applied elsewhere, or the module has to be called."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def is_bare(module: nn.Module, *types: type[nn.Module]) -> bool:
-    """Tell whether a module of one of these types is its weight and bias alone, which others may then apply.
+    """Return whether a module of one of these types is its weight and bias alone, which others may then apply.
 
     Adapters, hooks and a replaced ``forward`` act when the module is called: pruning and offloading make weights there.
     """

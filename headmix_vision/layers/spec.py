@@ -1,4 +1,4 @@
-"""Tells the head mix and the core of an attention layer its sizes."""
+"""The sizes of an attention layer, for its head mix and its core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes the grid that tokens lie on, and the prefix tokens in front of it."""
+"""Describe the grid that tokens lie on, and the prefix tokens in front of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spreads the tokens of each sample over the ranks of a process group, and exchanges tensors between them.
+"""Context parallelism: part the tokens of each sample among the ranks of a process group, and exchange tensors.
 
 B batch, N tokens of all ranks, n those of one, C channels. Collectives are those that torch.compile traces.
 """
@@ -170,7 +170,7 @@ def _wait(x: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Joins the tokens of all ranks; its gradient is the part of this rank."""
+    """Join the tokens of all ranks; its gradient is the part of this rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TokenRanks, grid: TokenGrid) -> Tensor:
@@ -186,7 +186,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _ExchangeEdges(torch.autograd.Function):
-    """Brings neighbours' edges; their gradients go back to the neighbours."""
+    """Bring neighbours' edges; their gradients go back to the neighbours."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TokenRanks, width: int, dim: int) -> Tensor:
@@ -206,7 +206,7 @@ class _ExchangeEdges(torch.autograd.Function):
 
 
 def _neighbours(ranks: TokenRanks) -> tuple[bool, bool]:
-    """Tell whether there is a rank before, and one after."""
+    """Return whether there is a rank before, and one after."""
     return ranks.rank > 0, ranks.rank + 1 < ranks.size
 
 

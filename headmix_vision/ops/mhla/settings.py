@@ -1,4 +1,4 @@
-"""Names the normalizers and feature maps of MHLA, and holds all settings of a call in one value."""
+"""Name the normalizers and feature maps of MHLA, and hold all settings of a call in one value."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def unpack(packed: Sequence[int]) -> Settings:
 
 
 def needs_output(packed: Sequence[int]) -> bool:
-    """Tell whether the backward pass of packed settings reads the output, without reading the rest."""
+    """Return whether the backward pass of packed settings reads the output, without reading the rest."""
     return REGIMES[packed[2]] == "pairwise" or bool(packed[3])
 
 

@@ -1,4 +1,4 @@
-"""Computes MHLA for short sequences: weighs the score of each pair of tokens, without block summaries.
+"""Compute MHLA for short sequences: weigh the score of each pair of tokens, without block summaries.
 
 B batch, N tokens, H heads, M blocks, D and Dv head dims. A table lists the tokens block by block in places (-1: a place
 without token); a *run* is RUN consecutive places of one block. Weights are one number per pair of runs: a kernel loads
@@ -472,7 +472,7 @@ def _pairwise_constants(q: Layout, v: Layout, settings: Settings, align: int, t:
 
 
 class RunWeights:
-    """Spreads mixing weights to each pair of runs, up to whole tiles: [(H,) padded runs, padded runs]."""
+    """Spread mixing weights to each pair of runs, up to whole tiles: [(H,) padded runs, padded runs]."""
 
     def __init__(self, mixing: Layout, t: Places) -> None:
         heads, runs = mixing.shape[:-2], t.padded_runs
@@ -507,7 +507,7 @@ def _pairwise_tables(c: tuning.Tiles, q: Layout, mixing: Layout, settings: Setti
 
 
 def is_resident(dim: int, num_tokens: int, dtype: torch.dtype, causal: bool) -> bool:
-    """Tell whether pairwise kernels hold all keys and values, or queries and gradients, of a head on chip."""
+    """Return whether pairwise kernels hold all keys and values, or queries and gradients, of a head on chip."""
     return not causal and dtype == torch.bfloat16 and dim <= 64 and num_tokens <= tuning.RESIDENT_TOKENS
 
 

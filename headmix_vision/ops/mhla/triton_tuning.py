@@ -1,4 +1,4 @@
-"""Holds the tile sizes of the Triton kernels: the best of sweeps on an H200 (bf16, head dims 64, 72 and 128).
+"""Hold the tile sizes of the Triton kernels: the best of sweeps on an H200 (bf16, head dims 64, 72 and 128).
 
 In names T means tokens, Q queries, K keys, M and C rows and columns of the mixing, F entries of a summary. Tiles that
 need more shared memory than the smallest GPU has name the need as KB, and others follow that need less;
@@ -193,7 +193,7 @@ def lone_prefix(blocks: TokenBlocks) -> int:
 
 
 def is_wide(dim: int, dtype: torch.dtype) -> bool:
-    """Tell whether heads of a type are so wide that their products crowd shared memory."""
+    """Return whether heads of a type are so wide that their products crowd shared memory."""
     return dim > {torch.float32: 64, torch.float16: 96}.get(dtype, dim)
 
 
