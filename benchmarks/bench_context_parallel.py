@@ -169,7 +169,7 @@ def cases(blocks: TokenBlocks, ranks: TokenRanks, arguments: argparse.Namespace)
     )  # fmt: skip
     x = torch.randn(*latent, *clip, device=device, generator=torch.Generator(device).manual_seed(0))
     spread_model = deepcopy(model)
-    spread_model.spread_tokens(dist.group.WORLD)
+    spread_model.context_parallel(dist.group.WORLD)
     noise_level = torch.full((1,), 500.0, device=device)
     yield from both_passes("model", model, spread_model, x, x, noise_level, end_backward=sum_gradients(spread_model))
 

@@ -5,7 +5,7 @@
     python -m benchmarks.bench_training --device cpu --tiny         # tries the script itself where there is no GPU
 
 The bare step is that of bench_models.py: forward, loss, backward and a fused AdamW step on tensors that lie on the
-device, under bf16 autocast. The commands are `headmix-train-gen fit -c imagenet256` and `headmix-train-cls fit -c
+device, under bf16 autocast. The commands are `headmix train-gen fit -c imagenet256` and `headmix train-cls fit -c
 imagenet` with all that they do between two steps (noise and labels or mixup, logging, checks, interrupts), without and
 with averaged weights. Their data cost nothing to read: one batch of `fake`, in pinned memory, comes again and again.
 The clock starts after the first steps, which compile and open the loggers, and waits for the device at both ends;
@@ -34,11 +34,12 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.bench_models import Contestant
 from benchmarks.measuring import add_options, environment, fill, open_device, release_memory, results_path, write_csv
 from benchmarks.model_families import check_spellings, family_of, read_spelling
+from headmix_vision.cli.training import run_command_line
 from headmix_vision.console.tables import markdown_table
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.data.loading import as_it_is
-from headmix_vision.training.base_cli import RunCLI, run_command_line
+from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.classification_cli import ClassificationCLI
 from headmix_vision.training.generation_cli import GenerationCLI
 

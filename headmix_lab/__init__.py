@@ -1,1 +1,1 @@
-"""Laboratory of headmix_vision: training sweeps (`headmix-analyze sweep`) and the builder of the emoji data set."""
+"""Laboratory of headmix_vision: training sweeps (`headmix analyze sweep`) and the builder of the emoji data set."""

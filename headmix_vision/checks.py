@@ -1,10 +1,11 @@
-"""Checks the numbers and names that users give, before any work is done with them."""
+"""Check the numbers and names that users give, before any work is done with them."""
 
 import difflib
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
@@ -122,9 +123,12 @@ def check_keywords(what: str, given: object, known: list[str]) -> None:
             raise UnknownKeywordError(unknown_keyword(what, str(name), known))
 
 
-def literals(request: type, name: str) -> tuple[str, ...]:
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+def literals(request: Any, name: str) -> tuple[str, ...]:
     """List the texts that a field of a request may hold, as its `Literal` type names them."""
-    hint = get_type_hints(request)[name]
+    hint = _hints(request)[name]
     hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return tuple(text for one in hints if get_origin(one) is Literal for text in get_args(one))
 
@@ -135,7 +139,7 @@ def check_request(request: Any) -> None:
     Raises:
         InputError: A text that is none of those that the type of its field names.
     """
-    hints = get_type_hints(type(request))
+    hints = _hints(type(request))
     for field in fields(request):
         value, allowed = getattr(request, field.name), literals(type(request), field.name)
         if allowed and isinstance(value, str) and value not in allowed:

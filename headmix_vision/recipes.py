@@ -11,8 +11,8 @@ FOLDER = Path(__file__).parent / "configs"  # a link to the folder of the reposi
 DEFAULT = "digits"
 _OPTIONS = ("-c", "--config")
 _ATTENTION = "(?:softmax|linear|mhla|hih)(?:_iha|_mea)?"
-_FORMER_MODELS = {  # files of 0.1.0, by command
-    "cls": re.compile(rf"(?:models/)?deit_(tiny|small)_({_ATTENTION})(_cpe)?"),
+_FORMER_MODELS = {  # model files of earlier versions, by command
+    "cls": re.compile(rf"(imagenet/|models/)?deit_(tiny|small)_({_ATTENTION})(_cpe)?(_224|_384)?"),
     "gen": re.compile(rf"(?:models/)?(dit_(?:video_)?)({_ATTENTION})(_cpe_gate)?(_s_2|_xl_2)"),
 }
 
@@ -34,7 +34,7 @@ def find_config(name: str, group: str) -> str:
         The path, or the text as it was given.
 
     Raises:
-        InputError: It is none of these, or a model file of 0.1.0, which options replace.
+        InputError: It is none of these, or a model file of an earlier version, which options replace.
     """
     if Path(name).is_file():
         return name
@@ -52,13 +52,15 @@ def find_config(name: str, group: str) -> str:
 
 
 def _options_of_model_file(recipe: str, group: str) -> str:
-    """Return the options with the settings of a model file of 0.1.0 on top of `imagenet`; none for other names."""
+    """Return the options that replace a model file of an earlier version; none for other names."""
     found = _FORMER_MODELS[group].fullmatch(recipe)
     if found is None:
         return ""
     if group == "cls":
-        size, attention, cpe = found.groups()
-        return f"--model.name deit_{attention}_{size}_patch16_224 --model.model_args.cpe {'true' if cpe else 'false'}"
+        folder, size, attention, cpe, pixels = found.groups()
+        recipes = ("-c imagenet " if folder == "imagenet/" else "") + ("-c 384px " if pixels == "_384" else "")
+        name = f"deit_{attention}_{size}_patch16_224"
+        return f"{recipes}--model.name {name} --model.model_args.cpe {'true' if cpe else 'false'}"
     family, attention, gate, size = found.groups()
     overlay = f"-c models/{family.rstrip('_')}{size} " if size == "_xl_2" else ""
     paper = " --model.model_args.cpe true --model.model_args.output_gate true" if gate else ""

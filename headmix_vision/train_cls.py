@@ -1,4 +1,4 @@
-"""`python -m headmix_vision.train_cls fit`: `headmix-train-cls`, see `training.classification_cli`."""
+"""`python -m headmix_vision.train_cls fit`: `headmix-train-cls`, see `headmix_vision.cli.train_cls`."""
 
 from headmix_vision.cli.train_cls import main
 

@@ -190,7 +190,7 @@ def draw_slip(rng: random.Random) -> DrawnSlip:
 
 @cache
 def _imported(path: Path) -> frozenset[str]:
-    """Name the files of the package, like ``data/clips.py``, that a file imports."""
+    """Name the files of the package, like ``data/clip_frames.py``, that a file imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

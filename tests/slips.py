@@ -121,7 +121,7 @@ SLIPS = [
     Slip(
         "display matrix", "files/video.py", "pixels[:: down[1], :: right[0]]", "pixels[:: right[0], :: down[1]]", FILMS
     ),
-    Slip("times of frames", "data/clips.py", "if times is not None:", "if times is None:", FILMS),
+    Slip("times of frames", "data/clip_frames.py", "if times is not None:", "if times is None:", FILMS),
     Slip("labels below 0", "data/labels.py", "if label < 0:", "if label < -1:", LABELS),
     Slip("missing labels", "data/labels.py", '"", "None"', '"None"', LABELS),
     # steps of training

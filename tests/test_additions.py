@@ -14,7 +14,7 @@ USE = """
 import pathlib, sys, timm, torch, headmix_vision
 from headmix_vision import evaluate
 from headmix_vision.cli import cache_latents
-from headmix_vision.training import classification_cli, generation_cli
+from headmix_vision.cli import train_cls, train_gen
 
 assert headmix_vision.__file__.startswith(sys.argv[1])
 small = {"depth": 1, "embed_dim": 32, "num_heads": 2}
@@ -35,8 +35,8 @@ timm.create_model("deit_mhla_swap_tiny", head_mix_args={"strength": 0.1}, **smal
 
 quick = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu"]
 data = ["--data.dataset", "stripes", "--data.batch_size", "32", "--model.num_classes", "2"]
-classification_cli.main(["fit", "--model.name", "deit_toy_digits", *data, *quick, "--run_dir", "cls"])
-generation_cli.main(["fit", "--model.name", "dit_mhla_swap_digits", *data, *quick, "--run_dir", "gen"])
+train_cls.main(["fit", "--model.name", "deit_toy_digits", *data, *quick, "--run_dir", "cls"], None)
+train_gen.main(["fit", "--model.name", "dit_mhla_swap_digits", *data, *quick, "--run_dir", "gen"], None)
 evaluate.main(["fid", "--real", "stripes", "--fake", "stripes[::2]", "--features", "cls", "--out", "fid.json"])
 cache_latents.main(["--dataset", "stripes", "--vae", "none", "--gray", "--image-size", "8", "--out", "latents"])
 assert pathlib.Path("fid.json").is_file() and pathlib.Path("latents/shard-00000.safetensors").is_file()

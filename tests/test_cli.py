@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import headmix_vision
+from headmix_vision.analysis import ProfileRequest, analyze
 from headmix_vision.checks import literals
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.data.cache_request import CacheRequest
@@ -16,10 +18,10 @@ from headmix_vision.data.latent_cache import DTYPES
 from headmix_vision.diffusion.denoising import CHANNELS
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, SPACINGS
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation import FvdRequest, ScoreRequest
+from headmix_vision.evaluation import FvdRequest, ScoreRequest, evaluate
 from headmix_vision.evaluation.fvd import PROTOCOLS
 from headmix_vision.sampling.folder import FORMATS
-from headmix_vision.sampling.request import SCHEDULERS, SampleRequest
+from headmix_vision.sampling.sample_request import SCHEDULERS, SampleRequest
 
 START = "from headmix_vision.cli.starting import importing\nwith importing('sample'): pass"
 
@@ -95,3 +97,15 @@ def test_a_request_is_refused_when_it_is_made():
             ScoreRequest(metric=words[0], real=words[1], fake="y")
     with pytest.raises(InputError, match="kid has no option subset; did you mean subsets"):
         ScoreRequest(metric="kid", real="x", fake="y", options={"subset": 3})
+
+
+def test_a_request_from_python_returns_its_result_and_prints_nothing(tmp_path, capsys):
+    judge = str(next(Path(headmix_vision.__file__).parent.rglob("deit_mhla_digits.safetensors")))
+    scored = evaluate(ScoreRequest(metric="accuracy", fake="digits[:20]", features=judge, device="cpu", batch_size=20))
+    assert scored is not None and scored.scores["top1"] > 0.9
+    request = ProfileRequest(
+        kind="rank", model=("deit_mhla_digits",), data="digits", images=1, out=tmp_path, device="cpu"
+    )
+    analyzed = analyze(request)
+    assert {path.name for path in analyzed.paths} >= {"rank.svg", "rank.csv"} and analyzed.tables["rank"]
+    assert not capsys.readouterr().out

@@ -65,8 +65,8 @@ def test_generators_need_diffusers_and_say_so(monkeypatch: pytest.MonkeyPatch):
         ("train-gen", "jsonargparse", "headmix_vision.training", "train"),
         ("sample", "diffusers", "headmix_vision.sampling", "diffusion"),
         ("evaluate", "torch_fidelity", "headmix_vision.evaluation", "eval"),
-        ("analyze", "matplotlib", "headmix-analyze", "analysis"),
-        ("cache-latents", "rich", "headmix-cache-latents", "diffusion"),
+        ("analyze", "matplotlib", "headmix analyze", "analysis"),
+        ("cache-latents", "rich", "headmix cache-latents", "diffusion"),
     ],
 )
 def test_commands_end_with_what_to_install(command, package, what, extra, monkeypatch, capsys):

@@ -50,6 +50,11 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, group: str, hint:
             "--model.name deit_hih_iha_small_patch16_224 --model.model_args.cpe false",
         ),
         ("deit_tiny_mhla_cpe.yaml", "cls", "--model.name deit_mhla_tiny_patch16_224 --model.model_args.cpe true"),
+        (
+            "configs/cls/imagenet/deit_tiny_hih_384.yaml",
+            "cls",
+            "-c imagenet -c 384px --model.name deit_hih_tiny_patch16_224 --model.model_args.cpe false",
+        ),
         ("configs/gen/models/dit_linear_s_2.yaml", "gen", "--model.name dit_linear_s_2"),
         ("models/dit_video_hih_xl_2", "gen", "-c models/dit_video_xl_2 --model.name dit_video_hih_xl_2"),
         (
@@ -60,7 +65,7 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, group: str, hint:
         ),
     ],
 )
-def test_model_files_of_0_1_0_are_answered_with_their_options(name: str, group: str, options: str):
+def test_model_files_of_earlier_versions_are_answered_with_their_options(name: str, group: str, options: str):
     with pytest.raises(InputError) as error:
         find_config(name, group)
     assert str(error.value) == f"--config {name}: options replace the files of models. Write {options}"

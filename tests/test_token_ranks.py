@@ -113,7 +113,7 @@ def model(ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=Fa
         return [x.full_tensor() if isinstance(x, DTensor) else x.clone() for x in grads]
 
     exact = step(whole) + learned()
-    whole.spread_tokens(dist.group.WORLD, axis)
+    whole.context_parallel(dist.group.WORLD, axis)
     if compiled:
         for block in whole.blocks:
             block.compile(fullgraph=True, backend="aot_eager")

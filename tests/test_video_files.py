@@ -9,7 +9,7 @@ import pytest
 from inputs import ATTACHED, photo, show_turned, write_film
 from PIL import Image
 
-from headmix_vision.data.clips import ClipConfig
+from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.errors import InputError
 from headmix_vision.files.video import VideoInfo, probe, read_frames, read_video, write_video
 

@@ -28,7 +28,7 @@ MAX_EPOCHS = 1_000_000
 
 def run(options: argparse.Namespace) -> None:
     """Train the missing runs until the time is over, then write table and figure."""
-    require_extra("train", "headmix-analyze sweep")
+    require_extra("train", "headmix analyze sweep")
     request = _request(options)
     deadline_s = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
     _check_place(request.table)

@@ -56,9 +56,9 @@ class Request:
     Args:
         kind: Name of the sweep.
         sweep: What it is.
-        recipes: Recipes of `headmix-train-cls`, in their order.
+        recipes: Recipes of `headmix train-cls`, in their order.
         root: Place of the data; that of the recipe when None.
-        options: Further options of `headmix-train-cls fit`.
+        options: Further options of `headmix train-cls fit`.
         rates: Learning rates of which each variant chooses; half, once and twice that of the recipe when None.
         seeds: So many runs of each variant.
         epochs: All train for so many; until validation stops to improve when None.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.augmentation import eval_config, eval_transform
-from headmix_vision.data.clips import ClipConfig
+from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import PreparedSource, SplitRequest, Transform
 from headmix_vision.data.loading import as_it_is
@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(network: nn.Module, about: dict[str, Any], request: ImageRequest) -> Inputs:
-    """Reads images for a network.
+    """Read images for a network.
 
     Args:
         network: A classifier or a generator.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.analysis.request import NOISE_LEVEL, MapsRequest, MixingRequest, ProfileRequest
+from headmix_vision.analysis.analysis_request import NOISE_LEVEL, MapsRequest, MixingRequest, ProfileRequest
 from headmix_vision.cli.starting import importing
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.errors import one_line_errors
@@ -26,7 +26,7 @@ _MODEL = (
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command; wrong input ends the process with one line and exit status 2."""
     with one_line_errors():
-        require_extra("analysis", "headmix-analyze")
+        require_extra("analysis", "headmix analyze")
     options = _parser().parse_args(args)
     if options.kind == "sweep":
         options.kind = options.sweep
@@ -38,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with one_line_errors():
         request = _request(vars(options))
     with importing("analyze"):
-        from headmix_vision.analysis.job import analyze
+        from headmix_vision.analysis.analysis_job import analyze
     with one_line_errors():
         analyze(request, lambda line: print(line, flush=True))
 

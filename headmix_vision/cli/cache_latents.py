@@ -29,7 +29,7 @@ table .csv with the columns path and label, and, where there are such columns, s
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command; wrong input ends the process with one line and exit status 2."""
     with one_line_errors():
-        require_extra("diffusion", "headmix-cache-latents")
+        require_extra("diffusion", "headmix cache-latents")
         request = CacheRequest(**vars(_parser().parse_args(args)))
     with importing("cache-latents"):
         from headmix_vision.data.cache_latents import cache_latents

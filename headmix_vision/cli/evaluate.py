@@ -11,8 +11,8 @@ from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.errors import one_line_errors
 
 if TYPE_CHECKING:
-    from headmix_vision.evaluation.job import Scored
-    from headmix_vision.evaluation.request import Evaluation
+    from headmix_vision.evaluation.score_job import Scored
+    from headmix_vision.evaluation.score_request import Evaluation
 
 _DESCRIPTION = """Score generated images (fid, kid, is, prc, accuracy, neighbours) and clips (fvd, moving-digits).
 
@@ -28,7 +28,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with one_line_errors():
         request = _request(vars(_parser().parse_args(args)))
     with importing("evaluate"):
-        from headmix_vision.evaluation.job import evaluate
+        from headmix_vision.evaluation.score_job import evaluate
     with one_line_errors():
         evaluate(request, _show)
 
@@ -77,7 +77,8 @@ def _add_image_options(parser: argparse.ArgumentParser, writes: bool = False) ->
 
 def _add_common(parser: argparse.ArgumentParser, what: str, batch_size: int, writes: bool = False) -> None:
     add = parser.add_argument
-    add("--out", required=writes, help="file to write; it must not exist")
+    add("--out", required=writes, help="file to write")
+    add("--overwrite", action="store_true", help="replace the file if it exists")
     add("--root", help="place of a data set that needs one")
     add("--image-size", type=int, help=f"scale and centre-crop all {what} to this size first")
     add("--background", default="white", help="colour behind transparent pixels (white)")
@@ -89,7 +90,7 @@ def _add_common(parser: argparse.ArgumentParser, what: str, batch_size: int, wri
 
 def _add_fvd(parser: argparse.ArgumentParser) -> None:
     from headmix_vision.evaluation.metrics import KID_SUBSETS
-    from headmix_vision.evaluation.request import FvdRequest
+    from headmix_vision.evaluation.score_request import FvdRequest
 
     add = parser.add_argument
     add("--real", required=True, help="real clips: a folder, an npz file or a data set")
@@ -123,7 +124,7 @@ def _add_moving_digits(parser: argparse.ArgumentParser) -> None:
 
 def _request(options: dict[str, Any]) -> "Evaluation":
     from headmix_vision.evaluation.metrics import METRICS
-    from headmix_vision.evaluation.request import FvdRequest, MovingDigitsRequest, ScoreRequest
+    from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest, ScoreRequest
 
     clips = {"fvd": FvdRequest, "moving-digits": MovingDigitsRequest}
     if options["metric"] in clips:

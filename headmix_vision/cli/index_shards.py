@@ -24,7 +24,7 @@ a valid label among others is refused, unless --skip-unlabelled leaves it out.
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command; wrong input ends the process with one line and exit status 2."""
     with one_line_errors():
-        require_extra("diffusion", "headmix-index-shards")
+        require_extra("diffusion", "headmix index-shards")
         options = vars(_parser().parse_args(args))
     with importing("index-shards"):
         from headmix_vision.data.index_shards import IndexRequest, index_shards

@@ -12,7 +12,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command; wrong input ends the process with one line and exit status 2."""
     options = vars(_parser().parse_args(args))
     with importing("models"):
-        from headmix_vision.models.listing import ModelsRequest, describe, list_models
+        from headmix_vision.models.model_list import ModelsRequest, describe, list_models
     with one_line_errors():
         names = list_models(ModelsRequest(**options))
         width = max(map(len, names), default=0)

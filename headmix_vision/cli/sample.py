@@ -16,7 +16,7 @@ from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.errors import InputError, let_signals_end, one_line_errors
 
 if TYPE_CHECKING:
-    from headmix_vision.sampling.request import SampleRequest
+    from headmix_vision.sampling.sample_request import SampleRequest
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with one_line_errors():
         request = _request(vars(_parser().parse_args(args)))
     with importing("sample"):
-        from headmix_vision.sampling.job import sample
+        from headmix_vision.sampling.sample_job import sample
     with one_line_errors():
         try:
             with _termination_as_exception():
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
-    from headmix_vision.sampling.request import DEFAULT_GUIDANCE, SCHEDULERS, SampleRequest
+    from headmix_vision.sampling.sample_request import DEFAULT_GUIDANCE, SCHEDULERS, SampleRequest
 
     add = parser.add_argument
     add("--model", required=True, help="run directory, .ckpt file or directory of an exported pipeline")
@@ -106,7 +106,7 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
 
 
 def _add_clip_options(parser: argparse.ArgumentParser) -> None:
-    from headmix_vision.sampling.request import EXTEND_SAMPLES, SampleRequest
+    from headmix_vision.sampling.sample_request import EXTEND_SAMPLES, SampleRequest
 
     add = parser.add_argument
     add("--frames", type=int, help="frames of a video (as in training); positions go on beyond the length of training")
@@ -132,7 +132,7 @@ def _request(options: dict[str, Any]) -> "SampleRequest":
     Raises:
         InputError: Words that stand for no numbers.
     """
-    from headmix_vision.sampling.request import SampleRequest
+    from headmix_vision.sampling.sample_request import SampleRequest
 
     interval, size = options.pop("guidance_interval"), options.pop("size")
     return SampleRequest(

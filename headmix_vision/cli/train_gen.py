@@ -1,21 +1,11 @@
 """`headmix train-gen`: train and validate generators."""
 
-import sys
 from collections.abc import Sequence
 
-from headmix_vision.cli.starting import importing
-from headmix_vision.errors import one_line_errors
+from headmix_vision.cli.training import run
 from headmix_vision.recipes import DEFAULT
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None, default_config: str | None = DEFAULT) -> None:
     """Run the command; wrong input ends the process with one line and exit status 2."""
-    given = sys.argv[1:] if args is None else args
-    with one_line_errors():
-        from headmix_vision.training.command_help import asked_help
-    if (text := asked_help("gen", given)) is not None:
-        print(text, end="")
-        return
-    with importing("train-gen"):
-        from headmix_vision.training.generation_cli import main as train
-    train(given, default_config=DEFAULT)
+    run("train-gen", "generator", args, default_config)

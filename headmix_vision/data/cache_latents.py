@@ -13,7 +13,7 @@ from headmix_vision.console.devices import default_device, open_device
 from headmix_vision.console.notes import say, say_left_out
 from headmix_vision.console.processes import process_numbers
 from headmix_vision.data.cache_request import CacheRequest
-from headmix_vision.data.clips import ClipConfig
+from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import ClipSource, Source, SplitRequest
 from headmix_vision.data.datasets.folders import find_class_folders, open_class_folders

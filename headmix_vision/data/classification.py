@@ -40,7 +40,7 @@ class ClassificationData(DataModule):
     Args:
         dataset: digits (embedded), canvas or canvas/opposite (boards of digits, of the model's input size), folder (a
             directory or tar file per split and class), shards (tar files with the index of
-            headmix-index-shards), hfds (a local Hugging Face directory), fake (random images of the model's input
+            headmix index-shards), hfds (a local Hugging Face directory), fake (random images of the model's input
             size), table/NAME (a table of images, labelled by its column NAME), or a timm name: torch/NAME, hfds/NAME,
             hfids/NAME, wds/, tfds/NAME.
         root: Place of the data. For folder a directory with train/ and val/ or train.tar and val.tar, or one tar

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from headmix_vision.checks import check_numbers
-from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import Source, SplitRequest, Transform
@@ -38,7 +38,7 @@ class GenerationData(DataModule):
     Args:
         dataset: digits (embedded), canvas or canvas/opposite (boards of digits), latents (shards of cache_latents),
             fake (random numbers, to try a recipe), folder (a directory per split and class), shards (tar files with
-            the index of headmix-index-shards), table/NAME (a table of images, labelled by its column NAME) or a timm
+            the index of headmix index-shards), table/NAME (a table of images, labelled by its column NAME) or a timm
             name torch/NAME, hfds/NAME. For networks of clips: moving_digits (embedded), videos (a directory per split
             and class, of files or of folders of frames, or a table), videos/unlabelled, shards, latents, fake.
         root: Place of the data; of latents the directory of the cache, or of a cache for each split.
@@ -186,7 +186,7 @@ class GenerationData(DataModule):
         return {**super().training_sources(), **stills}
 
     def _open_stills(self) -> Source:
-        """Opens the stills: images, or single frames of videos, clips or latents."""
+        """Open the stills: images, or single frames of videos, clips or latents."""
         if len(self._shape) != 4:
             raise InputError(f"stills.share is {self.stills.share}, but the network takes images: it must be 0")
         channels, _, height, width = self._shape

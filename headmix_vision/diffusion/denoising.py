@@ -28,7 +28,7 @@ Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 Of clips whose first frames are known it is given times [B, T], a noise level for each frame."""
 StepEnd = Callable[[int, Any, Tensor], Tensor]
-"""Takes the step's number, the scheduler's time and the samples after the step; returns the samples to go on with."""
+"""Called with the step's number, the scheduler's time and the samples after it; the returned samples replace them."""
 Generators = torch.Generator | list[torch.Generator] | None
 
 
@@ -50,7 +50,7 @@ class NonFiniteSamplesError(InputError):
 
 
 def is_number(value: Any) -> bool:
-    """Tells whether a value is one real number; True and False are none."""
+    """Return whether a value is one real number; True and False are not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -92,7 +92,7 @@ class Guidance:
         return self.enabled and self.interval[0] - _ROUNDING <= level <= self.interval[1] + _ROUNDING
 
     def combine(self, conditional: Tensor, unconditional: Tensor) -> Tensor:
-        """Combines two predictions [B, C, *grid], without the channels of a learned variance, into the guided one."""
+        """Combine two predictions [B, C, *grid], without the channels of a learned variance, into the guided one."""
         guided = torch.lerp(unconditional, conditional, self.scale)
         if self.channels == "first_three":
             guided = torch.cat([guided[:, :3], conditional[:, 3:]], dim=1)
@@ -114,7 +114,7 @@ def denoise(
     step_end: StepEnd | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Tensor:
-    """Turns noise into data in a number of steps.
+    """Turn noise into data in a number of steps.
 
     Args:
         network: The network.
@@ -186,7 +186,7 @@ def denoise(
 
 
 def _check_prefix(prefix: Tensor, noise: Tensor, scheduler: SchedulerMixin) -> Tensor:
-    """Returns the known first frames for each sample, where noise is; refuses what `denoise` cannot keep."""
+    """Return the known first frames for each sample, where noise is; refuses what `denoise` cannot keep."""
     count, channels, *grid = noise.shape
     allowed = [(n, channels, frames, *grid[1:]) for n in (1, count) for frames in range(1, grid[0])]
     if len(grid) < 3 or tuple(prefix.shape) not in allowed or not prefix.isfinite().all():
@@ -206,5 +206,5 @@ def _with_prefix(x: Tensor, prefix: Tensor | None) -> Tensor:
 
 
 def _noise_level(scheduler: SchedulerMixin, i: int, t: Any) -> float:
-    """Gives the noise level of a step, in [0, 1]: some schedulers round the time of a flow, but never its level."""
+    """Return the noise level of a step, in [0, 1]: some schedulers round the time of a flow, but never its level."""
     return float(scheduler.sigmas[i]) if is_flow(scheduler) else float(t) / NUM_TIMESTEPS

@@ -92,7 +92,7 @@ class ObjectiveConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ObjectiveConfig:
-        """Makes the options that `dataclasses.asdict` wrote.
+        """Make the options that `dataclasses.asdict` wrote.
 
         Raises:
             InputError: If an option is unknown or has a wrong value.
@@ -118,7 +118,7 @@ class Objective(ABC):
     def draw_times(
         self, count: int, device: torch.device | str = "cpu", frames: int | None = None, tubelet: int = 1
     ) -> Tensor:
-        """Draws the times of a training batch from the global random numbers.
+        """Draw the times of a training batch from the global random numbers.
 
         Args:
             count: B.
@@ -132,11 +132,11 @@ class Objective(ABC):
 
     @abstractmethod
     def add_noise(self, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
-        """Returns the noisy data that the network gets; arguments as of `losses`, the result as `x0`."""
+        """Return the noisy data that the network gets; arguments as of `losses`, the result as `x0`."""
 
     @abstractmethod
     def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
-        """Computes the loss of each sample.
+        """Compute the loss of each sample.
 
         Args:
             predict: The network.
@@ -151,7 +151,7 @@ class Objective(ABC):
 
 
 def create_objective(config: ObjectiveConfig) -> Objective:
-    """Makes the objective that a configuration describes."""
+    """Make the objective that a configuration describes."""
     return FlowMatching(config) if config.kind == "flow" else Ddpm(config)
 
 
@@ -177,7 +177,7 @@ class FlowMatching(Objective):
         return torch.where(known, noise[:, None], times[:, None])
 
     def _draw_prefixes(self, count: int, places: int, device: torch.device | str) -> Tensor:
-        """Draws how many first places of each clip stay clean, of `places` in all: int64 [B]."""
+        """Draw how many first places of each clip stay clean, of `places` in all: int64 [B]."""
         chosen, share = torch.rand(2, count, device=device)
         lengths = 1 + (share * (places - 1)).long().clamp(max=places - 2)  # their product may be rounded up
         return torch.where(chosen < self.config.clean_prefix, lengths, 0) * (places > 1)
@@ -195,7 +195,7 @@ class FlowMatching(Objective):
 
 
 def shifted(levels: Tensor, shift: float) -> Tensor:
-    """Moves noise levels in [0, 1] towards noise, for a shift above 1 (arXiv 2403.03206, equation 23)."""
+    """Move noise levels in [0, 1] towards noise, for a shift above 1 (arXiv 2403.03206, equation 23)."""
     return shift * levels / (1 + (shift - 1) * levels)
 
 
@@ -218,7 +218,7 @@ class Ddpm(Objective):
         return signal * x0 + sigma * noise
 
     def _scales(self, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads the scales of data and noise at some steps."""
+        """Read the scales of data and noise at some steps."""
         return _at(self.alphas_cumprod.sqrt(), steps), _at((1 - self.alphas_cumprod).sqrt(), steps)
 
     def losses(self, predict: Predict, x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class Ddpm(Objective):
         return loss
 
     def _variational_bound(self, x0: Tensor, x: Tensor, x0_hat: Tensor, variance: Tensor, steps: Tensor) -> Tensor:
-        """Computes the bound's term of each sample's step: bits per dimension, [B] (arXiv 2102.09672, eq. 15 and 4)."""
+        """Compute the bound's term of each sample's step: bits per dimension, [B] (arXiv 2102.09672, eq. 15 and 4)."""
         before = torch.cat([torch.ones(1, dtype=torch.float64), self.alphas_cumprod[:-1]])
         posterior = self.betas * (1 - before) / (1 - self.alphas_cumprod)
         posterior[0] = posterior[1]  # zero at the first step, where the logarithm needs a number
@@ -259,7 +259,7 @@ class Ddpm(Objective):
 
 
 def discretized_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Computes the logarithm of a normal distribution's mass in the bin of each value.
+    """Compute the logarithm of a normal distribution's mass in the bin of each value.
 
     Args:
         x: Values, meant to be of 256 levels in [-1, 1]; the outermost bins extend to infinity.
@@ -278,14 +278,14 @@ def discretized_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tens
 
 
 def _like_data(values: Tensor, data: Tensor) -> Tensor:
-    """Gives values of each sample [B], or frame [B, T], the axes to broadcast over data [B, C, *grid]."""
+    """Reshape values of each sample [B], or frame [B, T], so that they broadcast over data [B, C, *grid]."""
     if values.ndim == 2:
         return values[:, None, :, None, None]
     return values.view(-1, *[1] * (data.ndim - 1))
 
 
 def _at(table: Tensor, steps: Tensor) -> Tensor:
-    """Reads a table [1000] at steps of any shape, float32."""
+    """Read a table [1000] at steps of any shape, float32."""
     return table.to(steps.device, non_blocking=True)[steps].float()  # else each table waits for the device
 
 

@@ -85,7 +85,7 @@ class HeadMixDiTPipeline(SampleSizes):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """Loads a directory written by `save_pretrained`; arguments as in diffusers.
+        """Load a directory written by `save_pretrained`; arguments as in diffusers.
 
         Raises:
             InputError: If the index names a module outside of this package and diffusers, which would be imported,
@@ -106,13 +106,13 @@ class HeadMixDiTPipeline(SampleSizes):
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Writes a directory for `from_pretrained`, with `SHA256SUMS` of its files; arguments as in diffusers."""
+        """Write a directory for `from_pretrained`, with `SHA256SUMS` of its files; arguments as in diffusers."""
         super().save_pretrained(save_directory, *args, **kwargs)
         write_sums(Path(save_directory))
 
     @property
     def objective(self) -> ObjectiveConfig:
-        """What the network was trained for."""
+        """Objective of the network's training."""
         return ObjectiveConfig.from_dict(self.config.objective)
 
     def set_scheduler(self, name: str | None, spacing: str | None = None) -> None:
@@ -236,7 +236,7 @@ class HeadMixDiTPipeline(SampleSizes):
         known: Tensor | None,
         draw: Callable[[Tensor, Guidance, Network], Tensor],
     ) -> Tensor:
-        """Turns noise [B, C, T, H, W] into clips block by block, each on the state of the clean ones before it.
+        """Turn noise [B, C, T, H, W] into clips block by block, each on the state of the clean ones before it.
 
         Where there is guidance, the state is that of all clips with their class, and once more without.
 
@@ -276,7 +276,7 @@ class HeadMixDiTPipeline(SampleSizes):
         return torch.cat(blocks, dim=2)
 
     def _start_noise(self, shape: tuple[int, ...], generator: Generators, latents: Tensor | None) -> Tensor:
-        """Draws the start of the samples, float32 of a shape [B, C, *grid], or takes the one that is given."""
+        """Draw the start of the samples, float32 of a shape [B, C, *grid], or takes the one that is given."""
         if latents is None:
             device = self._execution_device
             return randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
@@ -351,7 +351,7 @@ class HeadMixDiTPipeline(SampleSizes):
         return self._guidance_scale
 
     def _check_prefix(self, prefix: Any, count: int, size: tuple[int, int, int]) -> Tensor:
-        """Converts the known first frames to [B, channels, T0, H, W] in [-1, 1]; refuses what does not fit."""
+        """Convert the known first frames to [B, channels, T0, H, W] in [-1, 1]; refuses what does not fit."""
         if isinstance(prefix, np.ndarray) and prefix.ndim == 5:
             prefix = torch.from_numpy(prefix).movedim(-1, 2)
         if not isinstance(prefix, Tensor) or prefix.ndim != 5 or not prefix.is_floating_point():
@@ -373,7 +373,7 @@ class HeadMixDiTPipeline(SampleSizes):
         return prefix.to(self._execution_device, torch.float32).transpose(1, 2) * 2 - 1
 
     def _encode(self, clips: Tensor) -> Tensor:
-        """Encodes clips [B, channels, T, H, W] in [-1, 1] into scaled latents [B, C, T, H, W], clip by clip."""
+        """Encode clips [B, channels, T, H, W] in [-1, 1] into scaled latents [B, C, T, H, W], clip by clip."""
         if self.vae is None:
             return clips
         latents = []
@@ -408,7 +408,7 @@ HeadMixVideoDiTPipeline = found_by_diffusers(HeadMixDiTPipeline, "HeadMixVideoDi
 
 
 def require_finite(samples: Tensor) -> Tensor:
-    """Returns samples [B, ...] from an autoencoder; raises `NonFiniteSamplesError` where one holds a non-number."""
+    """Return samples [B, ...] from an autoencoder; raises `NonFiniteSamplesError` where one holds a non-number."""
     bad = (~samples.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
     if bad:
         raise NonFiniteSamplesError(bad, "in the autoencoder")

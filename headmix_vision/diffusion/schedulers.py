@@ -105,7 +105,7 @@ def check_scheduler_class(class_name: str, objective: ObjectiveConfig) -> None:
     fitting = {entry[objective.kind][0] for entry in _TABLE.values() if objective.kind in entry}
     if class_name not in fitting:
         raise InputError(
-            f"{class_name!r} is no scheduler for objective.kind={objective.kind}; these are:"
+            f"{class_name!r} is not a scheduler for objective.kind={objective.kind}; these are:"
             f" {', '.join(sorted(fitting))}"
         )
 

@@ -36,13 +36,13 @@ class SampleSizes(DiffusionPipeline):
 
     @property
     def samples_are(self) -> str:
-        """What messages call the samples, `images` or `videos`; the argument with their number follows from it."""
+        """Name of the samples in messages, `images` or `videos`; the argument with their number follows from it."""
         return "videos" if self.draws_videos else "images"
 
     def check_labels(
         self, class_labels: int | Sequence[int] | Tensor | None, count: int | None, guidance: Guidance
     ) -> Tensor | None:
-        """Returns labels as int64 [B], None for an unconditional model; refuses what does not fit, see `__call__`."""
+        """Return labels as int64 [B], None for an unconditional model; refuses what does not fit, see `__call__`."""
         model, name = self.transformer, f"num_{self.samples_are}"
         if guidance.enabled and not model.has_null_class:
             kind = "unconditional" if model.num_classes == 0 else "trained without label dropout"
@@ -123,7 +123,7 @@ class SampleSizes(DiffusionPipeline):
             )
 
     def image_size(self, height: int | None = None, width: int | None = None) -> tuple[int, int]:
-        """Returns height and width of the images, or frames, in pixels; those of training where None is given."""
+        """Return height and width of the images, or frames, in pixels; those of training where None is given."""
         places_high, places_wide = self._places(height, width)
         return places_high * self._pixels_per_place, places_wide * self._pixels_per_place
 
@@ -141,7 +141,7 @@ class SampleSizes(DiffusionPipeline):
         return downsampling(self.vae) if self.vae is not None else 1
 
     def check_frame_rate(self, frame_rate: float | None) -> float:
-        """Returns the frames a second of the videos, those of training for None; refuses what is no such number."""
+        """Return the frames a second of the videos, those of training for None; refuses what is no such number."""
         if frame_rate is None:
             return float(self.transformer.frame_rate * self._frames_per_place)
         check_numbers(0.01, 1e4, frame_rate=frame_rate)  # GIF shows a frame for 655 s at most
@@ -150,18 +150,18 @@ class SampleSizes(DiffusionPipeline):
     def clip_size(
         self, num_frames: int | None = None, height: int | None = None, width: int | None = None
     ) -> tuple[int, int, int]:
-        """Returns frames, and height and width in pixels, of the videos; those of training where None is given."""
+        """Return frames, and height and width in pixels, of the videos; those of training where None is given."""
         frames = self._latent_size(num_frames, height, width)[0]
         return (frames - 1) * self._frames_per_place + 1, *self.image_size(height, width)
 
     def most_frames(self, limit: int) -> int:
-        """Returns the largest number of frames, of at most `limit`, that fits network and autoencoder; 0 for none."""
+        """Return the largest number of frames, of at most `limit`, that fits network and autoencoder; 0 for none."""
         places = (limit - 1) // self._frames_per_place + 1
         places -= places % self._unit
         return (places - 1) * self._frames_per_place + 1 if places > 0 else 0
 
     def check_frames(self, name: str, frames: Any) -> int:
-        """Returns the latent frames of a number of frames.
+        """Return the latent frames of a number of frames.
 
         Raises:
             InputError: If it fits the network's tubelets, or blocks, or the autoencoder not; it names the nearest that
@@ -180,7 +180,7 @@ class SampleSizes(DiffusionPipeline):
         return (frames - 1) // self._frames_per_place + 1
 
     def count_blocks(self, num_frames: int, known: int = 0) -> int:
-        """Counts how often noise is denoised for a clip: once, or for each block after the known frames."""
+        """Count how often noise is denoised for a clip: once, or for each block after the known frames."""
         if self.transformer.block_frames is None:
             return 1
         places = [(frames - 1) // self._frames_per_place + 1 for frames in (num_frames, known)]
@@ -208,7 +208,7 @@ class SampleSizes(DiffusionPipeline):
         return trained if num_frames is None else self.check_frames("num_frames", num_frames), *places
 
     def _places(self, height: int | None, width: int | None) -> tuple[int, int]:
-        """Converts height and width in pixels to latent places; those of training for None."""
+        """Convert height and width in pixels to latent places; those of training for None."""
         sizes = []
         for name, pixels, axis in (("height", height, -2), ("width", width, -1)):
             unit = self._pixels_per_place * self.transformer.patch_size[axis]
@@ -220,12 +220,12 @@ class SampleSizes(DiffusionPipeline):
 
 
 def latent_channels(vae: ModelMixin) -> int | None:
-    """Counts the channels of an autoencoder's latents; None where its configuration does not tell."""
+    """Count the channels of an autoencoder's latents; None where its configuration does not tell."""
     return vae.config.get("latent_channels", vae.config.get("z_dim"))  # `z_dim` is Wan's name for them
 
 
 def _as_list(class_labels: Any, sample: str) -> list[int]:
-    """Lists labels; torch itself would round 1.5 and take True for 1."""
+    """List labels; torch itself would round 1.5 and take True for 1."""
     if isinstance(class_labels, Tensor | np.ndarray):
         class_labels = class_labels.tolist()
     items = list(class_labels) if isinstance(class_labels, Sequence) and not isinstance(class_labels, str) else None

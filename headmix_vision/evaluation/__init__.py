@@ -8,13 +8,13 @@ The command is `headmix evaluate`. From Python:
 
 from typing import TYPE_CHECKING, Any
 
-from headmix_vision.evaluation.request import FvdRequest, MovingDigitsRequest, ScoreRequest
+from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest, ScoreRequest
 from headmix_vision.extras import require_extra
 
 require_extra("eval", __name__)
 
 if TYPE_CHECKING:
-    from headmix_vision.evaluation.job import Scored, evaluate
+    from headmix_vision.evaluation.score_job import Scored, evaluate
 
 __all__ = ["FvdRequest", "MovingDigitsRequest", "ScoreRequest", "Scored", "evaluate"]
 
@@ -22,6 +22,6 @@ __all__ = ["FvdRequest", "MovingDigitsRequest", "ScoreRequest", "Scored", "evalu
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from headmix_vision.evaluation import job  # imports torch
+    from headmix_vision.evaluation import score_job  # imports torch
 
-    return getattr(job, name)
+    return getattr(score_job, name)

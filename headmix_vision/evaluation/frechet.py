@@ -1,4 +1,4 @@
-"""Computes the moments of features and the Fréchet distance of two Gaussians, in float64.
+"""Moments of features and the Fréchet distance of two Gaussians, in float64.
 
 Shapes: B images of a batch, N images in all, D features.
 """
@@ -55,14 +55,14 @@ class Gaussian:
         """
         values, vectors = torch.linalg.eigh((self.covariance + self.covariance.T) / 2)
         if values[0] < -_NEGATIVE * values.abs().max():
-            raise InputError(f"the covariance is none: its smallest eigenvalue is {values[0].item():.3g}, below 0")
+            raise InputError(f"not a covariance matrix: its smallest eigenvalue is {values[0].item():.3g}, below 0")
         tolerance = len(values) * torch.finfo(values.dtype).eps * values.abs().max()
         keep = values > tolerance
         return vectors[:, keep] * values[keep].sqrt()
 
 
 class Moments:
-    """Accumulates mean and covariance of features that come in batches.
+    """Accumulator of mean and covariance of features that come in batches.
 
     Each batch is centred on its own mean before it is added, and the means are merged by the formula of Chan, Golub
     and LeVeque (1979), so that a mean far from zero costs no digits. Sums are float64.
@@ -74,7 +74,7 @@ class Moments:
         self.scatter = torch.empty(0, 0, dtype=torch.float64)
 
     def update(self, features: Tensor) -> None:
-        """Adds a batch of features [B, D], of any float dtype and on any device.
+        """Add a batch of features [B, D], of any float dtype and on any device.
 
         Raises:
             InputError: Not of the shape [B, D] with the D of earlier batches, or not finite.
@@ -93,7 +93,7 @@ class Moments:
         self.merge(batch)
 
     def merge(self, other: "Moments") -> None:
-        """Adds the features that other moments are of."""
+        """Merge another accumulator into this one."""
         if self.count == 0 or other.count == 0:
             if other.count:
                 self.count, self.mean, self.scatter = other.count, other.mean, other.scatter
@@ -105,7 +105,7 @@ class Moments:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        """Returns the Gaussian with these moments.
+        """Return the Gaussian with these moments.
 
         Raises:
             InputError: Fewer than two images.
@@ -116,7 +116,7 @@ class Moments:
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
-    """Computes |mean_a - mean_b|^2 + tr(C_a) + tr(C_b) - 2 tr((C_a C_b)^(1/2)), Dowson and Landau (1982), equation 4.
+    """Compute |mean_a - mean_b|^2 + tr(C_a) + tr(C_b) - 2 tr((C_a C_b)^(1/2)), Dowson and Landau (1982), equation 4.
 
     With C = F F^T from the eigenvalues of each covariance, the last trace is the sum of the singular values of
     F_a^T F_b. These are the square roots of the eigenvalues of C_a C_b, without taking the root of a number that

@@ -26,7 +26,7 @@ _HALVES, _SHUFFLE = 2, 3  # what random numbers are for
 
 @dataclass(frozen=True)
 class Protocol:
-    """How published numbers were sampled.
+    """Sampling of published numbers.
 
     Args:
         real: Sampling of real clips.
@@ -56,12 +56,12 @@ PROTOCOLS = {
 
 
 def freeze(clips: Tensor, numbers: Sequence[int], seed: int) -> Tensor:
-    """Repeats the first frame of clips [B, C, T, H, W]."""
+    """Repeat the first frame of clips [B, C, T, H, W]."""
     return clips[:, :, :1].expand_as(clips).contiguous()
 
 
 def shuffle(clips: Tensor, numbers: Sequence[int], seed: int) -> Tensor:
-    """Brings the frames of clips [B, C, T, H, W] into an order by chance, by the seed and the number of the clip."""
+    """Bring the frames of clips [B, C, T, H, W] into an order by chance, by the seed and the number of the clip."""
     generators = [torch.Generator().manual_seed(derive_seed(seed, _SHUFFLE, number)) for number in numbers]
     orders = [torch.randperm(clips.shape[2], generator=generator) for generator in generators]
     return torch.stack([clip[:, order] for clip, order in zip(clips, orders, strict=True)])
@@ -95,7 +95,7 @@ def fvd(
     subset_size: int | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Computes the Fréchet video distance of Unterthiner et al. (2018), and what to hold it against.
+    """Compute the Fréchet video distance of Unterthiner et al. (2018), and what to hold it against.
 
     Beside it stand the kernel distance of the same features (`kvd`, as KID; Luo et al. 2024, JEDi, find it steady with
     a sixth of the clips), and the Fréchet distance of single frames (`frame_fid`), where the extractor has features of
@@ -165,7 +165,7 @@ def draw_halves(clips: SampleSet, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def check_clips(real: SampleSet, fake: SampleSet) -> None:
-    """Checks that two sides can be compared.
+    """Check that two sides can be compared.
 
     Raises:
         InputError: Fewer than four real clips, or sizes that differ.

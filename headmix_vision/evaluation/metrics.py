@@ -103,9 +103,9 @@ class ClipMetric:
 
 
 CLIP_METRICS = {
-    "fvd": ClipMetric("clip_job:run_fvd", "Fréchet video distance, kernel distance and controls, of clips"),
+    "fvd": ClipMetric("clip_score_job:run_fvd", "Fréchet video distance, kernel distance and controls, of clips"),
     "moving-digits": ClipMetric(
-        "clip_job:run_moving_digits",
+        "clip_score_job:run_moving_digits",
         "share of frames and clips of moving digits with their label's digit and motion",
     ),
 }

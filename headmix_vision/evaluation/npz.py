@@ -54,7 +54,7 @@ def _open_array(
 
 
 def npz_arrays(path: Path) -> list[str]:
-    """Lists the names of the arrays of an npz file.
+    """List the names of the arrays of an npz file.
 
     Raises:
         InputError: Not an npz file.
@@ -64,7 +64,7 @@ def npz_arrays(path: Path) -> list[str]:
 
 
 def npz_array(path: Path, name: str) -> np.ndarray:
-    """Reads an array of an npz file.
+    """Read an array of an npz file.
 
     Raises:
         InputError: Not an npz file, or a damaged one; no such array; an array of Python objects, or one that exceeds
@@ -105,7 +105,7 @@ def _whole(path: str | Path) -> Iterator[None]:
 
 
 def npz_labels(path: Path) -> Tensor:
-    """Reads the labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
+    """Read the labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
 
     Raises:
         InputError: No npz file, no labels, or other than one integer per image.

@@ -1,4 +1,4 @@
-"""Folders that `headmix-sample` writes: scored when they are complete, or on request as far as they are there."""
+"""Check of folders of samples before scoring: complete, or on request as far as they are there."""
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor

@@ -20,7 +20,7 @@ from torch import Tensor
 from headmix_vision.checks import check_counts
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import CHANNELS, BatchSource, Source, SplitRequest
 from headmix_vision.data.labels import LabelRule
@@ -281,7 +281,7 @@ def _clip_size(
 
 
 def samples_of(source: str, what: str) -> Path:
-    """Finds the path of samples: of a folder of samples that `headmix-sample` wrote, what lies in its `images/`.
+    """Find the path of samples: of a folder of samples that `headmix sample` wrote, what lies in its `images/`.
 
     Raises:
         InputError: An empty name of what is asked for.
@@ -311,7 +311,7 @@ def open_slice(
     background: str = "white",
     labels: LabelRule = UNLABELLED,
 ) -> tuple[Source, slice]:
-    """Opens a data set to score, `NAME[:SPLIT][SLICE]`: its split, and which of its samples are meant.
+    """Open a data set to score, `NAME[:SPLIT][SLICE]`: its split, and which of its samples are meant.
 
     Args:
         source: The data set.
@@ -345,7 +345,7 @@ def open_slice(
 
 
 def _bounds(text: str) -> list[int | None] | None:
-    """Reads START:STOP:STEP, of which each may be missing; None if it is no slice."""
+    """Read START:STOP:STEP, of which each may be missing; None if it is no slice."""
     try:
         bounds = [int(part) if part else None for part in text.split(":")]
     except ValueError:

@@ -23,7 +23,7 @@ from headmix_vision.evaluation.sample_sources import DatasetSamples
 from headmix_vision.evaluation.statistics import Statistics, holds_statistics, read_statistics
 
 Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
-"""Wraps the batches of so many images, to show how far they are."""
+"""Wrapper of the batches of so many images, which shows how far they are."""
 
 MAX_SUBSETS = 100_000
 COPIED = 0.01  # share of held-out images that lie as near to training images as what is called a copy
@@ -32,7 +32,7 @@ RNG_SEED = 2020
 
 
 class Scorer:
-    """Runs an extractor over sets of samples.
+    """Extractor at work on sets of samples.
 
     Args:
         extractor: The feature extractor.
@@ -56,7 +56,7 @@ class Scorer:
         self.progress: Progress = progress or (lambda batches, _: batches)
 
     def statistics(self, images: SampleSet) -> Statistics:
-        """Computes the moments of the features, and of the spatial features where the extractor has them."""
+        """Compute the moments of the features, and of the spatial features where the extractor has them."""
         moments: dict[str, Moments] = {}
         for outputs in self.of_all(images, lambda *batch: {n: v for n, v in batch[-1].items() if n != "logits"}):
             for name, values in outputs.items():
@@ -65,14 +65,14 @@ class Scorer:
         return Statistics(gaussians, images.description, self.extractor.description)
 
     def collect(self, images: SampleSet, name: str = "features") -> Tensor:
-        """Collects all features, or logits, float64 [N, D]."""
+        """Collect all features, or logits, float64 [N, D]."""
         batches = self.of_all(images, lambda first, batch, outputs: {name: outputs[name]})
         return torch.cat([outputs[name] for outputs in batches]).double()
 
     def of_all(
         self, images: SampleSet, pick: Callable[[int, Tensor, dict[str, Tensor]], dict[str, Tensor]]
     ) -> Iterator[dict[str, Tensor]]:
-        """Yields what is made of each batch, on the CPU, in the order of samples, on all processes.
+        """Yield what is made of each batch, on the CPU, in the order of samples, on all processes.
 
         Args:
             images: The samples.
@@ -87,7 +87,7 @@ class Scorer:
         return self.processes.in_turn(made, -(-whole // self.processes.world_size))
 
     def _outputs(self, images: SampleSet) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
-        """Yields what `pick` takes, of the batches of this process."""
+        """Yield what `pick` takes, of the batches of this process."""
         rank, world_size, _ = self.processes
         share = self.progress(images.batches(self.batch_size, rank, world_size), len(images))
         for first, batch in zip(count(rank * self.batch_size, world_size * self.batch_size), share, strict=False):
@@ -111,7 +111,7 @@ def open_side(
     background: str = "white",
     labels: LabelRule = UNLABELLED,
 ) -> SampleSet | Statistics:
-    """Opens one side of a comparison as a user names it: images, or the statistics of images.
+    """Open one side of a comparison as a user names it: images, or the statistics of images.
 
     Where an npz file holds both, statistics are taken if they will do.
 
@@ -138,7 +138,7 @@ def open_side(
 
 
 def fid(scorer: Scorer, real: SampleSet | Statistics, fake: SampleSet | Statistics) -> dict[str, float]:
-    """Computes the Fréchet distance, and `sfid` where both sides have spatial features.
+    """Compute the Fréchet distance, and `sfid` where both sides have spatial features.
 
     Raises:
         InputError: Statistics of another extractor, or sides that cannot be compared.
@@ -158,7 +158,7 @@ def fid(scorer: Scorer, real: SampleSet | Statistics, fake: SampleSet | Statisti
 def kid(
     scorer: Scorer, real: SampleSet, fake: SampleSet, subsets: int = KID_SUBSETS, subset_size: int | None = None
 ) -> dict[str, float]:
-    """Computes the kernel distance of Bińkowski et al. (2018): mean and standard deviation over random subsets.
+    """Compute the kernel distance of Bińkowski et al. (2018): mean and standard deviation over random subsets.
 
     Args:
         scorer: Extractor.
@@ -178,7 +178,7 @@ def kid(
 
 
 def kid_subset_size(smaller: int, subset_size: int | None) -> int:
-    """Sets the samples of a random subset, where the smaller side has so many.
+    """Set the samples of a random subset, where the smaller side has so many.
 
     Raises:
         InputError: More than that, or fewer than two.
@@ -190,7 +190,7 @@ def kid_subset_size(smaller: int, subset_size: int | None) -> int:
 
 
 def kernel_distance(first: Tensor, second: Tensor, subsets: int, subset_size: int) -> tuple[float, float]:
-    """Computes the squared maximum mean discrepancy with the kernel (x y / D + 1)^3, unbiased, over random subsets.
+    """Compute the squared maximum mean discrepancy with the kernel (x y / D + 1)^3, unbiased, over random subsets.
 
     Args:
         first: Features of one side, float64 [N, D].
@@ -209,7 +209,7 @@ def kernel_distance(first: Tensor, second: Tensor, subsets: int, subset_size: in
 
 
 def inception_score(scorer: Scorer, fake: SampleSet, splits: int = SPLITS) -> dict[str, float]:
-    """Computes the inception score of Salimans et al. (2016), from the classifier's probabilities.
+    """Compute the inception score of Salimans et al. (2016), from the classifier's probabilities.
 
     Raises:
         InputError: More splits than images.
@@ -225,7 +225,7 @@ def inception_score(scorer: Scorer, fake: SampleSet, splits: int = SPLITS) -> di
 def precision_recall(
     scorer: Scorer, real: SampleSet, fake: SampleSet, neighbours: int = NEIGHBOURS
 ) -> dict[str, float]:
-    """Computes the improved precision and recall of Kynkäänniemi et al. (2019).
+    """Compute the improved precision and recall of Kynkäänniemi et al. (2019).
 
     Raises:
         InputError: Not more images than neighbours.
@@ -242,7 +242,7 @@ def precision_recall(
 
 
 def accuracy(scorer: Scorer, fake: SampleSet, labels: Tensor) -> dict[str, float]:
-    """Computes the share of generated images that the classifier assigns to the class they were asked for.
+    """Compute the share of generated images that the classifier assigns to the class they were asked for.
 
     Args:
         scorer: Extractor.
@@ -268,7 +268,7 @@ def accuracy(scorer: Scorer, fake: SampleSet, labels: Tensor) -> dict[str, float
 
 
 def check_judge(extractor: FeatureExtractor, images: SampleSet) -> None:
-    """Checks that the classes of a classifier are those of images, as far as it is known.
+    """Check that the classes of a classifier are those of images, as far as it is known.
 
     Raises:
         InputError: A network that judges no labels, or other classes than those of the data set.
@@ -292,7 +292,7 @@ def check_judge(extractor: FeatureExtractor, images: SampleSet) -> None:
 
 
 def nearest(features: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds for each image the nearest one of others.
+    """Find for each image the nearest one of others.
 
     Args:
         features: Features of the images, float64 [N, D].
@@ -306,7 +306,7 @@ def nearest(features: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def neighbours(scorer: Scorer, real: SampleSet, fake: SampleSet, held_out: SampleSet) -> dict[str, float]:
-    """Compares how near generated images lie to training images with how near held-out images do.
+    """Compare how near generated images lie to training images with how near held-out images do.
 
     Args:
         scorer: Extractor.
@@ -335,7 +335,7 @@ def neighbours(scorer: Scorer, real: SampleSet, fake: SampleSet, held_out: Sampl
 
 
 def check_sizes(real: SampleSet | Statistics, fake: SampleSet | Statistics) -> None:
-    """Raises InputError if the samples of the two sides are known to be of different sizes (frames included)."""
+    """Raise InputError if the samples of the two sides are known to be of different sizes (frames included)."""
     sizes: Sequence[Any] = [side.description.get("size") for side in (real, fake)]
     if None not in sizes and list(sizes[0]) != list(sizes[1]):
         raise InputError(

@@ -28,7 +28,7 @@ _EXTRACTOR = {"name": str, "sha256": str}
 
 @dataclass(frozen=True)
 class Statistics:
-    """Holds the moments of one side of a comparison.
+    """Moments of one side of a comparison.
 
     Args:
         gaussians: By the name of the features: `features`, and `spatial` where there are any.
@@ -42,7 +42,7 @@ class Statistics:
 
 
 def write_statistics(path: Path, statistics: Statistics) -> None:
-    """Writes a safetensors statistics file."""
+    """Write a safetensors statistics file."""
     tensors: dict[str, torch.Tensor] = {}
     for name, gaussian in statistics.gaussians.items():
         mean, covariance = _FEATURE_SETS[name]
@@ -52,7 +52,7 @@ def write_statistics(path: Path, statistics: Statistics) -> None:
 
 
 def holds_statistics(path: Path) -> bool:
-    """Tells whether a file holds statistics, of whatever extractor, not only images.
+    """Return whether a file holds statistics, of whatever extractor, not only images.
 
     ADM's references hold both: the statistics of all images, and some of the images for the other scores.
 
@@ -66,7 +66,7 @@ def holds_statistics(path: Path) -> bool:
 
 
 def read_statistics(path: Path) -> Statistics:
-    """Reads a statistics file: safetensors of `write_statistics`, or an `.npz` with mu and sigma as ADM publishes.
+    """Read a statistics file: safetensors of `write_statistics`, or an `.npz` with mu and sigma as ADM publishes.
 
     Raises:
         InputError: Damaged, without mu and sigma, or with values that are no moments: not finite, a covariance that is
@@ -81,7 +81,7 @@ def _read_safetensors(path: Path) -> Statistics:
         header = (file.metadata() or {}).get(_HEADER)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     if header is None:
-        raise InputError(f"{path} is no statistics file: make one with headmix-evaluate stats")
+        raise InputError(f"{path} is not a statistics file: make one with headmix evaluate stats")
     described = parse_json(header, f"the header of {path}")
     described = check_fields(f"the header of {path}", described, {"images": dict, "extractor": dict | None})
     images = check_fields(f"the header of {path}, images", described["images"], _IMAGES)

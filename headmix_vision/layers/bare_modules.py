@@ -1,4 +1,4 @@
-"""Find out whether the weights of a module may be applied elsewhere, or the module has to be called."""
+"""Test whether the weights of a module may be applied outside of it, or the module has to be called."""
 
 from __future__ import annotations
 

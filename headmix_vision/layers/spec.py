@@ -1,4 +1,4 @@
-"""The sizes of an attention layer, for its head mix and its core."""
+"""Sizes of an attention layer, for its core and its head mix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registers the models with timm."""
+"""Models, registered with timm."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Autoencoders of diffusers, of images and of videos, behind one face: pixels in, scaled latents out, and back.
+"""One interface to the autoencoders of diffusers for images and videos: pixels in, scaled latents out, and back.
 
 Shapes: B images or clips, C image channels, T frames, H and W pixels, c latent channels, t latent frames, h and w
 latent places.
@@ -21,7 +21,7 @@ PIXELS = "none"
 
 @dataclass(frozen=True)
 class LatentScale:
-    """Brings latents to unit scale: (latent - shift) * scale, each a number or one per channel.
+    """Linear map of latents to unit scale: (latent - shift) * scale, each a number or one per channel.
 
     Args:
         scale: Factor after the shift.
@@ -32,11 +32,11 @@ class LatentScale:
     shift: float | list[float] = 0.0
 
     def apply(self, latents: Tensor) -> Tensor:
-        """Scales latents [B, C, *grid]: images of an autoencoder or clips, the channels stand second."""
+        """Scale latents [B, C, *grid]: images of an autoencoder or clips, the channels stand second."""
         return (latents - self._tensor(self.shift, latents)) * self._tensor(self.scale, latents)
 
     def undo(self, latents: Tensor) -> Tensor:
-        """Inverts `apply`."""
+        """Invert `apply`."""
         return latents / self._tensor(self.scale, latents) + self._tensor(self.shift, latents)
 
     @staticmethod
@@ -96,12 +96,12 @@ class Autoencoder:
         }
 
     def check_size(self, height: int, width: int) -> None:
-        """Raises InputError if an image size does not divide into latent places."""
+        """Raise InputError if an image size does not divide into latent places."""
         if height % self.downsampling or width % self.downsampling:
-            raise InputError(f"image size {height}x{width} is no multiple of {self.downsampling}, the autoencoder's")
+            raise InputError(f"image size {height}x{width} is not a multiple of {self.downsampling}, the autoencoder's")
 
     def check_frames(self, frames: int) -> None:
-        """Raises InputError if a number of frames does not divide into latent frames; it names the nearest that do."""
+        """Raise InputError if a number of frames does not divide into latent frames; it names the nearest that do."""
         step = self.time_downsampling or 1
         if (frames - 1) % step:
             below = (frames - 1) // step * step + 1
@@ -111,16 +111,16 @@ class Autoencoder:
             )
 
     def latent_frames(self, frames: int) -> int:
-        """Counts the latent frames of a clip."""
+        """Count the latent frames of a clip."""
         return (frames - 1) // (self.time_downsampling or 1) + 1
 
     def frames(self, latent_frames: int) -> int:
-        """Counts the frames that latent frames are decoded into."""
+        """Count the frames that latent frames are decoded into."""
         return (latent_frames - 1) * (self.time_downsampling or 1) + 1
 
     @torch.inference_mode()
     def moments(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Encodes images or clips into mean and standard deviation of their latents, not yet scaled.
+        """Encode images or clips into mean and standard deviation of their latents, not yet scaled.
 
         Args:
             images: Float [B, C, H, W] or [B, C, T, H, W] in [0, 1].
@@ -160,7 +160,7 @@ class Autoencoder:
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decodes scaled latents into pixels.
+        """Decode scaled latents into pixels.
 
         Args:
             latents: [B, c, h, w] of images, [B, c, t, h, w] of clips.
@@ -186,7 +186,7 @@ class Autoencoder:
 def load_autoencoder(
     source: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, fetch: bool = True
 ) -> Autoencoder:
-    """Loads an autoencoder of images or of videos of diffusers.
+    """Load an autoencoder of images or of videos of diffusers.
 
     Args:
         source: A local directory with `config.json` and weights, also a pipeline's directory with `vae/`; a hub id; or
@@ -261,13 +261,13 @@ def _cached(source: str) -> str:
 
 
 def downsampling(module: Any) -> int:
-    """Counts the pixels of an image per latent place, along one axis."""
+    """Count the pixels of an image per latent place, along one axis."""
     ratio = getattr(module, "spatial_compression_ratio", None)
     return int(ratio or 2 ** (len(module.config.block_out_channels) - 1))
 
 
 def time_downsampling(module: Any) -> int | None:
-    """Counts the frames of a clip per latent frame after the first; None of an autoencoder of images."""
+    """Count the frames of a clip per latent frame after the first; None of an autoencoder of images."""
     if not any(isinstance(part, nn.Conv3d) for part in module.modules()):
         return None
     levels = module.config.get("temperal_downsample")  # of Wan, whose stated factor need not be that of its levels
@@ -278,7 +278,7 @@ def time_downsampling(module: Any) -> int | None:
 
 
 def latent_scale(module: Any) -> LatentScale:
-    """Reads the scale that an autoencoder states, by the rule of diffusers' pipelines.
+    """Read the scale that an autoencoder states, by the rule of diffusers' pipelines.
 
     Args:
         module: The autoencoder; its configuration will do, but for LTX, whose means lie among the weights.
@@ -293,5 +293,5 @@ def latent_scale(module: Any) -> LatentScale:
 
 
 def _to_clips(frames: Tensor, count: int) -> Tensor:
-    """Joins frames [B T, C, H, W] to clips [B, C, T, H, W]."""
+    """Join frames [B T, C, H, W] to clips [B, C, T, H, W]."""
     return frames.unflatten(0, (count, -1)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Networks whose sizes come from a file or an option are built only where memory is left for their weights."""
+"""Limits of memory for networks whose sizes come from a file or an option."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -55,7 +55,7 @@ def _sizes(arguments: Mapping[str, Any]) -> str:
 
 
 class _Counting(TorchDispatchMode):
-    """Counts the tensors that are made by their shape, before they are made.
+    """Count of the tensors that are made by their shape, before they are made.
 
     Args:
         what: The network that they belong to.

@@ -1,4 +1,4 @@
-"""Compresses the key and value heads of a trained model into fewer component heads.
+"""Compression of the key and value heads of a trained model into fewer component heads.
 
 H heads, D head dim, C width, h' component heads.
 """
@@ -17,7 +17,7 @@ from headmix_vision.layers import ExplicitHeads, HeadMixAttention
 
 
 class LayerErrors(NamedTuple):
-    """What a layer loses: the relative Frobenius error of the projections composed of h' heads against the trained.
+    """Loss of a layer: relative Frobenius error of the projections composed of h' heads against the trained ones.
 
     Attributes:
         layer: name of the attention layer in the model.
@@ -58,7 +58,7 @@ def compress_heads(model: nn.Module, component_heads: int) -> Compression:
         arguments = {"head_mix_args": {"component_heads": 1}, "output_norm": False}
         timm.create_model("deit_softmax_mea_digits", checkpoint_path="compressed.safetensors", **arguments)
 
-        headmix-train-cls fit -c digits --model.name deit_softmax_mea_digits --model.model_args.output_norm false \\
+        headmix train-cls fit -c digits --model.name deit_softmax_mea_digits --model.model_args.output_norm false \\
             --model.model_args.head_mix_args '{component_heads: 1}' --model.checkpoint compressed.safetensors
 
     A softmax model of timm, or an official DiT, is compressed after :mod:`headmix_vision.models.convert` (or

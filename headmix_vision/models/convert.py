@@ -1,4 +1,4 @@
-"""Turns the weights of a trained DeiT or ViT, timm's or one of ours, into those of a mixed-head model."""
+"""Conversion of trained weights, of timm's DeiT and ViT or of our models, to a mixed-head model."""
 
 from __future__ import annotations
 

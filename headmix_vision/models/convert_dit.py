@@ -1,8 +1,7 @@
-"""Loads weights of the official DiT (facebookresearch key names), of SiT, or of another of ours, into a mixed-head DiT.
+"""Conversion of weights to a mixed-head DiT: from the official DiT (facebookresearch key names), SiT, or our models.
 
-SiT's weights have DiT's names and shapes, and mean something else: its time runs from noise (0) to data (1), and its
-velocity points to the data. An image model's weights become those of a video model that is the same function of a
-still.
+SiT's weights have DiT's names and shapes but another meaning: its time runs from noise (0) to data (1), and its
+velocity points to the data. Weights of an image model become a model of clips that computes the same for a still.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turns a Sana image transformer of diffusers, whose attention is linear, into one with MHLA.
+"""Conversion of a Sana image transformer of diffusers, whose attention is linear, to MHLA.
 
 B batch, N = H * W tokens, C width, M blocks.
 """
@@ -30,7 +30,7 @@ _EPS = 1e-15  # of Sana's denominator
 
 
 class SanaMHLAProcessor(nn.Module):
-    """Computes MHLA (arXiv 2601.07832) from the projections of a Sana layer: ReLU features, denominator plus 1e-15.
+    """MHLA (arXiv 2601.07832) from the projections of a Sana layer: ReLU features, denominator plus 1e-15.
 
     With equal mixing weights this is Sana's linear attention. Sums and their quotient are float32 at least, as there.
 

@@ -1,4 +1,4 @@
-"""Turns a Wan video transformer of diffusers into one with MHLA self-attention, and maps published weights of such.
+"""Conversion of a Wan video transformer of diffusers to MHLA self-attention, also of published MHLA weights.
 
 B batch, N = T * H * W tokens, C width, H heads, D head dim, M blocks.
 """
@@ -37,7 +37,7 @@ _OPEN_GATE = 1.2784645427610738  # SiLU of this is 1
 
 
 class GridRotary(nn.Module):
-    """Gives each layer the token grid of the call beside its rotary tables: cos and sin [1, N, 1, D], (T, H, W)."""
+    """Rotary tables of the call with its token grid beside them: cos and sin [1, N, 1, D], (T, H, W)."""
 
     def __init__(self, rotary: nn.Module, patch_size: tuple[int, int, int]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class GridRotary(nn.Module):
 
 
 class WanSoftmaxProcessor(WanAttnProcessor):
-    """Computes the self-attention of diffusers in the layers that keep it."""
+    """Self-attention of diffusers, for the layers that keep it."""
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ class WanSoftmaxProcessor(WanAttnProcessor):
 
 
 class WanMHLAProcessor(nn.Module):
-    """Computes MHLA (arXiv 2601.07832) from the projections and norms of a Wan self-attention layer.
+    """MHLA (arXiv 2601.07832) from the projections and norms of a Wan self-attention layer.
 
     Features are ReLU + eps of the normed queries and keys, rotated by Wan's rotary positions in the numerator alone;
     each head's output has an RMSNorm of its own and, if there is a gate, is multiplied by SiLU of a projection of the

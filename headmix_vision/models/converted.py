@@ -1,4 +1,4 @@
-"""What models of diffusers share whose self-attention was replaced by MHLA: options, loading, mixing matrices."""
+"""Base class of diffusers models whose self-attention was replaced by MHLA: options, loading, mixing matrices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headmix_vision.ops import TokenBlocks
 
 
 class ConvertedModel:
-    """Comes before a model class of diffusers, whose constructor arguments its subclass takes beside its own."""
+    """Base class to put before a model class of diffusers; a subclass takes the constructor arguments of both."""
 
     @staticmethod
     def _get_init_keys(input_class: type) -> set[str]:

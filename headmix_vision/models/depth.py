@@ -1,4 +1,4 @@
-"""Tells the layers of a model apart: which of them mix heads, which attend to all tokens, which are softmax."""
+"""Choice of core and head mix for each layer of a model."""
 
 from __future__ import annotations
 

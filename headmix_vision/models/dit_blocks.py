@@ -19,7 +19,7 @@ from headmix_vision.layers.positions import Rotation
 
 
 class PatchEmbedding(nn.Module):
-    """Projects non-overlapping patches: [B, C, *sizes] -> [B, N, D] in raster order, contiguous."""
+    """Projection of non-overlapping patches: [B, C, *sizes] -> [B, N, D] in raster order, contiguous."""
 
     def __init__(self, patch: tuple[int, ...], in_channels: int, dim: int, **factory: Any) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class PatchEmbedding(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Runs attention and MLP, modulated by a condition (adaLN-Zero).
+    """Transformer block: attention and MLP, modulated by a condition (adaLN-Zero).
 
     Shape:
         ``x`` [B, N, D] and ``c`` [B, D], or [B, F, D] for F parts of N / F consecutive tokens -> [B, N, D].
@@ -73,7 +73,7 @@ class DiTBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Runs a modulated norm and projects to patches: [B, N, D] and a condition -> [B, N, numbers of a patch]."""
+    """Modulated norm and projection to patches: [B, N, D] and a condition -> [B, N, numbers of a patch]."""
 
     def __init__(self, dim: int, patch_numbers: int, **factory: Any) -> None:
         super().__init__()
@@ -88,5 +88,5 @@ class FinalLayer(nn.Module):
 
 
 def _by_frame(modulation: Tensor) -> Tensor:
-    """Give a modulation [B, D] or [B, F, D] the axes of tokens by frame: [B, F, 1, D]."""
+    """Reshape a modulation [B, D] or [B, F, D] to [B, F, 1, D], the axes of tokens by frame."""
     return modulation[:, None, None] if modulation.ndim == 2 else modulation[:, :, None]

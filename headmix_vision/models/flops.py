@@ -1,4 +1,4 @@
-"""Counts the operations of whole models."""
+"""Operations of whole models."""
 
 from __future__ import annotations
 

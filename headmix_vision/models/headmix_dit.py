@@ -46,7 +46,7 @@ _OF_CLIPS = (("frame_rate", None), ("positions", "sincos"))
 
 
 class ClipState(NamedTuple):
-    """What the layers keep of the first frames of a clip.
+    """State of the layers after the first frames of a clip.
 
     Attributes:
         grid: tokens along time, height and width, of the whole clip or, for ``causal="rows"``, of a row of blocks.
@@ -109,9 +109,9 @@ class HeadMixDiT(FeaturedModel):
         diffusers' ``Transformer2DModelOutput``, False a tuple.
 
     Raises:
-        InputError: if a size is no multiple of the patch size or, in patches, below the block grid; if the width is no
-            multiple of 4; if channels, times or labels do not fit, or a label is out of range; if a frame rate is given
-            for images; for ``"rope"`` with a core that cannot rotate; if an option is unknown or out of range.
+        InputError: if a size is not a multiple of the patch size or, in patches, below the block grid; if the width is
+            not a multiple of 4; if channels, times or labels do not fit, or a label is out of range; if a frame rate is
+            given for images; for ``"rope"`` with a core that cannot rotate; if an option is unknown or out of range.
     """
 
     ignore_for_config = ("device", "dtype")
@@ -343,8 +343,8 @@ class HeadMixDiT(FeaturedModel):
         out = self._unpatch(self.final_layer(tokens, c), piece)
         return out, ClipState(grid, first + tokens.shape[1], tuple(layers))
 
-    def spread_tokens(self, group: TokenRanks | ProcessGroup | DeviceMesh | None, axis: int | None = None) -> None:
-        """Spread the tokens of each sample over the ranks of a group: context parallelism.
+    def context_parallel(self, group: TokenRanks | ProcessGroup | DeviceMesh | None, axis: int | None = None) -> None:
+        """Divide the tokens of each sample among the ranks of a group.
 
         As in diffusers, every rank is called with the same whole input and returns the whole output; in between it has
         the tokens of a part of the image or clip. In an attention layer the ranks exchange summaries of blocks, whose
@@ -384,6 +384,8 @@ class HeadMixDiT(FeaturedModel):
             layer.set_ranks(ranks)
         self.ranks = ranks
 
+    spread_tokens = context_parallel  # the former name
+
     def _check_input(self, x: Tensor) -> None:
         if x.ndim != 2 + len(self.patch_size) or x.shape[1] != self.in_channels:
             axes = ", ".join(("T", "H", "W")[-len(self.patch_size) :])
@@ -418,7 +420,7 @@ class HeadMixDiT(FeaturedModel):
         if not all(sizes) or any(size % p for size, p in zip(sizes, self.patch_size, strict=True)):
             given = "x".join(map(str, sizes))
             p = "x".join(map(str, self.patch_size))
-            raise InputError(f"latent size {given} is no multiple of the patch size {p}.")
+            raise InputError(f"latent size {given} is not a multiple of the patch size {p}.")
         return tuple(size // p for size, p in zip(sizes, self.patch_size, strict=True))
 
     def _embed_times(self, x: Tensor, t: Tensor) -> Tensor:

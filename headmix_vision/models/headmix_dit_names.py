@@ -1,4 +1,4 @@
-"""Names the diffusion transformers and registers them with timm.
+"""Names of the diffusion transformers in timm.
 
 The network, and with it diffusers, is imported when a model is made.
 """

@@ -36,7 +36,7 @@ __all__ = ["HeadMixVisionTransformer"]  # timm appends the registered names
 
 
 class _AttentionArguments(nn.Module):
-    """Stands in for an attention layer until the token grid is known: timm builds blocks before telling it."""
+    """Placeholder of an attention layer until the token grid is known: timm builds blocks before it names the grid."""
 
     def __init__(self, dim: int, **kwargs: Any) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def _check_image_fits(
     """Return both sizes as pairs, or raise InputError unless the image is whole patches."""
     image, patch = pair("img_size", img_size), pair("patch_size", patch_size)
     if image[0] % patch[0] or image[1] % patch[1]:
-        raise InputError(f"img_size {image} is no multiple of the patch size {patch}.")
+        raise InputError(f"img_size {image} is not a multiple of the patch size {patch}.")
     return image, patch
 
 

@@ -9,7 +9,7 @@ LITE0_MODEL, LITE0_PACKAGE = "tf_efficientnet_lite0", "efficientnet-lite0-pytorc
 
 
 def lite0_state(state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Gives the weights of the package the names of timm's `tf_efficientnet_lite0`, whose tensors and order it has.
+    """Rename the weights of the package to the names of timm's `tf_efficientnet_lite0`, whose tensors and order it has.
 
     Args:
         state: The tensors of the package's `.pth` file.

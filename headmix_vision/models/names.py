@@ -1,4 +1,4 @@
-"""Names the models: every family with every core and every head mix.
+"""Names of the models: every family with every core and every head mix.
 
 A name is ``{family}_{attention}_{member}``, such as ``deit_mhla_small``: the attention is a core, ``mhla``, or a core
 with a mix, ``mhla_iha``; a mix alone, ``iha``, is short for that mix over softmax. The module of a model calls

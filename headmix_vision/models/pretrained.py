@@ -2,8 +2,8 @@
 
 Each file of `weights/` holds the averaged weights after the last epoch of the recipe `digits`, seed 0, on a CPU:
 
-    OMP_NUM_THREADS=1 headmix-train-cls fit -c digits --model.name NAME --run-dir RUN --trainer.accelerator cpu
-    headmix-export RUN --checkpoint last --out headmix_vision/models/weights/NAME.safetensors
+    OMP_NUM_THREADS=1 headmix train-cls fit -c digits --model.name NAME --run-dir RUN --trainer.accelerator cpu
+    headmix export RUN --checkpoint last --out headmix_vision/models/weights/NAME.safetensors
 """
 
 from pathlib import Path

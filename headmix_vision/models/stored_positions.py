@@ -1,4 +1,4 @@
-"""Finds the token grid of stored position embeddings, and carries them over to the grid of a model.
+"""Token grids of stored position embeddings, and resampling to the grid of a model.
 
 A number of positions tells no grid: 36 are 4 x 9 or 6 x 6. State dicts of our models name it in their metadata, which
 torch.save keeps and safetensors does not. Of other weights it is the grid of the images' size in the configuration

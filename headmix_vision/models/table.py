@@ -1,10 +1,10 @@
-"""Prints models as a table in Markdown: `python -m headmix_vision.models.table [PATTERN ...]`."""
+"""Table of models in Markdown: `python -m headmix_vision.models.table [PATTERN ...]`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
 from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.errors import one_line_errors
-from headmix_vision.models.listing import Listed, describe, find_names
+from headmix_vision.models.model_list import Listed, describe, find_names
 
 
 def rows(models: Iterable[Listed]) -> Iterator[str]:
@@ -17,7 +17,7 @@ def rows(models: Iterable[Listed]) -> Iterator[str]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line; wrong input ends the process with one line and exit status 2."""
+    """Run the command line; wrong input ends the process with one line and exit status 2."""
     parser = OneLineParser(prog="python -m headmix_vision.models.table", description="Print models in Markdown.")
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names, with * and ?; they keep their order")
     options = parser.parse_args(args)

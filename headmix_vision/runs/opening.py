@@ -19,10 +19,10 @@ from headmix_vision.runs.networks import create_network, export_arguments, load_
 
 
 def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """Opens a trained network alone, without data or autoencoder, in evaluation mode and on the CPU.
+    """Open a trained network alone, without data or autoencoder, in evaluation mode and on the CPU.
 
     Args:
-        path: A run directory, a `.ckpt` file, a `.safetensors` file or a pipeline directory of `headmix-export`, or the
+        path: A run directory, a `.ckpt` file, a `.safetensors` file or a pipeline directory of `headmix export`, or the
             name of a model whose weights come with the package.
         checkpoint: Of a run directory: `best`, `last` or a file; the best one when None, of a generator the last.
         raw: The weights being trained instead of their moving average; not of an export, which has one kind.
@@ -49,7 +49,7 @@ def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False
 
 
 def load_export(path: Path) -> tuple[str, nn.Module]:
-    """Loads the classifier that `headmix-export` wrote to a file.
+    """Load the classifier that `headmix export` wrote to a file.
 
     Args:
         path: The `.safetensors` file.
@@ -62,7 +62,7 @@ def load_export(path: Path) -> tuple[str, nn.Module]:
     """
     described = export_arguments(path)
     if described is None:
-        raise InputError(f"{path} does not say of which model it is: it was not written by headmix-export")
+        raise InputError(f"{path} does not say of which model it is: it was not written by headmix export")
     name, arguments = described
     if not timm.is_model(name):
         raise InputError(f"{path} is of the model {name!r}, which timm does not know here")
@@ -73,7 +73,7 @@ def load_export(path: Path) -> tuple[str, nn.Module]:
 
 
 def export_class_names(path: Path) -> list[str] | None:
-    """Reads the names of the classes of an exported classifier; None where they are not known.
+    """Read the names of the classes of an exported classifier; None where they are not known.
 
     Raises:
         InputError: If the file is damaged.
@@ -108,7 +108,7 @@ def _open_export(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     if path.suffix != ".safetensors" or not path.is_file():
         raise InputError(
             f"{path} is neither a run directory (with {CHECKPOINTS}/), nor a .ckpt, nor a .safetensors of"
-            f" headmix-export, nor an exported pipeline (with {INDEX}), nor a model that comes with weights"
+            f" headmix export, nor an exported pipeline (with {INDEX}), nor a model that comes with weights"
             f" ({', '.join(CORRECT)})"
         )
     name, network = load_export(path)

@@ -1,4 +1,4 @@
-"""Draws many samples with captions into one picture, for people to look at."""
+"""Contact sheets: many samples with captions in one picture, for people to look at."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def draw_grid(
     columns: int | None = None,
     min_side: int = 48,
 ) -> np.ndarray:
-    """Draws images side by side with a caption below each and a title above all; clips play side by side.
+    """Draw images side by side with a caption below each and a title above all; clips play side by side.
 
     Args:
         images: uint8 [N, H, W, channels], 1 or 3 channels, or clips [N, T, H, W, channels].
@@ -65,7 +65,7 @@ def draw_grid(
 def draw_strips(
     clips: np.ndarray, captions: Sequence[str] | None, title: str, frame_rate: float, frames: int = 8
 ) -> np.ndarray:
-    """Draws clips one below the other, as frames at equal distances from the first to the last one.
+    """Draw clips one below the other, as frames at equal distances from the first to the last one.
 
     Args:
         clips: uint8 [N, T, H, W, channels].

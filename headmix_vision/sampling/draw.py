@@ -54,7 +54,7 @@ class ClipPlan:
     block: int | None = None
 
     def known_frames(self, pipeline: Any) -> list[int]:
-        """Lists of each piece how many of its frames are known before."""
+        """List of each piece how many of its frames are known before."""
         there = 0 if self.start is None else len(self.start)
         if self.window is None:
             return [there]
@@ -66,11 +66,11 @@ class ClipPlan:
         return pieces
 
     def count_passes(self, pipeline: Any) -> int:
-        """Counts how often noise is denoised for a clip."""
+        """Count how often noise is denoised for a clip."""
         return sum(pipeline.count_blocks(self.window or self.num_frames, n) for n in self.known_frames(pipeline))
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings as plain values for a JSON file."""
+        """Return the settings as plain values for a JSON file."""
         start = self.start
         return {
             "num_frames": self.num_frames,
@@ -110,20 +110,20 @@ class SamplingPlan:
     spacing: str | None = None
 
     def labels(self, indices: Iterable[int]) -> list[int] | None:
-        """Returns the labels of samples."""
+        """Return the labels of samples."""
         return None if self.classes is None else [self.classes[index % len(self.classes)] for index in indices]
 
     def generator(self, index: int) -> torch.Generator:
-        """Makes the random numbers of a sample; on the CPU, so that every device starts from the same noise."""
+        """Make the random numbers of a sample; on the CPU, so that every device starts from the same noise."""
         return torch.Generator().manual_seed(derive_seed(self.seed, index))
 
     def guidances(self) -> list[Guidance]:
-        """Lists the guidance of samples, and that of pieces of clips that go on from known frames, if it is another."""
+        """List the guidance of samples, and that of pieces of clips that go on from known frames, if it is another."""
         scale = None if self.clips is None else self.clips.guidance
         return [self.guidance, *([] if scale is None else [replace(self.guidance, scale=scale)])]
 
     def describe(self) -> str:
-        """Says how samples are drawn."""
+        """Return in words how samples are drawn."""
         first, *known = self.guidances()
         guidance = f"guidance {first.scale:g}" + ("" if first.interval == (0.0, 1.0) else f" within {first.interval}")
         guidance += "".join(f" and {other.scale:g} where frames are known" for other in known)
@@ -131,7 +131,7 @@ class SamplingPlan:
         return f"{self.scheduler}{spacing}, {self.steps} steps, {guidance}, seed {self.seed}"
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings as plain values for a JSON file."""
+        """Return the settings as plain values for a JSON file."""
         values = asdict(replace(self, clips=None))
         values["guidance"]["interval"] = list(self.guidance.interval)
         del values["clips"]
@@ -142,7 +142,7 @@ class SamplingPlan:
 def sample_batch(
     pipeline: HeadMixDiTPipeline, plan: SamplingPlan, indices: Sequence[int], **options: Any
 ) -> np.ndarray:
-    """Draws samples by their indices: images, uint8 [N, H, W, channels], or clips, uint8 [N, T, H, W, channels].
+    """Draw samples by their indices: images, uint8 [N, H, W, channels], or clips, uint8 [N, T, H, W, channels].
 
     Options are those of the pipeline's call.
 
@@ -172,7 +172,7 @@ def sample_batch(
 
 
 def draw_clips(pipeline: HeadMixDiTPipeline, clips: ClipPlan, count: int, options: dict[str, Any]) -> np.ndarray:
-    """Draws clips: uint8 [N, T, H, W, C].
+    """Draw clips: uint8 [N, T, H, W, C].
 
     Args:
         pipeline: The generator.
@@ -211,7 +211,7 @@ def draw_samples(
     progress: Callable[[float], None],
     npz: bool = False,
 ) -> None:
-    """Draws the missing ones of the samples 0 to `num` - 1, then grid, metadata and npz.
+    """Draw the missing ones of the samples 0 to `num` - 1, then grid, metadata and npz.
 
     Every batch the network sees has `batch_size` samples, the last one filled up: with the same batch size a sample is
     equal bit for bit however many are missing and however many processes share them. With another batch size float32
@@ -273,7 +273,7 @@ def finish(
     metadata: dict[str, Any],
     npz: bool,
 ) -> None:
-    """Writes the grid, the npz file if asked for, and at last the metadata of a complete folder."""
+    """Write the grid, the npz file if asked for, and at last the metadata of a complete folder."""
     labels = plan.labels(range(num))
     folder.complete_samples(num)
     count = min(num, GRID_IMAGES, max(1, GRID_PIXELS // math.prod(folder.read_sample(0).shape[:-1])))

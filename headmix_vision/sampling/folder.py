@@ -60,7 +60,7 @@ class SampleFolder:
         self.path, self.frame_rate, self.form = path, frame_rate, form
 
     def sample_path(self, index: int) -> Path:
-        """Names the file of a sample."""
+        """Name the file of a sample."""
         return self.path / IMAGES / f"{index:06d}.png"
 
     def watched_path(self, index: int) -> Path | None:
@@ -72,7 +72,7 @@ class SampleFolder:
         return self.path / VIDEOS / f"{index:06d}.{self.form}"
 
     def check(self, settings: dict[str, Any], num: int) -> None:
-        """Checks that samples with these settings may be written here; touches nothing.
+        """Check that samples with these settings may be written here; touches nothing.
 
         Raises:
             InputError: If there are files of someone else, samples with other settings, or more samples than `num`.
@@ -95,7 +95,7 @@ class SampleFolder:
                 foreign.append(folder)
         foreign += [name for name in self.files if (self.path / name).is_dir()]
         if foreign:
-            raise InputError(f"{self.path} holds {foreign[0]}, which is no sample; choose another --out")
+            raise InputError(f"{self.path} holds {foreign[0]}, which is not a sample; choose another --out")
         if METADATA not in inside:
             if inside:
                 raise InputError(f"{self.path} holds samples without {METADATA}; choose another --out")
@@ -112,14 +112,14 @@ class SampleFolder:
             raise InputError(f"{self.path} holds sample {max(existing)} already, --num is {num}; choose another --out")
 
     def existing(self) -> set[int]:
-        """Lists the indices of the samples that are there."""
+        """List the indices of the samples that are there."""
         if not (self.path / IMAGES).is_dir():
             return set()
         names = (entry.name for entry in (self.path / IMAGES).iterdir())
         return {int(name.removesuffix(".png")) for name in names if _IMAGE_NAME.fullmatch(name)}
 
     def damaged(self, indices: set[int], shape: tuple[int, ...]) -> set[int]:
-        """Lists those of the samples whose files are damaged, or are of another shape, as `write_sample` takes them."""
+        """List those of the samples whose files are damaged, or are of another shape, as `write_sample` takes them."""
         bad = set()
         for index in indices:
             try:
@@ -137,7 +137,7 @@ class SampleFolder:
         return len(missing) + unwatchable * (shape[0] if self.form == "frames" else 1)
 
     def check_space(self, count: int, npz_bytes: int) -> None:
-        """Checks that the disk can take files of samples, each of which needs a block at the least.
+        """Check that the disk can take files of samples, each of which needs a block at the least.
 
         Args:
             count: Number of files to write.
@@ -157,7 +157,7 @@ class SampleFolder:
             raise InputError(f"the disk of {self.path} has room for {disk.f_favail} files, not for {count} of samples")
 
     def lock(self) -> AbstractContextManager[None]:
-        """Keeps other commands from writing here while the block runs; makes the folder where it is absent.
+        """Keep other commands from writing here while the block runs; makes the folder where it is absent.
 
         Raises:
             InputError: If another command is at it.
@@ -165,12 +165,12 @@ class SampleFolder:
         return hold_lock(self.path / LOCK, f"--out {self.path}")
 
     def remove_leftovers(self) -> None:
-        """Deletes half-written files of a killed call; only for who holds the lock."""
+        """Delete half-written files of a killed call; only for who holds the lock."""
         for folder in ("", *self.folders):
             remove_temporaries(self.path / folder)
 
     def read_metadata(self) -> dict[str, Any]:
-        """Reads the metadata.
+        """Read the metadata.
 
         Raises:
             InputError: If the file is damaged.
@@ -184,7 +184,7 @@ class SampleFolder:
         return metadata
 
     def is_complete(self, num: int, npz: bool) -> bool:
-        """Tells whether everything has been written that a call for `num` samples would write."""
+        """Return whether everything has been written that a call for `num` samples would write."""
         files = [METADATA, GRID, *([NPZ] if npz else [])]
         if not all((self.path / name).is_file() for name in files):
             return False
@@ -198,7 +198,7 @@ class SampleFolder:
         return metadata.get("complete") is True and metadata.get("num") == num
 
     def write_metadata(self, metadata: dict[str, Any]) -> None:
-        """Writes the metadata."""
+        """Write the metadata."""
         with atomic_path(self.path / METADATA) as temporary:
             temporary.write_text(json.dumps(metadata, indent=2) + "\n")
 
@@ -223,7 +223,7 @@ class SampleFolder:
         return (watched / _FRAME.format(0)).is_file() and all(map(is_whole_png, watched.glob("*.png")))
 
     def read_sample(self, index: int) -> np.ndarray:
-        """Reads a sample as `write_sample` took it."""
+        """Read a sample as `write_sample` took it."""
         return read_png(self.sample_path(index))
 
     def write_grid(self, picture: np.ndarray) -> None:
@@ -236,7 +236,7 @@ class SampleFolder:
         write_video(self.path / MOVING_GRID, pictures, self.frame_rate)
 
     def write_npz(self, num: int, labels: list[int] | None) -> None:
-        """Writes samples 0 to `num` - 1 as ADM does: `arr_0`, uint8 [N, *grid, channels], and `labels`, int64 [N]."""
+        """Write samples 0 to `num` - 1 as ADM does: `arr_0`, uint8 [N, *grid, channels], and `labels`, int64 [N]."""
         # Sample by sample, for all of them together can be more than the memory.
         with atomic_path(self.path / NPZ) as temporary, zipfile.ZipFile(temporary, "w") as archive:
             shape = (num, *self.read_sample(0).shape)
@@ -262,7 +262,7 @@ class SampleFolder:
 
 
 def _difference(stored: Any, asked: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """Finds the first setting that differs: its name with dots, what is stored, what is asked for."""
+    """Find the first setting that differs: its name with dots, what is stored, what is asked for."""
     if not (isinstance(stored, dict) and isinstance(asked, dict)):
         return None if stored == asked else (name, stored, asked)
     for key in [*asked, *stored]:

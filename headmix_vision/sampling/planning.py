@@ -21,7 +21,7 @@ from headmix_vision.files.png import read_png
 from headmix_vision.files.video import read_video
 from headmix_vision.runs.directory import CHECKPOINTS
 from headmix_vision.sampling.draw import ClipPlan, SamplingPlan
-from headmix_vision.sampling.request import DEFAULT_GUIDANCE, SampleRequest
+from headmix_vision.sampling.sample_request import DEFAULT_GUIDANCE, SampleRequest
 
 MAX_FRAMES = 100_000
 _RATE_TOLERANCE = 0.05  # the times of GIF are in hundredths of a second
@@ -162,7 +162,7 @@ def _plan_clips(pipeline: HeadMixDiTPipeline, request: SampleRequest, plan: Samp
 def _extend_by_blocks(
     pipeline: HeadMixDiTPipeline, request: SampleRequest, plan: SamplingPlan, clips: ClipPlan
 ) -> ClipPlan:
-    """Plans one piece that begins with all frames that are there, as far as they are whole blocks."""
+    """Plan one piece that begins with all frames that are there, as far as they are whole blocks."""
     if request.overlap is not None:
         raise InputError(f"--overlap {request.overlap} is of windows: this model draws block by block, on all before")
     there = 0 if clips.start is None else len(clips.start)
@@ -175,7 +175,7 @@ def _extend_by_blocks(
 
 
 def _extend_scale(pipeline: HeadMixDiTPipeline, request: SampleRequest, plan: SamplingPlan) -> float | None:
-    """Returns the guidance of what goes on from known frames; None where it is that of the rest."""
+    """Return the guidance of what goes on from known frames; None where it is that of the rest."""
     scale = None if request.extend_guidance == plan.guidance.scale else request.extend_guidance
     if scale is not None:
         with named(f"--extend-guidance {scale:g}"):
@@ -185,7 +185,7 @@ def _extend_scale(pipeline: HeadMixDiTPipeline, request: SampleRequest, plan: Sa
 
 
 def warn_of_unlearned(pipeline: HeadMixDiTPipeline, clips: ClipPlan | None) -> None:
-    """Says on standard error where clips go on from known frames, but the model has not learned to."""
+    """Warn where clips continue known frames, but the model has not learned to."""
     goes_on = clips is not None and (any(clips.known_frames(pipeline)) or clips.count_passes(pipeline) > 1)
     if goes_on and not pipeline.objective.clean_prefix:
         say(
@@ -197,7 +197,7 @@ def warn_of_unlearned(pipeline: HeadMixDiTPipeline, clips: ClipPlan | None) -> N
 def _read_start(
     pipeline: HeadMixDiTPipeline, request: SampleRequest, size: tuple[int, int], frame_rate: float
 ) -> np.ndarray | None:
-    """Reads the known first frames, uint8 [T0, H, W, C]; None where there are none."""
+    """Read the known first frames, uint8 [T0, H, W, C]; None where there are none."""
     if request.first_frame is not None:
         if request.extend:
             raise InputError(f"--first-frame {request.first_frame} and --extend {request.extend}: give one of them")
@@ -206,7 +206,7 @@ def _read_start(
         return None
     path = Path(request.extend)
     if not path.is_file():
-        raise InputError(f"--extend {request.extend!r} is no file")
+        raise InputError(f"--extend {request.extend!r} is not a file")
     if path.suffix.lower() == ".png":  # a sample of ours, which states no frame rate
         clip, rate = read_png(path), frame_rate
         if clip.ndim != 4:
@@ -222,13 +222,13 @@ def _read_start(
 
 def _read_image(path: str) -> np.ndarray:
     if not Path(path).is_file():
-        raise InputError(f"--first-frame {path!r} is no file")
+        raise InputError(f"--first-frame {path!r} is not a file")
     with readable(f"--first-frame {path}"):
         return np.asarray(Decoding().first_frame(path))[None]
 
 
 def _fitting(frames: np.ndarray, name: str, pipeline: HeadMixDiTPipeline, size: tuple[int, int]) -> np.ndarray:
-    """Converts frames to the channels of the videos; refuses those of another size."""
+    """Convert frames to the channels of the videos; refuses those of another size."""
     height, width = frames.shape[1:3]
     if (height, width) != size:
         raise InputError(

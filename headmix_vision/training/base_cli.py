@@ -1,4 +1,4 @@
-"""The command line of training under `headmix-train-cls` and `headmix-train-gen`: Lightning's, with a run directory."""
+"""The options of training under `headmix train-cls` and `headmix train-gen`: Lightning's, with a run directory."""
 
 import atexit
 import json
@@ -6,8 +6,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from headmix_vision.console.arguments import command_words
 from headmix_vision.console.processes import end_without_others, leave_group
 from headmix_vision.console.progress import is_terminal
-from headmix_vision.errors import InputError, end, one_line_errors
+from headmix_vision.errors import InputError
 from headmix_vision.files.texts import read_text
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
@@ -42,7 +42,7 @@ from headmix_vision.training.callbacks.checkpointing import LastCheckpoint, Take
 from headmix_vision.training.callbacks.dry_run import DryRun
 from headmix_vision.training.callbacks.early_stop import EarlyStop
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, ValidateWhole
-from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
+from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
 from headmix_vision.training.callbacks.progress_display import (
     EpochLines,
     EvaluationLines,
@@ -72,7 +72,7 @@ from headmix_vision.training.options import (
 )
 from headmix_vision.training.parser import OptionParser, load_yaml, with_config_of_run, with_underscores
 from headmix_vision.training.replicas import ReplicatedStrategy  # noqa: F401  registered as `ddp`
-from headmix_vision.training.run_directory import RunDirectory, RunLostError, resume_command
+from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
 from headmix_vision.training.trust import Trust, configs_of
@@ -81,7 +81,7 @@ _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run", "tr
 
 
 class RunCLI(LightningCLI):
-    """Puts a run directory around Lightning's command line; a subclass names module, data and recipes.
+    """Put a run directory around Lightning's command line; a subclass names module, data and recipes.
 
     Args:
         request: Handler of SIGINT and SIGTERM.
@@ -122,18 +122,18 @@ class RunCLI(LightningCLI):
             end_without_others(error, getattr(trainer.strategy.launcher, "procs", ()))
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the parsers of all subcommands, whose `--help` shows the common options."""
+        """Make the parsers of all subcommands, whose `--help` shows the common options."""
         super().setup_parser(*args, **kwargs)
         for subcommand, parser in self._subcommand_parsers.items():
             assert isinstance(parser, OptionParser)
             parser.show_common(partial(subcommand_help, subcommand, self.recipes))
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the seed, a number, so that two runs of one command are equal."""
+        """Add the seed, a number, so that two runs of one command are equal."""
         parser.add_argument("--seed_everything", type=int, default=0, help="Seed of everything that is random.")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the options of the run directory, the moving average, early stopping and the attention matrices."""
+        """Add the options of the run directory, the moving average, early stopping and the attention matrices."""
         parser.add_argument(
             "--run_dir",
             type=str | None,
@@ -194,7 +194,7 @@ class RunCLI(LightningCLI):
         return "-".join(stems)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses, then settles run directory and checkpoint, so that errors in them are raised before any work."""
+        """Parse, then settle run directory and checkpoint, so that errors in them are raised before any work."""
         check_values(args)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
@@ -281,10 +281,10 @@ class RunCLI(LightningCLI):
         return cast(dict[str, Any], json.loads(dumped))
 
     def _parse_ckpt_path(self) -> None:
-        """Leaves the options as they are: no checkpoint of this package holds options."""
+        """Leave the options as they are: no checkpoint of this package holds options."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Makes the trainer with the loggers, callbacks and file formats of the run directory.
+        """Make the trainer with the loggers, callbacks and file formats of the run directory.
 
         Raises:
             InputError: If Lightning refuses an option, or the optimizer cannot compute on shards.
@@ -339,12 +339,12 @@ class RunCLI(LightningCLI):
         return trainer
 
     def before_fit(self) -> None:
-        """Tells the data module whether other data are accepted, and the module whether a recipe was made shorter."""
+        """Tell the data module whether other data are accepted, and the module whether a recipe was made shorter."""
         self.datamodule.data_changed = self.options.data_changed
         self.model.may_end_in_warmup = self.options.ckpt_path is not None or is_shortened(self.given)
 
     def _progress(self) -> list[Callback]:
-        """Makes what shows the progress: a bar on a terminal, else lines."""
+        """Make what shows the progress: a bar on a terminal, else lines."""
         trainer, training = self.options.trainer, self.config.subcommand == "fit"
         shown: list[Callback] = []
         if self.options.dry_run:
@@ -387,7 +387,7 @@ class RunCLI(LightningCLI):
         return []
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
-        """Returns the callbacks of the other subcommands."""
+        """Return the callbacks of the other subcommands."""
         return []
 
 
@@ -405,29 +405,33 @@ def _silence_what_does_not_apply() -> None:
     advertised.addFilter(lambda record: not any(name in record.getMessage() for name in ("litlogger", "litmodels")))
 
 
-def run_command_line(cli: type[RunCLI], args: Sequence[str] | None = None, default_config: str | None = None) -> None:
-    """Runs a command line.
-
-    Wrong input, and a batch too large for the device, end the process with one line and exit status 2. Non-finite
-    numbers, and a run directory that is lost, end it with one line and exit status 1. Every other exception is a defect
-    and keeps its traceback.
+def run_words(
+    cli: type[RunCLI],
+    words: Sequence[str],
+    default_config: str | None = None,
+    ending: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> RunCLI:
+    """Run what the words of a command line ask for.
 
     Args:
         cli: The command line.
-        args: Its arguments, without the program's name; those of the process when None.
-        default_config: Config of `fit` when there is none among the arguments: a file or a shipped recipe.
+        words: Subcommand and options, which may be spelled with hyphens.
+        default_config: Config of `fit` when there is none among the words: a file or a shipped recipe.
+        ending: Makes the context that handles errors. It is left before the run directory is.
+
+    Raises:
+        InputError: Wrong input, or a batch too large for the device.
     """
     request = InterruptRequest()
     atexit.register(leave_group)  # Lightning leaves that of NCCL alone
     _silence_what_does_not_apply()
-    with ExitStack() as resources, request.installed(), one_line_errors():
+    with ExitStack() as resources, request.installed(), ending():
         try:
-            given = with_config_of_run([with_underscores(word) for word in (sys.argv[1:] if args is None else args)])
-            cli(request, resources, with_config_paths(given, cli.recipes, default_config))
-        except (NonFiniteError, RunLostError) as error:
-            end(str(error), status=1)
+            given = with_config_of_run([with_underscores(word) for word in words])
+            return cli(request, resources, with_config_paths(given, cli.recipes, default_config))
         except MisconfigurationException as error:
             raise InputError(str(error)) from error
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(". GPU")[0]
             raise InputError(f"{reason}; lower data.batch_size or data.eval_batch_size") from error
+    raise AssertionError("the context of errors has kept one")

@@ -1,6 +1,5 @@
-"""Defines the command line of classifier training: `fit`, `validate`, `test` and `predict`."""
+"""Define the command line of classifier training: `fit`, `validate`, `test` and `predict`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.runs.directory import BEST, CHECKPOINTS, CURVES, LAST, PREDICTIONS
-from headmix_vision.training.base_cli import RunCLI, run_command_line
+from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.callbacks.checkpointing import BestCheckpoint
 from headmix_vision.training.callbacks.class_report import ClassReport, class_rows, format_rows, write_report
 from headmix_vision.training.callbacks.curves import LearningCurves
@@ -20,14 +19,14 @@ from headmix_vision.training.options import MONITORED, BestConfig
 
 
 class ClassificationCLI(RunCLI):
-    """Trains and evaluates classifiers from the command line: `headmix-train-cls`."""
+    """Trains and evaluates classifiers from the command line: `headmix train-cls`."""
 
     module_class = ImageClassifier
     data_class = ClassificationData
     recipes = "cls"
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the choice of the best checkpoint to the options of all trainings."""
+        """Add the choice of the best checkpoint to the options of all trainings."""
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(BestConfig, "best")
 
@@ -42,12 +41,12 @@ class ClassificationCLI(RunCLI):
         return [LearningCurves(run_dir / CURVES, lambda: self.metrics.rows), self.best]
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
-        """Makes the table of predictions for `predict`, and counts the classes for `validate` and `test`."""
+        """Make the table of predictions for `predict`, and count the classes for `validate` and `test`."""
         self.report = ClassReport()
         return [PredictionsCSV(run_dir / PREDICTIONS) if self.config.subcommand == "predict" else self.report]
 
     def after_fit(self) -> None:
-        """Prints what the best validation was, if there was one, and where the files are."""
+        """Print what the best validation was, if there was one, and where the files are."""
         rows = [row for row in self.metrics.rows if self.monitor in row]
         run_dir = Path(self.options.run_dir)
         if not self.trainer.is_global_zero or self.options.trainer.fast_dev_run:
@@ -65,11 +64,11 @@ class ClassificationCLI(RunCLI):
         )
 
     def after_validate(self) -> None:
-        """Prints the accuracy of the classes, and writes it with the confusion matrix."""
+        """Print the accuracy of the classes, and write it with the confusion matrix."""
         self._report("val")
 
     def after_test(self) -> None:
-        """Prints the accuracy of the classes, and writes it with the confusion matrix."""
+        """Print the accuracy of the classes, and write it with the confusion matrix."""
         self._report("test")
 
     def _report(self, split: str) -> None:
@@ -82,10 +81,5 @@ class ClassificationCLI(RunCLI):
         print(f"wrote {', '.join(map(str, paths))}")
 
     def predict(self, **kwargs: Any) -> None:
-        """Predicts without keeping the predictions in memory."""
+        """Predict without keeping the predictions in memory."""
         self.trainer.predict(**{**kwargs, "return_predictions": False})
-
-
-def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:
-    """Runs the command line of classifier training; see `run_command_line`."""
-    run_command_line(ClassificationCLI, args, default_config)

@@ -10,10 +10,10 @@ from headmix_vision.console.arguments import command_words
 
 Options = dict[str, str]
 
-COMMANDS = {
-    "cls": ("Train and evaluate image classifiers.", ("fit", "validate", "test", "predict")),
-    "gen": ("Train generators of images and videos.", ("fit", "validate")),
-    "distill": ("Train the attention layers of a generator after the layers of a teacher.", ("fit", "validate")),
+KINDS = {
+    "classifier": ("Train and evaluate image classifiers.", ("fit", "validate", "test", "predict")),
+    "generator": ("Train generators of images and videos.", ("fit", "validate")),
+    "distilled": ("Train the attention layers of a generator after the layers of a teacher.", ("fit", "validate")),
 }
 DESCRIPTIONS = {
     "fit": "Train a model; without a recipe, a small one on handwritten digits.",
@@ -122,24 +122,24 @@ def subcommand_help(subcommand: str, recipes: str) -> str:
     return shown.format_help()
 
 
-def command_help(command: str) -> str:
+def command_help(kind: str) -> str:
     """Return the help of a command: its subcommands."""
-    about, subcommands = COMMANDS[command]
+    about, subcommands = KINDS[kind]
     prog = " ".join(command_words())
     lines = [f"  {name:10}{DESCRIPTIONS[name]}" for name in subcommands]
     usage = f"usage: {prog} {{{','.join(subcommands)}}} [-c RECIPE ...] [--OPTION VALUE ...]"
     return "\n".join([usage, "", about, "", *lines, "", f"{prog} {subcommands[0]} --help shows its options."]) + "\n"
 
 
-def asked_help(command: str, args: Sequence[str]) -> str | None:
+def asked_help(kind: str, args: Sequence[str]) -> str | None:
     """Return the help that a command line asks for; None if it asks for something else, or for help among options."""
     *words, last = args or [""]
     if last not in ("-h", "--help"):
         return None
     if not words:
-        return command_help(command)
-    if len(words) == 1 and words[0] in COMMANDS[command][1]:
-        return subcommand_help(words[0], "cls" if command == "cls" else "gen")
+        return command_help(kind)
+    if len(words) == 1 and words[0] in KINDS[kind][1]:
+        return subcommand_help(words[0], "cls" if kind == "classifier" else "gen")
     return None
 
 

@@ -1,19 +1,17 @@
-"""Defines the command line that trains generators after a teacher: that of generators, with a teacher beside."""
+"""Define the command line that trains generators after a teacher: that of generators, with a teacher beside."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
 
 from headmix_vision.errors import InputError
-from headmix_vision.training.base_cli import run_command_line
 from headmix_vision.training.distillation import DistilledGenerator
 from headmix_vision.training.generation_cli import GenerationCLI
 from headmix_vision.training.sharding import ShardedStrategy
 
 
 class DistillationCLI(GenerationCLI):
-    """Trains generators after a teacher, from the command line: `headmix-distill`."""
+    """Train generators after a teacher, from the command line: `headmix distill`."""
 
     module_class = DistilledGenerator
     runs_folder = "runs/distilled"
@@ -29,8 +27,3 @@ class DistillationCLI(GenerationCLI):
         if isinstance(trainer.strategy, ShardedStrategy):
             raise InputError("distillation cannot shard the student: set trainer.strategy=ddp")
         return trainer
-
-
-def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:
-    """Runs the command line of distillation; see `run_command_line`."""
-    run_command_line(DistillationCLI, args, default_config)

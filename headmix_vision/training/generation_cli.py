@@ -1,6 +1,5 @@
-"""Defines the command line of generator training: `fit` and `validate`."""
+"""Define the command line of generator training: `fit` and `validate`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,7 +8,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.runs.directory import CURVES, SAMPLES
-from headmix_vision.training.base_cli import RunCLI, run_command_line
+from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.sample_fid import SampleFid
@@ -20,7 +19,7 @@ from headmix_vision.training.options import FidConfig, SampleGridConfig
 
 
 class GenerationCLI(RunCLI):
-    """Trains generators from the command line: `headmix-train-gen`."""
+    """Train generators from the command line: `headmix train-gen`."""
 
     module_class: ClassVar[type[LightningModule]] = ImageGenerator
     data_class = GenerationData
@@ -29,12 +28,12 @@ class GenerationCLI(RunCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Offers `fit` and `validate`; `headmix-sample` draws samples."""
+        """Offer `fit` and `validate`; `headmix sample` draws samples."""
         hidden = {"model", "dataloaders", "datamodule"}
         return {"fit": {*hidden, "train_dataloaders", "val_dataloaders"}, "validate": hidden}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the options of samples and scores while training."""
+        """Add the options of samples and scores while training."""
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(SampleGridConfig, "samples")
         parser.add_class_arguments(FidConfig, "fid")
@@ -52,7 +51,7 @@ class GenerationCLI(RunCLI):
         return [samples, score, curves]
 
     def after_fit(self) -> None:
-        """Prints the training loss, if an epoch was finished, and where the files are."""
+        """Print the training loss, if an epoch was finished, and where the files are."""
         rows = [row for row in self.metrics.rows if "train/loss" in row]
         run_dir = Path(self.options.run_dir)
         if not self.trainer.is_global_zero or self.options.trainer.fast_dev_run:
@@ -60,9 +59,4 @@ class GenerationCLI(RunCLI):
         loss = f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · " if rows else ""
         samples = "videos" if len(self.model.net.input_size) == 3 else "images"
         where = f"run {run_dir} · samples {run_dir / SAMPLES}"
-        print(f"{loss}{where} · next: headmix-sample {samples} --model {run_dir}")
-
-
-def main(args: Sequence[str] | None = None, default_config: str | None = None) -> None:
-    """Runs the command line of generator training; see `run_command_line`."""
-    run_command_line(GenerationCLI, args, default_config)
+        print(f"{loss}{where} · next: headmix sample {samples} --model {run_dir}")

@@ -1,4 +1,4 @@
-"""Defines the groups of training options. The defaults are those of the ImageNet recipe of MHLA (arXiv 2601.07832)."""
+"""Define the groups of training options. The defaults are those of the ImageNet recipe of MHLA (arXiv 2601.07832)."""
 
 import math
 import os
@@ -18,7 +18,7 @@ MAX_ROWS, MAX_FID_SAMPLES = 1000, 1_000_000
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises `InputError(message)` unless the condition holds."""
+    """Raise `InputError(message)` unless the condition holds."""
     if not condition:
         raise InputError(message)
 
@@ -164,7 +164,7 @@ class SampleGridConfig:
         classes: Labels, one column each; the first ten when null.
         rows: Samples of each label.
         steps: Sampling steps.
-        scheduler: Sampler, see `headmix-sample`; the objective's own when null.
+        scheduler: Sampler, see `headmix sample`; the objective's own when null.
         guidance: Scale of classifier-free guidance, 1 for none.
     """
 
@@ -187,11 +187,11 @@ class SampleGridConfig:
 class FidConfig:
     """Fréchet distance of samples during training, drawn with the averaged weights if there are any.
 
-    A number to see progress by; for one to report, draw with `headmix-sample` and score with `headmix-evaluate`.
+    A number to see progress by; for one to report, draw with `headmix sample` and score with `headmix evaluate`.
 
     Args:
         every_n_epochs: Score after every so many epochs; never when null.
-        real: Real images or their statistics, as for `headmix-evaluate`: a folder, an npz file, a data set such
+        real: Real images or their statistics, as for `headmix evaluate`: a folder, an npz file, a data set such
             as `digits`, or a statistics file. Images are brought to the (square) size of those that the model makes.
         features: `inception`, `digits`, `lite0:PATH` or a path, as there.
         num: Number of samples, all classes in turn.
@@ -222,7 +222,7 @@ class FidConfig:
 class AnalysisConfig:
     """Numbers of the attention matrices, logged in validation as `analysis/rank/layer3` and so on, means over heads.
 
-    They are those of `headmix-analyze rank` and `entropy`, of the weights that are validated. One process computes
+    They are those of `headmix analyze rank` and `entropy`, of the weights that are validated. One process computes
     them, on its device in float64: a copy of the network runs on a few images, and each head has one singular value
     decomposition for each of them.
 
@@ -243,7 +243,7 @@ class AnalysisConfig:
 
 
 def mode_of(monitor: str) -> Literal["min", "max"]:
-    """Says which is better of what validation logs: the lowest loss, or the highest of anything else."""
+    """Return `min` for a loss and `max` for every other metric of the validation."""
     return "min" if monitor.endswith("loss") else "max"
 
 
@@ -304,7 +304,7 @@ _LEAST_OF_TRAINER = {
 
 
 def _count_devices(devices: Any) -> int | None:
-    """Counts the devices of `trainer.devices`; None where Lightning finds them."""
+    """Count the devices of `trainer.devices`; None where Lightning finds them."""
     if isinstance(devices, list):
         return len(devices)
     if isinstance(devices, str) and "," in devices:
@@ -331,7 +331,7 @@ def _check_times(trainer: Any) -> None:
 
 
 def check_trainer_options(trainer: Any, subcommand: str) -> None:
-    """Raises `InputError` for options that divide by zero, train nothing, or do not fit the processes of torchrun."""
+    """Raise `InputError` for options that divide by zero, train nothing, or do not fit the processes of torchrun."""
     for name, (least, unlimited) in _LEAST_OF_TRAINER.items():
         value = trainer[name]
         if value is not None and value != unlimited and not value >= least:

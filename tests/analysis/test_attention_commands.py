@@ -1,4 +1,4 @@
-"""`headmix-analyze rank`, `entropy` and `maps`: what they read, what they leave, and what they refuse in one line."""
+"""`headmix analyze rank`, `entropy` and `maps`: what they read, what they leave, and what they refuse in one line."""
 
 import csv
 import json

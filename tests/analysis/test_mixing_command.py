@@ -1,4 +1,4 @@
-"""`headmix-analyze mixing`: what it opens, what it leaves in its folder, and what it refuses in one line."""
+"""`headmix analyze mixing`: what it opens, what it leaves in its folder, and what it refuses in one line."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_generators_are_opened_without_their_autoencoder(tmp_path: Path, capsys:
 def test_wrong_input_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out"
     (tmp_path / "empty").mkdir()
-    kinds = "is neither a run directory (with checkpoints/), nor a .ckpt, nor a .safetensors of headmix-export, nor an"
+    kinds = "is neither a run directory (with checkpoints/), nor a .ckpt, nor a .safetensors of headmix export, nor an"
     for source in (tmp_path / "absent", tmp_path / "empty", Path(__file__), tmp_path / "absent.safetensors"):
         assert f"{source} {kinds}" in refused(capsys, out, source)
     assert "no checkpoint at" in refused(capsys, out, tmp_path / "absent.ckpt")
@@ -151,7 +151,7 @@ def test_damaged_files_are_refused(run_dir: Path, tmp_path: Path, capsys: pytest
         line = refused(capsys, out, source)
         assert message in line or "is damaged" in line
     save_file(state, source)
-    assert "does not say of which model it is: it was not written by headmix-export" in refused(capsys, out, source)
+    assert "does not say of which model it is: it was not written by headmix export" in refused(capsys, out, source)
     save_file({**state, "blocks.0.attn.head_mix.mix": torch.full((3, 2, 2, 2), torch.nan)}, source, metadata=header)
     assert "are not finite, first blocks.0.attn.head_mix.mix" in refused(capsys, out, source)
 

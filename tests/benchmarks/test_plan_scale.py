@@ -65,7 +65,7 @@ def test_sharded_weights_send_what_is_planned(hosts, monkeypatch: pytest.MonkeyP
     np.testing.assert_allclose(plan.weights_sent(3 * 256, 128, way, hosts, 8), sent)
 
 
-def test_spread_tokens_send_summaries_and_edges():
+def test_context_parallelism_sends_summaries_and_edges():
     spread = plan.spread_over_host
     own, shared, uneven = (TokenBlocks.from_grid((t, 2, 3), (b, 1, 2)) for t, b in ((8, 8), (8, 4), (21, 8)))
     passes, others, numbers = 3 * 5, 7, 4 * 10 * 10 * 2  # five layers, forward twice and backward; heads, D, D, blocks

@@ -246,7 +246,7 @@ def test_refusals(images: Path, vae: Path, tmp_path: Path, capsys: pytest.Captur
         assert line.startswith("error: ")
         return line
 
-    assert "13x13 is no multiple of 2" in message(size=13)
+    assert "13x13 is not a multiple of 2" in message(size=13)
     assert "is not a folder, a hub id" in message("--vae", tmp_path / "absent")
     assert "neither config.json nor vae/config.json" in message("--vae", images)
     assert "is not a folder" in message("--images", tmp_path / "absent")

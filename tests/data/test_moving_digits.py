@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headmix_vision.data.clips import ClipConfig
+from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.digits import Digits

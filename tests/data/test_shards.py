@@ -122,7 +122,7 @@ def test_files_of_one_name_are_a_sample(tmp_path: Path) -> None:
     unlabelled = open_shards(tmp_path, needs_labels=False)
     assert unlabelled.class_names == [] and unlabelled.read(1)[1] == 0
     for use in ("classification", "generation"):
-        with pytest.raises(InputError, match=r"have no labels: make the index again with headmix-index-shards --label"):
+        with pytest.raises(InputError, match=r"have no labels: make the index again with headmix index-shards --label"):
             open_shards(tmp_path, use=use)
     with pytest.raises(InputError, match=r"no sample in the shards of .* has the entry 'colour' in its .json"):
         write_index(tmp_path, label="colour")
@@ -261,7 +261,7 @@ def index_of(folder: Path) -> Any:
         (lambda folder: forge(folder, shards=[]), "has 24 samples, its shards have 0"),
         (lambda folder: forge(folder, kind=None), "entry 'kind' is None"),
         (lambda folder: (folder / INDEX).write_bytes(b"x" * 100), "is truncated or no safetensors file"),
-        (lambda folder: (folder / INDEX).unlink(), "make it with headmix-index-shards"),
+        (lambda folder: (folder / INDEX).unlink(), "make it with headmix index-shards"),
         (shutil.rmtree, "train has no index|has no index.safetensors"),
     ],
     ids=["missing", "shorter", "foreign", "unknown", "version", "counts", "entry", "damaged", "no index", "no folder"],

@@ -130,7 +130,7 @@ def test_frame_counts_that_do_not_fit_are_refused_with_the_nearest() -> None:
     autoencoder = Autoencoder(make_wan())
     with pytest.raises(InputError, match=r"16 frames .* 4n \+ 1: the nearest are 13 and 17"):
         autoencoder.moments(torch.rand(1, 3, 16, 16, 16))
-    with pytest.raises(InputError, match="17x16 is no multiple of 8"):
+    with pytest.raises(InputError, match="17x16 is not a multiple of 8"):
         autoencoder.moments(torch.rand(1, 3, 5, 17, 16))
     scale = LatentScale([2.0, 4.0], [1.0, -1.0])
     latents = torch.randn(3, 2, 2, 2, 2)
@@ -256,7 +256,7 @@ def test_refusals(
         return line
 
     assert "6 frames do not fit" in (line := message("--frames", 6, vae=wan)) and "nearest are 5 and 9" in line
-    assert "20x20 is no multiple of 8" in message("--image-size", 20, vae=wan)
+    assert "20x20 is not a multiple of 8" in message("--image-size", 20, vae=wan)
     assert "it has 20 frames, a clip needs 21" in (line := message("--stride", 5)) and "0.mp4 cannot be read" in line
     assert "it has 8 frames a second, fewer than the 16 of a clip" in message("--frame-rate", 16)
     assert "the frame rate is 4.0 and the stride is 2: set one of them" in message("--frame-rate", 4, "--stride", 2)

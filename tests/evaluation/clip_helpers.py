@@ -51,7 +51,7 @@ def moving(
 def write_samples(
     folder: Path, clips: np.ndarray, labels: list[int] | None = None, frame_rate: float | None = None
 ) -> Path:
-    """Write clips as `headmix-sample` does."""
+    """Write clips as `headmix sample` does."""
     samples = SampleFolder(folder)
     for number, pixels in enumerate(clips):
         samples.write_sample(number, pixels)

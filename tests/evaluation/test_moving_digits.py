@@ -16,7 +16,7 @@ from headmix_vision.evaluation.clip_sampling import ClipSampling
 from headmix_vision.evaluation.digit_tracks import digit_size, find_digits
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.metrics import CLIP_METRICS
-from headmix_vision.evaluation.moving_digits import DigitJudge, judge, judge_motion
+from headmix_vision.evaluation.moving_digit_scores import DigitJudge, judge, judge_motion
 from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.evaluation.scores import Scorer
 

@@ -164,7 +164,7 @@ def test_statistics_that_do_not_belong(
 
     assert "was made with deit_mhla_digits" in message("fid", statistics, other)
     assert "enough for fid alone" in message("kid", statistics)
-    assert "is no statistics file" in message("fid", classifier)
+    assert "is not a statistics file" in message("fid", classifier)
     moments = {name: value.numpy() for name, value in load_file(statistics).items()}
     assert "has no mu and sigma, it has mu" in message("fid", save_npz(tmp_path / "a.npz", mu=moments["mu"]))
     smaller = save_npz(tmp_path / "b.npz", mu=moments["mu"][:63], sigma=moments["sigma"][:63, :63])
@@ -261,7 +261,7 @@ def test_damaged_labels(labels: bytes, message: str, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda mu, sigma: {"mu": mu, "sigma": sigma + np.triu(np.ones_like(sigma))}, "is not symmetric"),
-        (lambda mu, sigma: {"mu": mu, "sigma": -sigma}, "the covariance is none: its smallest eigenvalue"),
+        (lambda mu, sigma: {"mu": mu, "sigma": -sigma}, "not a covariance matrix: its smallest eigenvalue"),
         (lambda mu, sigma: {"mu": mu, "sigma": np.ones_like(sigma) - np.eye(len(mu))}, "smallest eigenvalue is -1"),
         (lambda mu, sigma: {"mu": mu, "sigma": sigma * np.inf}, "not finite"),
         (lambda mu, sigma: {"mu": mu[None], "sigma": sigma}, "do not belong together"),

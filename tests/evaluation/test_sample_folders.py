@@ -20,7 +20,7 @@ from .helpers import digit_pixels, refused, run
 
 @pytest.fixture
 def drawn(tmp_path: Path) -> Path:
-    """Six images as `headmix-sample` leaves them."""
+    """Six images as `headmix sample` leaves them."""
     folder = SampleFolder(tmp_path / "drawn")
     for number, pixels in enumerate(digit_pixels(range(6))):
         folder.write_sample(number, pixels[..., None])

@@ -12,11 +12,10 @@ from PIL import Image
 from experiments.emoji import report
 from experiments.emoji import run as comparison
 from experiments.emoji.runs import Case
+from headmix_vision.cli import train_cls, train_gen
 from headmix_vision.console.scripts import RunFailed, TimeOver
 from headmix_vision.layers import CORES
 from headmix_vision.training.base_cli import RunCLI
-from headmix_vision.training.classification_cli import main as train_classifier
-from headmix_vision.training.generation_cli import main as train_generator
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = shlex.split(
@@ -51,7 +50,7 @@ def test_models_differ_in_their_attention_alone(root: Path, tmp_path: Path, monk
     configs = []
     for row in ("softmax", "hih", "mhla-cpe"):
         arguments = ["-c", "emoji", "--run_dir", tmp_path / "run", *runs.options(row, 1)]
-        train_generator(["fit", *map(str, arguments), "--model.num_classes", "4", "--data.root", str(root)])
+        train_gen.main(["fit", *map(str, arguments), "--model.num_classes", "4", "--data.root", str(root)], None)
         cli = seen.pop()
         attention = cli.model.net.blocks[0].attn
         assert isinstance(attention.core, CORES[row.partition("-")[0]]) and attention.gate is None
@@ -144,7 +143,7 @@ def test_models_are_trained_drawn_and_scored(root: Path, tmp_path: Path, capsys)
     model = '{"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 1}'
     recipe = ["-c", "emoji", "--data.root", root, "--data.dataset", "table/style+group", "--model.num_classes", 4]
     recipe += ["--model.img_size", 16, "--model.model_args", model, "--trainer.max_epochs", 1, "--data.batch_size", 8]
-    train_classifier(["fit", *map(str, recipe), "--data.num_workers", "0", "--run_dir", str(judge)])
+    train_cls.main(["fit", *map(str, recipe), "--data.num_workers", "0", "--run_dir", str(judge)], None)
     arguments = ["--features", judge, "--judge", judge, "--runs", tmp_path / "runs", "--pictures", tmp_path]
     arguments = given(root, out, *arguments, "--rows", "mhla", *SMALL)
     with pytest.raises(SystemExit, match="75"):

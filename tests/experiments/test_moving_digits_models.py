@@ -11,10 +11,10 @@ from experiments.harness import script_runs
 from experiments.moving_digits import report
 from experiments.moving_digits import run as comparison
 from experiments.moving_digits import runs as runs_module
+from headmix_vision.cli import train_gen
 from headmix_vision.console.scripts import RunFailed, TimeOver
 from headmix_vision.layers import CORES
 from headmix_vision.training.base_cli import RunCLI
-from headmix_vision.training.generation_cli import main as train_generator
 
 SMALL = shlex.split(
     "--size 16 --frames 8 --patch 2 4 4 --blocks 2 2 2 --dim 16 --depth 3 --heads 2 --batch 8 --interval 10"
@@ -46,7 +46,7 @@ def test_models_differ_in_their_attention_alone(tmp_path: Path, monkeypatch):
     recipes = []
     for row, cores in {**layers, "mhla-cpe-factorised": ["mhla"] * 6}.items():
         arguments = ["-c", runs_module.CONFIG, "--run_dir", tmp_path / "run", *runs.options(row, 1)]
-        train_generator(["fit", *map(str, arguments), "--trainer.max_steps", "7"])
+        train_gen.main(["fit", *map(str, arguments), "--trainer.max_steps", "7"], None)
         cli = seen.pop()
         assert [type(block.attn.core) for block in cli.model.net.blocks] == [CORES[core] for core in cores]
         assert cli.model.net.base_grid == (8, 8, 8) and cli.model.objective_config.clean_prefix == 0.1
@@ -103,7 +103,7 @@ def test_clips_that_go_on_have_known_frames_in_training_and_longer_windows_alone
     for base, row in runs_module.EXTENDS.items():
         for name in (base, row):
             given = ["-c", runs_module.CONFIG, "--run_dir", tmp_path / "run", *runs.options(name, 1)]
-            train_generator(["fit", *map(str, given), "--trainer.max_steps", "7"])
+            train_gen.main(["fit", *map(str, given), "--trainer.max_steps", "7"], None)
         plain, extends = (config["model"].pop("objective") for config in seen[-2:])
         assert extends == plain | {"clean_prefix": 0.5, "prefix_class_dropout": 0.5} and seen[-1] == seen[-2]
         whole, windows = [case for case in runs.drawn() if case.row == row]

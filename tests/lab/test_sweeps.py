@@ -1,4 +1,4 @@
-"""`headmix-analyze sweep`: what differs between its runs, how rates are chosen, what is written and refused."""
+"""`headmix analyze sweep`: what differs between its runs, how rates are chosen, what is written and refused."""
 
 import csv
 import json

@@ -411,7 +411,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"input_size": 9}, "latent size 9x9 is no multiple of the patch size 2x2"),
+        ({"input_size": 9}, "latent size 9x9 is not a multiple of the patch size 2x2"),
         ({"num_classes": 2.5}, "num_classes must be a whole number of at least 0, got 2.5"),
         ({"class_dropout": 1.0}, "class_dropout must be below 1"),
         ({"class_dropout": float("nan")}, "class_dropout must be a finite number from 0 to 1, got nan"),
@@ -450,7 +450,7 @@ def test_wrong_inputs_are_refused():
     x, t, y = batch()
     for wrong, message in (
         ((x[:, :3], t, y), r"x must be \[B, 4, H, W\]"),
-        ((x[:, :, :7], t, y), "latent size 7x8 is no multiple of the patch size 2x2"),
+        ((x[:, :, :7], t, y), "latent size 7x8 is not a multiple of the patch size 2x2"),
         ((x, t, None), "needs labels"),
         ((x, t, y + 1), "label 6 is out of range: the model takes 0 to 5"),
         ((x, t, y - 1), "label -1 is out of range"),

@@ -5,7 +5,7 @@ import timm
 
 from headmix_vision.cli.models import main
 from headmix_vision.models.flops import count_flops
-from headmix_vision.models.listing import describe, find_names
+from headmix_vision.models.model_list import describe, find_names
 from headmix_vision.models.names import FAMILIES
 
 

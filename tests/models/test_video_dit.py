@@ -447,7 +447,7 @@ def test_an_inflated_mixing_matrix_is_local_in_time():
         ({"input_size": (7, 8)}, r"patch_size=\(1, 2, 2\) has 3 axes, input_size=\(7, 8\) has 2"),
         ({"input_size": (1, 2, 7, 8)}, "input_size must be one whole number or two, or three of clips"),
         ({"block_grid": (2, 2)}, r"block_grid=\(2, 2\) has 2 axes"),
-        ({"patch_size": (4, 2, 2)}, "latent size 6x8x8 is no multiple of the patch size 4x2x2"),
+        ({"patch_size": (4, 2, 2)}, "latent size 6x8x8 is not a multiple of the patch size 4x2x2"),
         ({"patch_size": 0}, "patch_size must be a whole number of at least 1, got 0"),
         ({"block_grid": (7, 2, 2)}, "larger than the token grid"),
         ({"frame_rate": 0}, "frame_rate must be a finite number above 0"),
@@ -478,8 +478,8 @@ def test_wrong_calls_are_refused():
     model, (x, t, y) = create(), clip()
     for arguments, message in (
         ((x[:, :, 0], t, y), r"x must be \[B, 2, T, H, W\], got \(2, 2, 8, 8\)"),
-        ((x[:, :, :0], t, y), "latent size 0x8x8 is no multiple"),
-        ((x[..., :7], t, y), "latent size 6x8x7 is no multiple of the patch size 1x2x2"),
+        ((x[:, :, :0], t, y), "latent size 0x8x8 is not a multiple"),
+        ((x[..., :7], t, y), "latent size 6x8x7 is not a multiple of the patch size 1x2x2"),
         ((x, t[:, None].expand(-1, 5), y), r"t must be one number, \[B\] or \[B, T\] with B, T = \(2, 6\)"),
         ((x, t, y, -1.0), "frame_rate must be a finite number above 0"),
         ((x, t, y, 0), "frame_rate must be a finite number above 0"),
@@ -487,5 +487,5 @@ def test_wrong_calls_are_refused():
         with pytest.raises(ValueError, match=message):
             model(*arguments)
     tubes = create(patch_size=(2, 2, 2), block_grid=(3, 2, 2))
-    with pytest.raises(ValueError, match="latent size 1x8x8 is no multiple of the patch size 2x2x2"):
+    with pytest.raises(ValueError, match="latent size 1x8x8 is not a multiple of the patch size 2x2x2"):
         tubes(x[:, :, :1], t, y)

@@ -453,7 +453,7 @@ def test_models_of_interleaved_heads_start_as_those_of_their_core_alone(name):
         ({"num_heads": 5}, "num_heads=5 does not divide"),
         ({"core": "none"}, "core must be one of"),
         ({"head_mix": "none"}, "head_mix must be"),
-        ({"img_size": 70}, "no multiple of the patch size"),
+        ({"img_size": 70}, "not a multiple of the patch size"),
         ({"img_size": (64, 64, 64)}, "img_size must be one whole number or two"),
         ({"patch_size": 0}, "patch_size must be a whole number of at least 1, got 0"),
         ({"patch_drop_rate": 0.2}, "patch_drop_rate must be 0, got 0.2"),

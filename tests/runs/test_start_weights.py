@@ -102,10 +102,10 @@ def test_weights_of_other_strides_and_precision_are_taken(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("create", "name", "message"),
     [
-        (create_network, "dit_linear_digits", "is a generator, which headmix-train-gen trains"),
-        (create_network, "dit_video_linear_digits", "is a generator, which headmix-train-gen trains"),
-        (create_generator, "deit_linear_digits", "is a classifier, which headmix-train-cls trains"),
-        (create_generator, "resnet18.tv_in1k", "is a classifier, which headmix-train-cls trains"),
+        (create_network, "dit_linear_digits", "is a generator, which headmix train-gen trains"),
+        (create_network, "dit_video_linear_digits", "is a generator, which headmix train-gen trains"),
+        (create_generator, "deit_linear_digits", "is a classifier, which headmix train-cls trains"),
+        (create_generator, "resnet18.tv_in1k", "is a classifier, which headmix train-cls trains"),
         (create_network, "deit_linear_small.x", "tag behind the dot is 'x', it must be left out with the dot"),
         (create_network, "deit_linear_digits.x", "tag behind the dot is 'x', it must be one of digits"),
         (create_network, "resnet18.x", "tag behind the dot is 'x', it must be one of a1_in1k,"),

@@ -271,7 +271,7 @@ def test_what_is_no_generator(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 def test_run_directory_checkpoint_and_export_are_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from headmix_vision.training.generation_cli import main as train
+    from headmix_vision.cli.train_gen import main as train
 
     arguments = {
         "trainer.max_epochs": 1,
@@ -285,7 +285,7 @@ def test_run_directory_checkpoint_and_export_are_the_same_model(
     }
     run_dir = tmp_path / "run"
     options = [f"--{name}={value}" for name, value in arguments.items()]
-    train(["fit", *options, "--run_dir", str(run_dir)])
+    train(["fit", *options, "--run_dir", str(run_dir)], None)
     _, about = load_pipeline(run_dir)
     assert (about["weights"], about["step"], about["name"]) == ("ema", 3, "dit_linear_digits")
     _, raw = load_pipeline(run_dir, raw=True)

@@ -285,7 +285,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--extend", "--extend needs --frames"),
         ("--extend --frames 9 --overlap 4", "--overlap 4: it must be below 4, the frames of training"),
         ("--extend --frames 9 --overlap 0", "--overlap 0: the overlap must be a whole number of at least 1"),
-        ("--first-frame nowhere.png", "--first-frame 'nowhere.png' is no file"),
+        ("--first-frame nowhere.png", "--first-frame 'nowhere.png' is not a file"),
         ("--first-frame ''", "--first-frame is an empty text"),
         ("--first-frame text.png", "text.png cannot be read"),
         ("--first-frame cut.png", "cut.png cannot be read"),
@@ -293,8 +293,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--first-frame wide.png", "wide.png is 8x12 pixels, the videos are 8x8"),
         ("--first-frame good.png --frames 1", "--frames is 1, --first-frame"),
         ("--first-frame good.png --extend long.mp4 --frames 20", "give one of them"),
-        ("--extend nowhere.mp4 --frames 9", "--extend 'nowhere.mp4' is no file"),
-        ("--extend . --frames 9", "--extend '.' is no file"),
+        ("--extend nowhere.mp4 --frames 9", "--extend 'nowhere.mp4' is not a file"),
+        ("--extend . --frames 9", "--extend '.' is not a file"),
         ("--extend text.mp4 --frames 9", "text.mp4 cannot be read as a video"),
         ("--extend good.png --frames 9", "good.png is an image: give it as --first-frame"),
         ("--extend fast.mp4 --frames 9", "fast.mp4 has 25 frames a second, the videos 8: give --frame-rate 25"),
@@ -439,4 +439,4 @@ def test_folders_of_others(whole: Path, model: Path, tmp_path: Path, capfd: pyte
     assert "clips.num_frames 4, asked for 6" in refused(capfd, "--model", model, *FAST, "--frames", 6, "--out", copy)
     assert "clips.frame_rate 8.0, asked for 4.0" in refused(capfd, "--model", model, *FAST, "--fps", 4, "--out", copy)
     (copy / "videos" / "mine.mp4").write_text("precious")
-    assert "videos/mine.mp4, which is no sample" in refused(capfd, "--model", model, *FAST, "--out", copy)
+    assert "videos/mine.mp4, which is not a sample" in refused(capfd, "--model", model, *FAST, "--out", copy)

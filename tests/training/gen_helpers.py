@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from headmix_vision.training.generation_cli import main
+from headmix_vision.cli import train_gen
 
 TINY: dict[str, Any] = {
     "seed_everything": 3,
@@ -55,7 +55,7 @@ def write_config(path: Path, **overrides: Any) -> Path:
 def run(*args: object) -> int:
     """Run the command line in this process; returns its exit status."""
     try:
-        main([str(arg) for arg in args])
+        train_gen.main([str(arg) for arg in args], None)
     except SystemExit as end:
         return int(end.code or 0)
     return 0

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import yaml
 
+from headmix_vision.cli import train_cls
 from headmix_vision.runs.checkpoints import read_checkpoint
 from headmix_vision.runs.sharded_checkpoints import SHARDED
-from headmix_vision.training.classification_cli import main
 
 TINY: dict[str, Any] = {
     "seed_everything": 3,
@@ -60,7 +60,7 @@ def write_config(path: Path, **overrides: Any) -> Path:
 def run(*args: object) -> int:
     """Run the command line in this process; returns its exit status."""
     try:
-        main([str(arg) for arg in args])
+        train_cls.main([str(arg) for arg in args], None)
     except SystemExit as end:
         return int(end.code or 0)
     return 0

@@ -1,4 +1,4 @@
-"""Training with the tokens of each sample on several processes."""
+"""Context parallelism in training: the tokens of each sample on several processes."""
 
 from pathlib import Path
 from typing import Any

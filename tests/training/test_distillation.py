@@ -9,10 +9,10 @@ import timm
 import torch
 from diffusers import SanaTransformer2DModel, WanTransformer3DModel
 
+from headmix_vision.cli import distill
 from headmix_vision.errors import InputError
 from headmix_vision.models.convert import sana_to_mhla, wan_to_mhla
 from headmix_vision.runs.opening import open_network
-from headmix_vision.training import distillation_cli
 from headmix_vision.training.distillation import attention_errors, attention_pairs
 
 from .gen_helpers import run, write_config
@@ -108,7 +108,7 @@ def test_the_command_trains_a_student_of_a_run(tmp_path: Path, capsys: pytest.Ca
     def distil(*arguments: object) -> int:
         options = ["fit", "-c", config, "--run_dir", student, "--model.name", "dit_mhla_digits"]
         try:
-            distillation_cli.main([str(argument) for argument in [*options, *arguments]])
+            distill.main([str(argument) for argument in [*options, *arguments]], None)
         except SystemExit as end:
             return int(end.code or 0)
         return 0

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 
+from headmix_vision.cli.training import run_command_line
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import check_entries, read_checkpoint
-from headmix_vision.training.base_cli import run_command_line
 from headmix_vision.training.classification_cli import ClassificationCLI
 from headmix_vision.training.resuming import check_optimizers
 

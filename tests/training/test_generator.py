@@ -201,10 +201,10 @@ def test_starts_from_other_weights(reference: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--model.name", "dit_mla_digits"), "did you mean"),
-        (("--model.name", "deit_mhla_digits"), "is a classifier, which headmix-train-cls trains"),
+        (("--model.name", "deit_mhla_digits"), "is a classifier, which headmix train-cls trains"),
         (("--model.num_classes", "7"), "the data have 10 classes, the model 7: set model.num_classes=10"),
         (("--model.model_args.width", "7"), "unknown argument 'width' of model"),
-        (("--model.input_size", "9"), "latent size 9x9 is no multiple of the patch size 2"),
+        (("--model.input_size", "9"), "latent size 9x9 is not a multiple of the patch size 2"),
         (("--model.objective.shift", "0"), "objective.shift"),
         (("--model.objective.clean_prefix", "0.5"), "must be 0 for dit_mhla_digits, a model of images"),
         (("--model.model_args.learned_variance", "true"), "must agree"),

@@ -6,17 +6,22 @@ from argparse import SUPPRESS
 import pytest
 
 from headmix_vision.cli import distill, train_cls, train_gen
-from headmix_vision.training.base_cli import RunCLI, run_command_line
+from headmix_vision.cli.training import run_command_line
+from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.classification_cli import ClassificationCLI
-from headmix_vision.training.command_help import COMMANDS, asked_help, common_options
+from headmix_vision.training.command_help import KINDS, asked_help, common_options
 from headmix_vision.training.distillation_cli import DistillationCLI
 from headmix_vision.training.generation_cli import GenerationCLI
 
 from . import gen_helpers, helpers
 
-SUBCOMMANDS = [(helpers, name) for name in COMMANDS["cls"][1]]
-SUBCOMMANDS += [(gen_helpers, name) for name in COMMANDS["gen"][1]]
-CLIS: dict[str, type[RunCLI]] = {"cls": ClassificationCLI, "gen": GenerationCLI, "distill": DistillationCLI}
+SUBCOMMANDS = [(helpers, name) for name in KINDS["classifier"][1]]
+SUBCOMMANDS += [(gen_helpers, name) for name in KINDS["generator"][1]]
+CLIS: dict[str, type[RunCLI]] = {
+    "classifier": ClassificationCLI,
+    "generator": GenerationCLI,
+    "distilled": DistillationCLI,
+}
 
 
 class Parsed(BaseException):
@@ -35,7 +40,7 @@ def test_help_shows_the_common_options(
     for option in ("-c, --config", "--run-dir", "--ckpt-path", "--dry-run", "--data.dataset", "--help-all"):
         assert option in text
     assert "--trainer.sync_batchnorm" not in text
-    assert asked_help("cls" if command is helpers else "gen", [subcommand, "--help"]) == text
+    assert asked_help("classifier" if command is helpers else "generator", [subcommand, "--help"]) == text
 
 
 @pytest.mark.parametrize("command", CLIS)
@@ -47,7 +52,7 @@ def test_the_help_names_options_that_exist_and_their_defaults(command: str, monk
     with pytest.raises(Parsed) as caught:
         run_command_line(CLIS[command], ["fit"])
     subcommands = caught.value.args[0]._subcommands_action.choices
-    assert tuple(subcommands) == COMMANDS[command][1]
+    assert tuple(subcommands) == KINDS[command][1]
     for subcommand, parser in subcommands.items():
         defaults = parser.get_defaults()
         for options in common_options(subcommand, CLIS[command].recipes).values():
@@ -58,10 +63,10 @@ def test_the_help_names_options_that_exist_and_their_defaults(command: str, monk
 
 
 def test_the_help_of_a_command_lists_its_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
-    for main, command in ((train_cls.main, "cls"), (train_gen.main, "gen"), (distill.main, "distill")):
+    for main, command in ((train_cls.main, "classifier"), (train_gen.main, "generator"), (distill.main, "distilled")):
         main(["--help"])
         listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-        assert listed == [*COMMANDS[command][1]]
+        assert listed == [*KINDS[command][1]]
 
 
 def test_all_options(capfd: pytest.CaptureFixture[str]) -> None:

@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused_before_training(features: str, tmp_path: P
 
 def test_clips_are_refused_before_training(features: str) -> None:
     module = ImageGenerator("dit_video_linear_digits", model_args={"depth": 1, "embed_dim": 16, "num_heads": 2})
-    with pytest.raises(InputError, match=r"must be null for a model of clips.* headmix-evaluate fvd"):
+    with pytest.raises(InputError, match=r"must be null for a model of clips.* headmix evaluate fvd"):
         callback(features).on_fit_start(process(), module)
 
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding
@@ -251,7 +251,7 @@ class ClipSource(Source):
 
     @abstractmethod
     def leave_out_unusable(self) -> list[str]:
-        """Leaves out the videos of which no clip can be made, which is found without decoding; names them and why."""
+        """Leave out the videos of which no clip can be made, which is found without decoding; name them and why."""
 
 
 class PreparedSource(Source):

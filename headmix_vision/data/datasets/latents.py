@@ -1,4 +1,4 @@
-"""Cached latents: the files that `headmix-cache-latents` writes, and their reader.
+"""Cached latents: the files that `headmix cache-latents` writes, and their reader.
 
 A cache is a directory with `latents.json`, which says how the latents were made, and shards of a fixed number of
 images in the order of the data set: `shard-00000.safetensors`, ...
@@ -65,7 +65,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     if not file.is_file():
-        raise InputError(f"{path} has no {MANIFEST}: make a cache with headmix-cache-latents")
+        raise InputError(f"{path} has no {MANIFEST}: make a cache with headmix cache-latents")
     manifest = check_fields(str(file), read_json(file), {"format": int})
     if manifest["format"] != FORMAT:
         raise InputError(f"{file} is of format {manifest['format']!r}, this version reads {FORMAT}")
@@ -113,7 +113,7 @@ def check_shard(path: Path, number: int, manifest: dict[str, Any]) -> None:
 
 
 def find_difference(made: dict[str, Any], manifest: dict[str, Any]) -> str | None:
-    """Finds the first entry of a record that a manifest has otherwise; where images and weights lie does not count."""
+    """Find the first entry of a record that a manifest has otherwise; where images and weights lie does not count."""
     for name, value in made.items():
         if name not in ("images", "source") and _without_source(manifest.get(name)) != _without_source(value):
             return name
@@ -230,7 +230,7 @@ class LatentShards(PreparedSource):
         if missing:
             raise InputError(
                 f"{self.path} lacks {len(missing)} of {count_shards(self.manifest)} shards, first"
-                f" {shard_name(missing[0])}; run headmix-cache-latents again to finish it"
+                f" {shard_name(missing[0])}; run headmix cache-latents again to finish it"
             )
         for number in range(count_shards(self.manifest)):
             check_shard(self.path, number, self.manifest)

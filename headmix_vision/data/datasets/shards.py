@@ -1,6 +1,6 @@
 """`shards`: images or videos in tar files, as WebDataset and img2dataset write them, read by their number.
 
-`headmix-index-shards` makes the index of a folder of shards once, `index.safetensors`: for each of N samples where its
+`headmix index-shards` makes the index of a folder of shards once, `index.safetensors`: for each of N samples where its
 picture or video begins in its tar file, its bytes and its label; for each shard its name, size, number of samples and a
 hash of its beginning.
 """
@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.data.clips import ClipConfig, crop_frames
+from headmix_vision.data.clip_frames import ClipConfig, crop_frames
 from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, Source, SplitRequest, to_picture
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.errors import InputError
@@ -38,7 +38,7 @@ _ENTRIES = {"format": int, "kind": str, "class_names": list, "shards": list}
 _SHARD = {"name": str, "bytes": int, "samples": int, "head": str}
 _HEAD_BYTES = 4096
 _THREADS = 16
-_AGAIN = "restore it, or make the index again with headmix-index-shards"
+_AGAIN = "restore it, or make the index again with headmix index-shards"
 
 
 def open_shards(request: SplitRequest) -> Source:
@@ -60,7 +60,7 @@ def open_shards(request: SplitRequest) -> Source:
     names = shards.class_names
     if not names and request.needs_labels and request.use != "caching":
         raise InputError(
-            f"the shards of {folder} have no labels: make the index again with headmix-index-shards --label, or train a"
+            f"the shards of {folder} have no labels: make the index again with headmix index-shards --label, or train a"
             " generator without classes by model.num_classes=0"
         )
     if names == [str(number) for number in range(len(names))]:  # not every split has a sample of the last class
@@ -86,7 +86,7 @@ class Shards:
         self.folder = folder
         path = folder / INDEX
         if not path.is_file():
-            raise InputError(f"{folder} has no {INDEX}: make it with headmix-index-shards {folder}")
+            raise InputError(f"{folder} has no {INDEX}: make it with headmix index-shards {folder}")
         with open_tensors(path) as file:
             found = parse_json((file.metadata() or {}).get("shards", "null"), f"the header of {path}")
             index = check_fields(str(path), found, {"format": int})
@@ -282,12 +282,12 @@ def _check_places(path: Path, offsets: Tensor, sizes: Tensor, shards: list[dict[
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Lists the tar files of a folder by name."""
+    """List the tar files of a folder by name."""
     return sorted(path for path in folder.iterdir() if ending(path) == ".tar" and not is_hidden(path.name))
 
 
 def describe_shard(path: Path) -> dict[str, Any]:
-    """Tells a shard by its size, `bytes`, and a hash of its first 4096 bytes, `head`."""
+    """Identity of a shard: its size, `bytes`, and a hash of its first 4096 bytes, `head`."""
     check_file(path)
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)

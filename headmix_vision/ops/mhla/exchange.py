@@ -1,4 +1,4 @@
-"""Mix the block summaries of all ranks where each has some of the tokens (README.md, "Tokens on several GPUs").
+"""Exchange of block summaries between ranks under context parallelism (README.md, "Context parallelism").
 
 B batch, H heads, M blocks of all ranks, m those with tokens of this rank, F numbers of a summary.
 """

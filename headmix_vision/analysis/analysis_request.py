@@ -1,4 +1,4 @@
-"""Requests for analyses, which `headmix_vision.analysis.job.analyze` takes, without an import of torch."""
+"""Requests for analyses, which `headmix_vision.analysis.analysis_job.analyze` takes, without an import of torch."""
 
 from collections import Counter
 from dataclasses import dataclass

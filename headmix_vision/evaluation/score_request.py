@@ -20,7 +20,8 @@ class Evaluation:
 
     Args:
         metric: One of `METRICS`, `CLIP_METRICS` or `stats`, which keeps the statistics of real images in a file.
-        out: File to write; it must not exist.
+        out: File to write.
+        overwrite: Replace the file if it exists.
         root: Place of a data set that needs one.
         image_size: Scale and centre-crop all samples to this size first.
         background: Colour behind transparent pixels.
@@ -35,6 +36,7 @@ class Evaluation:
 
     metric: str
     out: Path | None = None
+    overwrite: bool = False
     root: str | None = None
     image_size: int | None = None
     background: str = "white"

@@ -23,10 +23,10 @@ from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.metrics import CLIP_METRICS, METRICS
 from headmix_vision.evaluation.npz import npz_labels
-from headmix_vision.evaluation.request import STATISTICS, Evaluation, ScoreRequest
 from headmix_vision.evaluation.sample_folders import check_complete
 from headmix_vision.evaluation.sample_sets import SampleSet, check_side_options
 from headmix_vision.evaluation.sample_sources import DatasetSamples
+from headmix_vision.evaluation.score_request import STATISTICS, Evaluation, ScoreRequest
 from headmix_vision.evaluation.scores import RNG_SEED, Scorer, check_judge, open_side
 from headmix_vision.evaluation.statistics import Statistics, write_statistics
 from headmix_vision.files.atomic import atomic_path, check_place
@@ -36,7 +36,7 @@ Side = SampleSet | Statistics
 
 
 class _DryRun(Exception):
-    """Ends a dry run where the first image would be scored."""
+    """End of a dry run where the first image would be scored."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def _check_out(request: Evaluation) -> None:
     out = request.out
     if request.metric == STATISTICS and out is not None and out.suffix != ".safetensors":
         raise InputError(f"--out of stats must end in .safetensors, got {out}")
-    if out is not None and out.exists():
-        raise InputError(f"{out} already exists; choose another --out or remove it")
+    if out is not None and out.exists() and not request.overwrite:
+        raise InputError(f"--out {out} already exists; choose another one, or replace it with --overwrite")
     if out is not None:
         check_place(out)
     check_background(request.background)

@@ -6,7 +6,7 @@ from typing import Any
 
 from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.console.processes import Processes
-from headmix_vision.data.clips import DEFAULT_CLIP, ClipConfig
+from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE
 from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
@@ -14,10 +14,10 @@ from headmix_vision.evaluation.clip_features import ClipExtractor, open_clip_ext
 from headmix_vision.evaluation.clip_sampling import ClipSampling
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.fvd import PROTOCOLS, SEES_MOTION, Protocol, check_clips, fvd
-from headmix_vision.evaluation.moving_digits import DigitJudge, check_judged, check_labels, judge
-from headmix_vision.evaluation.request import FvdRequest, MovingDigitsRequest
+from headmix_vision.evaluation.moving_digit_scores import DigitJudge, check_judged, check_labels, judge
 from headmix_vision.evaluation.sample_folders import check_complete
 from headmix_vision.evaluation.sample_sets import UNLABELLED, SampleSet, check_side_options, open_samples
+from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest
 from headmix_vision.evaluation.scores import MAX_SUBSETS, Progress, Scorer, check_sizes, kid_subset_size
 
 

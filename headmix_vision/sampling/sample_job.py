@@ -28,7 +28,7 @@ from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.draw import SamplingPlan, draw_samples
 from headmix_vision.sampling.folder import GRID, IMAGES, MAX_SAMPLES, NPZ, SampleFolder
 from headmix_vision.sampling.planning import make_plan, named, run_name, size_text, warn_of_unlearned
-from headmix_vision.sampling.request import SampleRequest
+from headmix_vision.sampling.sample_request import SampleRequest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -145,7 +145,7 @@ def _check_memory(pipeline: Any, plan: SamplingPlan, request: SampleRequest) -> 
 def _take_over(
     folder: SampleFolder, settings: dict[str, Any], request: SampleRequest, shape: tuple[int, ...]
 ) -> tuple[list[int], bool]:
-    """Looks into the folder when nobody else writes there: which samples are missing, and is nothing to be done?"""
+    """Look into the folder when nobody else writes there: which samples are missing, and is nothing to be done?"""
     folder.check(settings, request.num)
     missing, damaged = find_missing(folder, request, shape)
     for index in sorted(damaged):
@@ -184,7 +184,7 @@ def _draw(
 
 
 def find_missing(folder: SampleFolder, request: SampleRequest, shape: tuple[int, ...]) -> tuple[list[int], set[int]]:
-    """Lists the samples to draw, and which of them are there but damaged.
+    """List the samples to draw, and which of them are there but damaged.
 
     Raises:
         InputError: If the disk cannot take them.
@@ -222,7 +222,7 @@ def describe(
 
 
 def _identity(pipeline: HeadMixDiTPipeline, about: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Collects what pixels depend on besides the plan; a folder holds samples of one such set."""
+    """Collect what pixels depend on besides the plan; a folder holds samples of one such set."""
     scheduler = json.loads(pipeline.scheduler.to_json_string())
     autoencoder = about["vae"] and {name: value for name, value in about["vae"].items() if name != "source"}
     return {
@@ -245,6 +245,6 @@ def _memory_errors(request: SampleRequest) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Collects the versions of what the pixels may depend on."""
+    """Collect the versions of what the pixels may depend on."""
     packages = {name: version(name) for name in ("torch", "diffusers", "timm", "numpy")}
     return {"headmix_vision": headmix_vision.__version__, "python": platform.python_version(), **packages}

@@ -7,12 +7,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from headmix_vision.analysis.analysis_request import (
+    NOISE_LEVEL,
+    AttentionRequest,
+    MapsRequest,
+    MixingRequest,
+    ProfileRequest,
+)
 from headmix_vision.analysis.attention_matrices import record_attention
 from headmix_vision.analysis.inputs import ImageRequest, Inputs, read_inputs
 from headmix_vision.analysis.learned_mixes import draw_mixing
 from headmix_vision.analysis.maps import attention_maps, draw_maps
 from headmix_vision.analysis.profiles import PROFILES, draw_profiles, profile_layers
-from headmix_vision.analysis.request import NOISE_LEVEL, AttentionRequest, MapsRequest, MixingRequest, ProfileRequest
 from headmix_vision.analysis.results import ResultFolder
 from headmix_vision.console.devices import default_device, open_device
 from headmix_vision.errors import InputError

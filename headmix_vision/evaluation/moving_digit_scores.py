@@ -1,4 +1,4 @@
-"""Judges clips of `moving_digits`: is the digit the one that was asked for, and does it move as it was asked to.
+"""Judge of clips of `moving_digits`: whether digit and motion are those that the label asks for.
 
 Shapes: B clips, C channels, T frames, H and W pixels, S pixels of a digit's side.
 """
@@ -20,7 +20,7 @@ ON_COURSE = 0.9  # share of a clip's windows in time
 
 
 def check_judged(size: Sequence[int], frame_rate: float) -> None:
-    """Raises InputError for clips (T, H, W) that are too small, or end before the first turn can come."""
+    """Raise InputError for clips (T, H, W) that are too small, or end before the first turn can come."""
     frames, height, width = size
     digit_size(height, width)
     steps = _straight_steps(frame_rate)
@@ -33,7 +33,7 @@ def _straight_steps(frame_rate: float) -> int:
 
 
 def judge_motion(places: Tensor, directions: Tensor, free: tuple[int, int], frame_rate: float) -> tuple[Tensor, Tensor]:
-    """Tells which digits start in the direction that was asked for, and which keep their course.
+    """Find which digits start in the direction that was asked for, and which keep their course.
 
     A digit starts as asked if, before the first turn can come, it has gone half of the slowest way, further along the
     direction than across. It keeps its course if in 90 % of all windows of that time it neither leaves its line nor
@@ -71,7 +71,7 @@ def judge_motion(places: Tensor, directions: Tensor, free: tuple[int, int], fram
 
 
 class DigitJudge(ClipExtractor):
-    """Recognises the digit of each frame, and follows it: the judge's raw findings as `features`.
+    """Extractor that recognises and follows the digit of each frame: the judge's raw findings as `features`.
 
     `features` are float32 [B, 3T]: T digits, T rows, T columns.
 
@@ -98,7 +98,7 @@ class DigitJudge(ClipExtractor):
 
 
 def judge(scorer: Scorer, clips: SampleSet, labels: Tensor, frame_rate: float = FRAME_RATE) -> dict[str, float]:
-    """Scores clips of moving digits against their labels.
+    """Score clips of moving digits against their labels.
 
     Args:
         scorer: A scorer with a `DigitJudge`.
@@ -127,7 +127,7 @@ def judge(scorer: Scorer, clips: SampleSet, labels: Tensor, frame_rate: float = 
 
 
 def check_labels(clips: SampleSet, labels: Tensor) -> None:
-    """Raises InputError unless there is one label of `moving_digits` a clip."""
+    """Raise InputError unless there is one label of `moving_digits` a clip."""
     if len(labels) != len(clips):
         raise InputError(f"there are {len(labels)} labels for {len(clips)} clips")
     low, high, classes = int(labels.min()), int(labels.max()), 10 * len(DIRECTIONS)

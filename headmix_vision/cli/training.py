@@ -1,0 +1,62 @@
+"""What the training commands share: their help, and how they end."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+from headmix_vision.cli.starting import importing
+from headmix_vision.errors import end, one_line_errors
+
+if TYPE_CHECKING:
+    from headmix_vision.training.base_cli import RunCLI
+
+
+def run(
+    command: str,
+    kind: Literal["classifier", "generator", "distilled"],
+    args: Sequence[str] | None,
+    default_config: str | None,
+) -> None:
+    """Run a training command.
+
+    Args:
+        command: Its name.
+        kind: What is trained.
+        args: Subcommand and options; those of the process when None.
+        default_config: Recipe of `fit` where the arguments name none.
+    """
+    words = sys.argv[1:] if args is None else args
+    with one_line_errors():
+        from headmix_vision.training.command_help import asked_help
+        from headmix_vision.training.training_request import TrainingRequest
+    if (text := asked_help(kind, words)) is not None:
+        print(text, end="")
+        return
+    with importing(command):
+        from headmix_vision.training.training_job import train
+    train(TrainingRequest(kind=kind, words=words, default_config=default_config), one_line_endings)
+
+
+def run_command_line(cli: "type[RunCLI]", args: Sequence[str], default_config: str | None = None) -> None:
+    """Run the command line of a subclass of `RunCLI`; see `one_line_endings`."""
+    from headmix_vision.training.base_cli import run_words
+
+    run_words(cli, args, default_config, one_line_endings)
+
+
+@contextmanager
+def one_line_endings() -> Iterator[None]:
+    """End the process with one line on what a user can mend.
+
+    Wrong input, and a batch too large for the device, end it with status 2. Non-finite numbers, and a run directory
+    that is lost, end it with status 1. Every other exception is a defect and keeps its traceback.
+    """
+    from headmix_vision.training.callbacks.non_finite import NonFiniteError
+    from headmix_vision.training.run_directory import RunLostError
+
+    with one_line_errors():
+        try:
+            yield
+        except (NonFiniteError, RunLostError) as error:
+            end(str(error), status=1)
