@@ -25,14 +25,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Train a classifier on real digits, draw the test digits with their predictions, export, load the export through timm;
 # train a generator on them, draw samples, and score these with the classifier's features.
 demo: install
-	$(BIN)/headmix-train-cls fit --run_dir runs/demo --overwrite true
-	$(BIN)/headmix-export runs/demo --out runs/demo/model.safetensors --overwrite
+	$(BIN)/headmix train-cls fit --run-dir runs/demo --overwrite
+	$(BIN)/headmix export runs/demo --out runs/demo/model.safetensors --overwrite
 	$(BIN)/python examples/classify_digits.py runs/demo/model.safetensors --out runs/demo/digits.png
-	$(BIN)/headmix-train-gen fit --run_dir runs/demo_gen --overwrite true
+	$(BIN)/headmix train-gen fit --run-dir runs/demo_gen --overwrite
 	rm -rf runs/demo_gen/drawn
-	$(BIN)/headmix-sample images --model runs/demo_gen --num 1797 --steps 25 --batch-size 128 --npz --out runs/demo_gen/drawn
-	$(BIN)/headmix-evaluate fid --real digits --fake runs/demo_gen/drawn --features runs/demo/model.safetensors
-	$(BIN)/headmix-evaluate accuracy --fake runs/demo_gen/drawn/samples.npz --features runs/demo/model.safetensors
+	$(BIN)/headmix sample images --model runs/demo_gen --num 1797 --steps 25 --batch-size 128 --npz --out runs/demo_gen/drawn
+	$(BIN)/headmix evaluate fid --real digits --fake runs/demo_gen/drawn --features runs/demo/model.safetensors
+	$(BIN)/headmix evaluate accuracy --fake runs/demo_gen/drawn/samples.npz --features runs/demo/model.safetensors
 
 # A classifier of digits that is part of the package.
 JUDGE := headmix_vision/models/weights/deit_mhla_digits.safetensors
@@ -40,12 +40,12 @@ JUDGE := headmix_vision/models/weights/deit_mhla_digits.safetensors
 # Train a model of clips on moving digits, draw clips of every class (GIFs to watch, and one of all of them), judge digit
 # and motion, and score them against real clips.
 demo-video: install
-	$(BIN)/headmix-train-gen fit -c moving_digits --run_dir runs/demo_video --overwrite true
+	$(BIN)/headmix train-gen fit -c moving_digits --run-dir runs/demo_video --overwrite
 	rm -rf runs/demo_video/drawn
-	$(BIN)/headmix-sample videos --model runs/demo_video --num 400 --steps 25 --guidance 3.5 --batch-size 40 --format gif \
+	$(BIN)/headmix sample videos --model runs/demo_video --num 400 --steps 25 --guidance 3.5 --batch-size 40 --format gif \
 		--out runs/demo_video/drawn
-	$(BIN)/headmix-evaluate moving-digits --fake runs/demo_video/drawn --features $(JUDGE)
-	$(BIN)/headmix-evaluate fvd --real moving_digits --fake runs/demo_video/drawn --features digits:$(JUDGE) --frames 8 --count 1000
+	$(BIN)/headmix evaluate moving-digits --fake runs/demo_video/drawn --features $(JUDGE)
+	$(BIN)/headmix evaluate fvd --real moving_digits --fake runs/demo_video/drawn --features digits:$(JUDGE) --frames 8 --count 1000
 
 test: install
 	$(PYTEST) -n $(JOBS)

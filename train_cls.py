@@ -2,9 +2,9 @@
 
 python train_cls.py fit                                                    # handwritten digits, nothing to download
 python train_cls.py fit -c imagenet --data.root imagenet
-python train_cls.py fit --run_dir runs/digits --ckpt_path last             # continue an interrupted run
-python train_cls.py validate --run_dir runs/digits
-python train_cls.py predict --run_dir runs/digits --data.predict_path IMAGE_OR_FOLDER
+python train_cls.py fit --run-dir runs/digits --ckpt-path last             # continue an interrupted run
+python train_cls.py validate --run-dir runs/digits
+python train_cls.py predict --run-dir runs/digits --data.predict_path IMAGE_OR_FOLDER
 """
 
 import signal

@@ -2,8 +2,8 @@
 
 python train_gen.py fit                                                  # handwritten digits, nothing to download
 python train_gen.py fit -c imagenet256
-python train_gen.py fit --run_dir runs/gen/digits --ckpt_path last       # continue an interrupted run
-python train_gen.py validate --run_dir runs/gen/digits
+python train_gen.py fit --run-dir runs/gen/digits --ckpt-path last       # continue an interrupted run
+python train_gen.py validate --run-dir runs/gen/digits
 """
 
 import signal

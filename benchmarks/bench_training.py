@@ -5,7 +5,7 @@
     python -m benchmarks.bench_training --device cpu --tiny         # tries the script itself where there is no GPU
 
 The bare step is that of bench_models.py: forward, loss, backward and a fused AdamW step on tensors that lie on the
-device, under bf16 autocast. The commands are `headmix-train-gen fit -c imagenet256` and `headmix-train-cls fit -c
+device, under bf16 autocast. The commands are `headmix train-gen fit -c imagenet256` and `headmix train-cls fit -c
 imagenet` with all that they do between two steps (noise and labels or mixup, logging, checks, interrupts), without and
 with averaged weights. Their data cost nothing to read: one batch of `fake`, in pinned memory, comes again and again.
 The clock starts after the first steps, which compile and open the loggers, and waits for the device at both ends;

@@ -50,7 +50,7 @@ def draw(images: torch.Tensor, predictions: torch.Tensor, targets: torch.Tensor,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("weights", help="file written by headmix-export")
+    parser.add_argument("weights", help="file written by headmix export")
     parser.add_argument("--out", default="digits.png", help="picture to write")
     arguments = parser.parse_args()
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Train on several machines of a SLURM cluster, through time limits and preemptions:
-#   sbatch --nodes 2 examples/slurm.sh headmix-train-gen fit -c imagenet256
+#   sbatch --nodes 2 examples/slurm.sh headmix train-gen fit -c imagenet256
 # The job saves and requeues itself before its time is over, and goes on from last.ckpt whenever it is started.
 #SBATCH --job-name headmix
 #SBATCH --ntasks-per-node 1
@@ -30,6 +30,6 @@ trap save_and_requeue USR1
 
 srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$gpus" --max-restarts 3 \
     --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first:$port" --no-python -- \
-    "$@" --trainer.num_nodes "$SLURM_NNODES" --trainer.devices "$gpus" --ckpt_path auto &
+    "$@" --trainer.num_nodes "$SLURM_NNODES" --trainer.devices "$gpus" --ckpt-path auto &
 step=$!
 wait "$step"

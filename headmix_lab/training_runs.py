@@ -1,4 +1,4 @@
-"""Starts training runs by their command line: a run that was interrupted goes on, a finished one is left as it is."""
+"""Start training runs by their command line: a run that was interrupted goes on, a finished one is left as it is."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checks the numbers and names that users give, before any work is done with them."""
+"""Check the numbers and names that users give, before any work is done with them."""
 
 import difflib
 import inspect

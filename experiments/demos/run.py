@@ -48,7 +48,7 @@ def draw(kind: str, run: Path, name: str, *options: object) -> Path:
 
 
 def score(metric: str, *options: object) -> dict[str, Any]:
-    """The result file of `headmix-evaluate`."""
+    """The result file of `headmix evaluate`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "scores.json"
         run_script(["-m", "headmix_vision.evaluate", metric, "--device", "cpu", "--out", out, *options], **HOW)

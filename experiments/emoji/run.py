@@ -3,14 +3,14 @@
     python -m experiments.emoji.run --root data/emoji --features lite0:LITE0.pth --judge runs/emoji_judge \\
         --out experiments/emoji/results.csv --pictures experiments/emoji --jobs 9
 
-README.md has the commands that make the data and the judge. Each row is a model of `headmix-train-gen -c emoji` for
+README.md has the commands that make the data and the judge. Each row is a model of `headmix train-gen -c emoji` for
 each seed, with a class for each pair of a style and a group. Pictures are drawn for the labels of the split that they
 are scored against.
 
 - Guidance has the lowest FID from the validation split at the first seed. All other scores use the test split.
 - `as its label` comes from the judge, a classifier of the same training split. Its accuracy on real pictures is the
   ceiling. The row of real pictures scores the validation split as if it were drawn.
-- `nearer to training` and `copied` are those of `headmix-evaluate neighbours`: 50 % and 1 % where samples lie as near
+- `nearer to training` and `copied` are those of `headmix evaluate neighbours`: 50 % and 1 % where samples lie as near
   to training pictures as the test split does.
 - All train for --epochs. The table marks validation losses that were not flat at the end or had been lower. FID was
   seen to fall long after the validation loss rose (notes/generation.md).
@@ -85,7 +85,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def find(option: str, features: str) -> str:
-    """Return what `headmix-evaluate --features` takes with a path from the root on: scripts run in the repository."""
+    """Return what `headmix evaluate --features` takes with a path from the root on: scripts run in the repository."""
     kind, colon, path = features.rpartition(":")
     if features in ("inception", "digits"):
         return features

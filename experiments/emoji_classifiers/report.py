@@ -1,4 +1,4 @@
-"""Tables and figures of classifiers of emoji, from the CSV files that `headmix-analyze sweep` has written."""
+"""Tables and figures of classifiers of emoji, from the CSV files that `headmix analyze sweep` has written."""
 
 import statistics
 from collections.abc import Callable, Sequence

@@ -80,7 +80,7 @@ class GeneratorRuns:
         return run
 
     def evaluate(self, metric: str, fake: str | Path, out: Path, *options: object) -> None:
-        """Score samples by `headmix-evaluate`, unless they have been."""
+        """Score samples by `headmix evaluate`, unless they have been."""
         if not out.exists():
             out.parent.mkdir(parents=True, exist_ok=True)
             run_script(["-m", "headmix_vision.evaluate", metric, "--fake", fake, "--out", out, *options], **self.how)
@@ -229,7 +229,7 @@ def add_options(parser: argparse.ArgumentParser, runs: str) -> None:
     add("--runs", type=Path, default=Path(runs), help="place of the run directories (%(default)s)")
     add("--jobs", type=int, default=1, help="runs at a time, spread over the GPUs (%(default)s)")
     add("--minutes", type=float, default=1440.0, help="time after which the rest is left to the next call")
-    add("--options", default="", help="further options of headmix-train-gen, in quotes, the same for all")
+    add("--options", default="", help="further options of headmix train-gen, in quotes, the same for all")
 
 
 def check_options(arguments: argparse.Namespace, models: Sequence[str], unique: Sequence[str], **least: int) -> None:

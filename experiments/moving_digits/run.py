@@ -3,8 +3,8 @@
     python -m experiments.moving_digits.run --out experiments/moving_digits/results.csv --jobs 8 --minutes 9
     python -m experiments.moving_digits.run --out experiments/moving_digits/results.csv --rows all ...  # CPE, RoPE, too
 
-Each row is a model of `headmix-train-gen` (recipe.yaml) for each seed, sampled by `headmix-sample videos` and scored by
-`headmix-evaluate fvd` and `moving-digits`. README.md describes the rows.
+Each row is a model of `headmix train-gen` (recipe.yaml) for each seed, sampled by `headmix sample videos` and scored by
+`headmix evaluate fvd` and `moving-digits`. README.md describes the rows.
 
 - The validation loss of the EMA weights is taken every --interval steps. It is flat if it fell by less than 2 % in the
   last tenth of the steps, and rising if it was more than 2 % lower before. The table marks runs that are not flat.

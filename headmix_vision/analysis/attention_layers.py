@@ -37,12 +37,12 @@ class Layer(NamedTuple):
         return _registered(HEAD_MIXES, self.attention.head_mix) if self.attention.head_mix is not None else ""
 
     def numbers(self, **numbers: Any) -> dict[str, Any]:
-        """Puts the layer's number and name in front of numbers."""
+        """Put the layer's number and name in front of numbers."""
         return {"layer": self.number, "name": self.name, **numbers}
 
 
 def attention_layers(network: nn.Module) -> list[Layer]:
-    """Lists the attention layers of a network in the order of its modules."""
+    """List the attention layers of a network in the order of its modules."""
     found = [(name, module) for name, module in network.named_modules() if isinstance(module, HeadMixAttention)]
     return [Layer(number, name, module) for number, (name, module) in enumerate(found)]
 

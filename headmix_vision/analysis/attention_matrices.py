@@ -55,7 +55,7 @@ class LayerAttention:
         return len(self.inputs["q"])
 
     def matrices(self, image: int) -> Tensor:
-        """Computes the attention matrices of one image: [H, R, G * S], float64.
+        """Compute the attention matrices of one image: [H, R, G * S], float64.
 
         Their product with `values(image)` [G * S, D] of each head is the head's output for these tokens. With
         interleaved heads rows are tokens, whose pseudo-heads are collapsed, and columns pseudo-heads of tokens; with
@@ -70,7 +70,7 @@ class LayerAttention:
             return torch.cat([self._rows(out, values, of) for of in heads])
 
     def _rows(self, out: Tensor, values: Tensor, heads: list[int] | slice) -> Tensor:
-        """Derives outputs of some heads, the channels of a head serving one query token each."""
+        """Derive outputs of some heads, the channels of a head serving one query token each."""
         rows = []
         for tokens in torch.tensor(self.queries, device=out.device).split(out.shape[-1]):
             chosen = torch.zeros_like(out)
@@ -81,13 +81,13 @@ class LayerAttention:
         return of_heads.transpose(0, 1).flatten(1)[None] if self._joins_heads else of_heads
 
     def values(self, image: int) -> Tensor:
-        """Returns the values of one image that each head reads: [H, G * S, D], float64."""
+        """Return the values of one image that each head reads: [H, G * S, D], float64."""
         _, values = self._linear_map(image)
         of_heads = values[0].transpose(0, 1)  # [H, S, D]
         return of_heads.flatten(0, 1).expand(len(of_heads), -1, -1) if self._joins_heads else of_heads
 
     def token_weights(self, matrices: Tensor) -> Tensor:
-        """Adds up the weights of all values of a token: [H, R, G * S] -> [H, R, N]."""
+        """Add up the weights of all values of a token: [H, R, G * S] -> [H, R, N]."""
         return matrices.unflatten(-1, (-1, self.grid.num_tokens // self.grid.repeats, self.grid.repeats)).sum((-3, -1))
 
     @property
@@ -107,7 +107,7 @@ def record_attention(
     queries: int | Sequence[int] | None = None,
     layers: Collection[int] | None = None,
 ) -> list[LayerAttention]:
-    """Runs a copy of a network in float64 and keeps what its attention layers get.
+    """Run a copy of a network in float64 and keep what its attention layers get.
 
     Args:
         network: A network with attention layers of this package; it is not changed.

@@ -1,4 +1,4 @@
-"""Draws the learned block mixing matrices of MHLA as maps over the image.
+"""Draw the learned block mixing matrices of MHLA as maps over the image.
 
 M blocks, T x Y x X the block grid, T = 1 for images.
 """
@@ -46,7 +46,7 @@ class _Matrix(NamedTuple):
 
 
 def draw_block_mixing(layers: Sequence[Layer], title: str) -> Picture | None:
-    """Draws the mixing matrix of each layer with the core MHLA, and its difference from the initial one.
+    """Draw the mixing matrix of each layer with the core MHLA, and its difference from the initial one.
 
     Args:
         layers: The attention layers of a network.
@@ -83,7 +83,7 @@ def draw_block_mixing(layers: Sequence[Layer], title: str) -> Picture | None:
 
 
 def lay_out(weights: Tensor, blocks: TokenBlocks) -> Tensor:
-    """Lays out a matrix as maps over the block grid, which themselves lie on the block grid.
+    """Lay out a matrix as maps over the block grid, which themselves lie on the block grid.
 
     Args:
         weights: [M, M], query blocks by key blocks, the prefix block first.
@@ -123,7 +123,7 @@ def _places(blocks: TokenBlocks) -> _Places:
 
 
 def _add_dots(panel: Axes, blocks: TokenBlocks, pixel_in: float) -> None:
-    """Marks in each map the block that it belongs to."""
+    """Mark in each map the block that it belongs to."""
     places = _places(blocks)
     y, x = (places.queries + places.keys).T.numpy()
     size = min(3.5, 72 * pixel_in * 0.5)
@@ -163,6 +163,6 @@ def _numbers(matrix: _Matrix, blocks: TokenBlocks) -> dict[str, Any]:
 
 
 def _mean_distance(weights: Tensor, blocks: TokenBlocks) -> float:
-    """Computes how far queries look, in tokens: weighted mean distance of block centres, without the prefix block."""
+    """Compute how far queries look, in tokens: weighted mean distance of block centres, without the prefix block."""
     centers, prefix = blocks.block_centers(), blocks.num_prefix_blocks
     return float(mean_distance(weights[prefix:, prefix:], centers, centers))

@@ -1,4 +1,4 @@
-"""Draws the learned compositions of multi-head explicit attention (MEA).
+"""Draw the learned compositions of multi-head explicit attention (MEA).
 
 g key-value heads, h' component heads.
 """
@@ -27,7 +27,7 @@ start from it, so that the start is the diagonal; the change is what has been le
 
 
 def draw_explicit(layers: Sequence[Layer], title: str) -> Picture | None:
-    """Draws the compositions of keys and values of each layer with MEA.
+    """Draw the compositions of keys and values of each layer with MEA.
 
     Args:
         layers: The attention layers of a network.
@@ -81,7 +81,7 @@ def _numbers(weight: Tensor, start: Tensor) -> dict[str, Any]:
 
 
 def similarity_order(rows: Tensor) -> list[int]:
-    """Orders rows [n, length] so that similar ones are neighbours.
+    """Order rows [n, length] so that similar ones are neighbours.
 
     The order is that of the leaves of hierarchical clustering: average linkage of one minus the cosine, each branch
     turned so that neighbours are as near as can be, and the whole so that the first row comes before the last.
@@ -96,14 +96,14 @@ def similarity_order(rows: Tensor) -> list[int]:
 
 
 def _start(mix: ExplicitHeads) -> Tensor:
-    """Returns the weights that the mix starts with: [2, g, h']."""
+    """Return the weights that the mix starts with: [2, g, h']."""
     fresh = deepcopy(mix)
     fresh.reset_parameters()
     return fresh.mix.detach().double()
 
 
 def _component_order(start: Tensor, heads: list[int]) -> list[int]:
-    """Orders components by the mean place of the heads which start from them: [g, h'] -> h' numbers."""
+    """Order components by the mean place of the heads which start from them: [g, h'] -> h' numbers."""
     places = torch.arange(len(heads), dtype=torch.float64)
     mean_place = (places[:, None] * start[heads]).sum(0) / start.sum(0)
     return [int(component) for component in mean_place.argsort(stable=True)]

@@ -48,13 +48,13 @@ class Scale(NamedTuple):
 
 
 def signed_scale(label: str, matrices: Sequence[Tensor]) -> Scale:
-    """Makes a colour scale for all matrices that is symmetric about zero, which is white."""
+    """Make a colour scale for all matrices that is symmetric about zero, which is white."""
     most = max(float(matrix.nan_to_num(0).abs().max()) for matrix in matrices) or 1.0
     return Scale(label, Normalize(-most, most), _SIGNED)
 
 
 def positive_scale(label: str, matrices: Sequence[Tensor]) -> Scale:
-    """Makes a colour scale for all matrices from zero to the largest value."""
+    """Make a colour scale for all matrices from zero to the largest value."""
     most = max(float(matrix.nan_to_num(0).max()) for matrix in matrices) or 1.0
     return Scale(label, Normalize(0, most), _POSITIVE)
 
@@ -118,7 +118,7 @@ class Panels:
                 at += width_in * height + gap_in
 
     def show(self, row: int, column: int, matrix: Tensor, scale: Scale) -> Axes:
-        """Draws a matrix [rows, columns] as an image into a panel, which is returned; what is NaN stays white."""
+        """Draw a matrix [rows, columns] as an image into a panel, which is returned; what is NaN stays white."""
         panel = self.rows[row][column]
         panel.imshow(matrix.numpy(), norm=scale.norm, cmap=scale.colours, interpolation="nearest")
         panel.set(xticks=[], yticks=[])
@@ -149,7 +149,7 @@ def _width_in(texts: Iterable[str]) -> float:
 
 
 def encode_png(figure: Figure) -> bytes:
-    """Makes the file of a figure: a PNG. Where the disk is full, Pillow would say `encoder error -2`."""
+    """Make the file of a figure: a PNG. Where the disk is full, Pillow would say `encoder error -2`."""
     encoded = io.BytesIO()
     figure.savefig(encoded, format="png", dpi=_DPI)
     return encoded.getvalue()

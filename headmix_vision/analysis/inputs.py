@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(network: nn.Module, about: dict[str, Any], request: ImageRequest) -> Inputs:
-    """Reads images for a network.
+    """Read images for a network.
 
     Args:
         network: A classifier or a generator.

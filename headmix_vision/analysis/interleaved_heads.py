@@ -1,4 +1,4 @@
-"""Draws the learned mixtures of interleaved head attention (IHA).
+"""Draw the learned mixtures of interleaved head attention (IHA).
 
 H heads, P pseudo-heads.
 """
@@ -23,7 +23,7 @@ to{per_head}."""
 
 
 def draw_interleaved(layers: Sequence[Layer], title: str) -> Picture | None:
-    """Draws the mixtures of queries, keys and values, and the collapse, of each layer with IHA.
+    """Draw the mixtures of queries, keys and values, and the collapse, of each layer with IHA.
 
     Args:
         layers: The attention layers of a network.
@@ -60,13 +60,13 @@ def draw_interleaved(layers: Sequence[Layer], title: str) -> Picture | None:
 
 
 def _matrices(mix: InterleavedHeads) -> list[Tensor]:
-    """Lays out the weights in rows of pseudo-heads: q, k, v [P * H, H] and the collapse [P, H] or [P * H, H]."""
+    """Lay out the weights in rows of pseudo-heads: q, k, v [P * H, H] and the collapse [P, H] or [P * H, H]."""
     collapse = mix.collapse.mT if mix.per_head else mix.collapse.permute(1, 2, 0).flatten(0, 1)
     return [*mix.mix.detach().double().flatten(1, 2), collapse.detach().double()]
 
 
 def _panel_width(heads: int, height: float) -> float:
-    """Chooses the width of a panel, in inches: the figure is some 12 high if pixels are then large enough to see."""
+    """Choose the width of a panel, in inches: the figure is some 12 high if pixels are then large enough to see."""
     return max(min(1.05, 11 / height), 0.03 * heads)
 
 
@@ -94,7 +94,7 @@ def _numbers(mix: InterleavedHeads) -> dict[str, Any]:
 
 
 def _start(mix: InterleavedHeads) -> Tensor:
-    """Returns weights that the mix may start with, drawn from a fixed seed: [3, P, H, H]."""
+    """Return weights that the mix may start with, drawn from a fixed seed: [3, P, H, H]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         fresh = deepcopy(mix)

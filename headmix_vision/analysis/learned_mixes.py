@@ -1,4 +1,4 @@
-"""Draws what a network has learned to mix: heads (IHA, MEA) and token blocks (MHLA)."""
+"""Draw what a network has learned to mix: heads (IHA, MEA) and token blocks (MHLA)."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ PICTURES: dict[str, Callable[[Sequence[Layer], str], Picture | None]] = {
 
 
 def draw_mixing(network: nn.Module, name: str, title: str) -> dict[str, Picture]:
-    """Draws the pictures that a network has, by the names of their files.
+    """Draw the pictures that a network has, by the names of their files.
 
     Raises:
         InputError: If it has none.

@@ -29,7 +29,7 @@ _STYLE: Any = {
 
 
 def line_figure(rows: int = 1, columns: int = 1, height_in: float = 3.6, **shared: Any) -> tuple[Figure, np.ndarray]:
-    """Makes a figure of panels, six inches wide.
+    """Make a figure of panels, six inches wide.
 
     Args:
         rows: Panels one above the other.
@@ -47,7 +47,7 @@ def line_figure(rows: int = 1, columns: int = 1, height_in: float = 3.6, **share
 
 
 def label_ends(*panels: Axes) -> None:
-    """Writes each line's label right of its panel, at the height of its last point and in its colour.
+    """Write each line's label right of its panel, at the height of its last point and in its colour.
 
     Where lines end close to each other, their labels stand one above the other. Call it last: it goes by where the
     points are in the finished plot.
@@ -83,7 +83,7 @@ def _label_ends(axes: Axes, pt: float) -> None:
 
 
 def apart(places: Sequence[float], pitch: float, most: float) -> list[float]:
-    """Moves places, in rising order, apart to a pitch: those that are closer stand evenly about their mean.
+    """Move places, in rising order, apart to a pitch: those that are closer stand evenly about their mean.
 
     Args:
         places: What is moved.
@@ -106,13 +106,13 @@ def _span(group: Sequence[float], pitch: float) -> tuple[float, float]:
 
 
 def save_svg(path: Path, figure: Figure) -> None:
-    """Writes a figure as an SVG that is complete or absent, text as text."""
+    """Write a figure as an SVG that is complete or absent, text as text."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(encode_svg(figure))
 
 
 def encode_svg(figure: Figure) -> bytes:
-    """Makes the file of a figure: an SVG, text as text."""
+    """Make the file of a figure: an SVG, text as text."""
     encoded = io.StringIO()
     with mpl.rc_context(_STYLE | {"svg.fonttype": "none"}):
         figure.savefig(encoded, format="svg", metadata={"Date": None})

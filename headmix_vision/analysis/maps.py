@@ -1,4 +1,4 @@
-"""Draws what query tokens attend to as maps over the image, networks side by side.
+"""Draw what query tokens attend to as maps over the image, networks side by side.
 
 N tokens of a grid, prefix tokens left out.
 """
@@ -44,7 +44,7 @@ class AttentionMap(NamedTuple):
     shares: Tensor
 
     def rows(self) -> list[dict[str, Any]]:
-        """Lists the shares as rows of a table; tokens by their number on the grid."""
+        """List the shares as rows of a table; tokens by their number on the grid."""
         about = {"model": self.model, "layer": self.layer, "image": self.image, "grid": "x".join(map(str, self.grid))}
         query = _number(self.place, self.grid)
         return [{**about, "query": query, "key": key, "share": share} for key, share in enumerate(self.shares.tolist())]
@@ -53,7 +53,7 @@ class AttentionMap(NamedTuple):
 def attention_maps(
     model: str, network: nn.Module, inputs: Sequence[Any], places: Sequence[Place], layers: Collection[int] | None
 ) -> list[AttentionMap]:
-    """Computes the maps of query tokens of a network.
+    """Compute the maps of query tokens of a network.
 
     Args:
         model: What the network is called.
@@ -90,7 +90,7 @@ def attention_maps(
 
 
 def draw_maps(maps: Sequence[AttentionMap], pictures: Tensor | None, title: str) -> Figure:
-    """Draws maps: a row for each image and query token, a column for each network and layer, the images in front.
+    """Draw maps: a row for each image and query token, a column for each network and layer, the images in front.
 
     Args:
         maps: Of one or several networks, for the same images and places.
@@ -132,13 +132,13 @@ def _flat(values: Tensor, one: AttentionMap) -> Tensor:
 
 
 def _side_by_side(grid: Tensor) -> Tensor:
-    """Lays the frames of a grid [..., H, W, C] side by side: [H, frames * W, C]."""
+    """Lay the frames of a grid [..., H, W, C] side by side: [H, frames * W, C]."""
     frames = grid.reshape(math.prod(grid.shape[:-3]), *(1, *grid.shape[:-1])[-2:], grid.shape[-1])
     return torch.cat([*frames], dim=1)
 
 
 def _mark(panel: Any, grid: tuple[int, ...], place: Place, width: int, height: int) -> None:
-    """Marks a place of a grid of tokens in a panel of so many pixels."""
+    """Mark a place of a grid of tokens in a panel of so many pixels."""
     frames, rows, columns = (1, 1, *grid)[-3:]
     frame, y, x = (0, 0, *place)[-3:]
     at = ((frame * columns + x + 0.5) * width / (frames * columns) - 0.5, (y + 0.5) * height / rows - 0.5)

@@ -10,13 +10,13 @@ RANK_TOLERANCE = 1e-6
 
 
 def relative_distance(matrix: Tensor, start: Tensor) -> float:
-    """Computes the Frobenius norm of the difference of two tensors of one shape over that of the second."""
+    """Compute the Frobenius norm of the difference of two tensors of one shape over that of the second."""
     start = start.double()
     return float((matrix.double() - start).norm() / start.norm())
 
 
 def effective_rank(matrix: Tensor) -> float:
-    """Computes the effective rank of a matrix [rows, columns] (Roy and Vetterli, 2007).
+    """Compute the effective rank of a matrix [rows, columns] (Roy and Vetterli, 2007).
 
     It is the exponential of the entropy of the singular values, divided by their sum: r for r equal ones.
     """
@@ -24,7 +24,7 @@ def effective_rank(matrix: Tensor) -> float:
 
 
 def effective_count(weights: Tensor) -> Tensor:
-    """Computes on how many entries weights spread: float64 [...] of weights [..., entries].
+    """Compute on how many entries weights spread: float64 [...] of weights [..., entries].
 
     It is the exponential of the entropy of their absolute values, divided by their sum: n for n equal ones and zeros
     beside them, 1 where all are zero.
@@ -33,13 +33,13 @@ def effective_count(weights: Tensor) -> Tensor:
 
 
 def cosines(vectors: Tensor) -> Tensor:
-    """Computes the cosine of the angle between each two vectors: float64 [..., n, n] of [..., n, length]."""
+    """Compute the cosine of the angle between each two vectors: float64 [..., n, n] of [..., n, length]."""
     unit = normalize(vectors.double(), dim=-1)
     return unit @ unit.mT
 
 
 def mean_cosine(vectors: Tensor) -> float | None:
-    """Computes the mean cosine between different vectors of [..., n, length]; None where there is only one."""
+    """Compute the mean cosine between different vectors of [..., n, length]; None where there is only one."""
     count = vectors.shape[-2]
     if count == 1:
         return None
@@ -48,18 +48,18 @@ def mean_cosine(vectors: Tensor) -> float | None:
 
 
 def numerical_rank(singular_values: Tensor) -> Tensor:
-    """Counts the singular values [..., n], largest first, above `RANK_TOLERANCE` times the largest: int64 [...]."""
+    """Count the singular values [..., n], largest first, above `RANK_TOLERANCE` times the largest: int64 [...]."""
     return (singular_values > RANK_TOLERANCE * singular_values[..., :1]).sum(-1)
 
 
 def stable_rank(singular_values: Tensor) -> Tensor:
-    """Computes the squared Frobenius norm over the squared spectral norm: float64 [...]; 0 of a matrix of zeros."""
+    """Compute the squared Frobenius norm over the squared spectral norm: float64 [...]; 0 of a matrix of zeros."""
     squares = singular_values.double().square()
     return (squares / squares[..., :1]).nan_to_num().sum(-1)
 
 
 def mean_distance(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Computes how far rows look: the mean over rows of the distance to columns, weighted by absolute weights.
+    """Compute how far rows look: the mean over rows of the distance to columns, weighted by absolute weights.
 
     Args:
         weights: [..., R, N].

@@ -64,7 +64,7 @@ def profile_layers(
     queries: int | None = None,
     layers: Collection[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Computes numbers of the attention matrices of a network.
+    """Compute numbers of the attention matrices of a network.
 
     Args:
         network: A network with attention layers of this package.
@@ -109,7 +109,7 @@ def _mean_of_images(attention: LayerAttention, profiles: Sequence[Profile]) -> d
 
 
 def draw_profiles(rows: Sequence[dict[str, Any]], labels: dict[str, str], title: str) -> Figure:
-    """Draws numbers over the layers: a panel for each, a line for each model, a band from least to largest head.
+    """Draw numbers over the layers: a panel for each, a line for each model, a band from least to largest head.
 
     Args:
         rows: As from `profile_layers`, each with its `model`.

@@ -51,7 +51,7 @@ class ResultFolder:
         return f"{self.command}.json"
 
     def check(self) -> None:
-        """Checks that the results may be written here; touches nothing.
+        """Check that the results may be written here; touch nothing.
 
         Raises:
             InputError: If there are files of someone else, or results of other weights or settings.
@@ -93,7 +93,7 @@ class ResultFolder:
         tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
         numbers: Mapping[str, Any] | None = None,
     ) -> list[Path]:
-        """Writes results, all or none; those of the same weights and settings are replaced.
+        """Write results, all or none; those of the same weights and settings are replaced.
 
         Args:
             figures: Pictures by name, without `.png` or `.svg`.
@@ -119,7 +119,7 @@ class ResultFolder:
         return [*files]
 
     def picture(self, name: str) -> Path:
-        """Returns the file of a picture."""
+        """Return the file of a picture."""
         return self.path / next(file for file in WRITTEN[self.command] if file.startswith(f"{name}."))
 
     def _lock(self) -> AbstractContextManager[None]:
@@ -135,7 +135,7 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Rounds all fractions in plain values to six digits, which is more than weights of training say."""
+    """Round all fractions in plain values to six digits, which is more than weights of training say."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, list):

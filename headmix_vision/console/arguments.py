@@ -30,7 +30,7 @@ def _spelled(word: str, known: Mapping[str, str]) -> str:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line, with the nearest option where one is misspelt."""
+    """Parser that reports wrong arguments in one line, with the nearest option where one is misspelt."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -46,7 +46,7 @@ class OneLineParser(argparse.ArgumentParser):
         return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Prints the line, of several processes the first one alone, and ends the process with status 2."""
+        """Print the line, of several processes the first one alone, and end the process with status 2."""
         if message.startswith(_UNKNOWN):
             given = message.removeprefix(_UNKNOWN).split()[0].partition("=")[0]
             options = set(self._option_strings())

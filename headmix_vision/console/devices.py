@@ -7,12 +7,12 @@ from headmix_vision.files.limits import memory_left
 
 
 def default_device() -> str:
-    """Names the device that is taken when none is asked for: a GPU if there is one."""
+    """Name the device that is taken when none is asked for: a GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def open_device(name: str, local_rank: int = 0) -> torch.device:
-    """Checks that a device is there and computes.
+    """Check that a device is there and computes.
 
     Args:
         name: As torch writes it: `cpu`, `cuda:1`; `cuda` is the GPU of the process.
@@ -34,7 +34,7 @@ def open_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def available_memory(device: torch.device) -> int:
-    """Returns the memory of a device, in bytes, that can still be taken; see `memory_left` for all but GPUs."""
+    """Return the memory of a device, in bytes, that can still be taken; see `memory_left` for all but GPUs."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for later
         return torch.cuda.mem_get_info(device)[0] + unused

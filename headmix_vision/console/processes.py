@@ -38,7 +38,7 @@ class Processes(NamedTuple):
     local_rank: int = 0
 
     def connect(self) -> None:
-        """Waits until all of them are there.
+        """Wait until all of them are there.
 
         Raises:
             InputError: If torchrun did not start them.
@@ -50,19 +50,19 @@ class Processes(NamedTuple):
             atexit.register(leave_group)
 
     def wait(self) -> None:
-        """Waits for the others."""
+        """Wait for the others."""
         if self.world_size > 1:
             dist.barrier()
 
     def same(self, value: Any) -> Any:
-        """Returns the value of the first process, on all."""
+        """Return the value of the first process, on all."""
         values = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(values)
         return values[0]
 
     def gather(self, value: T) -> list[T]:
-        """Returns the values of all processes by rank, on all."""
+        """Return the values of all processes by rank, on all."""
         values: list[Any] = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
@@ -70,7 +70,7 @@ class Processes(NamedTuple):
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Ends the block on all processes with the first error by rank that a user can mend, if any has one.
+        """End the block on all processes with the first error by rank that a user can mend, if any has one.
 
         The first process raises it, as `InputError`; the others end with status 2 and say nothing. All processes enter
         the block; such blocks may stand in each other.
@@ -92,7 +92,7 @@ class Processes(NamedTuple):
             raise _Agreed(messages[0]) from found
 
     def in_turn(self, share: Iterable[T | None], rounds: int) -> Iterator[T]:
-        """Yields, on all processes, what each makes: the first item of each process by rank, then the second of each.
+        """Yield, on all processes, what each makes: the first item of each process by rank, then the second of each.
 
         Args:
             share: The items of this process, made one by one as they are asked for; None for nothing.
@@ -112,7 +112,7 @@ ALONE = Processes()
 
 
 def process_numbers() -> Processes:
-    """Reads the numbers from the environment; without torchrun there is one process.
+    """Read the numbers from the environment; without torchrun there is one process.
 
     Raises:
         InputError: If they are no numbers, or the rank is not below the number of processes.
@@ -168,7 +168,7 @@ def _state(pid: int) -> str:
 
 
 def leave_group() -> None:
-    """Leaves torch's process group at the end of a process, if it has joined one.
+    """Leave torch's process group at the end of a process, if it has joined one.
 
     The threads of Gloo must not outlive what they use: a process would end with SIGABRT at times.
     """
@@ -177,7 +177,7 @@ def leave_group() -> None:
 
 
 def end_without_others(error: BaseException, children: Sequence[subprocess.Popen[bytes]] = ()) -> None:
-    """Tells its children to end after an error, and ends this process if it talks to them through NCCL.
+    """Tell the children to end after an error, and end this process if it talks to them through NCCL.
 
     The children would say the same, or wait for this process. With NCCL other processes, which may not know of the
     error, may wait for this one for ever, in a collective, and it for them, in the clean-up at its end. So it ends

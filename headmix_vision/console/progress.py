@@ -1,4 +1,4 @@
-"""Shows how far a long job is: by a bar on a terminal, elsewhere by a plain line now and then."""
+"""Show how far a long job is: by a bar on a terminal, elsewhere by a plain line now and then."""
 
 import os
 import sys
@@ -14,13 +14,13 @@ _TENTH_S, _PAUSE_S = 2.0, 60.0  # least time between lines where a tenth is done
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Tells whether a stream is a terminal that can redraw a line."""
+    """Return whether a stream is a terminal that can redraw a line."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 @contextmanager
 def progress(what: str, total: int, unit: str, *, done: int = 0, enabled: bool = True) -> Iterator[Advance]:
-    """Shows on standard error how many items are done, how many a second, and the time that is left.
+    """Show on standard error how many items are done, how many a second, and the time that is left.
 
     A log that is no terminal gets a line for each tenth, at least 2 s apart, a line a minute where a tenth takes
     longer, and one at the end.
@@ -94,7 +94,7 @@ def _lines(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
 
 
 def duration(seconds: float) -> str:
-    """Says a time in the two largest units that matter: `45 s`, `12 min 30 s`, `3 h 20 min`, `2 d 4 h`."""
+    """Format a time in the two largest units that matter: `45 s`, `12 min 30 s`, `3 h 20 min`, `2 d 4 h`."""
     whole = round(seconds)
     for size, name, small_size, small_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:
@@ -104,7 +104,7 @@ def duration(seconds: float) -> str:
 
 
 def _added(count: float, items: float, total: int) -> float:
-    """Adds items without passing the total; fractions that make a whole make it despite rounding errors."""
+    """Add items without passing the total; fractions that make a whole make it despite rounding errors."""
     count += items
     return total if count > total - 1e-6 else count
 

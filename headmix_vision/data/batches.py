@@ -1,4 +1,4 @@
-"""Decides which sample comes in which batch, by (seed, step, rank) alone, so that any run can stop and go on.
+"""Decide which sample comes in which batch, by (seed, step, rank) alone, so that any run can stop and go on.
 
 Names: W processes, B samples per process and batch, a *global batch* is the W*B samples of one micro-step.
 """
@@ -15,7 +15,7 @@ from headmix_vision.errors import InputError
 
 
 class SampleKey(NamedTuple):
-    """Names a training sample; it carries the epoch, so that persistent workers know it, and whether it is a still."""
+    """Name a training sample; it carries the epoch, so that persistent workers know it, and whether it is a still."""
 
     sample: int
     epoch: int
@@ -153,6 +153,6 @@ def eval_batches(num_samples: int, batch_size: int, rank: int = 0, world_size: i
 
 
 def deal_batches(indices: Sequence[int], batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
-    """Deals samples in batches, which are the same for any number of processes; returns those of one process."""
+    """Deal samples in batches, which are the same for any number of processes; return those of one process."""
     whole = [list(indices[i : i + batch_size]) for i in range(0, len(indices), batch_size)]
     return whole[rank::world_size]

@@ -1,4 +1,4 @@
-"""Decides which frames of a video make a clip, and crops them."""
+"""Decide which frames of a video make a clip, and crop them."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ DEFAULT_CLIP = ClipConfig()
 
 
 def crop_frames(frames: Sequence[Image.Image], size: Sequence[int]) -> Tensor:
-    """Crops each frame as ADM does; float32 [C, T, H, W] in [0, 1]. An empty size leaves them as they are.
+    """Crop each frame as ADM does; float32 [C, T, H, W] in [0, 1]. An empty size leaves them as they are.
 
     Raises:
         InputError: Frames of several sizes.

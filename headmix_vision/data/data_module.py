@@ -1,4 +1,4 @@
-"""Opens the splits of any data set for Lightning, deals their samples to processes, and resumes exactly.
+"""Open the splits of any data set for Lightning, deal their samples to processes, and resume exactly.
 
 B batch, C channels, * the axes of a sample's grid: height and width of an image, frames, height and width of a clip.
 """

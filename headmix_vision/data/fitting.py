@@ -1,4 +1,4 @@
-"""Brings images and clips to the size and range that generators take.
+"""Bring images and clips to the size and range that generators take.
 
 C channels, *grid height and width of an image, frames, height and width of a clip.
 """
@@ -15,7 +15,7 @@ from headmix_vision.data.datasets.base import RawImage
 
 
 class FitImage:
-    """Brings an image to a size.
+    """Bring an image to a size.
 
     Pictures are cropped as ADM does, as in `cache_latents` and `evaluate`. Tensors are resized whole: enlarging keeps
     pixels square and hard when the size is a multiple, so that reducing restores the image.
@@ -43,7 +43,7 @@ class FitImage:
 
 
 class ImageToRange:
-    """Brings an image to the wanted size, flips it and scales it to [-1, 1]; clips have their size already.
+    """Bring an image to the wanted size, flip it and scale it to [-1, 1]; clips have their size already.
 
     Args:
         size: Height and width in pixels; frames, height and width of clips.

@@ -186,7 +186,7 @@ class GenerationData(DataModule):
         return {**super().training_sources(), **stills}
 
     def _open_stills(self) -> Source:
-        """Opens the stills: images, or single frames of videos, clips or latents."""
+        """Open the stills: images, or single frames of videos, clips or latents."""
         if len(self._shape) != 4:
             raise InputError(f"stills.share is {self.stills.share}, but the network takes images: it must be 0")
         channels, _, height, width = self._shape

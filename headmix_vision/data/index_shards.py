@@ -100,7 +100,7 @@ def write_index(
     check: bool = False,
     workers: int = 0,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Makes the index of a folder of shards.
+    """Make the index of a folder of shards.
 
     Args:
         folder: The folder.

@@ -157,5 +157,5 @@ def number_names(targets: Iterable[int]) -> list[str]:
 
 
 def natural_order(label: str) -> tuple[int, int | str]:
-    """Puts numbers in the order of numbers, and before other labels."""
+    """Put numbers in the order of numbers, and before other labels."""
     return (0, int(label)) if label.isdecimal() else (1, label)

@@ -1,4 +1,4 @@
-"""Writes latents: the shards of a cache, and the record of what they were made of.
+"""Write latents: the shards of a cache, and the record of what they were made of.
 
 B images or clips of a batch, C channels, T frames, H x W pixels.
 """
@@ -272,7 +272,7 @@ def _source_hashes(source: Source, manifest: dict[str, Any]) -> list[str]:
 
 
 def _check_directory(out: Path, manifest: dict[str, Any]) -> bool:
-    """Checks that a cache may be begun here or continued; tells whether its manifest is to be written."""
+    """Check that a cache may be begun here or continued; return whether its manifest is to be written."""
     if not (out / MANIFEST).is_file():
         others = out.is_dir() and any(not entry.name.startswith(".") for entry in out.iterdir())
         # asked again, because another process may have written it meanwhile
@@ -304,7 +304,7 @@ def _missing(out: Path, manifest: dict[str, Any], rank: int, world_size: int) ->
 
 
 def _remove_leftovers(out: Path, rank: int, world_size: int) -> None:
-    """Deletes what a killed process was writing of the shards of this one."""
+    """Delete what a killed process was writing of the shards of this one."""
     for entry in out.iterdir():
         shard = _SHARD_NUMBER.match(entry.name) if is_temporary(entry.name) else None
         if shard is not None and int(shard[1]) % world_size == rank:

@@ -1,4 +1,4 @@
-"""Reads samples, transforms them and collates them into batches, in data loader workers; counts unreadable images."""
+"""Read samples, transform and collate them into batches, in data loader workers; count unreadable images."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from headmix_vision.errors import InputError, explain
 
 
 class UnreadableImages:
-    """Counts the distinct images that could not be read, over all workers of a process.
+    """Count the distinct images that could not be read, over all workers of a process.
 
     Args:
         size: Number of images in the source.

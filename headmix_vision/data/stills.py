@@ -1,4 +1,4 @@
-"""Mixes batches of stills, clips of one frame, into the batches of clips that a network is trained on."""
+"""Mix batches of stills, clips of one frame, into the batches of clips that a network is trained on."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class ImageStills(Source):
 
 
 class MixedBatchSampler(Sampler[list[SampleKey]]):
-    """Deals a share of the batches to a second data set, in even distances, for all processes alike.
+    """Deal a share of the batches to a second data set, in even distances, for all processes alike.
 
     Which batches these are follows from their number alone; both data sets are gone through in their own order.
 

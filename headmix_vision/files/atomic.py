@@ -81,7 +81,7 @@ def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def is_temporary(name: str) -> bool:
-    """Tells whether a file's name is one of `atomic_path`."""
+    """Return whether a file's name is one of `atomic_path`."""
     return _TEMPORARY_NAME.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Checks what a file says: the entries of a JSON object or of a checkpoint, and their types."""
+"""Check what a file says: the entries of a JSON object or of a checkpoint, and their types."""
 
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -9,7 +9,7 @@ MAX_LEVELS, MAX_VALUES = 64, 1_000_000
 
 
 def check_fields(where: str, found: object, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks that a mapping which was read from a file has the entries that its readers take.
+    """Check that a mapping which was read from a file has the entries that its readers take.
 
     Args:
         where: What to call the mapping in a message, with its file.

@@ -1,4 +1,4 @@
-"""Lists the pictures or clips below a folder, alike for every command.
+"""List the pictures or clips below a folder, alike for every command.
 
 Links are followed. A folder is not entered again from within itself, and a file that several links reach is listed
 once, under its own name if that is below the folder too. Hidden files and folders are left out before anything else is

@@ -52,7 +52,7 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
 
 
 def lock_holder(path: Path) -> str | None:
-    """Names who holds the lock on a file, at once; None where nobody is known to."""
+    """Name who holds the lock on a file, at once; None where nobody is known to."""
     with suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -75,7 +75,7 @@ def _read_holder(descriptor: int) -> str:
 
 
 def _locked(path: Path, what: str) -> int:
-    """Opens and locks the file that lies at the path."""
+    """Open and lock the file that lies at the path."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
@@ -106,7 +106,7 @@ def _lies_at(path: Path, descriptor: int) -> bool:
 
 
 def _close_in_child() -> None:
-    """Drops a forked process's share of the locks, which would outlive its parent."""
+    """Drop a forked process's share of the locks, which would outlive its parent."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()

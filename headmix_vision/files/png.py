@@ -26,7 +26,7 @@ FRAMES_NOTE = "headmix_vision frames"
 
 
 def to_item(pixels: np.ndarray) -> Item:
-    """Converts pixels, uint8 [H, W, C] or [T, H, W, C], to an image or the frames of a clip."""
+    """Convert pixels, uint8 [H, W, C] or [T, H, W, C], to an image or the frames of a clip."""
     if pixels.ndim == 4:
         return [_to_image(frame) for frame in pixels]
     return _to_image(pixels)
@@ -37,7 +37,7 @@ def _to_image(pixels: np.ndarray) -> Image.Image:
 
 
 def write_png(path: str | os.PathLike[str], pixels: np.ndarray) -> None:
-    """Writes an image, uint8 [H, W, C], or a clip, uint8 [T, H, W, C]; the file is complete or absent."""
+    """Write an image, uint8 [H, W, C], or a clip, uint8 [T, H, W, C]; the file is complete or absent."""
     item = to_item(pixels)
     options: dict[str, Any] = {}
     if isinstance(item, list):
@@ -54,7 +54,7 @@ def write_png(path: str | os.PathLike[str], pixels: np.ndarray) -> None:
 
 
 def read_png(path: str | os.PathLike[str]) -> np.ndarray:
-    """Reads what `write_png` wrote, bit for bit.
+    """Read what `write_png` wrote, bit for bit.
 
     Raises:
         InputError: If the file is damaged.
@@ -68,7 +68,7 @@ def read_png(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def check_png(path: str | os.PathLike[str], shape: tuple[int, ...]) -> None:
-    """Checks that a file holds a whole image or clip of a size, by its checksums, without decoding it.
+    """Check that a file holds a whole image or clip of a size, by its checksums, without decoding it.
 
     Args:
         path: The file.

@@ -24,7 +24,7 @@ HASH = "tensors_sha256"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], *, hashed: bool = True) -> None:
-    """Writes tensors by name, and texts by name in the header, with the hash of both unless the tensors have their own.
+    """Write tensors by name, and texts by name in the header, with the hash of both unless the tensors have their own.
 
     Raises:
         OSError: If the file cannot be written.
@@ -37,7 +37,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 @contextmanager
 def open_tensors(path: Path, *, check: bool = True) -> Iterator[Any]:
-    """Opens a file for reading, as `safetensors.safe_open` does; see `check_file` and `refuse_damage`.
+    """Open a file for reading, as `safetensors.safe_open` does; see `check_file` and `refuse_damage`.
 
     Args:
         path: The file.
@@ -54,7 +54,7 @@ def open_tensors(path: Path, *, check: bool = True) -> Iterator[Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads all tensors of a file; see `open_tensors`."""
+    """Read all tensors of a file; see `open_tensors`."""
     check_file(path)
     check_memory(path.stat().st_size, f"the file {path}")
     with open_tensors(path) as file:
@@ -68,7 +68,7 @@ def _sha256(texts: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> 
 
 @contextmanager
 def refuse_damage(path: Path) -> Iterator[None]:
-    """Turns what safetensors raises within the block into an error of one line.
+    """Turn what safetensors raises within the block into an error of one line.
 
     Raises:
         InputError: If the file is truncated, of another kind, or lacks what is read from it.
@@ -80,6 +80,6 @@ def refuse_damage(path: Path) -> Iterator[None]:
 
 
 def header_of(path: Path) -> Mapping[str, str]:
-    """Reads the texts in the header of a file, unchecked; see `refuse_damage`."""
+    """Read the texts in the header of a file, unchecked; see `refuse_damage`."""
     with open_tensors(path, check=False) as file:
         return file.metadata() or {}

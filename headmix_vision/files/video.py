@@ -83,7 +83,7 @@ class EncodedVideo:
         return self.name
 
     def open(self, mode: str) -> BinaryIO:
-        """Opens it as `Path.open` opens a file."""
+        """Open it as `Path.open` opens a file."""
         return io.BytesIO(self.data)
 
 
@@ -98,7 +98,7 @@ class _Packet:
 
 
 def probe(path: str | os.PathLike[str] | EncodedVideo) -> VideoInfo:
-    """Counts the frames of a video, and reads their times, without decoding more than the first.
+    """Count the frames of a video, and read their times, without decoding more than the first.
 
     Raises:
         InputError: The file is damaged, or holds no frames.
@@ -118,7 +118,7 @@ def read_frames(
     indices: Sequence[int] | Callable[[VideoInfo], Sequence[int]],
     background: str = "white",
 ) -> np.ndarray:
-    """Reads frames by their numbers; decoding begins at the last key frame before the first of them.
+    """Read frames by their numbers; decoding begins at the last key frame before the first of them.
 
     Args:
         path: The video, on a disk or in memory.
@@ -156,7 +156,7 @@ def read_frames(
 
 
 def read_video(path: str | os.PathLike[str], frame_rate: float | None = None) -> tuple[np.ndarray, float]:
-    """Reads all frames of a video.
+    """Read all frames of a video.
 
     Args:
         path: The video.
@@ -175,7 +175,7 @@ def read_video(path: str | os.PathLike[str], frame_rate: float | None = None) ->
 
 
 def write_video(path: str | os.PathLike[str], frames: np.ndarray, frame_rate: float) -> None:
-    """Writes a clip in the format of the path's ending; the file is complete or absent.
+    """Write a clip in the format of the path's ending; the file is complete or absent.
 
     `.mp4` is H.264 with 4:2:0 colours, as every player takes it: lossy, and of even size, for which the last row or
     column of an odd one is repeated. `.gif` has 256 colours a frame and times in hundredths of a second; of equal
@@ -200,7 +200,7 @@ def write_video(path: str | os.PathLike[str], frames: np.ndarray, frame_rate: fl
 
 
 def check_video_name(path: str | os.PathLike[str]) -> None:
-    """Checks, before the work whose result it takes, that a video of this name can be written.
+    """Check, before the work whose result it takes, that a video of this name can be written.
 
     Raises:
         InputError: Its ending is none of `WRITTEN_SUFFIXES`, or PyAV is missing or too old.
@@ -256,7 +256,7 @@ def require_av(what: str) -> None:
 
 @contextmanager
 def _opened(path: str | os.PathLike[str] | EncodedVideo) -> Iterator[tuple[Any, Any]]:
-    """Opens a file and its first video stream; whatever PyAV raises within names the file."""
+    """Open a file and its first video stream; whatever PyAV raises within names the file."""
     require_av("reading a video")
     import av
     from av.stream import Disposition
@@ -321,7 +321,7 @@ def _times(packets: list[_Packet]) -> list[int]:
 
 
 class _Pixels:
-    """Converts the decoded frames of a video to pixels, uint8 [H, W, 3], turned as they are to be shown.
+    """Convert the decoded frames of a video to pixels, uint8 [H, W, 3], turned as they are to be shown.
 
     Args:
         background: Colour behind transparent pixels.
@@ -369,7 +369,7 @@ def _display_matrix(frame: Any) -> np.ndarray:
 def _seek_and_decode(
     container: Any, stream: Any, packets: list[_Packet], wanted: list[int], to_pixels: _Pixels
 ) -> dict[int, np.ndarray]:
-    """Decodes frames by the times at which they are shown; those that are not found that way are left out."""
+    """Decode frames by the times at which they are shown; those that are not found that way are left out."""
     times = _times(packets)
     if not times or not wanted:
         return {}
@@ -394,7 +394,7 @@ def _seek_and_decode(
 
 
 def _decode_from_start(container: Any, stream: Any, wanted: list[int], to_pixels: _Pixels) -> dict[int, np.ndarray]:
-    """Decodes frames by counting them."""
+    """Decode frames by counting them."""
     found: dict[int, np.ndarray] = {}
     for number, frame in enumerate(container.decode(stream)):
         if number in wanted:

@@ -1,4 +1,4 @@
-"""Holds the attention layer, and the cores and head mixes that it joins."""
+"""Hold the attention layer, and the cores and head mixes that it joins."""
 
 from headmix_vision.layers.attention import HeadMixAttention
 from headmix_vision.layers.block_mixing import MixingMatrix, resample_mixing

@@ -27,7 +27,7 @@ from headmix_vision.ops.dispatch import as_axes
 
 
 class HeadMixAttention(nn.Module):
-    """Computes self-attention over a token grid by a chosen core and head mix; parameter names follow timm's Attention.
+    """Compute self-attention over a token grid by a chosen core and head mix; parameter names follow timm's Attention.
 
     Args:
         dim: width C.

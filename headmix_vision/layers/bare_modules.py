@@ -1,4 +1,4 @@
-"""Tells modules whose weights may be applied elsewhere from those that have to be called."""
+"""Test whether the weights of a module may be applied outside of it, or the module has to be called."""
 
 from __future__ import annotations
 

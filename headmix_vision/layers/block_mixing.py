@@ -47,7 +47,7 @@ def mixing_of_rows(mixing: Tensor, row_blocks: int, count: int) -> Tensor:
 
 
 class MixingMatrix(nn.Module):
-    """Holds the non-negative M x M weights of key blocks (columns) for query blocks (rows).
+    """Hold the non-negative M x M weights of key blocks (columns) for query blocks (rows).
 
     The paper clips the weights to (0, 1) at every update. Here the clipping is part of the module, so any optimizer and
     trainer keeps it: ``forward`` returns the clipped weights, and at a bound only the gradient that leads back inside
@@ -165,7 +165,7 @@ class _ClipKeepInwardGradient(torch.autograd.Function):
 
 
 class _ClipWithTangents(_ClipKeepInwardGradient):
-    """Adds the derivative in forward mode, which torch.compile cannot trace: that of clipping itself."""
+    """Add the derivative in forward mode, which torch.compile cannot trace: that of clipping itself."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
@@ -180,7 +180,7 @@ class _ClipWithTangents(_ClipKeepInwardGradient):
 
 
 class _EagerClip(_ClipWithTangents):
-    """Leaves out ``setup_context``, for which PyTorch binds arguments by name: this takes longer than to clip."""
+    """Leave out ``setup_context``, for which PyTorch binds arguments by name: this takes longer than to clip."""
 
     setup_context = staticmethod(torch.autograd.Function.setup_context)
 

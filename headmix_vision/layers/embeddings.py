@@ -1,4 +1,4 @@
-"""Embeds what a diffusion transformer reads: positions on any grid, timesteps, class labels with dropout."""
+"""Embed what a diffusion transformer reads: positions on any grid, timesteps, class labels with dropout."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _cached_sincos(
 
 
 class TimestepEmbedding(nn.Module):
-    """Embeds a time in [0, 1000] by sinusoids and a two-layer MLP.
+    """Embed a time in [0, 1000] by sinusoids and a two-layer MLP.
 
     Args:
         dim: width C of the output.
@@ -109,7 +109,7 @@ class TimestepEmbedding(nn.Module):
 
 
 class LabelEmbedding(nn.Module):
-    """Embeds class labels; training replaces a share of them by the null class, for classifier-free guidance.
+    """Embed class labels; training replaces a share of them by the null class, for classifier-free guidance.
 
     Args:
         num_classes: labels 0 to ``num_classes`` - 1; the null class is ``num_classes``.

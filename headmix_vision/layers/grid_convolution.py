@@ -1,4 +1,4 @@
-"""Runs depthwise convolutions on the token grid."""
+"""Run depthwise convolutions on the token grid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class GridConvolution(nn.Module):
-    """Convolves the tokens depthwise on their grid.
+    """Convolve the tokens depthwise on their grid.
 
     The convolution ``proj`` holds the weights, which :func:`headmix_vision.ops.grid_conv` applies; where it has hooks,
     an adapter, another ``forward``, or strides, dilations or a padding of its own, it is called.
@@ -131,13 +131,13 @@ def in_autocast_type(x: Tensor) -> Tensor:
 
 
 class ConvPositionEncoding(GridConvolution):
-    """Adds to tokens their depthwise convolution on the grid: conditional positional encoding (arXiv 2102.10882)."""
+    """Add to tokens their depthwise convolution on the grid: conditional positional encoding (arXiv 2102.10882)."""
 
     residual = True
 
 
 class FactorisedPositionEncoding(ConvPositionEncoding):
-    """Convolves the frames of a clip by 3 x 3 tokens and the result by 3 along time: 12 weights a channel, not 27.
+    """Convolve the frames of a clip by 3 x 3 tokens and the result by 3 along time: 12 weights a channel, not 27.
 
     The convolution along time starts as the identity.
 

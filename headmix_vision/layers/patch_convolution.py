@@ -1,4 +1,4 @@
-"""Convolves patches that do not overlap: each is a row of one matrix product.
+"""Convolve patches that do not overlap: each is a row of one matrix product.
 
 B batch, C channels, D width, P numbers of a patch.
 """
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class PatchConv2d(nn.Conv2d):
-    """Computes a convolution whose stride is its kernel, without padding, dilation and groups, as a matrix product.
+    """Compute a convolution whose stride is its kernel, without padding, dilation and groups, as a matrix product.
 
     cuDNN's gradient of the weights is slow for so few channels. The output lies channels last: tokens are contiguous.
 
@@ -24,7 +24,7 @@ class PatchConv2d(nn.Conv2d):
 
 
 class PatchConv3d(nn.Conv3d):
-    """Computes :class:`PatchConv2d` of clips."""
+    """Compute :class:`PatchConv2d` of clips."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _project_patches(x, self.weight, self.bias)

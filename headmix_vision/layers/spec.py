@@ -1,4 +1,4 @@
-"""Tells the head mix and the core of an attention layer its sizes."""
+"""Sizes of an attention layer, for its core and its head mix."""
 
 from __future__ import annotations
 

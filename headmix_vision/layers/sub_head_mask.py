@@ -1,4 +1,4 @@
-"""Computes the mask of Head-in-Head, which weighs what one sub-head remembers in the correction of another.
+"""Compute the mask of Head-in-Head, which weighs what one sub-head remembers in the correction of another.
 
 B batch, N tokens, C width, H heads, r sub-heads.
 """
@@ -14,7 +14,7 @@ from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 
 
 class SubHeadMask(nn.Module):
-    """Computes r x r masks A Aᵀ; A holds the absolute weights, its rows scaled to norm 1.
+    """Compute r x r masks A Aᵀ; A holds the absolute weights, its rows scaled to norm 1.
 
     They are symmetric and positive semidefinite, with ones on the diagonal and entries in [0, 1], so that the
     transition of :func:`headmix_vision.ops.head_in_head` cannot grow the state. One sub-head has the mask 1 and no

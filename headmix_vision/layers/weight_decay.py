@@ -1,4 +1,4 @@
-"""Finds the parameters of our layers that weight decay leaves alone."""
+"""Find the parameters of our layers that weight decay leaves alone."""
 
 from __future__ import annotations
 

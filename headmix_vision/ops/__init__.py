@@ -1,4 +1,4 @@
-"""Computes attention on tensors: one folder for each op; it holds no modules and no models."""
+"""Compute attention on tensors: one folder for each op; it holds no modules and no models."""
 
 from headmix_vision.ops.grid_conv import grid_conv
 from headmix_vision.ops.head_in_head import HeadInHeadOutput, head_in_head, head_in_head_rwkv7

@@ -1,4 +1,4 @@
-"""Knows the GPU, Triton and its assembler, keeps index tables and launch plans, and launches kernels.
+"""Know the GPU, Triton and its assembler, keep index tables and launch plans, and launch kernels.
 
 This file can be imported without Triton.
 """

@@ -1,4 +1,4 @@
-"""Cuts a raster-ordered token sequence into blocks (the "token-level heads" of MHLA).
+"""Cut a raster-ordered token sequence into blocks (the "token-level heads" of MHLA).
 
 N tokens, M blocks, n the largest number of tokens in one block.
 """

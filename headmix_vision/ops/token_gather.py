@@ -65,7 +65,7 @@ def _take(x: Tensor, dim: int, places: Tensor, absent: Tensor | None) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers one tensor; its adjoint takes the tokens back."""
+    """Gather one tensor; its adjoint takes the tokens back."""
 
     generate_vmap_rule = True
 
@@ -87,7 +87,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherWithTangents(_Gather):
-    """Adds the derivative in forward mode, which torch.compile cannot trace: the map itself."""
+    """Add the derivative in forward mode, which torch.compile cannot trace: the map itself."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -101,7 +101,7 @@ class _GatherWithTangents(_Gather):
 
 
 class _EagerGather(_GatherWithTangents):
-    """Leaves out ``setup_context``, for which PyTorch binds arguments by name: this takes longer than a gather."""
+    """Leave out ``setup_context``, for which PyTorch binds arguments by name: this takes longer than a gather."""
 
     setup_context = staticmethod(torch.autograd.Function.setup_context)
 

@@ -1,4 +1,4 @@
-"""Spreads the tokens of each sample over the ranks of a process group, and exchanges tensors between them.
+"""Spread the tokens of each sample over the ranks of a process group, and exchange tensors between them.
 
 B batch, N tokens of all ranks, n those of one, C channels. Collectives are those that torch.compile traces.
 """
@@ -73,10 +73,9 @@ class TokenRanks:
             )
         return -(-rank * places // self.size), -(-(rank + 1) * places // self.size)
 
-    @kept
     def local(self, grid: TokenGrid) -> TokenGrid:
         """Return this rank's part of a grid."""
-        return self._part(grid, self.rank)
+        return _local(self, grid)
 
     def _part(self, grid: TokenGrid, rank: int) -> TokenGrid:
         first, end = self.span(grid, rank)
@@ -142,6 +141,11 @@ def even_axis(shape: Sequence[int], block_grid: Sequence[int], ranks: int) -> in
     return next((axis for axis, fits in enumerate(even) if fits), 0)
 
 
+@kept
+def _local(ranks: TokenRanks, grid: TokenGrid) -> TokenGrid:
+    return ranks._part(grid, ranks.rank)
+
+
 def _check_tokens(found: int, grid: TokenGrid) -> None:
     if found != grid.num_tokens:
         raise InputError(f"{grid} has {grid.num_tokens} tokens, got {found}.")
@@ -166,7 +170,7 @@ def _wait(x: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Joins the tokens of all ranks; its gradient is the part of this rank."""
+    """Join the tokens of all ranks; its gradient is the part of this rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TokenRanks, grid: TokenGrid) -> Tensor:
@@ -182,7 +186,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _ExchangeEdges(torch.autograd.Function):
-    """Brings neighbours' edges; their gradients go back to the neighbours."""
+    """Bring neighbours' edges; their gradients go back to the neighbours."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TokenRanks, width: int, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sets the order in which a recurrent op reads a raster-ordered token sequence.
+"""Set the order in which a recurrent op reads a raster-ordered token sequence.
 
 N tokens.
 """

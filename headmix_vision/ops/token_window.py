@@ -1,4 +1,4 @@
-"""Limits attention to the tokens around each token of a grid.
+"""Limit attention to the tokens around each token of a grid.
 
 N tokens.
 """

@@ -50,7 +50,7 @@ _GENERATOR = {
 def read_checkpoint(
     path: str | os.PathLike[str], *, sharded: Iterable[str] = _STATES, values: bool = True
 ) -> dict[str, Any]:
-    """Reads a checkpoint written by training, on the CPU, without unpickling anything but tensors and plain values.
+    """Read a checkpoint written by training, on the CPU, without unpickling anything but tensors and plain values.
 
     Args:
         path: The `.ckpt` file.
@@ -103,7 +103,7 @@ def read_checkpoint(
 
 
 def checkpoint_sha256(checkpoint: dict[str, Any]) -> str:
-    """Computes the hash over all tensors of a checkpoint but sharded ones, whose shards have their own."""
+    """Compute the hash over all tensors of a checkpoint but sharded ones, whose shards have their own."""
     return tensors_sha256((name, tensor) for name, tensor in named_tensors(checkpoint) if not tensor.is_meta)
 
 
@@ -117,7 +117,7 @@ def _check_counts(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def _check_about(path: Path, found: object) -> dict[str, Any]:
-    """Checks the description of the model, with what its entries hold."""
+    """Check the description of the model, with what its entries hold."""
     about = check_fields(f"the description of the model in {path}", found, {"name": str})
     where = f"the description of {about['name']!r:.60} in {path}"
     generator = about.get("kind") == "generator"
@@ -145,12 +145,12 @@ def _check_about(path: Path, found: object) -> dict[str, Any]:
 
 
 def is_generator(checkpoint: dict[str, Any]) -> bool:
-    """Tells whether a checkpoint, as returned by `read_checkpoint`, is of a generator; else it is of a classifier."""
+    """Return whether a checkpoint, as returned by `read_checkpoint`, is of a generator; else it is of a classifier."""
     return checkpoint[DESCRIPTION_KEY].get("kind") == "generator"
 
 
 def model_state(checkpoint: dict[str, Any], *, raw: bool = False) -> dict[str, Tensor]:
-    """Returns the network's weights under timm's own names.
+    """Return the network's weights under timm's own names.
 
     Args:
         checkpoint: As returned by `read_checkpoint`.
@@ -161,7 +161,7 @@ def model_state(checkpoint: dict[str, Any], *, raw: bool = False) -> dict[str, T
 
 
 def check_description(checkpoint: dict[str, Any], name: str, num_classes: int | None) -> None:
-    """Raises `InputError` if a checkpoint belongs to another model or another number of classes.
+    """Raise `InputError` if a checkpoint belongs to another model or another number of classes.
 
     Args:
         checkpoint: As returned by `read_checkpoint`.
@@ -179,7 +179,7 @@ def check_description(checkpoint: dict[str, Any], name: str, num_classes: int | 
 
 
 def check_finite(state: dict[str, Tensor], where: str) -> None:
-    """Raises `InputError` if weights are infinite or not a number; nothing can be computed with them.
+    """Raise `InputError` if weights are infinite or not a number; nothing can be computed with them.
 
     Args:
         state: The weights.
@@ -191,7 +191,7 @@ def check_finite(state: dict[str, Tensor], where: str) -> None:
 
 
 def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
-    """Raises a one-line `InputError` if a state dict does not fit exactly.
+    """Raise a one-line `InputError` if a state dict does not fit exactly.
 
     Args:
         state: The weights to load.
@@ -216,7 +216,7 @@ def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
 
 
 def check_kinds(state: dict[str, Tensor], target: dict[str, Tensor], where: str) -> None:
-    """Raises `InputError` for real numbers in the place of whole ones, or the other way round.
+    """Raise `InputError` for real numbers in the place of whole ones, or the other way round.
 
     Args:
         state: The weights to load.
@@ -250,7 +250,7 @@ _ALWAYS = ("global_step", "pytorch-lightning_version", "state_dict")
 
 
 def check_entries(checkpoint: dict[str, Any], path: str | os.PathLike[str], *, resuming: bool) -> None:
-    """Raises `InputError` if a checkpoint lacks what Lightning reads, or holds something else under its name.
+    """Raise `InputError` if a checkpoint lacks what Lightning reads, or holds something else under its name.
 
     Args:
         checkpoint: As returned by `read_checkpoint`.

@@ -38,7 +38,7 @@ _PARENTS = frozenset(str(Path(pattern).parent) for pattern in WRITTEN_BY_A_RUN) 
 
 
 def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Path:
-    """Finds a checkpoint.
+    """Find a checkpoint.
 
     Args:
         run: A run directory, or a `.ckpt` file, which is the checkpoint itself.
@@ -86,13 +86,13 @@ def find_standing_checkpoint(run: Path, which: str) -> Path:
 
 
 def trainer_of(checkpoint: Path) -> str | None:
-    """Names the process that trains the run which a checkpoint is of; None where none is known to."""
+    """Name the process that trains the run which a checkpoint is of; None where none is known to."""
     run = checkpoint.resolve().parent.parent
     return lock_holder(run / LOCK) if checkpoint.resolve().parent.name == CHECKPOINTS else None
 
 
 def run_files(run: Path) -> list[Path]:
-    """Lists the files in a run directory that have names which runs give."""
+    """List the files in a run directory that have names which runs give."""
     return sorted(path for pattern in WRITTEN_BY_A_RUN for path in run.glob(pattern) if path.is_file())
 
 
@@ -132,7 +132,7 @@ def check_folders(run: Path) -> None:
 
 
 def is_run(run: Path) -> bool:
-    """Tells whether a run of this package wrote to a folder: by its configuration or its metrics."""
+    """Return whether a run of this package wrote to a folder: by its configuration or its metrics."""
     try:
         lines = read_text(run / CONFIG).splitlines()
     except (FileNotFoundError, InputError):
@@ -144,7 +144,7 @@ def is_run(run: Path) -> bool:
 
 
 def has_results(run: Path) -> bool:
-    """Tells whether a run has a checkpoint, or has had one: it has been validated, or has begun another epoch."""
+    """Return whether a run has a checkpoint, or has had one: it has been validated, or has begun another epoch."""
     if any((run / name).is_file() for name in (BEST, LAST)):
         return True
     # not by the loss of an epoch, which is there before the checkpoint
@@ -152,7 +152,7 @@ def has_results(run: Path) -> bool:
 
 
 def metric_names(run: Path) -> list[str]:
-    """Reads the columns of the metrics of a run; none where there are no metrics."""
+    """Read the columns of the metrics of a run; none where there are no metrics."""
     try:
         with _open_metrics(run) as file:
             return next(csv.reader(file), [])
@@ -174,11 +174,11 @@ def _epochs(run: Path) -> set[str]:
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
-    """Reads the rows of the metrics of a run, in the order of steps, without empty cells."""
+    """Read the rows of the metrics of a run, in the order of steps, without empty cells."""
     with _open_metrics(run) as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def read_curve(run: Path, name: str) -> dict[int, float]:
-    """Reads all values of a metric of a run, by the step at which they were logged, in their order."""
+    """Read all values of a metric of a run, by the step at which they were logged, in their order."""
     return {int(row["step"]): row[name] for row in read_metrics(run) if name in row}

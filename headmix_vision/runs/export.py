@@ -82,7 +82,7 @@ def export_run(request: ExportRequest) -> Exported:
 
 
 def create_model_arguments(description: dict[str, Any]) -> dict[str, Any]:
-    """Collects the arguments of `timm.create_model`, besides the name, which a trained network needs.
+    """Collect the arguments of `timm.create_model`, besides the name, which a trained network needs.
 
     Args:
         description: Entry `headmix_vision` of a checkpoint.
@@ -104,7 +104,7 @@ def create_model_arguments(description: dict[str, Any]) -> dict[str, Any]:
 def export(
     checkpoint_path: Path, out: Path, *, raw: bool = False, overwrite: bool = False, dry_run: bool = False
 ) -> str:
-    """Writes the network of a checkpoint to a safetensors file, under timm's names.
+    """Write the network of a checkpoint to a safetensors file, under timm's names.
 
     Args:
         checkpoint_path: A `.ckpt` file.
@@ -156,7 +156,7 @@ def _check_absent(out: Path, overwrite: bool) -> None:
 def export_pipeline(
     checkpoint_path: Path, out: Path, *, raw: bool = False, overwrite: bool = False, dry_run: bool = False
 ) -> str:
-    """Writes the generator of a checkpoint as a directory of diffusers, with its autoencoder if it has one.
+    """Write the generator of a checkpoint as a directory of diffusers, with its autoencoder if it has one.
 
     Args:
         checkpoint_path: A `.ckpt` file.
@@ -195,7 +195,7 @@ def export_pipeline(
 
 
 def _open_to_umask(folder: Path) -> None:
-    """Gives all files of a folder the mode that a new file has; safetensors makes them for their owner alone."""
+    """Give all files of a folder the mode that a new file has; safetensors makes them for their owner alone."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode

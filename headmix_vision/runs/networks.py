@@ -49,7 +49,7 @@ def create_network(
     checkpoint: str | None = None,
     new_head: bool = False,
 ) -> nn.Module:
-    """Creates a timm model, with a short error for a misspelt name or weights that do not belong to it.
+    """Create a timm model, with a short error for a misspelt name or weights that do not belong to it.
 
     Args:
         name: Name of the model in timm.
@@ -115,7 +115,7 @@ def create_generator(
     model_args: dict[str, Any] | None = None,
     checkpoint: str | None = None,
 ) -> HeadMixDiT:
-    """Creates a diffusion transformer by its timm name, optionally from start weights.
+    """Create a diffusion transformer by its timm name, optionally from start weights.
 
     Args:
         name: Name of the model in timm.
@@ -169,7 +169,7 @@ def create_generator(
 
 
 def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
-    """Makes the trained network of a checkpoint, a classifier or a generator, on the CPU.
+    """Make the trained network of a checkpoint, a classifier or a generator, on the CPU.
 
     Args:
         checkpoint: As returned by `read_checkpoint`.
@@ -204,7 +204,7 @@ def without_sources(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_name(name: str, *, generator: bool) -> None:
-    """Refuses names that timm does not know, also behind a dot, and those of the other family of models."""
+    """Refuse names that timm does not know, also behind a dot, and those of the other family of models."""
     architecture, dot, tag = name.partition(".")
     if not timm.is_model(architecture):
         hint = suggest(name, timm.list_models(), "timm.list_models() lists the known ones", most=3)
@@ -266,7 +266,7 @@ def _unknown_argument(name: str, argument: str, known: set[str]) -> InputError:
 
 
 def export_arguments(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """Reads the name and the arguments of a classifier that `headmix export` wrote; None of other files.
+    """Read the name and the arguments of a classifier that `headmix export` wrote; None of other files.
 
     Raises:
         InputError: If the file is damaged.
@@ -280,7 +280,7 @@ def export_arguments(path: Path) -> tuple[str, dict[str, Any]] | None:
 
 
 def _start_weights(checkpoint: str) -> tuple[dict[str, Tensor], Any]:
-    """Reads start weights, and the size of the images that they were trained on, None where the file does not say."""
+    """Read start weights, and the size of the images that they were trained on, None where the file does not say."""
     if Path(checkpoint).suffix == ".ckpt":
         read = read_checkpoint(checkpoint)
         about = read[DESCRIPTION_KEY]
@@ -296,7 +296,7 @@ def _start_weights(checkpoint: str) -> tuple[dict[str, Tensor], Any]:
 
 
 def _load_as_timm(path: Path) -> Any:
-    """Reads a file with the keys and prefixes that timm knows: its moving average before its trained weights."""
+    """Read a file with the keys and prefixes that timm knows: its moving average before its trained weights."""
     with one_line_damage(path):
         return load_state_dict(str(path), weights_only=True)
 

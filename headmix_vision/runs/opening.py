@@ -19,7 +19,7 @@ from headmix_vision.runs.networks import create_network, export_arguments, load_
 
 
 def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """Opens a trained network alone, without data or autoencoder, in evaluation mode and on the CPU.
+    """Open a trained network alone, without data or autoencoder, in evaluation mode and on the CPU.
 
     Args:
         path: A run directory, a `.ckpt` file, a `.safetensors` file or a pipeline directory of `headmix export`, or the
@@ -49,7 +49,7 @@ def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False
 
 
 def load_export(path: Path) -> tuple[str, nn.Module]:
-    """Loads the classifier that `headmix export` wrote to a file.
+    """Load the classifier that `headmix export` wrote to a file.
 
     Args:
         path: The `.safetensors` file.
@@ -73,7 +73,7 @@ def load_export(path: Path) -> tuple[str, nn.Module]:
 
 
 def export_class_names(path: Path) -> list[str] | None:
-    """Reads the names of the classes of an exported classifier; None where they are not known.
+    """Read the names of the classes of an exported classifier; None where they are not known.
 
     Raises:
         InputError: If the file is damaged.

@@ -43,7 +43,7 @@ _ENTRIES = {
 def load_pipeline(
     model: Path, *, checkpoint: str | None = None, raw: bool = False, vae: str | None = None
 ) -> tuple[HeadMixDiTPipeline, dict[str, Any]]:
-    """Loads a generator, in evaluation mode and on the CPU.
+    """Load a generator, in evaluation mode and on the CPU.
 
     Args:
         model: A run directory of `headmix train-gen`, one of its `.ckpt` files, or an exported pipeline's directory.
@@ -89,7 +89,7 @@ def load_pipeline(
 
 
 def load_exported_network(folder: Path) -> HeadMixDiT:
-    """Loads the network of an exported pipeline alone, without its scheduler and autoencoder.
+    """Load the network of an exported pipeline alone, without its scheduler and autoencoder.
 
     Raises:
         InputError: If the directory holds no network of this package, or its weights are damaged or not finite.
@@ -190,7 +190,7 @@ def _from_checkpoint(path: Path, raw: bool, vae: str | None) -> Loaded:
 
 
 def _open_autoencoder(recorded: str | None, asked: str | None, model: Any, where: Path) -> Autoencoder | None:
-    """Opens the autoencoder asked for, or else the recorded one; gives None for a network of pixels."""
+    """Open the autoencoder asked for, or else the recorded one; give None for a network of pixels."""
     if asked == PIXELS:
         raise InputError(f"--vae must be a directory or a hub id, got {asked}")
     if asked is not None and recorded is None and model.in_channels in (1, 3):
@@ -213,7 +213,7 @@ def _module(autoencoder: Autoencoder | None) -> Any:
 
 @contextmanager
 def _refused(where: str) -> Iterator[None]:
-    """Says in one line that a file cannot be used, whatever its reader raises on it."""
+    """Report in one line that a file cannot be used, whatever its reader raises on it."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:

@@ -48,7 +48,7 @@ _KNOWN = {
 
 
 def map_tensors(value: Any, change: Callable[[str, Tensor], Any], name: str = "") -> Any:
-    """Copies nested dictionaries and lists, with `change(name, tensor)` in the place of each tensor.
+    """Copy nested dictionaries and lists, with `change(name, tensor)` in the place of each tensor.
 
     The name of a tensor is its path: `/optimizer_states/0/state/3/exp_avg`.
     """
@@ -62,7 +62,7 @@ def map_tensors(value: Any, change: Callable[[str, Tensor], Any], name: str = ""
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Walks through nested dictionaries, lists and tuples; the names of tensors are those of `map_tensors`."""
+    """Walk through nested dictionaries, lists and tuples; the names of tensors are those of `map_tensors`."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):
@@ -72,36 +72,36 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathers a tensor of which each process has a part; returns others as they are."""
+    """Gather a tensor of which each process has a part; return others as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def identity_name(process: int) -> str:
-    """Names the number which a process writes into its shard, by which shards of other checkpoints are told."""
+    """Name the number which a process writes into its shard, by which shards of other checkpoints are told."""
     return f"{_MARKS}{process}"
 
 
 def shards_folder(checkpoint: Path, identity: int) -> Path:
-    """Names the folder of the shards of a checkpoint file."""
+    """Name the folder of the shards of a checkpoint file."""
     return checkpoint.with_name(f"{checkpoint.stem}.{identity:016x}.shards")
 
 
 def remove_shards(checkpoint: Path, keep: str | None = None) -> None:
-    """Deletes the folders of shards of a checkpoint file, but one."""
+    """Delete the folders of shards of a checkpoint file, but one."""
     for folder in checkpoint.parent.glob(f"{escape(checkpoint.stem)}.{_IDENTITY}.shards"):
         if folder.name != keep:
             shutil.rmtree(folder)
 
 
 def remove_unfinished(checkpoints: Path) -> None:
-    """Deletes shards that killed processes were writing to a folder; only for who holds the lock of its run."""
+    """Delete shards that killed processes were writing to a folder; only for who holds the lock of its run."""
     for folder in checkpoints.glob(f"*.{_IDENTITY}.shards"):
         if not (folder / INDEX).exists():
             shutil.rmtree(folder)
 
 
 def check_shards(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Checks that all shards of a checkpoint are there; does nothing with one that has none.
+    """Check that all shards of a checkpoint are there; do nothing with one that has none.
 
     Args:
         path: The `.ckpt` file.
@@ -153,7 +153,7 @@ def _check_values(path: Path, name: str, tensor: Tensor) -> None:
 
 
 def read_shards(path: Path, checkpoint: dict[str, Any], entries: Iterable[str] = SHARDED) -> dict[str, Any]:
-    """Reads sharded tensors whole, on the CPU.
+    """Read sharded tensors whole, on the CPU.
 
     Args:
         path: The `.ckpt` file.
@@ -187,7 +187,7 @@ def fill(
     whole: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Reads values into tensors, of which DTensors get this process's part.
+    """Read values into tensors, of which DTensors get this process's part.
 
     Args:
         tensors: What to fill, by names of `map_tensors`.
@@ -217,7 +217,7 @@ def fill(
 
 
 class _Reader(FileSystemReader):
-    """Reads shards without unpickling anything but their index, and compares the hashes of all files that it reads.
+    """Read shards without unpickling anything but their index, and compare the hashes of all files that it reads.
 
     Args:
         checkpoint: The `.ckpt` file.

@@ -81,7 +81,7 @@ _NOT_SAVED = ("config", "ckpt_path", "weights_only", "overwrite", "dry_run", "tr
 
 
 class RunCLI(LightningCLI):
-    """Puts a run directory around Lightning's command line; a subclass names module, data and recipes.
+    """Put a run directory around Lightning's command line; a subclass names module, data and recipes.
 
     Args:
         request: Handler of SIGINT and SIGTERM.
@@ -122,18 +122,18 @@ class RunCLI(LightningCLI):
             end_without_others(error, getattr(trainer.strategy.launcher, "procs", ()))
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the parsers of all subcommands, whose `--help` shows the common options."""
+        """Make the parsers of all subcommands, whose `--help` shows the common options."""
         super().setup_parser(*args, **kwargs)
         for subcommand, parser in self._subcommand_parsers.items():
             assert isinstance(parser, OptionParser)
             parser.show_common(partial(subcommand_help, subcommand, self.recipes))
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the seed, a number, so that two runs of one command are equal."""
+        """Add the seed, a number, so that two runs of one command are equal."""
         parser.add_argument("--seed_everything", type=int, default=0, help="Seed of everything that is random.")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the options of the run directory, the moving average, early stopping and the attention matrices."""
+        """Add the options of the run directory, the moving average, early stopping and the attention matrices."""
         parser.add_argument(
             "--run_dir",
             type=str | None,
@@ -194,7 +194,7 @@ class RunCLI(LightningCLI):
         return "-".join(stems)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses, then settles run directory and checkpoint, so that errors in them are raised before any work."""
+        """Parse, then settle run directory and checkpoint, so that errors in them are raised before any work."""
         check_values(args)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
@@ -281,10 +281,10 @@ class RunCLI(LightningCLI):
         return cast(dict[str, Any], json.loads(dumped))
 
     def _parse_ckpt_path(self) -> None:
-        """Leaves the options as they are: no checkpoint of this package holds options."""
+        """Leave the options as they are: no checkpoint of this package holds options."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Makes the trainer with the loggers, callbacks and file formats of the run directory.
+        """Make the trainer with the loggers, callbacks and file formats of the run directory.
 
         Raises:
             InputError: If Lightning refuses an option, or the optimizer cannot compute on shards.
@@ -339,12 +339,12 @@ class RunCLI(LightningCLI):
         return trainer
 
     def before_fit(self) -> None:
-        """Tells the data module whether other data are accepted, and the module whether a recipe was made shorter."""
+        """Tell the data module whether other data are accepted, and the module whether a recipe was made shorter."""
         self.datamodule.data_changed = self.options.data_changed
         self.model.may_end_in_warmup = self.options.ckpt_path is not None or is_shortened(self.given)
 
     def _progress(self) -> list[Callback]:
-        """Makes what shows the progress: a bar on a terminal, else lines."""
+        """Make what shows the progress: a bar on a terminal, else lines."""
         trainer, training = self.options.trainer, self.config.subcommand == "fit"
         shown: list[Callback] = []
         if self.options.dry_run:
@@ -387,7 +387,7 @@ class RunCLI(LightningCLI):
         return []
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
-        """Returns the callbacks of the other subcommands."""
+        """Return the callbacks of the other subcommands."""
         return []
 
 

@@ -1,4 +1,4 @@
-"""Defines the LightningModule under classifier and generator: optimizer, schedule, random numbers, logged loss."""
+"""Define the LightningModule under classifier and generator: optimizer, schedule, random numbers, logged loss."""
 
 import math
 from typing import Any, Literal
@@ -55,7 +55,7 @@ def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int
 
 
 def compile_blocks(network: nn.Module) -> None:
-    """Compiles each block of a network by itself: those that are alike share one program, which is made once.
+    """Compile each block of a network by itself: those that are alike share one program, which is made once.
 
     Raises:
         InputError: If the network has no `blocks`.
@@ -71,7 +71,7 @@ def compile_blocks(network: nn.Module) -> None:
 
 
 def place_steps(optimizer: Optimizer) -> None:
-    """Puts the counts of steps of a checkpoint where the optimizer reads them: it may have been fused there or not."""
+    """Put the counts of steps of a checkpoint where the optimizer reads them: it may have been fused there or not."""
     for group in optimizer.param_groups:
         on_device = group["fused"] or group.get("capturable")
         for parameter in group["params"]:
@@ -81,7 +81,7 @@ def place_steps(optimizer: Optimizer) -> None:
 
 
 class BaseModule(LightningModule):
-    """Trains the network `net` with an optimizer and a schedule of timm, in steps that are functions of their index.
+    """Train the network `net` with an optimizer and a schedule of timm, in steps that are functions of their index.
 
     Random numbers of a training batch follow from the seed, the epoch, the batch index and the rank alone, so that an
     interrupted run continues as if it had not been interrupted.
@@ -126,7 +126,7 @@ class BaseModule(LightningModule):
         self._param_group_options: list[dict[str, Any]] = []
 
     def configure_model(self) -> None:
-        """Compiles the network, and shards it for training, if asked to.
+        """Compile the network, and shard it for training, if asked to.
 
         Raises:
             InputError: If gradient checkpointing is asked of a network that has none, blocks of one without them, or
@@ -151,7 +151,7 @@ class BaseModule(LightningModule):
             self.net.compile(mode="reduce-overhead" if self.compile_net == "graphs" else None)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Makes the optimizer; the schedule follows in `on_train_start`.
+        """Make the optimizer; the schedule follows in `on_train_start`.
 
         Raises:
             InputError: If the optimizer does not take its options.
@@ -184,13 +184,13 @@ class BaseModule(LightningModule):
         return optimizer
 
     def on_fit_start(self) -> None:
-        """Checks the states of the optimizers in a checkpoint, which Lightning restores next."""
+        """Check the states of the optimizers in a checkpoint, which Lightning restores next."""
         states, self._optimizer_states = self._optimizer_states, None
         if states is not None:
             check_optimizers(self.trainer.optimizers, states)
 
     def on_train_start(self) -> None:
-        """Makes the schedule, a pure function of the optimizer step.
+        """Make the schedule, a pure function of the optimizer step.
 
         Not a Lightning scheduler: its length needs the training data, which must not be asked for before Lightning has
         restored the progress within the epoch. And it has no state: on resuming, the command line holds, not the
@@ -229,7 +229,7 @@ class BaseModule(LightningModule):
         say_once(f"note: {message}")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Sets the learning rate of this step and the random numbers of this batch."""
+        """Set the learning rate of this step and the random numbers of this batch."""
         self.schedule.step_update(self.trainer.global_step)
         seed = self.batch_seed(batch_idx, _STEP)
         if self.device.type not in ("cpu", "cuda"):
@@ -240,17 +240,17 @@ class BaseModule(LightningModule):
             torch.cuda.manual_seed(seed)
 
     def batch_seed(self, batch_idx: int, stream: int) -> int:
-        """Returns the seed of one stream of random numbers in a training batch of this process."""
+        """Return the seed of one stream of random numbers in a training batch of this process."""
         return derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank // self.sharers, stream)
 
     def track_loss(self, loss: Tensor, count: int) -> None:
-        """Adds the mean loss of `count` samples of a training batch to what is logged."""
+        """Add the mean loss of `count` samples of a training batch to what is logged."""
         self.step_loss = loss.detach()
         self.train_loss[0] += self.step_loss * count
         self.train_loss[1] += count
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Logs the loss of the last batch and the learning rate, every `log_every_n_steps` steps."""
+        """Log the loss of the last batch and the learning rate, every `log_every_n_steps` steps."""
         every_n_steps: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (self.trainer.global_step + 1) % every_n_steps == 0:
             rate = max(group["lr"] for group in optimizer.param_groups)
@@ -258,11 +258,11 @@ class BaseModule(LightningModule):
             self.log_now({"train/loss_step": float(self.step_loss), "lr": rate}, self.trainer.global_step)
 
     def on_train_epoch_start(self) -> None:
-        """Forgets the loss of the epoch before."""
+        """Forget the loss of the epoch before."""
         self.epoch_loss = None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs the mean loss of a finished epoch, including the part before an interruption."""
+        """Log the mean loss of a finished epoch, including the part before an interruption."""
         if self.trainer.is_last_batch:
             total, count = self.sums_of_processes(self.train_loss).sum(0).tolist()
             self.epoch_loss = total / count
@@ -270,22 +270,22 @@ class BaseModule(LightningModule):
             self.train_loss.zero_()
 
     def network_inputs(self, batch: Any) -> tuple[Any, ...]:
-        """Returns the arguments with which validation calls the network on a batch."""
+        """Return the arguments with which validation calls the network on a batch."""
         raise NotImplementedError
 
     def log_now(self, metrics: dict[str, float], step: int) -> None:
-        """Gives metrics of a step to the loggers at once."""
+        """Pass metrics of a step to the loggers at once."""
         # What self.log collects reaches the loggers after the hooks in which a run may be saved and stopped.
         for logger in self.loggers:
             logger.log_metrics({"epoch": self.current_epoch, **metrics}, step)
             logger.save()
 
     def sums_of_processes(self, sums: Tensor) -> Tensor:
-        """Returns the sums that each process has added up, of sharers the first: [processes, *shape of sums]."""
+        """Return the sums that each process has added up, of sharers the first: [processes, *shape of sums]."""
         return self.trainer.strategy.all_gather(sums.clone()).view(-1, *sums.shape)[:: self.sharers]
 
     def own_sums(self, saved: Tensor) -> Tensor:
-        """Returns what this process goes on adding to, of the saved sums of all, [processes, *shape of sums].
+        """Return what this process goes on adding to, of the saved sums of all, [processes, *shape of sums].
 
         Those it had, so that they are rounded as without the interruption. With another number of processes than
         before the first one takes over all of them.
@@ -296,7 +296,7 @@ class BaseModule(LightningModule):
         return saved.sum(0) if rank == 0 else torch.zeros_like(saved[0])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keeps the running mean of the loss, what a batch is of, and the name of the optimizer."""
+        """Keep the running mean of the loss, what a batch is of, and the name of the optimizer."""
         checkpoint["batch"] = self._batch()
         checkpoint["opt"] = self.optimizer_config.opt
         if hasattr(self, "train_loss"):
@@ -309,7 +309,7 @@ class BaseModule(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the running mean of the loss.
+        """Restore the running mean of the loss.
 
         Raises:
             InputError: If training goes on with another optimizer, or with batches of another size, all processes

@@ -1,4 +1,4 @@
-"""Lists the options in which a run that goes on differs from what its checkpoint was trained with."""
+"""List the options in which a run that goes on differs from what its checkpoint was trained with."""
 
 import json
 from collections.abc import Iterator

@@ -17,7 +17,7 @@ from headmix_vision.training.run_directory import RunDirectory, RunLostError
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints beside their target, then renames them.
+    """Write checkpoints beside their target, then rename them.
 
     Lightning's default writes to the system's temporary folder and moves the file from there, which is a plain copy,
     and may be torn, when that folder is on another file system.
@@ -35,7 +35,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Saves the checkpoint to `path`, with the hash of its tensors; `storage_options` is not supported.
+        """Save the checkpoint to `path`, with the hash of its tensors; `storage_options` is not supported.
 
         The hash takes 0.65 s of CPU time per GiB, on up to 8 threads. Without it a checkpoint takes 1.2 s per GiB.
 
@@ -68,7 +68,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         remove_shards(path, keep=checkpoint.get(SHARDS, {}).get("folder"))
 
     def _rescue(self, checkpoint: dict[str, Any], path: Path, run: RunDirectory) -> str:
-        """Writes a checkpoint somewhere else, or beside its shards, and says where it is."""
+        """Write a checkpoint somewhere else, or beside its shards, and print where it is."""
         step = checkpoint.get("global_step")
         name = f"{run.path.absolute().name}-step-{step}.ckpt"
         targets = [path] if SHARDS in checkpoint else [place / name for place in _other_places(run.path)]
@@ -87,7 +87,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return f"the weights of step {step} are lost: {', '.join(reasons)}"
 
     def load_checkpoint(self, path: str | os.PathLike[str], *_: Any, **__: Any) -> dict[str, Any]:
-        """Reads a checkpoint, also one in shards, on the CPU.
+        """Read a checkpoint, also one in shards, on the CPU.
 
         Raises:
             InputError: As `read_checkpoint`.
@@ -95,7 +95,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read_checkpoint(path, sharded=SHARDED)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a checkpoint with its shards."""
+        """Delete a checkpoint with its shards."""
         super().remove_checkpoint(Path(path))
         remove_shards(Path(path))
 

@@ -1,4 +1,4 @@
-"""Defines the command line of classifier training: `fit`, `validate`, `test` and `predict`."""
+"""Define the command line of classifier training: `fit`, `validate`, `test` and `predict`."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ class ClassificationCLI(RunCLI):
     recipes = "cls"
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the choice of the best checkpoint to the options of all trainings."""
+        """Add the choice of the best checkpoint to the options of all trainings."""
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(BestConfig, "best")
 
@@ -41,12 +41,12 @@ class ClassificationCLI(RunCLI):
         return [LearningCurves(run_dir / CURVES, lambda: self.metrics.rows), self.best]
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
-        """Makes the table of predictions for `predict`, and counts the classes for `validate` and `test`."""
+        """Make the table of predictions for `predict`, and count the classes for `validate` and `test`."""
         self.report = ClassReport()
         return [PredictionsCSV(run_dir / PREDICTIONS) if self.config.subcommand == "predict" else self.report]
 
     def after_fit(self) -> None:
-        """Prints what the best validation was, if there was one, and where the files are."""
+        """Print what the best validation was, if there was one, and where the files are."""
         rows = [row for row in self.metrics.rows if self.monitor in row]
         run_dir = Path(self.options.run_dir)
         if not self.trainer.is_global_zero or self.options.trainer.fast_dev_run:
@@ -64,11 +64,11 @@ class ClassificationCLI(RunCLI):
         )
 
     def after_validate(self) -> None:
-        """Prints the accuracy of the classes, and writes it with the confusion matrix."""
+        """Print the accuracy of the classes, and write it with the confusion matrix."""
         self._report("val")
 
     def after_test(self) -> None:
-        """Prints the accuracy of the classes, and writes it with the confusion matrix."""
+        """Print the accuracy of the classes, and write it with the confusion matrix."""
         self._report("test")
 
     def _report(self, split: str) -> None:
@@ -81,5 +81,5 @@ class ClassificationCLI(RunCLI):
         print(f"wrote {', '.join(map(str, paths))}")
 
     def predict(self, **kwargs: Any) -> None:
-        """Predicts without keeping the predictions in memory."""
+        """Predict without keeping the predictions in memory."""
         self.trainer.predict(**{**kwargs, "return_predictions": False})

@@ -1,4 +1,4 @@
-"""Computes loss and accuracy of a classifier over one evaluation."""
+"""Compute loss and accuracy of a classifier over one evaluation."""
 
 import math
 
@@ -8,7 +8,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 
 class ClassificationMetrics(nn.Module):
-    """Computes mean cross entropy, and top-1, (with more than 5 classes) top-5 and balanced accuracy in [0, 1].
+    """Compute mean cross entropy, and top-1, (with more than 5 classes) top-5 and balanced accuracy in [0, 1].
 
     All processes count together. Balanced accuracy is the mean of the top-1 accuracies of the classes (macro accuracy).
 
@@ -28,12 +28,12 @@ class ClassificationMetrics(nn.Module):
         self.loss = MeanMetric(nan_strategy=math.inf)  # by default it leaves NaN out
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Adds a batch: logits [B, C], float32, and targets [B], int64."""
+        """Add a batch: logits [B, C], float32, and targets [B], int64."""
         self.loss.update(nn.functional.cross_entropy(logits, targets), weight=len(targets))
         self.accuracy.update(logits, targets)
 
     def compute(self) -> dict[str, Tensor]:
-        """Returns `loss`, `top1`, `top5` and `balanced` of all batches, and forgets the batches."""
+        """Return `loss`, `top1`, `top5` and `balanced` of all batches, and forget the batches."""
         values = {"loss": self.loss.compute(), **self.accuracy.compute()}
         self.loss.reset()
         self.accuracy.reset()

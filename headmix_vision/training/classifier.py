@@ -1,4 +1,4 @@
-"""Defines the LightningModule that trains and evaluates one timm model as a classifier."""
+"""Define the LightningModule that trains and evaluates one timm model as a classifier."""
 
 from typing import Any
 
@@ -92,11 +92,11 @@ class ImageClassifier(BaseModule):
         self._validated_at = -1
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns logits [B, classes] of images [B, C, H, W], float32."""
+        """Return logits [B, classes] of images [B, C, H, W], float32."""
         return self.net(images)
 
     def setup(self, stage: str) -> None:
-        """Compares the model with the data.
+        """Compare the model with the data.
 
         Raises:
             InputError: If their numbers of classes differ, or mixup is asked for with an odd batch size.
@@ -113,7 +113,7 @@ class ImageClassifier(BaseModule):
         self.class_names = getattr(datamodule, "class_names", None) or self.class_names
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Returns the mean loss of images [B, C, H, W], float32, and targets [B], int64."""
+        """Return the mean loss of images [B, C, H, W], float32, and targets [B], int64."""
         images, targets = batch
         if self.mix is not None:
             with seeded(self.batch_seed(batch_idx, _MIXUP)):
@@ -123,15 +123,15 @@ class ImageClassifier(BaseModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        """Updates the validation metrics with images [B, C, H, W] and targets [B]; returns predicted classes [B]."""
+        """Update the validation metrics with images [B, C, H, W] and targets [B]; return predicted classes [B]."""
         return self._evaluate(self.val_metrics, batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        """Updates the test metrics with images [B, C, H, W] and targets [B]; returns predicted classes [B]."""
+        """Update the test metrics with images [B, C, H, W] and targets [B]; return predicted classes [B]."""
         return self._evaluate(self.test_metrics, batch)
 
     def network_inputs(self, batch: Batch) -> tuple[Tensor]:
-        """Returns the images."""
+        """Return the images."""
         return (batch[0],)
 
     def _evaluate(self, metrics: ClassificationMetrics, batch: Batch) -> Tensor | None:
@@ -143,12 +143,12 @@ class ImageClassifier(BaseModule):
         return logits.argmax(-1)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs loss and accuracy of the validation split."""
+        """Log loss and accuracy of the validation split."""
         self._log_metrics("val", self.val_metrics)
         self._validated_at = -1 if self.trainer.sanity_checking else self.trainer.global_step
 
     def on_test_epoch_end(self) -> None:
-        """Logs loss and accuracy of the test split."""
+        """Log loss and accuracy of the test split."""
         self._log_metrics("test", self.test_metrics)
 
     def _log_metrics(self, stage: str, metrics: ClassificationMetrics) -> None:
@@ -157,20 +157,20 @@ class ImageClassifier(BaseModule):
             self.log(f"{stage}/{name}", value, prog_bar=name == "top1")
 
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> tuple[list[str], Tensor]:
-        """Returns paths and class probabilities [B, classes], float32, of images [B, C, H, W]."""
+        """Return paths and class probabilities [B, classes], float32, of images [B, C, H, W]."""
         images, paths = batch
         logits = self.net(images).float()
         return paths, logits.sigmoid() if self.loss_config.kind == "bce" else logits.softmax(-1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Describes the model, and keeps the running mean of the loss."""
+        """Describe the model, and keep the running mean of the loss."""
         fresh = self._validated_at == self.trainer.global_step
         top1 = float(self.trainer.callback_metrics["val/top1"]) if fresh else None
         checkpoint[DESCRIPTION_KEY] = {**self.description, "class_names": self.class_names, "top1": top1}
         super().on_save_checkpoint(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint of another model.
+        """Refuse a checkpoint of another model.
 
         Raises:
             InputError: If the name, the number of classes or any weight's name or shape differs, or a

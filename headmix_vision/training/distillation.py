@@ -1,4 +1,4 @@
-"""Trains the attention of a student to compute what that of its teacher does, layer by layer."""
+"""Train the attention of a student to compute what that of its teacher does, layer by layer."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def attention_errors(pairs: Pairs) -> Iterator[list[Tensor]]:
 
 
 class _Kept:
-    """Holds a network that is no part of the module around it: copies of the module share it, checkpoints lack it."""
+    """Hold a network that is no part of the module around it: copies of the module share it, checkpoints lack it."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
@@ -103,7 +103,7 @@ class _Kept:
 
 
 class DistilledGenerator(ImageGenerator):
-    """Trains a generator first to attend as a trained one does, then on its own objective.
+    """Train a generator first to attend as a trained one does, then on its own objective.
 
     In the first `distill_steps` steps the loss is the mean of :func:`attention_errors` over the layers that differ, on
     the activations of the teacher, at the noise levels of the objective; only these layers change. Then it is the loss
@@ -133,12 +133,12 @@ class DistilledGenerator(ImageGenerator):
         self._teacher_sha256 = state_sha256(network.state_dict())
 
     def on_train_start(self) -> None:
-        """Moves the teacher to the device of the student."""
+        """Move the teacher to the device of the student."""
         super().on_train_start()
         self._teacher.network.to(self.device)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keeps what tells the teacher's weights."""
+        """Keep what tells the teacher's weights."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["teacher_sha256"] = self._teacher_sha256
 

@@ -1,4 +1,4 @@
-"""Defines the command line that trains generators after a teacher: that of generators, with a teacher beside."""
+"""Define the command line that trains generators after a teacher: that of generators, with a teacher beside."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from headmix_vision.training.sharding import ShardedStrategy
 
 
 class DistillationCLI(GenerationCLI):
-    """Trains generators after a teacher, from the command line: `headmix distill`."""
+    """Train generators after a teacher, from the command line: `headmix distill`."""
 
     module_class = DistilledGenerator
     runs_folder = "runs/distilled"

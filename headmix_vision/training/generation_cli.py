@@ -1,4 +1,4 @@
-"""Defines the command line of generator training: `fit` and `validate`."""
+"""Define the command line of generator training: `fit` and `validate`."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -19,7 +19,7 @@ from headmix_vision.training.options import FidConfig, SampleGridConfig
 
 
 class GenerationCLI(RunCLI):
-    """Trains generators from the command line: `headmix train-gen`."""
+    """Train generators from the command line: `headmix train-gen`."""
 
     module_class: ClassVar[type[LightningModule]] = ImageGenerator
     data_class = GenerationData
@@ -28,12 +28,12 @@ class GenerationCLI(RunCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Offers `fit` and `validate`; `headmix sample` draws samples."""
+        """Offer `fit` and `validate`; `headmix sample` draws samples."""
         hidden = {"model", "dataloaders", "datamodule"}
         return {"fit": {*hidden, "train_dataloaders", "val_dataloaders"}, "validate": hidden}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds the options of samples and scores while training."""
+        """Add the options of samples and scores while training."""
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(SampleGridConfig, "samples")
         parser.add_class_arguments(FidConfig, "fid")
@@ -51,7 +51,7 @@ class GenerationCLI(RunCLI):
         return [samples, score, curves]
 
     def after_fit(self) -> None:
-        """Prints the training loss, if an epoch was finished, and where the files are."""
+        """Print the training loss, if an epoch was finished, and where the files are."""
         rows = [row for row in self.metrics.rows if "train/loss" in row]
         run_dir = Path(self.options.run_dir)
         if not self.trainer.is_global_zero or self.options.trainer.fast_dev_run:

@@ -1,4 +1,4 @@
-"""Defines the LightningModule that trains one diffusion transformer.
+"""Define the LightningModule that trains one diffusion transformer.
 
 Shapes: B batch, C channels, *grid the axes of the network's input (H, W of images; T, H, W of clips), which are pixels
 in [-1, 1] or scaled latents.
@@ -34,7 +34,7 @@ DEFAULT_SCHEDULE = ScheduleConfig(sched="constant", warmup_epochs=0.0)
 
 
 class ImageGenerator(BaseModule):
-    """Trains one diffusion transformer on images, clips or their latents, with labels.
+    """Train one diffusion transformer on images, clips or their latents, with labels.
 
     Random numbers of a training batch (noise, times, dropped labels) follow from the seed, the epoch, the batch index
     and the rank alone; those of validation from the seed and the batch index, so that its loss is comparable.
@@ -119,11 +119,11 @@ class ImageGenerator(BaseModule):
         self.val_loss = MeanMetric(nan_strategy=math.inf)  # by default it leaves NaN out
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
-        """Returns the network's prediction for x [B, C, *grid] at times t, [B] or [B, T], with labels y [B]."""
+        """Return the network's prediction for x [B, C, *grid] at times t, [B] or [B, T], with labels y [B]."""
         return self.net(x, t, y)
 
     def setup(self, stage: str) -> None:
-        """Takes the class names over from the data."""
+        """Take the class names over from the data."""
         datamodule = getattr(self.trainer, "datamodule", None)
         self.class_names = getattr(datamodule, "class_names", None) or self.class_names
 
@@ -148,14 +148,14 @@ class ImageGenerator(BaseModule):
         super().configure_model()
 
     def on_train_start(self) -> None:
-        """Makes the schedule and the sums of the loss by noise level."""
+        """Make the schedule and the sums of the loss by noise level."""
         super().on_train_start()
         if not hasattr(self, "level_loss"):
             self.level_loss = torch.zeros(LEVELS, 2)
         self.level_loss = self.level_loss.to(self.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Returns the mean loss of x [B, C, *grid], float32, and labels [B], int64."""
+        """Return the mean loss of x [B, C, *grid], float32, and labels [B], int64."""
         x0, labels = batch
         times = self._draw_times(x0, x0.device)
         losses = self._losses(x0, self._without_some(labels, times), times, torch.randn_like(x0))
@@ -167,14 +167,14 @@ class ImageGenerator(BaseModule):
         return loss * self.sharers if self.sharers > 1 else loss
 
     def _draw_times(self, x0: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """Draws the times of a batch, [B] or, of clips some of which continue clean frames, [B, T]."""
+        """Draw the times of a batch, [B] or, of clips some of which continue clean frames, [B, T]."""
         if x0.ndim < 5:
             return self.objective.draw_times(len(x0), device)
         net: Any = self.net
         return self.objective.draw_times(len(x0), device, x0.shape[2], net.block_frames or net.patch_size[0])
 
     def _without_some(self, labels: Tensor, times: Tensor) -> Tensor:
-        """Returns the labels [B], that of no class for some of the clips that continue known frames."""
+        """Return the labels [B], that of no class for some of the clips that continue known frames."""
         share = self.objective_config.prefix_class_dropout
         if not share or times.ndim == 1:
             return labels
@@ -187,7 +187,7 @@ class ImageGenerator(BaseModule):
         return self.objective.losses(lambda x, t: self.net(x, t, y), x0, times, noise)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs the mean loss of a finished epoch, also by tenths of the noise level."""
+        """Log the mean loss of a finished epoch, also by tenths of the noise level."""
         if self.trainer.is_last_batch:
             sums, counts = self.sums_of_processes(self.level_loss).sum(0).T.tolist()
             means = {f"train/loss_level_{i}": s / n for i, (s, n) in enumerate(zip(sums, counts, strict=True)) if n}
@@ -196,7 +196,7 @@ class ImageGenerator(BaseModule):
         super().on_train_batch_end(outputs, batch, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds the loss of x [B, C, *grid] and labels [B], with times and noise that are the same every time."""
+        """Add the loss of x [B, C, *grid] and labels [B], with times and noise that are the same every time."""
         x0, labels = batch
         if not len(x0):
             return
@@ -204,13 +204,13 @@ class ImageGenerator(BaseModule):
         self.val_loss.update(losses.mean(), weight=len(x0))
 
     def network_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns noisy data, times and labels, with the times and noise of a first batch of validation."""
+        """Return noisy data, times and labels, with the times and noise of a first batch of validation."""
         x0, labels = batch
         times, noise = self._validation_noise(x0, 0)
         return self.objective.add_noise(x0, times, noise), times, labels if self.num_classes else None
 
     def _validation_noise(self, x0: Tensor, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """Draws times, [B] or [B, T], and noise, as x0, that are the same in every validation."""
+        """Draw times, [B] or [B, T], and noise, as x0, that are the same in every validation."""
         seed = derive_seed(self.seed, batch_idx, self.global_rank, _VALIDATION)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -218,7 +218,7 @@ class ImageGenerator(BaseModule):
         return times.to(x0.device), noise.to(x0.device)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs the loss of the validation split."""
+        """Log the loss of the validation split."""
         if self.val_loss.update_called:
             loss = self.val_loss.compute()
             require_finite(loss, "the validation loss", self.trainer)
@@ -226,14 +226,14 @@ class ImageGenerator(BaseModule):
         self.val_loss.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Describes the model, and keeps the running means of the loss."""
+        """Describe the model, and keep the running means of the loss."""
         checkpoint[DESCRIPTION_KEY] = {**self.description, "class_names": self.class_names}
         super().on_save_checkpoint(checkpoint)
         if hasattr(self, "level_loss"):
             checkpoint["level_loss"] = self.sums_of_processes(self.level_loss)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint of another model.
+        """Refuse a checkpoint of another model.
 
         Raises:
             InputError: If the name, the number of classes, the objective or any weight's name or shape differs, or a
@@ -254,5 +254,5 @@ class ImageGenerator(BaseModule):
 
 
 def _noisy_time(times: Tensor) -> Tensor:
-    """Returns the time of each sample, [B], from [B] or from [B, T] with clean frames."""
+    """Return the time of each sample, [B], from [B] or from [B, T] with clean frames."""
     return times.amax(1) if times.ndim == 2 else times

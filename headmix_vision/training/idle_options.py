@@ -1,4 +1,4 @@
-"""Refuses options on the command line that have no effect beside the others, and empty texts."""
+"""Refuse options on the command line that have no effect beside the others, and empty texts."""
 
 import os
 from argparse import Namespace

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class ImageSampler:
-    """Draws samples of a module that is being trained, or of its average, for all callbacks with one autoencoder.
+    """Draw samples of a module that is being trained, or of its average, for all callbacks with one autoencoder.
 
     The autoencoder lives here, outside of the module, so that neither the average nor a checkpoint copies it.
 
@@ -42,7 +42,7 @@ class ImageSampler:
         self._vae: Any = None
 
     def check(self, module: LightningModule, plan: SamplingPlan, option: str) -> None:
-        """Checks that a plan can be drawn with a module, before any training.
+        """Check that a plan can be drawn with a module, before any training.
 
         Raises:
             InputError: If scheduler, steps or guidance do not fit the model; it names the group of options.
@@ -57,12 +57,12 @@ class ImageSampler:
             raise InputError(f"{option}.guidance={plan.guidance.scale} needs a model with a null class: set it to 1")
 
     def makes_images(self, module: LightningModule) -> bool:
-        """Tells whether the model makes pixels, or latents that can be decoded."""
+        """Return whether the model makes pixels, or latents that can be decoded."""
         net: Any = module.net
         return self.vae_source is not None or net.in_channels in (1, 3)
 
     def open(self) -> None:
-        """Loads the autoencoder, unless it is here already.
+        """Load the autoencoder, unless it is here already.
 
         Raises:
             InputError: If there is none.
@@ -71,7 +71,7 @@ class ImageSampler:
             self._vae = load_autoencoder(self.vae_source, fetch=self._fetch).module
 
     def image_shape(self, module: LightningModule) -> tuple[int, int, int]:
-        """Returns channels, height and width of the images, or of a clip's frames, in pixels; after `open`."""
+        """Return channels, height and width of the images, or of a clip's frames, in pixels; after `open`."""
         net: Any = module.net
         height, width = net.input_size[-2:]
         if self._vae is None:
@@ -80,11 +80,11 @@ class ImageSampler:
         return int(self._vae.config.get("out_channels", 3)), height * factor, width * factor
 
     def frame_rate(self, module: LightningModule) -> float:
-        """Returns the frames a second of the clips that a model makes, in training; after `open`."""
+        """Return the frames a second of the clips that a model makes, in training; after `open`."""
         return self._pipeline(module, None).check_frame_rate(None)
 
     def draw(self, trainer: Trainer, module: LightningModule, plan: SamplingPlan, indices: Sequence[int]) -> np.ndarray:
-        """Draws samples in the trainer's precision.
+        """Draw samples in the trainer's precision.
 
         Args:
             trainer: The module's trainer.
@@ -120,7 +120,7 @@ class ImageSampler:
         batch_size: int,
         then: Callable[[np.ndarray], T],
     ) -> Iterator[T]:
-        """Draws samples 0 to `num` - 1 on all processes of the trainer, which share the batches.
+        """Draw samples 0 to `num` - 1 on all processes of the trainer, which share the batches.
 
         Every batch the network sees has `batch_size` samples, the last one filled up, so that a sample does not depend
         on the number of processes. All processes draw equally many batches, some of them the last one again, as

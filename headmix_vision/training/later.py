@@ -26,27 +26,27 @@ class Later:
         return self._event is None
 
     def get(self) -> Tensor:
-        """Returns the copy; waits for what was queued before it, not for what was queued since."""
+        """Return the copy; wait for what was queued before it, not for what was queued since."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy
 
 
 class Latest:
-    """Reads a tensor that changes from time to time: on a CPU as it is, of a device as it was the time before."""
+    """Read a tensor that changes from time to time: on a CPU as it is, of a device as it was the time before."""
 
     def __init__(self) -> None:
         self._sent: Later | None = None
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """Sends for the tensor; returns the newest copy that is not waited for, None the first time on a device."""
+        """Send for the tensor; return the newest copy that is not waited for, None the first time on a device."""
         earlier, self._sent = self._sent, Later(tensor)
         known = self._sent if self._sent.is_here else earlier
         return None if known is None else known.get()
 
 
 def sum_of_processes(trainer: Trainer, tensor: Tensor) -> Tensor:
-    """Adds up a tensor of all processes, in place and in the order of the device's work.
+    """Add up a tensor of all processes, in place and in the order of the device's work.
 
     Lightning's `strategy.reduce` stops at a barrier first, which waits for the device.
     """

@@ -1,4 +1,4 @@
-"""Keeps `metrics.csv`, one row per logged step, also across resumed runs."""
+"""Keep `metrics.csv`, one row per logged step, also across resumed runs."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ _FIRST_COLUMNS = ("epoch", "step")
 
 
 class MetricsCSV(Logger):
-    """Writes all metrics of a step into one row of a CSV file.
+    """Write all metrics of a step into one row of a CSV file.
 
     Rows are appended; the last one is written again when more metrics of its step come, and the whole file when there
     is a new column. Lightning's own CSV logger deletes the file of the run that is being resumed, and writes a row per
@@ -82,11 +82,11 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Logs nothing, as hyper-parameters are in `config.yaml`."""
+        """Log nothing, as hyper-parameters are in `config.yaml`."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Adds metrics to the row of a step."""
+        """Add metrics to the row of a step."""
         assert step is not None
         self._rows.setdefault(step, {"step": step}).update(metrics)
         self._names |= metrics.keys() - set(_FIRST_COLUMNS)
@@ -94,7 +94,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Writes what has been logged since the last time."""
+        """Write what has been logged since the last time."""
         if not self._unsaved or (self.run is not None and self.run.lost()):
             return
         try:
@@ -123,7 +123,7 @@ class MetricsCSV(Logger):
         return self.path.is_file() and self.path.stat().st_size == self._size_bytes
 
     def _write(self, path: Path, start: int, head: bytes, columns: list[str], steps: list[int]) -> int:
-        """Writes a head and the rows of steps from a byte on, to the end of the file; returns where the last one is."""
+        """Write a head and the rows of steps from a byte on, to the end of the file; return where the last one is."""
         lines = [_line([self._rows[step].get(name, "") for name in columns]) for step in steps]
         data = head + b"".join(lines)
         try:
@@ -138,7 +138,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Writes what is left."""
+        """Write what is left."""
         self.save()
 
 
@@ -149,7 +149,7 @@ def _line(cells: list[Any]) -> bytes:
 
 
 def _read(path: Path) -> dict[int, dict[str, str]]:
-    """Reads the rows of a file by their steps, without empty cells; not a last one that a power cut has torn."""
+    """Read the rows of a file by their steps, without empty cells; not a last one that a power cut has torn."""
     number, rows = 1, {}
     try:
         with path.open(newline="", encoding="utf-8") as file:

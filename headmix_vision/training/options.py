@@ -1,4 +1,4 @@
-"""Defines the groups of training options. The defaults are those of the ImageNet recipe of MHLA (arXiv 2601.07832)."""
+"""Define the groups of training options. The defaults are those of the ImageNet recipe of MHLA (arXiv 2601.07832)."""
 
 import math
 import os
@@ -18,7 +18,7 @@ MAX_ROWS, MAX_FID_SAMPLES = 1000, 1_000_000
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises `InputError(message)` unless the condition holds."""
+    """Raise `InputError(message)` unless the condition holds."""
     if not condition:
         raise InputError(message)
 
@@ -243,7 +243,7 @@ class AnalysisConfig:
 
 
 def mode_of(monitor: str) -> Literal["min", "max"]:
-    """Says which is better of what validation logs: the lowest loss, or the highest of anything else."""
+    """Return `min` for a loss and `max` for every other metric of the validation."""
     return "min" if monitor.endswith("loss") else "max"
 
 
@@ -304,7 +304,7 @@ _LEAST_OF_TRAINER = {
 
 
 def _count_devices(devices: Any) -> int | None:
-    """Counts the devices of `trainer.devices`; None where Lightning finds them."""
+    """Count the devices of `trainer.devices`; None where Lightning finds them."""
     if isinstance(devices, list):
         return len(devices)
     if isinstance(devices, str) and "," in devices:
@@ -331,7 +331,7 @@ def _check_times(trainer: Any) -> None:
 
 
 def check_trainer_options(trainer: Any, subcommand: str) -> None:
-    """Raises `InputError` for options that divide by zero, train nothing, or do not fit the processes of torchrun."""
+    """Raise `InputError` for options that divide by zero, train nothing, or do not fit the processes of torchrun."""
     for name, (least, unlimited) in _LEAST_OF_TRAINER.items():
         value = trainer[name]
         if value is not None and value != unlimited and not value >= least:

@@ -1,4 +1,4 @@
-"""Parses the options of training: a short help first, and wrong options in one line that names the nearest one."""
+"""Parse the options of training: a short help first, and wrong options in one line that names the nearest one."""
 
 import argparse
 import re
@@ -30,13 +30,14 @@ def load_yaml(text: str) -> Any:
 
 set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
 
+_OPTION = re.compile(r"(?<=^unrecognized arguments: )--[\w.]+|(?<=^argument )--[\w.]+")
 _UNKNOWN = re.compile(r"unrecognized arguments: (?P<argument>-\S+)|does not accept option '(?P<key>[^']+)'")
 
 
 # jsonargparse's report of a value that none of the types of an option takes
 _WRONG_TYPE = re.compile(
     r'Parser key "(?P<key>[^"]+)":.*?(?:Subtypes: \[(?P<types>[^\n]*)\]\n.*Given value: (?P<value>.*)'
-    r"|Expected an? (?P<type>[^\n]*)\. Got value: (?P<got>[^\n]*))",
+    r"|Expected an? (?P<type>[^\n]*)\. Got value: ?(?P<got>[^\n]*))",
     re.DOTALL,
 )
 # what it says within of a class that was named, and of options behind a name that is of no class
@@ -60,7 +61,7 @@ def _imported(path: str) -> type:
 
 
 def _shorten(message: str) -> str:
-    """Brings a message of jsonargparse on one line, without names of Python's types."""
+    """Bring a message of jsonargparse on one line, without names of Python's types."""
     if denied := _DENIED.search(message):
         return refusal(denied["key"] or "trainer", denied["path"])
     wrong = _WRONG_TYPE.fullmatch(message.strip())
@@ -79,11 +80,13 @@ def _shorten(message: str) -> str:
     types = re.sub(r"<class '([^']*)'>", r"\1", wrong["types"] or wrong["type"])
     types = re.sub(r"\b(?:[A-Za-z_]\w*\.)+(\w+)", r"\1", types)
     types = re.sub(r"Literal\[([^\]]*)\]", r"\1", types).replace("NoneType", "null")
-    return f"{key} must be {' or '.join(types.rsplit(', ', 1))}, got {wrong['value'] or wrong['got']}"
+    return (
+        f"{key} must be {' or '.join(types.rsplit(', ', 1))}, got {wrong['value'] or wrong['got'] or 'an empty text'}"
+    )
 
 
 class OptionParser(LightningArgumentParser):
-    """Shows the common options on `--help` and all on `--help-all`, and raises wrong options as `InputError`.
+    """Show the common options on `--help` and all on `--help-all`, and raise wrong options as `InputError`.
 
     A parser inside another one (of a subclass, say) keeps jsonargparse's own errors, which the outer one handles.
 
@@ -110,7 +113,8 @@ class OptionParser(LightningArgumentParser):
         """Raise `InputError` with the message on one line, and the nearest option if one is unknown."""
         if not self.exit_on_error:
             super().error(message, ex)
-        raise InputError(_shorten(message) + self._hint(message)) from ex
+        said = _OPTION.sub(lambda option: spelled(option[0]), _shorten(message))
+        raise InputError(said + self._hint(message)) from ex
 
     def _hint(self, message: str) -> str:
         if "arguments are required" in message:
@@ -136,7 +140,7 @@ class OptionParser(LightningArgumentParser):
 
 
 class _AllOptions(argparse._HelpAction):
-    """Prints the help of all options and ends."""
+    """Print the help of all options and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         assert isinstance(parser, OptionParser)
@@ -152,7 +156,7 @@ def with_underscores(word: str) -> str:
 
 
 def with_config_of_run(args: list[str]) -> list[str]:
-    """Inserts the config of the run in `--run_dir` if none is given and that run is read: evaluated or resumed."""
+    """Insert the config of the run in `--run_dir` if none is given and that run is read: evaluated or resumed."""
     subcommand, options = args[:1], args[1:]
     if not subcommand or any(arg.startswith("-c") or arg.split("=")[0] == "--config" for arg in options):
         return args
@@ -173,7 +177,7 @@ def with_config_of_run(args: list[str]) -> list[str]:
 
 
 def _rules_of_earlier_versions(config: Path) -> list[str]:
-    """Returns options by which a run is read as it was trained: tables left pictures out that had no label."""
+    """Return options by which a run is read as it was trained: tables left pictures out that had no label."""
     try:
         data = load_yaml(read_text(config)).get("data", {})
     except (yaml.YAMLError, InputError, AttributeError):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class _OrderedReplica(DistributedDataParallel):
-    """Lays gradients out for their sums before the first step, from the last parameter to the first.
+    """Lay gradients out for their sums before the first step, from the last parameter to the first.
 
     PyTorch lays them out anew after the first step of each start, in the order in which they became ready. The sums of
     more than two processes depend on the layout, so that a run that was interrupted would not go on bit-equal.

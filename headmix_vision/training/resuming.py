@@ -1,4 +1,4 @@
-"""Checks a checkpoint against the run that is to go on from it, before Lightning restores any of it.
+"""Check a checkpoint against the run that is to go on from it, before Lightning restores any of it.
 
 `read_checkpoint` has checked what the entries are. Their inner form depends on the trainer: its loops, callbacks and
 optimizers say here what they write themselves.

@@ -168,7 +168,7 @@ class RunDirectory:
         )
 
     def _continues(self) -> bool:
-        """Tells whether the run continues from a checkpoint of this directory."""
+        """Return whether the run continues from a checkpoint of this directory."""
         if self.checkpoint is None:
             return False
         return find_standing_checkpoint(self.path, self.checkpoint).resolve().is_relative_to(self.path.resolve())
@@ -179,7 +179,7 @@ def _requeued(run_dir: Path) -> bool:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Moves the files of a run from one folder to another on the same file system."""
+    """Move the files of a run from one folder to another on the same file system."""
     for path in run_files(source):
         moved = target / path.relative_to(source)
         moved.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Trains networks whose weights, gradients, optimizer state and average are spread over the processes (FSDP2)."""
+"""Train networks whose weights, gradients, optimizer state and average are spread over the processes (FSDP2)."""
 
 import secrets
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ class _Written(WriteResult):
 
 
 class _Writer(FileSystemWriter):
-    """Writes shards that may be moved to another folder, and hashes them: each process its own, while training goes on.
+    """Write shards that may be moved to another folder, and hash them: each process its own, while training goes on.
 
     Attributes:
         sha256: SHA-256 of all files by their names; known to the first process alone, when all are written.
@@ -123,7 +123,7 @@ class ShardedStrategy(ModelParallelStrategy):
         self._plain: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
     def setup_environment(self) -> None:
-        """Starts the processes and lays them out.
+        """Start the processes and lay them out.
 
         Raises:
             InputError: If `shard_size` does not divide their number, or is not positive; if `reshard_after_forward` is
@@ -144,7 +144,7 @@ class ShardedStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Copies what is to be saved, and returns while it is being written; waits for the checkpoint before.
+        """Copy what is to be saved, and return while it is being written; wait for the checkpoint before.
 
         Raises:
             OSError: If the system refused the checkpoint before; the file that was there stays.
@@ -188,7 +188,7 @@ class ShardedStrategy(ModelParallelStrategy):
             self.checkpoint_io.save_checkpoint(index, path)
 
     def finish_saving(self) -> None:
-        """Waits until the last checkpoint is on the disk.
+        """Wait until the last checkpoint is on the disk.
 
         Raises:
             OSError: If the system refused it.
@@ -198,7 +198,7 @@ class ShardedStrategy(ModelParallelStrategy):
             saving.result()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint with or without shards; in training only what this process holds of it.
+        """Read a checkpoint with or without shards; in training only what this process holds of it.
 
         Raises:
             InputError: If it is damaged, or of another model.
@@ -231,7 +231,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return placed
 
     def _targets(self) -> dict[str, DTensor]:
-        """Finds the parameters of this process by the places of their states in a checkpoint."""
+        """Find the parameters of this process by the places of their states in a checkpoint."""
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
         found = {f"/{entry}/{name}": tensor for entry in SHARDED[:2] for name, tensor in state.items()}
@@ -257,13 +257,13 @@ class ShardedStrategy(ModelParallelStrategy):
         return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
     def whole(self, network: nn.Module) -> nn.Module:
-        """Makes a plain copy of a network that `shard` has sharded, with all weights; all processes call it."""
+        """Make a plain copy of a network that `shard` has sharded, with all weights; all processes call it."""
         copy = deepcopy(self._plain[network])
         copy.load_state_dict({name: whole(tensor) for name, tensor in network.state_dict().items()}, assign=True)
         return copy.to(self.root_device).train(network.training)
 
     def teardown(self) -> None:
-        """Waits for the last checkpoint, and ends."""
+        """Wait for the last checkpoint, and end."""
         self.finish_saving()
         super().teardown()
 
@@ -295,6 +295,6 @@ def whole_network(trainer: Trainer, module: LightningModule) -> Iterator[None]:
 
 
 def finish_saving(trainer: Trainer) -> None:
-    """Waits until the last checkpoint is on the disk."""
+    """Wait until the last checkpoint is on the disk."""
     if isinstance(trainer.strategy, ShardedStrategy):
         trainer.strategy.finish_saving()

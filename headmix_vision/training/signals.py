@@ -1,4 +1,4 @@
-"""Turns SIGINT and SIGTERM into an orderly end of the process."""
+"""Turn SIGINT and SIGTERM into an orderly end of the process."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class InterruptRequest:
-    """Handles SIGINT and SIGTERM.
+    """Handle SIGINT and SIGTERM.
 
     While `deferred` is false, a signal ends the process at once, with one line and exit status 128 + signal number. One
     more ends it without the rest of the clean-up.
@@ -38,7 +38,7 @@ class InterruptRequest:
         self._pid = os.getpid()
 
     def install(self) -> None:
-        """Makes itself the process's handler of both signals; Lightning replaces that of SIGTERM when it starts."""
+        """Make itself the process's handler of both signals; Lightning replaces that of SIGTERM when it starts."""
         for signum in SIGNALS:
             at_once = signum == signal.SIGTERM and not self.deferred and launched_rank() != "0"
             signal.signal(signum, signal.SIG_DFL if at_once else self._handle)
@@ -63,7 +63,7 @@ class InterruptRequest:
                 signal.signal(signum, handler)
 
     def _end_if_stuck(self, reader: int) -> None:
-        """Waits for a signal, whose number the system writes to a pipe, and then ends a process that waits in vain."""
+        """Wait for a signal, whose number the system writes to a pipe, and then end a process that waits in vain."""
         while received := os.read(reader, 1):
             if received[0] not in SIGNALS:
                 continue

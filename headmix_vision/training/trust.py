@@ -53,7 +53,7 @@ _OF_ONE_START = ("run_dir", "overwrite", "ckpt_path")
 
 
 class Trust:
-    """Holds what a command line has named, and decides what its configs may therefore name.
+    """Hold what a command line has named, and decide what its configs may therefore name.
 
     Args:
         args: The command line, with paths in the place of recipes' names.

@@ -251,7 +251,7 @@ class ClipSource(Source):
 
     @abstractmethod
     def leave_out_unusable(self) -> list[str]:
-        """Leaves out the videos of which no clip can be made, which is found without decoding; names them and why."""
+        """Leave out the videos of which no clip can be made, which is found without decoding; name them and why."""
 
 
 class PreparedSource(Source):

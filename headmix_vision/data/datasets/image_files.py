@@ -29,7 +29,7 @@ class ImageFiles(Pictures):
         return self.decoding.first_frame(self.data[index]), -1
 
     def files(self) -> list[tuple[str, int]]:
-        """Names relative to the folder, and sizes."""
+        """Name relative to the folder, and sizes."""
         return relative_sizes(self.data, self.folder or os.path.commonpath([path.parent for path in self.data]))
 
     def name(self, index: int) -> str:
@@ -64,7 +64,7 @@ class LabelledFiles(ImageFiles):
         return super().read(index)[0], self._targets[index]
 
     def keys(self) -> list[str]:
-        """Names relative to the folder, and labels."""
+        """Name relative to the folder, and labels."""
         start = len(str(self.folder or os.path.commonpath([path.parent for path in self.data])))
         return [f"{str(path)[start:]} {target}" for path, target in zip(self.data, self._targets, strict=True)]
 

@@ -113,7 +113,7 @@ def check_shard(path: Path, number: int, manifest: dict[str, Any]) -> None:
 
 
 def find_difference(made: dict[str, Any], manifest: dict[str, Any]) -> str | None:
-    """Finds the first entry of a record that a manifest has otherwise; where images and weights lie does not count."""
+    """Find the first entry of a record that a manifest has otherwise; where images and weights lie does not count."""
     for name, value in made.items():
         if name not in ("images", "source") and _without_source(manifest.get(name)) != _without_source(value):
             return name

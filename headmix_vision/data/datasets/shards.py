@@ -282,12 +282,12 @@ def _check_places(path: Path, offsets: Tensor, sizes: Tensor, shards: list[dict[
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Lists the tar files of a folder by name."""
+    """List the tar files of a folder by name."""
     return sorted(path for path in folder.iterdir() if ending(path) == ".tar" and not is_hidden(path.name))
 
 
 def describe_shard(path: Path) -> dict[str, Any]:
-    """Tells a shard by its size, `bytes`, and a hash of its first 4096 bytes, `head`."""
+    """Identity of a shard: its size, `bytes`, and a hash of its first 4096 bytes, `head`."""
     check_file(path)
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)

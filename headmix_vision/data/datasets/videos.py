@@ -154,7 +154,7 @@ class Videos(ClipSource):
         return str(self.videos[index][0].path)
 
     def files(self) -> list[tuple[str, int]]:
-        """Names relative to the folder with the frames that may be used, and sizes: bytes, or frames of a folder."""
+        """Name relative to the folder with the frames that may be used, and sizes: bytes, or frames of a folder."""
         return [
             (
                 f"{os.path.relpath(video.path, self.folder)}[{video.start}:{'' if video.end is None else video.end}]",
@@ -164,7 +164,7 @@ class Videos(ClipSource):
         ]
 
     def keys(self) -> list[str]:
-        """Names relative to the folder, the frames that may be used, and labels."""
+        """Name relative to the folder, the frames that may be used, and labels."""
         return [
             f"{os.path.relpath(video.path, self.folder)}[{video.start}:{video.end}] {target}"
             for video, target in self.videos
@@ -190,7 +190,7 @@ def _find_split(request: SplitRequest) -> tuple[list[Video], Path]:
 
 
 def _find_videos(folder: Path) -> list[Video]:
-    """Lists the videos below a folder by name, with the first folder on the way to each as its class."""
+    """List the videos below a folder by name, with the first folder on the way to each as its class."""
     listing = find_clips(folder)
     listing.check_filled(f"{str(folder)!r}", "videos and no folders of frames")
     say_left_out(folder, len(listing.paths), "videos", listing.left_out)
@@ -209,7 +209,7 @@ def _find_videos(folder: Path) -> list[Video]:
 
 
 def _read_table(path: Path, split: str, only_split: str) -> list[Video]:
-    """Reads the rows of a split; a table without the column `split` holds `only_split` alone."""
+    """Read the rows of a split; a table without the column `split` holds `only_split` alone."""
     if path.suffix.lower() != ".csv":
         raise InputError(f"{str(path)!r} is a file, it must be a folder or a table .csv")
     header, rows = read_table(path)

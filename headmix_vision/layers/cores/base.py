@@ -16,7 +16,7 @@ from headmix_vision.registry import Registry
 
 
 class AttentionCore(nn.Module):
-    """Computes head outputs from queries, keys and values: ``core(q, k, v, grid)``.
+    """Compute head outputs from queries, keys and values: ``core(q, k, v, grid)``.
 
     A core is built from the :class:`LayerSpec` that the head mix gives it, and from options of its own.
 

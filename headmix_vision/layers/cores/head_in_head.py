@@ -1,4 +1,4 @@
-"""Runs Head-in-Head as an attention core: scans the token grid with a memory whose sub-heads correct each other.
+"""Run Head-in-Head as an attention core: scan the token grid with a memory whose sub-heads correct each other.
 
 B batch, N tokens, C width, H heads, D = C / H head dim, r sub-heads, P places of a token.
 """
@@ -39,7 +39,7 @@ MASKS = ("static", "token")
 
 @CORES.register("hih")
 class HeadInHeadCore(AttentionCore):
-    """Scans the token grid by the masked delta rule of Head-in-Head.
+    """Scan the token grid by the masked delta rule of Head-in-Head.
 
     Queries, keys and values pass a short depthwise convolution on the grid and SiLU; queries and keys are then scaled
     to norm 1. The strength of a write is beta_max * sigmoid(linear(x)), the decay before it

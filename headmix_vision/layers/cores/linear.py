@@ -1,4 +1,4 @@
-"""Computes linear attention."""
+"""Compute linear attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headmix_vision.ops.runtime import accumulation_dtype
 
 @CORES.register("linear")
 class LinearCore(AttentionCore):
-    """Computes linear attention (Katharopoulos et al., 2020): MHLA with all tokens, prefix included, in one block.
+    """Compute linear attention (Katharopoulos et al., 2020): MHLA with all tokens, prefix included, in one block.
 
     Args:
         spec: sizes of the layer.

@@ -1,4 +1,4 @@
-"""Computes multi-head linear attention over token blocks."""
+"""Compute multi-head linear attention over token blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headmix_vision.ops.mhla.recurrent import mhla_rows
 
 @CORES.register("mhla")
 class MHLACore(LinearCore):
-    """Computes multi-head linear attention (arXiv 2601.07832): linear attention whose block memories are mixed.
+    """Compute multi-head linear attention (arXiv 2601.07832): linear attention whose block memories are mixed.
 
     A clip of fewer frames than there are blocks along time has a block for each frame, mixed as the first blocks are.
 

@@ -1,4 +1,4 @@
-"""Computes softmax attention."""
+"""Compute softmax attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headmix_vision.ops.dispatch import kept
 
 @CORES.register("softmax")
 class SoftmaxCore(AttentionCore):
-    """Computes scaled dot-product attention; PyTorch picks the kernel.
+    """Compute scaled dot-product attention; PyTorch picks the kernel.
 
     Args:
         spec: sizes of the layer.

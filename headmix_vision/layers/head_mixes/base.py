@@ -16,7 +16,7 @@ from headmix_vision.registry import Registry
 
 
 class HeadMix(nn.Module):
-    """Mixes information across feature heads, on both sides of the core.
+    """Mix information across feature heads, on both sides of the core.
 
     A mix is built from the :class:`LayerSpec` of its layer, the ``impl`` of :func:`headmix_vision.ops.mix_heads` and
     options of its own. It overrides what it changes of ``before``, ``after`` and ``fold``; this base class changes

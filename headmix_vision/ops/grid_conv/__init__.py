@@ -1,4 +1,4 @@
-"""Convolves tokens depthwise on their grid, in raster order."""
+"""Convolve tokens depthwise on their grid, in raster order."""
 
 from headmix_vision.ops.grid_conv.api import grid_conv
 

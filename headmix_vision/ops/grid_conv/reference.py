@@ -1,4 +1,4 @@
-"""Computes the depthwise convolution as its definition says it, which specifies the other implementations.
+"""Compute the depthwise convolution as its definition says it, which specifies the other implementations.
 
 B batch, N tokens, C channels.
 """

@@ -1,4 +1,4 @@
-"""Computes the depthwise convolution by that of PyTorch, on any device.
+"""Compute the depthwise convolution by that of PyTorch, on any device.
 
 B batch, N tokens, C channels. Tokens in raster order are images in channels-last format, which is no copy.
 """
@@ -59,7 +59,7 @@ def _convolve(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Clips(torch.autograd.Function):
-    """Convolves [B, C, T, H, W] with faster gradients than PyTorch's, which on a CPU take ten times as long.
+    """Convolve [B, C, T, H, W] with faster gradients than PyTorch's, which on a CPU take ten times as long.
 
     The gradient of the input is a convolution too; that of the weight is one of images for each tap in time.
     """

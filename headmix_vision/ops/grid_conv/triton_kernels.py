@@ -1,4 +1,4 @@
-"""Convolves each channel of tokens on their grid in Triton kernels: the kernels, and their launches for each layout.
+"""Convolve each channel of tokens on their grid in Triton kernels: the kernels, and their launches for each layout.
 
 B batch, N tokens, C channels, K taps.
 """

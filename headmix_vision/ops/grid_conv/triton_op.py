@@ -1,4 +1,4 @@
-"""Runs the depthwise convolution in Triton kernels, as ``torch.library`` ops with gradients. README.md derives them.
+"""Run the depthwise convolution in Triton kernels, as ``torch.library`` ops with gradients. README.md derives them.
 
 B batch, N tokens, C channels. For the backward pass the ops save the input, the weights and the bias, and compute
 again what SiLU needs. Sums have a fixed order: repeated calls are bit-equal.

@@ -1,4 +1,4 @@
-"""Cuts tokens into chunks, sums decays between tokens and runs states from chunk to chunk, for both chunk forms.
+"""Cut tokens into chunks, sum decays between tokens and run states from chunk to chunk, for both chunk forms.
 
 B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads, C chunks of T tokens.
 """

@@ -1,4 +1,4 @@
-"""Computes Head-in-Head in a loop over tokens. It specifies the other implementations.
+"""Compute Head-in-Head in a loop over tokens. It specifies the other implementations.
 
 B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads of Dk / r dimensions.
 """

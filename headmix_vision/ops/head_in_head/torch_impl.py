@@ -1,4 +1,4 @@
-"""Computes Head-in-Head chunk by chunk, linear in N, in plain PyTorch for any device. README.md derives it.
+"""Compute Head-in-Head chunk by chunk, linear in N, in plain PyTorch for any device. README.md derives it.
 
 B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads of d = Dk / r dimensions, C chunks of T tokens.
 """

@@ -1,4 +1,4 @@
-"""Computes Head-in-Head with the transition of RWKV-7 chunk by chunk, linear in N, in plain PyTorch for any device.
+"""Compute Head-in-Head with the transition of RWKV-7 chunk by chunk, linear in N, in plain PyTorch for any device.
 
 README.md derives it. B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads of d = Dk / r dimensions,
 C chunks of T tokens.

@@ -1,4 +1,4 @@
-"""Computes Head-in-Head in Triton kernels: each chunk without the state, then the state from chunk to chunk.
+"""Compute Head-in-Head in Triton kernels: each chunk without the state, then the state from chunk to chunk.
 
 README.md derives the kernels. Their launches are planned for each layout.
 

@@ -1,4 +1,4 @@
-"""Runs Head-in-Head in Triton kernels, as ``torch.library`` ops with gradients. README.md derives it.
+"""Run Head-in-Head in Triton kernels, as ``torch.library`` ops with gradients. README.md derives it.
 
 B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads. For the backward pass the ops save the inputs and, for
 every chunk, its decays and scores, the inverse of its system, the state before it and its corrections. Sums have a

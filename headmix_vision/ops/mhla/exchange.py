@@ -1,4 +1,4 @@
-"""Mixes the block summaries of all ranks where each has some of the tokens (README.md, "Tokens on several GPUs").
+"""Exchange of block summaries between ranks under context parallelism (README.md, "Context parallelism").
 
 B batch, H heads, M blocks of all ranks, m those with tokens of this rank, F numbers of a summary.
 """
@@ -33,7 +33,7 @@ def mix_over_ranks(mixing: Tensor, blocks: BlocksOfRank, dtype: torch.dtype, *su
 
 
 class _MixOverRanks(torch.autograd.Function):
-    """Gathers the summaries of all blocks and mixes them for those of this rank.
+    """Gather the summaries of all blocks and mix them for those of this rank.
 
     The adjoint gathers and mixes the gradients in the same way, by the transpose of the mixing.
     """

@@ -1,4 +1,4 @@
-"""Takes the tokens of causal MHLA one after the other; what it keeps of them are the block summaries.
+"""Take the tokens of causal MHLA one after the other; what it keeps of them are the block summaries.
 
 B batch, N tokens, H heads, D and Dv head dims, M blocks, n new tokens.
 """

@@ -1,4 +1,4 @@
-"""Computes MHLA as the paper writes it, equation 5: the dense N x N form, which specifies the other implementations.
+"""Compute MHLA as the paper writes it, equation 5: the dense N x N form, which specifies the other implementations.
 
 B batch, N tokens, H heads, D and Dv head dims, M blocks.
 """

@@ -1,4 +1,4 @@
-"""Chooses one of the two algorithms of the Triton MHLA by a cost model that ``benchmarks/fit_mhla_regimes.py`` fits."""
+"""Choose one of the two algorithms of the Triton MHLA by a cost model that ``benchmarks/fit_mhla_regimes.py`` fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names the normalizers and feature maps of MHLA, and holds all settings of a call in one value."""
+"""Name the normalizers and feature maps of MHLA, and hold all settings of a call in one value."""
 
 from __future__ import annotations
 

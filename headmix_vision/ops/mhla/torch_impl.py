@@ -1,4 +1,4 @@
-"""Computes MHLA from block summaries (equation 4) in plain PyTorch: linear in N, on any device.
+"""Compute MHLA from block summaries (equation 4) in plain PyTorch: linear in N, on any device.
 
 B batch, N tokens, H heads, D and Dv head dims, M blocks, n tokens in the largest block.
 """

@@ -1,4 +1,4 @@
-"""Computes causal MHLA for long sequences: summaries of the parts before, and token by token the own part.
+"""Compute causal MHLA for long sequences: summaries of the parts before, and token by token the own part.
 
 B batch, N tokens, H heads, C parts of blocks, D and Dv head dims. Parts of one block count as blocks of their own, each
 of which sees those before it: mixed summaries hold parts before (forward) or after (backward) alone, and ``own`` [(H,)

@@ -1,4 +1,4 @@
-"""Holds what the launches of all regimes share: index tables, constants, strides, gradients, sums.
+"""Hold what the launches of all regimes share: index tables, constants, strides, gradients, sums.
 
 B batch, N tokens, H heads, M blocks, C parts of blocks, D and Dv head dims. Tables are built on the host, once for each
 partition and device. The kernels take the normalizers "paper" (they write the inverse denominators), "given" (they read

@@ -1,4 +1,4 @@
-"""Runs MHLA in Triton kernels, as ``torch.library`` ops with gradients. README.md derives it and explains the regimes.
+"""Run MHLA in Triton kernels, as ``torch.library`` ops with gradients. README.md derives it and explains the regimes.
 
 B batch, N tokens, H heads, M blocks, D and Dv head dims. For the backward pass the ops save the inputs, the
 inverse denominators and, by regime, the output (pairwise) or the block summaries (summary). Sums have a fixed order:

@@ -1,4 +1,4 @@
-"""Computes MHLA for short sequences: weighs the score of each pair of tokens, without block summaries.
+"""Compute MHLA for short sequences: weigh the score of each pair of tokens, without block summaries.
 
 B batch, N tokens, H heads, M blocks, D and Dv head dims. A table lists the tokens block by block in places (-1: a place
 without token); a *run* is RUN consecutive places of one block. Weights are one number per pair of runs: a kernel loads
@@ -472,7 +472,7 @@ def _pairwise_constants(q: Layout, v: Layout, settings: Settings, align: int, t:
 
 
 class RunWeights:
-    """Spreads mixing weights to each pair of runs, up to whole tiles: [(H,) padded runs, padded runs]."""
+    """Spread mixing weights to each pair of runs, up to whole tiles: [(H,) padded runs, padded runs]."""
 
     def __init__(self, mixing: Layout, t: Places) -> None:
         heads, runs = mixing.shape[:-2], t.padded_runs

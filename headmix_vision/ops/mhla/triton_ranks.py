@@ -1,4 +1,4 @@
-"""Runs MHLA in Triton kernels where each rank has some of the tokens: two ops on its tokens, with an exchange between.
+"""Run MHLA in Triton kernels where each rank has some of the tokens: two ops on its tokens, with an exchange between.
 
 B batch, n tokens of this rank, H heads, m its blocks, D and Dv head dims. The kernels are those of the summary regime.
 """

@@ -1,4 +1,4 @@
-"""Computes MHLA for long sequences: block summaries, their mixing, and queries times mixed summaries.
+"""Compute MHLA for long sequences: block summaries, their mixing, and queries times mixed summaries.
 
 B batch, N tokens, H heads, M blocks, D and Dv head dims. Long blocks are cut into ``split`` parts each, C = M * split
 parts in all; every part has a summary, and the summaries of a block's parts are summed.

@@ -1,4 +1,4 @@
-"""Holds the tile sizes of the Triton kernels: the best of sweeps on an H200 (bf16, head dims 64, 72 and 128).
+"""Hold the tile sizes of the Triton kernels: the best of sweeps on an H200 (bf16, head dims 64, 72 and 128).
 
 In names T means tokens, Q queries, K keys, M and C rows and columns of the mixing, F entries of a summary. Tiles that
 need more shared memory than the smallest GPU has name the need as KB, and others follow that need less;

@@ -1,4 +1,4 @@
-"""Computes head mixing as its definition says it, which specifies the other implementations.
+"""Compute head mixing as its definition says it, which specifies the other implementations.
 
 B batch, N tokens, H input heads, G output heads, D head dim, C inputs.
 """

@@ -1,4 +1,4 @@
-"""Computes head mixing by batched products in plain PyTorch, on any device.
+"""Compute head mixing by batched products in plain PyTorch, on any device.
 
 B batch, N tokens, H input heads, G output heads, D head dim, C inputs.
 """

@@ -1,4 +1,4 @@
-"""Mixes heads in Triton kernels: the kernels, and their launches for each layout.
+"""Mix heads in Triton kernels: the kernels, and their launches for each layout.
 
 B batch, N tokens, H input heads, G output heads, D head dim, C inputs.
 """

@@ -1,4 +1,4 @@
-"""Runs head mixing in Triton kernels, as ``torch.library`` ops with gradients. README.md derives the kernels.
+"""Run head mixing in Triton kernels, as ``torch.library`` ops with gradients. README.md derives the kernels.
 
 B batch, N tokens, H input heads, G output heads, D head dim, C inputs. For the backward pass the ops save the inputs
 and the weights. Sums have a fixed order: repeated calls are bit-equal.

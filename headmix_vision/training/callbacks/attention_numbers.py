@@ -1,4 +1,4 @@
-"""Logs numbers of the attention matrices while a network trains."""
+"""Log numbers of the attention matrices while a network trains."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from headmix_vision.training.options import AnalysisConfig
 
 
 class AttentionNumbers(Callback):
-    """Logs rank, stable rank, entropy and distance of each attention layer, in the validation of every few epochs.
+    """Log rank, stable rank, entropy and distance of each attention layer, in the validation of every few epochs.
 
     Args:
         config: What to compute, and when.
@@ -22,7 +22,7 @@ class AttentionNumbers(Callback):
         self.config = config
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checks that there are validations.
+        """Check that there are validations.
 
         Raises:
             InputError: If there are none.
@@ -33,7 +33,7 @@ class AttentionNumbers(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Computes the numbers of the first images; before the training to try whether it can.
+        """Compute the numbers of the first images; before the training to try whether it can.
 
         Raises:
             InputError: If the matrices do not fit into memory.

@@ -23,7 +23,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class TakeSignals(Callback):
-    """Installs the signal handler whenever Lightning has put its own in place.
+    """Install the signal handler whenever Lightning has put its own in place.
 
     Args:
         request: The signal handler.
@@ -50,7 +50,7 @@ class TakeSignals(Callback):
 
 
 class LastCheckpoint(TakeSignals):
-    """Keeps `last.ckpt` current, and on a signal saves it, prints how to resume and exits with 128 + signal number.
+    """Keep `last.ckpt` current, and on a signal save it, print how to resume and exit with 128 + signal number.
 
     The checkpoint is written before and after each validation, after the last epoch, and every so many steps. After an
     epoch without validation it is written if the one before is old enough: training waits while it is.
@@ -200,7 +200,7 @@ class LastCheckpoint(TakeSignals):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps `best.ckpt`, the checkpoint of the best validation, the earliest one if several are equal.
+    """Keep `best.ckpt`, the checkpoint of the best validation, the earliest one if several are equal.
 
     Args:
         dirpath: Folder of `best.ckpt`.

@@ -34,7 +34,7 @@ class ClassRow(NamedTuple):
 
 
 class ClassReport(Callback):
-    """Counts true and predicted classes of a validation or test, over all processes.
+    """Count true and predicted classes of a validation or test, over all processes.
 
     The module's `validation_step` and `test_step` return predicted classes [B], or None for an empty batch.
 
@@ -59,36 +59,36 @@ class ClassReport(Callback):
         self.matrix = self._metric.compute().cpu().numpy() if self._metric is not None else None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the count."""
+        """Start the count."""
         self._start(pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the count."""
+        """Start the count."""
         self._start(pl_module)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """Counts the batch."""
+        """Count the batch."""
         self._add(outputs, batch)
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """Counts the batch."""
+        """Count the batch."""
         self._add(outputs, batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adds up the counts of all processes."""
+        """Add up the counts of all processes."""
         self._end()
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adds up the counts of all processes."""
+        """Add up the counts of all processes."""
         self._end()
 
 
 def class_rows(matrix: np.ndarray, names: Sequence[str]) -> list[ClassRow]:
-    """Sums up a matrix of true and predicted classes, one row for each class.
+    """Sum up a matrix of true and predicted classes, one row for each class.
 
     Args:
         matrix: int64 [C, C], images by true and predicted class.
@@ -105,7 +105,7 @@ def class_rows(matrix: np.ndarray, names: Sequence[str]) -> list[ClassRow]:
 
 
 def format_rows(rows: Sequence[ClassRow]) -> str:
-    """Formats the classes as a table: all of a few, the least accurate of many."""
+    """Format the classes as a table: all of a few, the least accurate of many."""
     seen = [row for row in rows if row.images]
     shown = seen if len(seen) <= _PRINTED else sorted(seen, key=lambda row: row.accuracy)[:_PRINTED]
     cells = [("class", "images", "top-1", "most often taken for")]
@@ -120,7 +120,7 @@ def format_rows(rows: Sequence[ClassRow]) -> str:
 
 
 def write_report(run_dir: Path, split: str, matrix: np.ndarray, names: Sequence[str]) -> list[Path]:
-    """Writes `classes_SPLIT.csv`, `confusion_SPLIT.csv` and `confusion_SPLIT.png`.
+    """Write `classes_SPLIT.csv`, `confusion_SPLIT.csv` and `confusion_SPLIT.png`.
 
     Args:
         run_dir: Folder of the files.

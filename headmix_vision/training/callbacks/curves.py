@@ -1,4 +1,4 @@
-"""Draws learning curves into an SVG file."""
+"""Draw learning curves into an SVG file."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ GENERATOR_PANELS: Panels = {
 
 
 class LearningCurves(Callback):
-    """Draws logged metrics over the epochs into an SVG file, after epochs and at the end.
+    """Draw logged metrics over the epochs into an SVG file, after epochs and at the end.
 
     Args:
         path: The picture.
@@ -50,12 +50,12 @@ class LearningCurves(Callback):
         self._drawn_at_s = time.monotonic()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draws the epochs before this one."""
+        """Draw the epochs before this one."""
         if time.monotonic() - self._drawn_at_s >= self.min_interval_s:
             self._draw(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draws the whole run."""
+        """Draw the whole run."""
         self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
@@ -65,7 +65,7 @@ class LearningCurves(Callback):
 
 
 def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> None:
-    """Draws the learning curves of logged rows into an SVG file; a panel without any of its metrics is left out."""
+    """Draw the learning curves of logged rows into an SVG file; a panel without any of its metrics is left out."""
     from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
 
     logged = {name for row in rows for name in row}
@@ -85,6 +85,6 @@ def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> N
 
 
 def _epochs(steps: Sequence[float], rows: Rows) -> np.ndarray:
-    """Returns the epochs done after each of these steps, as fractions, from the rows that close an epoch."""
+    """Return the epochs done after each of these steps, as fractions, from the rows that close an epoch."""
     ends = {row["step"] + 1: row["epoch"] + 1 for row in rows if "train/loss" in row}
     return np.interp(np.asarray(steps) + 1, [0, *ends], [0, *ends.values()])

@@ -1,4 +1,4 @@
-"""Tries a command without writing anything."""
+"""Try a command without writing anything."""
 
 from collections.abc import Sized
 from pathlib import Path
@@ -13,7 +13,7 @@ from headmix_vision.training.callbacks.progress_display import model_size
 
 
 class DryRun(Callback):
-    """Ends the process after the first batch, and prints what the command would have done.
+    """End the process after the first batch, and print what the command would have done.
 
     It has to be the first callback, so that the others, which may write something, never see the end of a batch.
 
@@ -28,37 +28,37 @@ class DryRun(Callback):
         self._first_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes where training begins."""
+        """Note where training begins."""
         self._first_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Prints the plan of training, and ends."""
+        """Print the plan of training, and ends."""
         self._end(trainer, pl_module, batch)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the plan where no batch is left to train, and ends."""
+        """Print the plan where no batch is left to train, and ends."""
         self._first_step = trainer.global_step
         self._end(trainer, pl_module, None)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Prints the plan of the validation, and ends, unless it is the one before training."""
+        """Print the plan of the validation, and end, unless it is the one before training."""
         if not trainer.sanity_checking:
             self._end(trainer, pl_module, batch)
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Prints the plan of the test, and ends."""
+        """Print the plan of the test, and ends."""
         self._end(trainer, pl_module, batch)
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Prints the plan of the prediction, and ends."""
+        """Print the plan of the prediction, and ends."""
         self._end(trainer, pl_module, batch)
 
     def _end(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ends a run when validation does not improve any more."""
+"""End a run when validation does not improve any more."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from headmix_vision.training.options import EarlyStoppingConfig, mode_of
 
 
 class EarlyStop(EarlyStopping):
-    """Ends a run after so many validations without a better one, also a run that is resumed after that.
+    """End a run after so many validations without a better one, also a run that is resumed after that.
 
     Args:
         config: The rule; its patience must be given.
@@ -29,11 +29,11 @@ class EarlyStop(EarlyStopping):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the best value and the count; the patience is that of the command line."""
+        """Restore the best value and the count; the patience is that of the command line."""
         super().load_state_dict({**state_dict, "patience": self.patience})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends a run at once that had been stopped: Lightning would train until the next validation.
+        """End a run at once that had been stopped: Lightning would train until the next validation.
 
         Raises:
             InputError: If there are no validations.
@@ -43,7 +43,7 @@ class EarlyStop(EarlyStopping):
         trainer.should_stop = self.wait_count >= self.patience
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compares the validation with the best one.
+        """Compare the validation with the best one.
 
         Raises:
             InputError: If it does not log what is monitored; before the training already.
@@ -54,7 +54,7 @@ class EarlyStop(EarlyStopping):
         super().on_validation_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Says why the run has ended."""
+        """Print why the run has ended."""
         if self.wait_count >= self.patience and trainer.is_global_zero:
             best = float(self.best_score)
             print(f"stopped: no better {self.monitor} than {best:.4f} in {self.wait_count} validations", flush=True)

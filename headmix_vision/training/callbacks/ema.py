@@ -17,12 +17,12 @@ _Tensors = tuple[list[Tensor], list[Tensor]]
 
 
 def ema_decay(num_updates: int, decay: float) -> float:
-    """Returns the decay of the update after `num_updates` earlier ones: min(decay, (1 + n) / (10 + n))."""
+    """Return the decay of the update after `num_updates` earlier ones: min(decay, (1 + n) / (10 + n))."""
     return min(decay, (1 + num_updates) / (10 + num_updates))
 
 
 class WarmedUpAverage(AveragedModel):
-    """Copies a module, and lets parameters and buffers of the copy follow it.
+    """Copy a module, and let parameters and buffers of the copy follow it.
 
     The first update copies. The counter stays on the CPU and is read there: torch's own update sends it to the device
     at every step, and so waits for all work queued on it.
@@ -46,7 +46,7 @@ class WarmedUpAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Brings the average closer to the model, the same one until `forget_tensors`, and copies integer buffers."""
+        """Bring the average closer to the model, the same one until `forget_tensors`, and copy integer buffers."""
         if self._pairs is None:  # finding tensors in their modules takes the host longer than all the rest
             self._pairs = _tensors(self.module), _tensors(model)
         (averages, integers), (currents, current_integers) = self._pairs
@@ -61,13 +61,13 @@ class WarmedUpAverage(AveragedModel):
 
 
 def _tensors(module: nn.Module) -> _Tensors:
-    """Returns parameters and buffers, of sharded ones this process's part: floating point ones, and others."""
+    """Return parameters and buffers, of sharded ones this process's part: floating point ones, and others."""
     tensors = [x.to_local() if isinstance(x, DTensor) else x for x in (*module.parameters(), *module.buffers())]
     return [x for x in tensors if x.is_floating_point()], [x for x in tensors if not x.is_floating_point()]
 
 
 class ValidateWhole(Callback):
-    """Gathers the weights of a sharded network on each device for the time of a validation."""
+    """Gather the weights of a sharded network on each device for the time of a validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class ValidateWhole(Callback):
 
 
 class EmaWithWarmup(ValidateWhole, WeightAveraging):
-    """Keeps an exponential moving average in float32, which is validated, and stored as `state_dict` in checkpoints.
+    """Keep an exponential moving average in float32, which is validated, and stored as `state_dict` in checkpoints.
 
     The weights being trained are `current_model_state` of a checkpoint. Values that are equal in model and average
     stay equal bit for bit, and integer buffers (index tables) are copied.
@@ -101,7 +101,7 @@ class EmaWithWarmup(ValidateWhole, WeightAveraging):
         self.decay = decay
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copies the model.
+        """Copy the model.
 
         Raises:
             InputError: If the trainer keeps the weights themselves in 16 bits, where an average loses its small steps.
@@ -112,7 +112,7 @@ class EmaWithWarmup(ValidateWhole, WeightAveraging):
             self._average_model = WarmedUpAverage(pl_module, self.decay)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Moves, converts or shards the average as the model, which `setup` copies before the strategy has done it."""
+        """Move, convert or shard the average as the model, which `setup` copies before the strategy has done it."""
         assert self.average is not None
         if isinstance(trainer.strategy, ShardedStrategy):
             trainer.strategy.shard(self.average.net)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Stops a run in which a number is not finite, before anything of it is kept."""
+"""Stop a run in which a number is not finite, before anything of it is kept."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ class _Check:
 
 
 class StopOnNonFinite(Callback):
-    """Raises `NonFiniteError` on all ranks if the loss or the gradient norm of a step is not finite.
+    """Raise `NonFiniteError` on all ranks if the loss or the gradient norm of a step is not finite.
 
     On a CPU it does so before the optimizer step. A device is not waited for: its numbers are read while it works on
     the next step, before which the run ends. Whatever would keep the weights in between, a checkpoint, a validation or
@@ -57,15 +57,15 @@ class StopOnNonFinite(Callback):
         self._check: _Check | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forgets an earlier run."""
+        """Forget an earlier run."""
         self._losses, self._check = [], None
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Remembers the loss of each batch that enters the step."""
+        """Remember the loss of each batch that enters the step."""
         self._losses.append(loss.detach())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Sends for the numbers of this step, and checks those that are here.
+        """Send for the numbers of this step, and check those that are here.
 
         Raises:
             NonFiniteError: Naming epoch, step, batch and the offending values.
@@ -90,15 +90,15 @@ class StopOnNonFinite(Callback):
             self._settle()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checks the last step."""
+        """Check the last step."""
         self._settle()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checks the last step."""
+        """Check the last step."""
         self._settle()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Checks the last step, and the weights that came of it, before a checkpoint is written.
+        """Check the last step, and the weights that came of it, before a checkpoint is written.
 
         Raises:
             NonFiniteError: If one of them is not finite.
@@ -122,7 +122,7 @@ def _total_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def require_finite(value: Tensor, what: str, trainer: Trainer) -> None:
-    """Raises `NonFiniteError`, with epoch and step while training, if numbers to be logged or kept are not finite."""
+    """Raise `NonFiniteError`, with epoch and step while training, if numbers to be logged or kept are not finite."""
     if not value.isfinite().all():
         where = f" in epoch {trainer.current_epoch}, step {trainer.global_step}" if trainer.state.fn == "fit" else ""
         raise NonFiniteError(f"{what} is not finite{where}")

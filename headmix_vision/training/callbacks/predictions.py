@@ -1,4 +1,4 @@
-"""Writes predictions into a CSV file."""
+"""Write predictions into a CSV file."""
 
 import csv
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Row = tuple[str, list[str], list[float]]
 
 
 class PredictionsCSV(BasePredictionWriter):
-    """Writes `file,label,probability,label2,probability2,...`, one row per image, in the order of file names.
+    """Write `file,label,probability,label2,probability2,...`, one row per image, in the order of file names.
 
     Args:
         path: The CSV file.
@@ -39,7 +39,7 @@ class PredictionsCSV(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Keeps the best labels of a batch.
+        """Keep the best labels of a batch.
 
         Raises:
             NonFiniteError: If a probability is not finite; it names the file.
@@ -53,7 +53,7 @@ class PredictionsCSV(BasePredictionWriter):
             self._rows.append((path, [names[i] if names else str(i) for i in classes], values))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collects the rows of all processes, and writes the file."""
+        """Collect the rows of all processes, and write the file."""
         parts: list[list[Row]] = [self._rows]
         if trainer.world_size > 1:
             parts = [[] for _ in range(trainer.world_size)]
@@ -65,7 +65,7 @@ class PredictionsCSV(BasePredictionWriter):
 
 
 def write_predictions(path: Path, rows: list[Row]) -> None:
-    """Writes rows of file name, labels and probabilities, the best label first."""
+    """Write rows of file name, labels and probabilities, the best label first."""
     count = len(rows[0][1]) if rows else 1
     columns = [f"{name}{k if k > 1 else ''}" for k in range(1, count + 1) for name in ("label", "probability")]
     with atomic_path(path) as temporary, temporary.open("w", newline="") as file:

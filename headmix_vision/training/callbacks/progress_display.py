@@ -1,4 +1,4 @@
-"""Shows how far training and evaluation are: by a bar on a terminal, elsewhere by plain lines."""
+"""Show how far training and evaluation are: by a bar on a terminal, elsewhere by plain lines."""
 
 import time
 from contextlib import ExitStack
@@ -14,16 +14,16 @@ from headmix_vision.training.later import Latest
 
 
 class ModelSize(Callback):
-    """Prints the name of the model and its number of parameters when training starts."""
+    """Print the name of the model and its number of parameters when training starts."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the line, on the first process."""
+        """Print the line, on the first process."""
         if trainer.is_global_zero:
             print(model_size(pl_module), flush=True)
 
 
 def model_size(module: LightningModule) -> str:
-    """Says the name of a module's model and its number of parameters."""
+    """Print the name of a module's model and its number of parameters."""
     counts = {trained: 0 for trained in (True, False)}
     for parameter in module.net.parameters():  # type: ignore[union-attr]
         counts[parameter.requires_grad] += parameter.numel()
@@ -33,7 +33,7 @@ def model_size(module: LightningModule) -> str:
 
 
 class EpochLines(Callback):
-    """Prints a line after each epoch: losses, accuracy, images per second and the time left, on the first process.
+    """Print a line after each epoch: losses, accuracy, images per second and the time left, on the first process.
 
     Args:
         speed: The callback that counts images.
@@ -46,15 +46,15 @@ class EpochLines(Callback):
         self._first_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes where this start of the run begins."""
+        """Note where this start of the run begins."""
         self._start_s, self._first_step, self._validated = time.monotonic(), trainer.global_step, False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes that the epoch has been validated."""
+        """Note that the epoch has been validated."""
         self._validated = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the line."""
+        """Print the line."""
         if trainer.is_global_zero:
             print(self._line(trainer, pl_module), flush=True)
         self._validated = False
@@ -80,7 +80,7 @@ class EpochLines(Callback):
 
 
 class EvaluationLines(Callback):
-    """Prints plain lines while a long validation, test or prediction runs on its own, on the first process."""
+    """Print plain lines while a long validation, test or prediction runs on its own, on the first process."""
 
     def __init__(self) -> None:
         self._shown = ExitStack()
@@ -91,44 +91,44 @@ class EvaluationLines(Callback):
         self._advance = self._shown.enter_context(shown)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the count of batches."""
+        """Start the count of batches."""
         self._start(trainer, "validating", trainer.num_val_batches)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the count of batches."""
+        """Start the count of batches."""
         self._start(trainer, "testing", trainer.num_test_batches)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the count of batches."""
+        """Start the count of batches."""
         self._start(trainer, "predicting", trainer.num_predict_batches)
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        """Counts the batch."""
+        """Count the batch."""
         self._advance(1)
 
     def on_test_batch_end(self, *_: Any) -> None:
-        """Counts the batch."""
+        """Count the batch."""
         self._advance(1)
 
     def on_predict_batch_end(self, *_: Any) -> None:
-        """Counts the batch."""
+        """Count the batch."""
         self._advance(1)
 
     def on_validation_end(self, *_: Any) -> None:
-        """Prints the last line."""
+        """Print the last line."""
         self._shown.close()
 
     def on_test_end(self, *_: Any) -> None:
-        """Prints the last line."""
+        """Print the last line."""
         self._shown.close()
 
     def on_predict_end(self, *_: Any) -> None:
-        """Prints the last line."""
+        """Print the last line."""
         self._shown.close()
 
 
 class ImagesPerSecondBar(TQDMProgressBar):
-    """Adds to Lightning's progress bar the loss, and how many images all devices train per second in this epoch.
+    """Add to Lightning's progress bar the loss, and how many images all devices train per second in this epoch.
 
     The bar does not wait for the device: the loss of a GPU is that of the time before at which the bar was drawn.
     """
@@ -140,27 +140,27 @@ class ImagesPerSecondBar(TQDMProgressBar):
         self._loss = Latest()
 
     def on_train_start(self, *args: Any) -> None:
-        """Starts the clock: an epoch that goes on from its middle has no start of its own."""
+        """Start the clock: an epoch that goes on from its middle has no start of its own."""
         super().on_train_start(*args)
         self._loss = Latest()
         self._start_s, self._images = time.monotonic(), 0
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Starts the count of images."""
+        """Start the count of images."""
         super().on_train_epoch_start(trainer)
         self._start_s, self._images = time.monotonic(), 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the images of the batch."""
+        """Count the images of the batch."""
         self._images += len(batch[0]) * (trainer.world_size // cast(BaseModule, pl_module).sharers)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Returns the values behind the bar."""
+        """Return the values behind the bar."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         if trainer.training and isinstance(pl_module, BaseModule) and pl_module.step_loss is not None:

@@ -1,4 +1,4 @@
-"""Scores the generator with the Fréchet distance while it trains."""
+"""Score the generator with the Fréchet distance while it trains."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,7 @@ from headmix_vision.training.sharding import whole_network
 
 
 class SampleFid(Callback):
-    """Scores samples from fixed noise every few epochs and logs `val/fid`.
+    """Score samples from fixed noise every few epochs and log `val/fid`.
 
     All processes draw and extract features: they share the batches of samples, and of real images. Each batch is one
     that a single process would have, and the features are summed up in the order of samples, so that the score does not
@@ -58,7 +58,7 @@ class SampleFid(Callback):
         self._real: Gaussian | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Opens extractor, autoencoder and real images before any training, and reads the real images' features.
+        """Open extractor, autoencoder and real images before any training, and read the real images' features.
 
         Raises:
             InputError: If one of them is missing, or does not fit the images that the model makes.
@@ -101,7 +101,7 @@ class SampleFid(Callback):
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Scores after every `every_n_epochs` epochs."""
+        """Score after every `every_n_epochs` epochs."""
         every = self.config.every_n_epochs
         if self._real is None or every is None or (trainer.current_epoch + 1) % every:
             return
@@ -124,13 +124,13 @@ class SampleFid(Callback):
         return self._gaussian(batch["features"] for batch in made)
 
     def _features(self, pixels: np.ndarray) -> Tensor:
-        """Extracts the features of images, uint8 [B, H, W, channels]."""
+        """Extract the features of images, uint8 [B, H, W, channels]."""
         assert self._extractor is not None
         images = SampleSet(TensorSamples(torch.from_numpy(pixels).permute(0, 3, 1, 2)), self._extractor.mode)
         return self._extractor(next(images.batches(len(pixels))))["features"].cpu()
 
     def _gaussian(self, features: Iterable[Tensor]) -> Gaussian:
-        """Computes the Gaussian of features that come in batches."""
+        """Compute the Gaussian of features that come in batches."""
         assert self._extractor is not None
         moments = Moments()
         for batch in features:

@@ -1,4 +1,4 @@
-"""Draws samples of the generator while it trains."""
+"""Draw samples of the generator while it trains."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from headmix_vision.training.sharding import whole_network
 
 
 class SampleGrids(Callback):
-    """Draws samples from fixed noise and labels, once with the weights being trained and once with their average.
+    """Draw samples from fixed noise and labels, once with the weights being trained and once with their average.
 
     Files are `step_00001000_raw.png` and `step_00001000_ema.png`, tags in TensorBoard `samples/raw` and `samples/ema`.
     The picture of clips is a contact sheet, one row of frames for the first clip of each class; all clips move in a
@@ -45,7 +45,7 @@ class SampleGrids(Callback):
         self._last_step = self._end_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Loads the autoencoder, and checks scheduler and labels before any training.
+        """Load the autoencoder, and check scheduler and labels before any training.
 
         Raises:
             InputError: If there is no such autoencoder, scheduler or class, or guidance is asked of a model without a
@@ -66,13 +66,13 @@ class SampleGrids(Callback):
         self.sampler.open()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remembers where this run starts and ends."""
+        """Remember where this run starts and ends."""
         self._last_step, self._end_step = trainer.global_step, int(trainer.estimated_stepping_batches)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Draws every `every_n_steps` steps, and after the last one."""
+        """Draw every `every_n_steps` steps, and after the last one."""
         step, every = trainer.global_step, self.config.every_n_steps
         stepped, self._last_step = step != self._last_step, step
         due = every is not None and (step % every == 0 or step >= self._end_step)
@@ -85,7 +85,7 @@ class SampleGrids(Callback):
                     self.draw(trainer, module, kind)
 
     def draw(self, trainer: Trainer, module: LightningModule, kind: str) -> None:
-        """Draws the samples of one module, `raw` or `ema`, of the present step; all processes share the rows."""
+        """Draw the samples of one module, `raw` or `ema`, of the present step; all processes share the rows."""
         plan, config = self._plan(module.net), self.config
         columns = len(plan.classes) if plan.classes is not None else 10
         num = columns * config.rows

@@ -1,4 +1,4 @@
-"""Writes the first files of a training run, when nothing stands in the way of its first step."""
+"""Write the first files of a training run, when nothing stands in the way of its first step."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ def _leave_to_main(args: threading.ExceptHookArgs) -> None:
 
 
 class _TensorBoard(TensorBoardLogger):
-    """Writes the file of TensorBoard in a run directory, and notes if that fails.
+    """Write the file of TensorBoard in a run directory, and note if that fails.
 
     Args:
         path: The run directory.
@@ -61,7 +61,7 @@ class _TensorBoard(TensorBoardLogger):
 
 
 class StartRun(SaveConfigCallback):
-    """Takes the run directory over when training begins: `config.yaml`, and TensorBoard's file.
+    """Take the run directory over when training begins: `config.yaml`, and TensorBoard's file.
 
     Until then a mistake in the options, the model or the data may still end the run, which leaves the directory as it
     was. That is also why TensorBoard's logger, which opens its file in the setup, joins the others here. It comes
@@ -90,23 +90,23 @@ class StartRun(SaveConfigCallback):
         self._started = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes nothing yet."""
+        """Write nothing yet."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Writes the first files."""
+        """Write the first files."""
         self._start(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the first files of a run that goes on with a validation."""
+        """Write the first files of a run that goes on with a validation."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._start(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keeps the options, with which those of a run that goes on are compared."""
+        """Keep the options, with which those of a run that goes on are compared."""
         checkpoint[OPTIONS] = self.options
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tidies up where no batch was left to train."""
+        """Tidy up where no batch was left to train."""
         if not self._started and self.run is not None:
             self.run.begin()
 

@@ -1,4 +1,4 @@
-"""Logs images per second."""
+"""Log images per second."""
 
 import time
 from typing import Any, cast
@@ -12,7 +12,7 @@ RATE = "train/images_per_s"
 
 
 class ImagesPerSecond(Callback):
-    """Logs the images trained per second by all devices; validation is left out.
+    """Log the images trained per second by all devices; validation is left out.
 
     To TensorBoard every `log_every_n_steps` steps, to the other loggers once an epoch: in `metrics.csv` it is the one
     column that differs between repetitions of a run. An epoch that was interrupted counts from where it went on.
@@ -27,27 +27,27 @@ class ImagesPerSecond(Callback):
         self._images = self._epoch_images = self._first_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock: an epoch that goes on from its middle has no start of its own."""
+        """Start the clock: an epoch that goes on from its middle has no start of its own."""
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the counts of images."""
+        """Start the counts of images."""
         self.epoch_rate = None
         self._epoch_s, self._epoch_images = 0.0, 0
         self._restart(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock of the epoch."""
+        """Stop the clock of the epoch."""
         self._note_epoch()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Goes on without the validation."""
+        """Go on without the validation."""
         self._restart(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the images of the batch, and logs their rate when it is due."""
+        """Count the images of the batch, and log their rate when it is due."""
         self._images += len(batch[0]) * (trainer.world_size // cast(BaseModule, pl_module).sharers)
         step = trainer.global_step - 1
         every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ class ImagesPerSecond(Callback):
                     logger.log_metrics({RATE: round(self.epoch_rate, 1)}, step)
 
     def _note_epoch(self) -> None:
-        """Adds what has been counted since the last restart to the epoch."""
+        """Add what has been counted since the last restart to the epoch."""
         self._epoch_s += time.monotonic() - self._start_s
         self._epoch_images += self._images
 

@@ -1,4 +1,4 @@
-"""Computes all gradients of MHLA for up to 256 tokens in one kernel for Hopper, written in Gluon.
+"""Compute all gradients of MHLA for up to 256 tokens in one kernel for Hopper, written in Gluon.
 
 B batch, N tokens, H heads, M blocks, D head dim of queries, keys and values. Scores are transposed, [keys, queries],
 with all keys as rows and a tile of queries as columns; a program takes one head after the other and copies the tiles

@@ -1,4 +1,4 @@
-"""Computes MHLA's forward pass for up to 256 tokens on Hopper GPUs, in Gluon, Triton's language below Triton.
+"""Compute MHLA's forward pass for up to 256 tokens on Hopper GPUs, in Gluon, Triton's language below Triton.
 
 B batch, N tokens, H heads, M blocks, D and Dv head dims. A program takes one head after the other: 16 queries a warp,
 all keys and values in shared memory, and those of the next head come in by asynchronous copies while it computes.

@@ -1,4 +1,4 @@
-"""Computes all gradients of MHLA for up to 256 tokens and heads of 64 to 80 dims in one kernel for Hopper, in Gluon.
+"""Compute all gradients of MHLA for up to 256 tokens and heads of 64 to 80 dims in one kernel for Hopper, in Gluon.
 
 B batch, N tokens, H heads, M blocks, D head dim of queries, keys and values. This is ``backward.py`` for
 sums that would fill the registers: a pass takes KEYS keys and all queries, so that dk and dv of these keys fit. What
