@@ -318,6 +318,11 @@ def test_a_cache_knows_its_images(images: Path, tmp_path: Path, capsys: pytest.C
         len(LatentShards(out)) == 12 and contents(out)["shard-00000.safetensors"] == before["shard-00000.safetensors"]
     )
     assert "first in shard-00002" in refused(capsys, *pixel_arguments(images, out))
+    manifest = json.loads((out / "latents.json").read_text())
+    (out / "latents.json").write_text(json.dumps(manifest | {"source": manifest["source"] + ["x"]}))
+    assert "latents.json is damaged: it has 4 hashes of images for 3 shards" in refused(
+        capsys, *pixel_arguments(images, out)
+    )
 
 
 def test_a_cache_of_an_earlier_version_goes_on(images: Path, tmp_path: Path) -> None:

@@ -145,3 +145,11 @@ def test_an_archive_of_several_disks_is_refused(folder: Path, tmp_path: Path) ->
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match="is truncated or damaged"):
             read(tmp_path / name)
+
+
+def test_a_changed_value_of_a_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
+    stored = torch.load(folder / "a.ckpt", weights_only=True)
+    stored["global_step"] += 1
+    torch.save(stored, tmp_path / "a.ckpt")
+    with pytest.raises(InputError, match="its values do not have the SHA-256 in its entry 'values_sha256'"):
+        opened(tmp_path / "a.ckpt")
