@@ -36,6 +36,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -58,6 +59,16 @@ LATER = ("--data.test_split", "--data.predict_path")  # options of `fit` that an
 OUTPUTS = ("--out", "--run_dir", "--json")  # options that may name what is not there
 BAD = ("traceback", "silent", "time-out", "code", "changed")
 NOWHERE = ("fifo", "device", "link", "absent", "long", "control", "empty")  # kinds of paths that nothing opens
+WORK = {  # modules that do the work of a command
+    "doctor": ("doctor.examination", "doctor.lines"),
+    "models": ("models.model_list",),
+    "sample": ("sampling.sample_job",),
+    "evaluate": ("evaluation.score_job", "evaluation.clip_score_job"),
+    "export": ("runs.export", "runs.pipelines"),
+    "analyze": ("analysis.analysis_job",),
+    "cache-latents": ("data.cache_latents",),
+    "index-shards": ("data.index_shards",),
+}
 NUMBERS = {"int", "float", "bool", "none", "choice"}
 
 
@@ -67,7 +78,9 @@ class Captured(BaseException):
 
 @cache
 def parser_of(command: str) -> Any:
-    """Return the parser of a command, which imports the command too."""
+    """Return the parser of a command, and import what the command imports, which its forks then have."""
+    for module in WORK.get(command, ("training.training_job", "training.distillation_cli")):
+        import_module(f"headmix_vision.{module}")
 
     def capture(_: Any, *given: Any) -> None:
         raise Captured(*given)
@@ -170,7 +183,7 @@ def draw_case(lines: list[Line], kit: Path, seed: int, number: int) -> Case:
 
         return Case(line, words, name, certain=False, damage=damage, damaged=name)
     abouts, certain = [], False
-    for option in rng.sample(options_of(command_of(line)), rng.choice([1, 1, 1, 2])):
+    for option in rng.sample(options := options_of(command_of(line)), min(len(options), rng.choice([1, 1, 1, 2]))):
         more, about, wrong = draw_option(option, rng)
         if (
             words[1:2] in (["validate"], ["test"], ["predict"])

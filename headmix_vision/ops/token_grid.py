@@ -53,17 +53,26 @@ class TokenGrid:
         """Tokens of the grid, each counted once, prefix tokens left out."""
         return math.prod(self.shape)
 
-    @kept
     def repeat(self, times: int) -> TokenGrid:
         """Return the grid with ``times`` pseudo-tokens in the place of each."""
-        return self if times == 1 else replace(self, repeats=self.repeats * times)
+        return self if times == 1 else _repeated(self, times)
 
-    @kept
     def of_shape(self, shape: tuple[int, ...]) -> TokenGrid:
         """Return the grid of another shape with the same prefix tokens and repeats."""
-        return replace(self, shape=shape)
+        return _reshaped(self, shape)
 
     def __str__(self) -> str:
         prefix = f" plus {self.num_prefix_tokens} prefix tokens" if self.num_prefix_tokens else ""
         times = f", {self.repeats} places each" if self.repeats > 1 else ""
         return f"a {'x'.join(map(str, self.shape))} grid{prefix}{times}"
+
+
+# Functions of a module, as torch.compile does not read the closures of methods.
+@kept
+def _repeated(grid: TokenGrid, times: int) -> TokenGrid:
+    return replace(grid, repeats=grid.repeats * times)
+
+
+@kept
+def _reshaped(grid: TokenGrid, shape: tuple[int, ...]) -> TokenGrid:
+    return replace(grid, shape=shape)

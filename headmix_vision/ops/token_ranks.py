@@ -73,10 +73,9 @@ class TokenRanks:
             )
         return -(-rank * places // self.size), -(-(rank + 1) * places // self.size)
 
-    @kept
     def local(self, grid: TokenGrid) -> TokenGrid:
         """Return this rank's part of a grid."""
-        return self._part(grid, self.rank)
+        return _local(self, grid)
 
     def _part(self, grid: TokenGrid, rank: int) -> TokenGrid:
         first, end = self.span(grid, rank)
@@ -140,6 +139,11 @@ def even_axis(shape: Sequence[int], block_grid: Sequence[int], ranks: int) -> in
     """Return the first axis of which each rank has as many tokens, and as many whole blocks; the first if none."""
     even = (size % ranks == count % ranks == 0 for size, count in zip(shape, block_grid, strict=True))
     return next((axis for axis, fits in enumerate(even) if fits), 0)
+
+
+@kept
+def _local(ranks: TokenRanks, grid: TokenGrid) -> TokenGrid:
+    return ranks._part(grid, ranks.rank)
 
 
 def _check_tokens(found: int, grid: TokenGrid) -> None:

@@ -30,13 +30,14 @@ def load_yaml(text: str) -> Any:
 
 set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
 
+_OPTION = re.compile(r"(?<=^unrecognized arguments: )--[\w.]+|(?<=^argument )--[\w.]+")
 _UNKNOWN = re.compile(r"unrecognized arguments: (?P<argument>-\S+)|does not accept option '(?P<key>[^']+)'")
 
 
 # jsonargparse's report of a value that none of the types of an option takes
 _WRONG_TYPE = re.compile(
     r'Parser key "(?P<key>[^"]+)":.*?(?:Subtypes: \[(?P<types>[^\n]*)\]\n.*Given value: (?P<value>.*)'
-    r"|Expected an? (?P<type>[^\n]*)\. Got value: (?P<got>[^\n]*))",
+    r"|Expected an? (?P<type>[^\n]*)\. Got value: ?(?P<got>[^\n]*))",
     re.DOTALL,
 )
 # what it says within of a class that was named, and of options behind a name that is of no class
@@ -79,7 +80,9 @@ def _shorten(message: str) -> str:
     types = re.sub(r"<class '([^']*)'>", r"\1", wrong["types"] or wrong["type"])
     types = re.sub(r"\b(?:[A-Za-z_]\w*\.)+(\w+)", r"\1", types)
     types = re.sub(r"Literal\[([^\]]*)\]", r"\1", types).replace("NoneType", "null")
-    return f"{key} must be {' or '.join(types.rsplit(', ', 1))}, got {wrong['value'] or wrong['got']}"
+    return (
+        f"{key} must be {' or '.join(types.rsplit(', ', 1))}, got {wrong['value'] or wrong['got'] or 'an empty text'}"
+    )
 
 
 class OptionParser(LightningArgumentParser):
@@ -110,7 +113,8 @@ class OptionParser(LightningArgumentParser):
         """Raise `InputError` with the message on one line, and the nearest option if one is unknown."""
         if not self.exit_on_error:
             super().error(message, ex)
-        raise InputError(_shorten(message) + self._hint(message)) from ex
+        said = _OPTION.sub(lambda option: spelled(option[0]), _shorten(message))
+        raise InputError(said + self._hint(message)) from ex
 
     def _hint(self, message: str) -> str:
         if "arguments are required" in message:
