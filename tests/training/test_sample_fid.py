@@ -183,10 +183,10 @@ def test_one_autoencoder_serves_all_callbacks(monkeypatch: pytest.MonkeyPatch) -
         "headmix_vision.training.image_sampler.load_autoencoder",
         lambda source, fetch: (loaded.append(source), autoencoder)[1],
     )
-    sampler = ImageSampler("vae")
+    sampler = ImageSampler("some/vae")
     for _ in range(2):
         sampler.open()
-    assert loaded == ["vae"]
+    assert loaded == ["some/vae"]
     assert sampler.image_shape(generator(input_size=4)) == (3, 32, 32)
 
 
