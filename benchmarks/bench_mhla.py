@@ -49,7 +49,9 @@ from benchmarks.mhla_cases import (
 from benchmarks.plots import draw_mhla
 
 GATE_BATCH, GATE_HEADS = 2, 2
-REFERENCE_MAX_TOKENS = 1024  # up to here the oracle is the N x N reference, beyond it the float64 torch form
+REFERENCE_MAX_TOKENS = (
+    1024  # up to here the oracle is the N x N reference, beyond it the float64 PyTorch implementation
+)
 GRADIENT_NAMES = ("dq", "dk", "dv", "dmixing")
 
 

@@ -28,7 +28,7 @@ CLAIMS = {
     "scale_h200": "the same with the memory of an H200",
     "scale_checkpointing_h100": "memory of sharded training, blocks computed anew",
     "context_parallel_h200": "tokens of a clip on two GPUs",
-    "mhla_cpu": "MHLA's PyTorch form on a CPU",
+    "mhla_cpu": "MHLA's PyTorch implementation on a CPU",
 }
 MHLA_SHAPES = {
     "deit": "DeiT-S 128·6·256·64, 4x4",
@@ -46,8 +46,8 @@ HIH_COLUMNS = {
     "r4": "r = 4",
     "r8": "r = 8",
     "fla": "fla, r = 1",
-    "torch_r1": "torch form, r = 1",
-    "torch_r4": "torch form, r = 4",
+    "torch_r1": "PyTorch, r = 1",
+    "torch_r4": "PyTorch, r = 4",
     "loop_r1": "loop, r = 1",
     "flash": "FlashAttention",
     "cudnn": "cuDNN",
@@ -296,7 +296,7 @@ def gpus() -> str:
         [status, ", ".join(f"{x.cards} ({name})" for name, x in KNOWN_GPUS.items() if x.status == status)]
         for status in (MEASURED, COMPILED)
     ]
-    return markdown_table(["kernels", "GPUs"], [*lines, ["PyTorch form instead", "older ones, CPU"]])
+    return markdown_table(["kernels", "GPUs"], [*lines, ["PyTorch implementation instead", "older ones, CPU"]])
 
 
 def versions() -> str:

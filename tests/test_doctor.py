@@ -40,7 +40,7 @@ def test_a_cpu_is_told_that_the_pytorch_form_is_right(tmp_path: Path, monkeypatc
     monkeypatch.setattr(examination, "FAMILIES", ("mhla causal", "mix_heads"))
     assert run("--json", str(tmp_path / "report.json"), "--seed", "5") == 0
     shown = capsys.readouterr().out
-    assert "No GPU: the PyTorch form serves, and is right: 20 cases of 2 families." in shown
+    assert "No GPU: the PyTorch implementation is used, and is right: 20 cases of 2 families." in shown
     text = (tmp_path / "report.json").read_text()
     report = json.loads(text)
     assert {"format", "machine", "seed", "families", "times", "verdict", "wrong", "seconds"} == set(report)
@@ -71,7 +71,7 @@ def test_no_case_is_called_right_when_the_time_is_over():
 
 
 def break_op(monkeypatch: pytest.MonkeyPatch, name: str, wrong) -> None:
-    """Replace the PyTorch form of an op by a wrong one."""
+    """Replace the PyTorch implementation of an op by a wrong one."""
     api = importlib.import_module(f"headmix_vision.ops.{name}.api")
     form = api.IMPLEMENTATIONS["torch"]
     monkeypatch.setitem(api.IMPLEMENTATIONS, "torch", lambda *args, **kwargs: wrong(form(*args, **kwargs)))
@@ -83,7 +83,9 @@ def test_a_wrong_result_is_found(tmp_path: Path, monkeypatch, capsys):
     break_op(monkeypatch, "mix_heads", lambda outs: [out * 1.001 for out in outs])
     assert run("--json", str(tmp_path / "report.json")) == 1
     shown = capsys.readouterr().out
-    assert "The PyTorch form of mix_heads is wrong on this CPU: do not use it" in shown and "and 7 more" in shown
+    assert (
+        "The PyTorch implementation of mix_heads is wrong on this CPU: do not use it" in shown and "and 7 more" in shown
+    )
     right, wrong = json.loads((tmp_path / "report.json").read_text())["families"]
     assert right["wrong"] == [] and len(wrong["wrong"]) == 10
     case = wrong["wrong"][0]
@@ -100,7 +102,7 @@ def test_an_exception_is_the_finding_of_its_family(monkeypatch, capsys):
     assert run() == 1
     shown = capsys.readouterr().out
     assert "mix_heads:float32:0:small: RuntimeError: no such file kernel.cubin" in shown
-    assert "The PyTorch form of mix_heads is wrong" in shown
+    assert "The PyTorch implementation of mix_heads is wrong" in shown
 
 
 def test_a_defect_of_the_doctor_ends_with_one_line(monkeypatch, capsys):

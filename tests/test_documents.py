@@ -22,6 +22,15 @@ from headmix_vision.training.base_cli import RunCLI, with_config_of_run, with_un
 ROOT = Path(__file__).parents[1]
 PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "experiments/**/*.md", "headmix_vision/ops/*/*.md")
 DOCUMENTS = sorted(path for place in PLACES for path in ROOT.glob(place))
+FOLDERS = ("headmix_*", "tests", "benchmarks", "experiments", "examples", "configs")
+OTHERS = {
+    "train.py",
+    "validate.py",
+    "config.yaml",
+    "train_cls.py",
+    "train_gen.py",
+    "sample.py",
+}  # timm's, a run's, ours
 TRAINING = {"train-cls": "cls", "train-gen": "gen", "distill": "gen"}
 # Bash expands a block as it stands, and finds none of its programs: each comes back as its words.
 PRINTED = "command_not_found_handle() { printf '%s\\x1f' \"$@\"; echo; }\n"
@@ -124,6 +133,20 @@ def test_imports_of_documents_exist(path: Path) -> None:
         for line in ast.parse(block).body:
             if isinstance(line, ast.Import | ast.ImportFrom):
                 exec(ast.unparse(line), {})
+
+
+def test_the_snippet_of_the_readme_runs() -> None:
+    (snippet,) = blocks(ROOT / "README.md", "python")
+    found: dict[str, Any] = {}
+    exec(snippet, found)
+    assert found["logits"].shape == (2, 100)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_named_in_documents_exist(path: Path) -> None:
+    files = {f"/{file.relative_to(ROOT).as_posix()}" for place in FOLDERS for file in ROOT.glob(f"{place}/**/*.*")}
+    for name in re.findall(r"`([\w./-]+\.(?:py|yaml|sh))`", path.read_text()):
+        assert name in OTHERS or any(file.endswith(f"/{name}") for file in files), name
 
 
 def test_a_wrong_command_is_noticed() -> None:

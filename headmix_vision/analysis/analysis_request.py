@@ -19,7 +19,7 @@ class MixingRequest:
         model: Run directory, `.ckpt`, export, or the name of a model that comes with weights.
         out: Folder to write.
         checkpoint: Of a run directory: `best`, `last` or a file; when None the best, of a generator the last.
-        raw: Use the weights being trained, not their moving average.
+        raw: Use the weights being trained, not their EMA.
         dry_run: Check everything and write nothing.
     """
 
@@ -42,7 +42,7 @@ class AttentionRequest:
         out: Folder to write.
         data: Name of a data set.
         checkpoint: As in `MixingRequest`.
-        raw: Use the weights being trained, not their moving average.
+        raw: Use the weights being trained, not their EMA.
         dry_run: Check everything and write nothing.
         root: Place of the data.
         split: Split of the data.

@@ -70,7 +70,7 @@ def _add_model_options(parser: argparse.ArgumentParser, several: bool) -> None:
         add("--model", required=True, metavar="RUN", help=_MODEL)
     add("--out", required=True, help="folder to write")
     add("--checkpoint", help="checkpoint of a run directory: best, last or a file (best, of a generator last)")
-    add("--raw", action="store_true", help="the weights being trained, not their moving average")
+    add("--raw", action="store_true", help="the weights being trained, not their EMA")
     add("--dry-run", action="store_true", help="open and check everything, say what would be drawn, and write nothing")
 
 

@@ -80,7 +80,7 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     add = parser.add_argument
     add("--model", required=True, help="run directory, .ckpt file or directory of an exported pipeline")
     add("--checkpoint", help="checkpoint of a run directory: last, or a file (last)")
-    add("--raw", action="store_true", help="the weights being trained, not their moving average")
+    add("--raw", action="store_true", help="the weights being trained, not their EMA")
     add("--num", type=int, default=64, help=f"number of {kind} (%(default)s)")
     add("--classes", help="labels that take turns, such as 0,3,7, or balanced: all of them (balanced)")
     add("--steps", type=int, default=50, help="sampling steps (%(default)s)")

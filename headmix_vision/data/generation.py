@@ -44,7 +44,7 @@ class GenerationData(DataModule):
         root: Place of the data; of latents the directory of the cache, or of a cache for each split.
         train_split: Name of the training split; `all` trains on both splits of digits.
         val_split: Name of the validation split, on which the loss is measured; none when null.
-        batch_size: Samples per process and step, or per group of processes that share the tokens of each.
+        batch_size: Samples per process and step, or per context-parallel group.
         eval_batch_size: Samples per process and step in validation; batch_size if null.
         num_workers: Worker processes per process; if null, none for digits, fake, and canvases and moving digits that
             are neither flipped nor resized, else the CPU cores per process, at most 8.

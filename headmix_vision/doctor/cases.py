@@ -126,7 +126,9 @@ def check(case: Case, device: torch.device, impl: str = "triton") -> list[Error]
     """
     problem = _FAMILIES[case.family][1](case.options, Numbers(case.seed, case.dtype, device))
     inputs = list(problem.inputs.values())
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # the PyTorch form of a convolution may run
+    with torch.backends.cudnn.flags(
+        enabled=True, allow_tf32=False
+    ):  # the PyTorch implementation of a convolution may run
         found = _results(lambda leaves: problem.run(leaves, impl), inputs, problem.gradients)
     names = [*problem.outputs, *(f"d{name}" for name in problem.inputs)]
     expected = partial(_results, problem.expect, [x.double() for x in inputs], problem.gradients)

@@ -19,7 +19,7 @@ def lines_of(finding: Machine | FamilyFinding | TokenTimes, first: bool) -> Iter
         yield from _machine(finding)
     elif isinstance(finding, FamilyFinding):
         if first:
-            yield from ("", f"{'Kernels' if finding.impl == 'triton' else 'PyTorch form'} against float64")
+            yield from ("", f"{'Kernels' if finding.impl == 'triton' else 'PyTorch implementation'} against float64")
         yield from _family(finding)
     else:
         if first:

@@ -34,12 +34,12 @@ def _on_results(machine: Machine, families: Sequence[FamilyFinding]) -> Iterator
             f" core_args={{'impl': 'torch'}}), and {SEND}."
         )
     elif wrong:
-        yield f"The PyTorch form of {', '.join(wrong)} is wrong {place}: do not use it, and {SEND}."
+        yield f"The PyTorch implementation of {', '.join(wrong)} is wrong {place}: do not use it, and {SEND}."
     elif cases and kernels:
         yield f"The kernels are right {place}: {cases} cases of {len(right)} families, forward and backward."
     elif cases:
         subject = "No GPU: the" if machine.why_no_gpu is not None else "The"
-        yield f"{subject} PyTorch form serves, and is right: {cases} cases of {len(right)} families."
+        yield f"{subject} PyTorch implementation is used, and is right: {cases} cases of {len(right)} families."
     if machine.gpu is None and machine.why_no_gpu is not None and machine.versions["driver"] is not None:
         yield f"nvidia-smi finds a driver, but PyTorch cannot use the GPU: {machine.why_no_gpu}."
     if kernels and not wrong and machine.gpu is not None and machine.gpu.status != MEASURED:
@@ -67,7 +67,7 @@ def _on_times(machine: Machine, times: Sequence[TokenTimes]) -> Iterator[str]:
     timed = [at for at in times if at.speed("both_ms") is not None]
     if not timed:
         return
-    form = "MHLA" if kernels else "MHLA in its PyTorch form"
+    form = "MHLA" if kernels else "the PyTorch implementation of MHLA"
     inference, training = _pays_from(timed, "forward_ms"), _pays_from(timed, "both_ms")
     found = {"inference": inference, "training": training}
     parts = [f"in {name} from {tokens:,} tokens" for name, tokens in found.items() if tokens is not None]

@@ -193,7 +193,7 @@ class HeadMixAttention(nn.Module):
         self.ranks = ranks
 
     def check_ranks(self) -> None:
-        """Raise InputError if ranks cannot share the tokens of this layer."""
+        """Raise InputError if the layer does not support context parallelism."""
         if self.head_mix is not None:
             raise InputError(f"tokens on several ranks take no head mix, got {type(self.head_mix).__name__}.")
         self.core.check_ranks()
@@ -327,12 +327,14 @@ def _as_projections_read(x: Tensor) -> Tensor:
 def _assert_mixed(heads: int, places: int, *tensors: Tensor) -> None:
     """Hold a head mix to what it says of itself."""
     for y in tensors:
-        assert y.shape[1:3] == (places, heads), f"head mix: {tuple(y.shape)} is not {places} places of {heads} heads"
+        assert y.shape[1:3] == (places, heads), (
+            f"head mix: {tuple(y.shape)} is not {places} pseudo-tokens of {heads} heads"
+        )
 
 
 @torch.fx.wrap
 def _refuse_masks(attn_mask: Tensor | None, is_causal: bool, core: str, repeats: int) -> None:
     if attn_mask is not None or is_causal:
         alone = " whose tokens are not repeated by a head mix" if repeats > 1 else ""
-        places = f" with {repeats} places of a token" if repeats > 1 else ""
+        places = f" with {repeats} pseudo-tokens per token" if repeats > 1 else ""
         raise InputError(f"attn_mask and is_causal need the 'softmax' core{alone}, not {core}{places}.")

@@ -91,7 +91,7 @@ def _cached_rotary(
 def rotate(x: Tensor, rotation: Rotation, grid: TokenGrid) -> Tensor:
     """Rotate neighbouring pairs of channels of [B, N, H, D], in float32 or wider, which the result is too.
 
-    Prefix tokens are not rotated; repeated places are rotated as their token.
+    Prefix tokens are not rotated; pseudo-tokens are rotated as their token.
     """
     cos, sin = (table.to(accumulation_dtype(x.dtype)) for table in rotation)
     if grid.num_prefix_tokens:

@@ -150,7 +150,7 @@ def select(impl: str, on_gpu: bool, why_not: Callable[[], str | None]) -> str:
     if impl == "auto":
         reason = why_not() if on_gpu else None
         if reason:
-            warn_once(f"{reason}; the slower PyTorch form takes their place (impl='auto').")
+            warn_once(f"{reason}; the slower PyTorch implementation runs instead (impl='auto').")
         return "auto" if on_gpu and reason is None else "torch"
     if impl.startswith("triton") and (reason := why_not()):
         raise InputError(f"{reason}; impl={impl!r} was asked for.")
@@ -318,11 +318,11 @@ _AUTOGRAD = ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOt
 
 
 def stand_in(error: KernelFailed, allowed: bool, *inputs: Hashable) -> None:
-    """Warn once that the PyTorch form serves for such inputs, or raise the error where kernels were asked for."""
+    """Warn once that PyTorch computes such inputs instead, or raise the error where kernels were asked for."""
     if not allowed:
         raise error
     FAILED.add(inputs)
-    warn_once(f"{error}; the slower PyTorch form takes their place (impl='auto')")
+    warn_once(f"{error}; the slower PyTorch implementation runs instead (impl='auto')")
 
 
 def gradients_of(run: Callable[..., Any], inputs: Sequence[Tensor], d_outputs: Sequence[Tensor]) -> list[Tensor]:

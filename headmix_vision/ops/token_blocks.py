@@ -50,7 +50,7 @@ class TokenBlocks:
 
     Tokens stay in raster order; a block is a set of indices. Along an axis of ``g`` tokens cut into ``b`` blocks,
     token ``i`` belongs to block ``i * b // g``, so sizes differ by at most one when ``g`` is no multiple of ``b``.
-    Prefix tokens form one block of their own, the first. Repeated places of a token belong to its block.
+    Prefix tokens form one block of their own, the first. Pseudo-tokens belong to the block of their token.
 
     Instances are hashable and compare by value.
 

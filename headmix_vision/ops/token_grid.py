@@ -17,11 +17,11 @@ class TokenGrid:
     Args:
         shape: tokens along each axis, (H, W) for images or (T, H, W) for videos.
         num_prefix_tokens: tokens in front of the grid.
-        repeats: places which stand for each token, one after the other; more than 1 where a head mix makes several
-            pseudo-tokens of a token. They share the position of their token, and its block.
+        repeats: pseudo-tokens of each token, one after the other; more than 1 with a head mix that makes several. They
+            share the position and the block of their token.
 
     Attributes:
-        num_tokens: N, places in the sequence, prefix tokens and repeats included.
+        num_tokens: N, the length of the sequence, prefix tokens and pseudo-tokens included.
 
     Raises:
         InputError: if ``shape`` is not one to three positive whole numbers, or another number is none or out of range.
@@ -54,7 +54,7 @@ class TokenGrid:
         return math.prod(self.shape)
 
     def repeat(self, times: int) -> TokenGrid:
-        """Return the grid with each place replaced by ``times`` places."""
+        """Return the grid with ``times`` pseudo-tokens in the place of each."""
         return self if times == 1 else _repeated(self, times)
 
     def of_shape(self, shape: tuple[int, ...]) -> TokenGrid:

@@ -21,7 +21,7 @@ from headmix_vision.ops.token_grid import TokenGrid
 
 @dataclass(frozen=True)
 class TokenRanks:
-    """The ranks of a process group that share the tokens of each sample, as one of them sees it.
+    """One rank of a process group under context parallelism, in which ranks share the tokens of each sample.
 
     A rank holds consecutive places along one axis of a grid (with the first axis, rows of an image or frames of a
     clip), whose numbers differ by at most one; the first rank holds the prefix tokens too. Ranks part the axis where as

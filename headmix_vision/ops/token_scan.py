@@ -44,7 +44,7 @@ class TokenScan:
 
     A scan that is not reversed reads the grid and then the prefix tokens (class, register, distillation), which so see
     the whole grid. Its reverse reads all tokens the other way round: the prefix tokens first and then the grid. The
-    repeated places of a token are read one after the other, first to last in either direction.
+    pseudo-tokens of a token are read one after the other, first to last in either direction.
 
     Instances are hashable and compare by value.
 

@@ -24,7 +24,7 @@ class TokenWindow:
     """A window of tokens around each token of a :class:`~headmix_vision.ops.TokenGrid`.
 
     Along an axis with a window of ``w`` tokens, token ``i`` sees tokens ``i - w // 2`` to ``i + w // 2``, fewer at the
-    borders. Prefix tokens see all tokens and are seen by all. Repeated places of a token see what it sees.
+    borders. Prefix tokens see all tokens and are seen by all. Pseudo-tokens see what their token sees.
 
     Instances are hashable and compare by value.
 

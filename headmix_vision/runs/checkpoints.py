@@ -176,7 +176,7 @@ def model_state(checkpoint: dict[str, Any], *, raw: bool = False) -> dict[str, T
 
     Args:
         checkpoint: As returned by `read_checkpoint`.
-        raw: The weights being trained instead of their moving average (the same thing in runs without an average).
+        raw: The weights being trained instead of their EMA (the same thing in runs without an average).
     """
     state = checkpoint.get("current_model_state", checkpoint["state_dict"]) if raw else checkpoint["state_dict"]
     return {name.removeprefix(MODEL_PREFIX): value for name, value in state.items() if name.startswith(MODEL_PREFIX)}

@@ -31,7 +31,7 @@ class ExportRequest:
         run: Run directory, or a `.ckpt` file.
         out: File ending in `.safetensors`; a directory for a generator.
         checkpoint: Of a run directory: `best`, `last` or a file; when None the best, of a generator the last.
-        raw: Export the weights being trained, not their moving average.
+        raw: Export the weights being trained, not their EMA.
         overwrite: Replace an earlier export.
         dry_run: Check everything and write nothing.
 
@@ -109,7 +109,7 @@ def export(
     Args:
         checkpoint_path: A `.ckpt` file.
         out: The file to write. Its header tells the model, the arguments, the class names and the top-1 accuracy.
-        raw: Export the weights being trained instead of their moving average.
+        raw: Export the weights being trained instead of their EMA.
         overwrite: Replace a file that exists.
         dry_run: Check everything, write nothing.
 
@@ -161,7 +161,7 @@ def export_pipeline(
     Args:
         checkpoint_path: A `.ckpt` file.
         out: The directory to write.
-        raw: Export the weights being trained instead of their moving average.
+        raw: Export the weights being trained instead of their EMA.
         overwrite: Replace a directory that exists, if it holds a pipeline.
         dry_run: Check everything, write nothing.
 

@@ -173,7 +173,7 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
 
     Args:
         checkpoint: As returned by `read_checkpoint`.
-        raw: Load the weights being trained instead of their moving average.
+        raw: Load the weights being trained instead of their EMA.
 
     Raises:
         InputError: If there is no network as the checkpoint describes it, or the weights do not fit it or are not
@@ -296,7 +296,7 @@ def _start_weights(checkpoint: str) -> tuple[dict[str, Tensor], Any]:
 
 
 def _load_as_timm(path: Path) -> Any:
-    """Read a file with the keys and prefixes that timm knows: its moving average before its trained weights."""
+    """Read a file with the keys and prefixes that timm knows: its EMA before its trained weights."""
     with one_line_damage(path):
         return load_state_dict(str(path), weights_only=True)
 

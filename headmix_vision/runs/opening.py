@@ -25,7 +25,7 @@ def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False
         path: A run directory, a `.ckpt` file, a `.safetensors` file or a pipeline directory of `headmix export`, or the
             name of a model whose weights come with the package.
         checkpoint: Of a run directory: `best`, `last` or a file; the best one when None, of a generator the last.
-        raw: The weights being trained instead of their moving average; not of an export, which has one kind.
+        raw: The weights being trained instead of their EMA; not of an export, which has one kind.
 
     Returns:
         The network, and what is known of it: `name`, `model` (the path), `checkpoint`, `step`, `weights` (`ema`, `raw`,

@@ -48,7 +48,7 @@ def load_pipeline(
     Args:
         model: A run directory of `headmix train-gen`, one of its `.ckpt` files, or an exported pipeline's directory.
         checkpoint: Of a run directory: `last` (which None means) or a file.
-        raw: The weights being trained instead of their moving average; not of an exported pipeline, which has one kind.
+        raw: The weights being trained instead of their EMA; not of an exported pipeline, which has one kind.
         vae: Another autoencoder than the recorded one, a local directory or a hub id.
 
     Returns:

@@ -31,8 +31,8 @@ _WRITERS = 8  # threads: PNGs are encoded beside each other, and each file waits
 class ClipPlan:
     """Length, frame rate and start of clips.
 
-    With a window longer clips are drawn piece by piece, each of the window's length: the last frames that are there
-    are the clean first frames of the next piece. A causal network draws each piece block by block, and has one.
+    With `window`, clips are drawn in pieces of that length; each piece begins with the last frames of the piece before,
+    as clean frames. A causal network draws a clip as one piece, block by block.
 
     Args:
         num_frames: Frames of a clip, those of the start included.
@@ -54,7 +54,7 @@ class ClipPlan:
     block: int | None = None
 
     def known_frames(self, pipeline: Any) -> list[int]:
-        """List of each piece how many of its frames are known before."""
+        """List the number of known first frames of each piece."""
         there = 0 if self.start is None else len(self.start)
         if self.window is None:
             return [there]
@@ -66,7 +66,7 @@ class ClipPlan:
         return pieces
 
     def count_passes(self, pipeline: Any) -> int:
-        """Count how often noise is denoised for a clip."""
+        """Count the denoising passes of a clip."""
         return sum(pipeline.count_blocks(self.window or self.num_frames, n) for n in self.known_frames(pipeline))
 
     def settings(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class SamplingPlan:
         return [self.guidance, *([] if scale is None else [replace(self.guidance, scale=scale)])]
 
     def describe(self) -> str:
-        """Return in words how samples are drawn."""
+        """Describe in words how samples are drawn."""
         first, *known = self.guidances()
         guidance = f"guidance {first.scale:g}" + ("" if first.interval == (0.0, 1.0) else f" within {first.interval}")
         guidance += "".join(f" and {other.scale:g} where frames are known" for other in known)

@@ -162,9 +162,12 @@ def _plan_clips(pipeline: HeadMixDiTPipeline, request: SampleRequest, plan: Samp
 def _extend_by_blocks(
     pipeline: HeadMixDiTPipeline, request: SampleRequest, plan: SamplingPlan, clips: ClipPlan
 ) -> ClipPlan:
-    """Plan one piece that begins with all frames that are there, as far as they are whole blocks."""
+    """Plan one piece that begins with all known frames that fill whole blocks."""
     if request.overlap is not None:
-        raise InputError(f"--overlap {request.overlap} is of windows: this model draws block by block, on all before")
+        raise InputError(
+            "--overlap applies only to models that sample in windows; this model is causal and conditions on all"
+            " previous frames. Remove --overlap"
+        )
     there = 0 if clips.start is None else len(clips.start)
     known = pipeline.most_frames(there)
     if there and not known:

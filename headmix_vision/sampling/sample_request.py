@@ -22,7 +22,7 @@ class SampleRequest:
         kind: What is drawn.
         model: Run directory, `.ckpt` file or directory of an exported pipeline.
         checkpoint: Checkpoint of a run directory: `last`, or a file; the last when None.
-        raw: Use the weights being trained, not their moving average.
+        raw: Use the weights being trained, not their EMA.
         num: Number of samples.
         classes: Labels, which take turns; all of them when `balanced`, and when None if the model has classes.
         steps: Sampling steps.

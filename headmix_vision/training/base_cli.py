@@ -133,7 +133,7 @@ class RunCLI(LightningCLI):
         parser.add_argument("--seed_everything", type=int, default=0, help="Seed of everything that is random.")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of the run directory, the moving average, early stopping and the attention matrices."""
+        """Add the options of the run directory, the EMA, early stopping and the attention matrices."""
         parser.add_argument(
             "--run_dir",
             type=str | None,
@@ -267,7 +267,7 @@ class RunCLI(LightningCLI):
         if not training and getattr(rank_zero_only, "rank", 0) == 0:
             top1 = self.checkpoint[DESCRIPTION_KEY].get("top1")
             accuracy = "" if top1 is None else f", top-1 {100 * top1:.2f} % when it was saved"
-            weights = "moving average" if "current_model_state" in self.checkpoint else "trained weights"
+            weights = "EMA" if "current_model_state" in self.checkpoint else "trained weights"
             print(f"checkpoint {options.ckpt_path} ({weights} of step {self.checkpoint['global_step']}{accuracy})")
 
     def _plain_options(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ _NETWORK: Options = {
 _TRAINING: Options = {
     "trainer.max_epochs": "length of the run",
     "model.optimizer.opt": "optimizer in timm (adamw)",
-    "ema.decay": "averaging of weights; null for none (0.9996)",
+    "ema.decay": "decay of the EMA; null for none (0.9996)",
     "analysis.every_n_epochs": "log ranks of attention; never if not given",
 }
 _DATA: Options = {

@@ -16,7 +16,7 @@ from .helpers import GRID, HEADS, PREFIX, TOKENS, make_layer, projected, tokens,
 
 
 class Widen(HeadMix):
-    """Makes places of each token, in `factor` times as many heads, and averages what the core says of them."""
+    """Make pseudo-tokens of each token, in `factor` times as many heads, and average what the core says of them."""
 
     def __init__(self, spec, places=1, factor=2):
         super().__init__(spec)
@@ -204,7 +204,7 @@ def test_a_mix_is_held_to_what_it_says(monkeypatch, side):
     """A defect of the mix, not of a user: it keeps its traceback."""
     layer = make_layer("mhla", "widen", {"places": 2, "factor": 1})
     monkeypatch.setattr(layer.head_mix, side, lambda *x: x if side == "before" else x[0])
-    with pytest.raises(AssertionError, match=r"head mix: \(2, .* is not .* places of 3 heads"):
+    with pytest.raises(AssertionError, match=r"head mix: \(2, .* is not .* pseudo-tokens of 3 heads"):
         layer(tokens())
 
 

@@ -181,7 +181,7 @@ def test_one_head_has_pseudo_heads_too():
 
 def test_masks_need_tokens_that_are_not_repeated():
     mask = torch.rand(TOKENS, TOKENS) > 0.3
-    message = "need the 'softmax' core whose tokens are not repeated by a head mix, not SoftmaxCore with 2 places"
+    message = "need the 'softmax' core whose tokens are not repeated by a head mix, not .* with 2 pseudo-tokens"
     with pytest.raises(InputError, match=message):
         make_layer("softmax", "iha")(tokens(), attn_mask=mask)
     plain = make_layer("softmax")

@@ -96,7 +96,7 @@ def test_the_pytorch_form_serves_and_is_named_once(broken, case, backward):
     """All kernels fail, or one of the backward pass alone."""
     expected = _call(case, "torch")
     broken("_" if not backward else "gradient" if case == "grid_conv" else "backward")
-    reason = r"_kernel does not compile with triton .*: RuntimeError: PassManager::run failed; the slower PyTorch form"
+    reason = r"_kernel does not compile with triton .*: RuntimeError: PassManager::run failed; the slower PyTorch"
     with pytest.warns(UserWarning, match=reason):
         found = _call(case, "auto")
     for x, y in zip(found, expected, strict=True):
@@ -116,7 +116,7 @@ def test_compiled_graphs_fall_back_too(broken):
     model = torch.compile(
         lambda q, k, v, m: plan(q, v, Settings(BLOCKS))(q, k, v, m), backend="aot_eager", fullgraph=True
     )
-    with pytest.warns(UserWarning, match="slower PyTorch form"):
+    with pytest.warns(UserWarning, match="slower PyTorch implementation"):
         out = model(*inputs, mixing)
         found = torch.autograd.grad(out.sum(), [*inputs, mixing])
     call = plan_torch(inputs[0], inputs[2], Settings(BLOCKS))
@@ -145,7 +145,7 @@ def test_the_ops_of_a_rank_have_their_pytorch_form(broken, normalizer, letters):
     assert expected[0].shape == (2, 2, m, 16, 16)
     runtime.forget_plans()
     broken(letters)
-    with pytest.warns(UserWarning, match="slower PyTorch form"):
+    with pytest.warns(UserWarning, match="slower PyTorch implementation"):
         found = results()
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)

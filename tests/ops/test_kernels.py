@@ -122,7 +122,7 @@ def test_the_slow_form_takes_the_place_of_kernels_with_one_warning():
     def choose(impl, reason, on_gpu=True):
         return dispatch.select(impl, on_gpu, lambda: reason)
 
-    with pytest.warns(UserWarning, match="q has no reason to be here; the slower PyTorch form takes their place"):
+    with pytest.warns(UserWarning, match="q has no reason to be here; the slower PyTorch implementation runs instead"):
         assert choose("auto", "q has no reason to be here") == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -413,7 +413,10 @@ def test_a_causal_model_draws_block_by_block(
     ("options", "message"),
     [
         ("--frames 7", "--frames must be a multiple of 2, for blocks of 2; got 7, nearest: 6 or 8"),
-        ("--frames 8 --extend --overlap 2", "--overlap 2 is of windows: this model draws block by block"),
+        (
+            "--frames 8 --extend --overlap 2",
+            "--overlap applies only to models that sample in windows",
+        ),
         ("--first-frame good.png", "the frames of --first-frame must be a multiple of 2, for blocks of 2; got 1"),
         ("--frames 8 --extend one.mp4", "the 1 frames that are given are fewer than the model can go on from"),
     ],

@@ -57,5 +57,5 @@ def test_files_of_an_evaluation(
     assert np.mean([float(row["accuracy"]) for row in classes]) == pytest.approx(balanced, abs=1e-6)
     with Image.open(run_dir / f"confusion_{split}.png") as picture:
         assert (picture.format, round(picture.info["dpi"][0])) == ("PNG", 120)
-    assert f"checkpoint {run_dir / 'checkpoints' / 'best.ckpt'} (moving average of step " in out
+    assert f"checkpoint {run_dir / 'checkpoints' / 'best.ckpt'} (EMA of step " in out
     assert "most often taken for" in out

@@ -146,7 +146,7 @@ def test_validate_reproduces_the_logged_accuracy(reference_run: Path, capfd: pyt
     assert run("validate", "-c", reference_run / "config.yaml", "--ckpt_path", "last") == 0
     logged = float(read_csv(reference_run / "metrics.csv")[-1]["val/loss"])
     table = capfd.readouterr().out
-    assert "last.ckpt (moving average of step 6" in table
+    assert "last.ckpt (EMA of step 6" in table
     printed = next(line for line in table.splitlines() if "val/loss" in line)
     assert float(printed.replace("│", " ").split()[-1]) == pytest.approx(logged, rel=1e-6)
 

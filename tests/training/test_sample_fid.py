@@ -115,7 +115,7 @@ def test_sample_grids_say_which_weights_they_are_of(tmp_path: Path, monkeypatch:
     grids = SampleGrids(tmp_path, config, sampler, SimpleNamespace(average=average), seed=0)
     grids.on_train_batch_end(process(), module, None, None, 0)
     plan = grids._plan(module.net)
-    for title, kind, weights in (("weights being trained", "raw", module), ("moving average", "ema", average)):
+    for title, kind, weights in (("weights being trained", "raw", module), ("EMA", "ema", average)):
         assert np.array_equal(shown[title], sampler.draw(process(), weights, plan, range(2)))
         assert (tmp_path / f"step_00000001_{kind}.png").is_file()
     assert not np.array_equal(*shown.values())

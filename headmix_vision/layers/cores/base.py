@@ -31,8 +31,8 @@ class AttentionCore(nn.Module):
         forms_weights: the core forms a weight for each pair of tokens; it accepts ``attn_drop`` and is called with the
             further arguments ``attn_mask`` and ``is_causal``.
         reads_input: the core is called with the further argument ``x``, the layer's input [B, N / repeats, C].
-        averages_places: where the places of a token have equal keys, the core reads the mean of their values; False
-            where the first place alone is written at the start.
+        averages_places: where the pseudo-tokens of a token have equal keys, the core reads the mean of their values;
+            False where the first alone is written at the start.
         causal: True where tokens see none that come later, ``"rows"`` where they see no later row of blocks along the
             first axis; the core can then take them in pieces (``stream``).
         float32_parameters: the core has parameters that bfloat16 is too coarse for: sharded training gathers the blocks

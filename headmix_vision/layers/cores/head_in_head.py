@@ -1,6 +1,6 @@
 """Run Head-in-Head as an attention core: scan the token grid with a memory whose sub-heads correct each other.
 
-B batch, N tokens, C width, H heads, D = C / H head dim, r sub-heads, P places of a token.
+B batch, N tokens, C width, H heads, D = C / H head dim, r sub-heads, P pseudo-tokens of a token.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class HeadInHeadCore(AttentionCore):
     exp(-exp(A_log) softplus(linear(x) + dt_bias)).
     Scans share all weights; prefix tokens are read after the grid in a scan and before it in its reverse.
 
-    Where a head mix makes P places of a token, these share its gates: the memory decays once, before the first place,
-    and place p writes with a learned share in [0, 1] of the token's strength (``shares``, [H, P]). All scans read the
-    places of a token in the same order. At the start the first place alone writes, so that every place reads what a
-    token without a mix does: a second write of the same key and value would change the memory.
+    With P pseudo-tokens of a token, these share its gates: the memory decays once, before the first of them, and
+    pseudo-token p writes with a learned share in [0, 1] of the token's strength (``shares``, [H, P]). All scans read
+    them in the same order. At the start the first one alone writes, so that each reads what a token without a mix
+    does: a second write of the same key and value would change the memory.
 
     Args:
         spec: sizes of the layer; blocks are not read.

@@ -95,7 +95,7 @@ class LinearCore(AttentionCore):
 
 @kept
 def bind_linear(grid: TokenGrid, ranks: TokenRanks | None, **options: Any) -> Bound:
-    """Put all tokens into one block; prefix tokens into one of their own where ranks share the tokens."""
+    """Put all tokens into one block; prefix tokens into one of their own under context parallelism."""
     one = TokenBlocks.from_grid((grid.num_tokens,), (1,))
     blocks = one if ranks is None else TokenBlocks(grid, (1,) * len(grid.shape))
     bound = bind_blocks(blocks, grid, ranks, lambda mixing: mixing, options)
@@ -120,7 +120,7 @@ def bind_blocks(
     Args:
         blocks: of all tokens.
         grid: the tokens that rotary positions are of.
-        ranks: that share the tokens, or None.
+        ranks: this rank under context parallelism, or None.
         fit: makes the weights of these blocks of those that the call gets.
         options: of the op.
     """
@@ -188,5 +188,5 @@ def rotated_mhla(
 
 
 def per_token(mixing: Tensor, grid: TokenGrid, options: dict[str, Any]) -> Tensor:
-    """Weigh the places of a token as one: outputs do not grow with the repeats, nor denominators against ``eps``."""
+    """Weigh the pseudo-tokens of a token as one: neither outputs nor denominators grow with their number."""
     return mixing if options["normalizer"] == "paper" or grid.repeats == 1 else mixing / grid.repeats

@@ -41,7 +41,7 @@ class MHLACore(LinearCore):
 
     Raises:
         InputError: if the blocks do not fit the grid, an option is unknown, ``causal=True`` meets a head mix that makes
-            several places of a token, or ``"rows"`` meets rows of unequal length or prefix tokens.
+            several pseudo-tokens per token, or ``"rows"`` meets rows of unequal length or prefix tokens.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class MHLACore(LinearCore):
             raise InputError(f"causal must be true or false or 'rows', got {causal!r}.")
         if causal is True and spec.grid.repeats > 1:
             raise InputError(
-                f"causal=True cannot be joined with a head mix that makes {spec.grid.repeats} places of a token:"
-                " places of one token would not see each other."
+                f"causal=True cannot be joined with a head mix that makes {spec.grid.repeats} pseudo-tokens per token:"
+                " those of one token would not see each other."
             )
         self.causal, self.options["causal"] = causal, causal is True
         heads = spec.num_heads if mixing_per_head else None

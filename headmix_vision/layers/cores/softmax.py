@@ -65,7 +65,7 @@ class SoftmaxCore(AttentionCore):
             TokenWindow(grid, self.window)
 
     def flops(self, grid: TokenGrid) -> int:
-        """Count scores and outputs of the pairs of places that see each other."""
+        """Count scores and outputs of the pairs of pseudo-tokens that see each other."""
         pairs = grid.num_tokens**2 if self.window is None else TokenWindow(grid, self.window).num_pairs
         return 4 * pairs * self.num_heads * self.head_dim
 

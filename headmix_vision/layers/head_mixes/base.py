@@ -25,15 +25,15 @@ class HeadMix(nn.Module):
 
     Shape:
         ``before(q, k, v)``: the projected q [B, N, Hq, D], k [B, N, Hk, D], v [B, N, Hv, D] with the numbers of heads
-        that ``projected_heads`` names -> what the core gets, [B, N * repeats, core_heads, D] each, places of one token
-        one after the other.
+        that ``projected_heads`` names -> what the core gets, [B, N * repeats, core_heads, D] each, pseudo-tokens of a
+        token one after the other.
         ``after(out)``: the core's output [B, N * repeats, core_heads, D] -> [B, N, H, D].
 
     Attributes:
         layer_options: options of the layer that models of this mix have on unless told otherwise.
         projected_heads: heads that the projections of q, k and v make.
         core_heads: heads of the core.
-        repeats: places which stand for a token in the core.
+        repeats: pseudo-tokens of a token in the core.
         joins_heads: ``after`` adds up outputs of several heads of the core; taken for true where it is overridden.
         folds: the layer takes the weights of its projection from ``fold`` and leaves ``before`` out; not where a norm
             stands between the two, or the projection has an adapter or a hook.

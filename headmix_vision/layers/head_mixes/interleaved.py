@@ -22,14 +22,15 @@ class InterleavedHeads(HeadMix):
     """Interleaved head attention, IHA (arXiv 2602.21371).
 
     Pseudo-head p of head h is a learned mixture of all H heads, for queries, keys and values each. The P pseudo-heads
-    of a token become P places of the core, one after the other, so that every query of a head sees all pseudo-keys of
-    every token in one attention; the core's P outputs for a token are then collapsed to one. This costs a softmax core
-    P * P times its attention, a linear one P times.
+    of a token become P pseudo-tokens of the core, one after the other, so that every query of a head sees all
+    pseudo-keys of every token in one attention. The core's P outputs for a token are then collapsed to one. This costs
+    a softmax core P * P times its attention, a linear one P times.
 
     The layer starts as its core alone, with pseudo-heads that differ: copies which are alike in everything would get
     equal gradients and stay copies. Of the queries the first reads for the token and the others, perturbed, wait for a
     collapse that is not zero. Keys are copies, and the values, perturbed, average to the head's own. Over a core that
-    does not average places, as only the first writes, the first key and value are the head's own, the others perturbed.
+    does not average pseudo-tokens, as only the first writes, the first key and value are the head's own, the others
+    perturbed.
 
     Args:
         spec: sizes of the layer.

@@ -61,9 +61,9 @@ def grid_conv(
 ) -> Tensor:
     r"""Convolve each channel of the tokens on their grid, with zeros around it::
 
-        y[b, n, c] = bias[c] + sum_j weight[c, 0, j] x[b, n + j - extents // 2, c]      n, j: places on the grid
+        y[b, n, c] = bias[c] + sum_j weight[c, 0, j] x[b, n + j - extents // 2, c]      n, j: positions on the grid
 
-    Prefix tokens are not convolved. Where several places stand for a token, each is convolved with the same place of
+    Prefix tokens are not convolved. A pseudo-token of a head mix is convolved with the same pseudo-token of
     other tokens. Sums run in float32 (float64 for float64 inputs) whatever the input type, also under autocast.
 
     Args:

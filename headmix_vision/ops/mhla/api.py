@@ -97,7 +97,7 @@ def plan_reference(q: Tensor, v: Tensor, settings: Settings) -> Run:
 
 
 def plan_torch(q: Tensor, v: Tensor, settings: Settings) -> Run:
-    """Return the call of the PyTorch form, with its tables; a CUDA graph has to find and hold these in each call."""
+    """Return the PyTorch implementation with its tables; a CUDA graph has to find and hold these in each call."""
     return partial(mhla_torch, settings=settings, tables=None if q.is_cuda else settings.blocks.tables(q))
 
 
@@ -140,12 +140,12 @@ def mhla(
         v: [B, N, H, Dv], values, as ``q``.
         mixing: [M, M], shared by the heads, or [H, M, M]; row: query block, column: key block; non-negative for the
             positive feature maps. Floating type.
-        blocks: partition of the N tokens into M blocks. Where ranks share the tokens (``blocks.of_rank``), q, k and v
-            are those of this rank and N counts them; the mixing is of all blocks, and every rank gets its gradient
-            divided by the number of ranks.
+        blocks: partition of the N tokens into M blocks. Under context parallelism (``blocks.of_rank``) q, k and v
+            hold this rank's N tokens, the mixing covers all blocks, and each rank gets its gradient divided by the
+            number of ranks.
         normalizer: ``"paper"`` divides by the denominator above. ``"source_block"`` divides by the denominator of the
-            released code, ``sum_b m[i, b] (q_b . z_b) + eps``, where ``q_b`` is the query at the same place of block
-            ``b`` (a block without that place adds nothing) and ``z_b`` the sum of its keys. ``None`` does not divide.
+            released code, ``sum_b m[i, b] (q_b . z_b) + eps``, where ``q_b`` is the query at the same position in
+            block ``b`` (a block without it adds nothing) and ``z_b`` the sum of its keys. ``None`` does not divide.
         feature_map: ``"relu"``: relu(x) + eps, ``"elu1"``: elu(x) + 1 + eps, ``"identity"``: x.
         eps: see ``feature_map`` and ``normalizer``.
         causal: count only tokens up to and with the query itself, in the order of :meth:`TokenBlocks.order` (Appendix

@@ -130,7 +130,7 @@ def _kind(q: Tensor, v: Tensor, call: Settings) -> tuple[Any, ...]:
 
 
 def _in_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None, call: Settings) -> Tensor:
-    """Compute the output by the PyTorch form, with a given denominator [B, H, N] for "source_block"."""
+    """Compute the output by the PyTorch implementation, with a given denominator [B, H, N] for "source_block"."""
     if denominator is None:
         return mhla_torch(q, k, v, mixing, call)
     out = mhla_torch(q, k, v.float(), mixing, call._replace(normalizer=None))
@@ -221,7 +221,7 @@ def _run_backward_kernels(call: Backward) -> Gradients:
 
 
 def _gradients_in_torch(call: Backward) -> Gradients:
-    """Compute the gradients by the PyTorch form, from the inputs alone."""
+    """Compute the gradients by the PyTorch implementation, from the inputs alone."""
     inputs: list[Tensor] = [call.q, call.k, call.v, call.mixing]
     if call.settings.normalizer == "source_block":
         inputs.append(call.saved.inverse.reciprocal())

@@ -107,7 +107,7 @@ class EmaWithWarmup(ValidateWhole, WeightAveraging):
             InputError: If the trainer keeps the weights themselves in 16 bits, where an average loses its small steps.
         """
         if trainer.precision in ("bf16-true", "16-true"):
-            raise InputError(f"the moving average needs float32 weights, got trainer.precision={trainer.precision}")
+            raise InputError(f"the EMA needs float32 weights, got trainer.precision={trainer.precision}")
         if stage == "fit":
             self._average_model = WarmedUpAverage(pl_module, self.decay)
 

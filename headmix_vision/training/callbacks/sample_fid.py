@@ -33,7 +33,7 @@ class SampleFid(Callback):
     Args:
         config: What to score, and when.
         sampler: Draws the samples.
-        average: The callback with the moving average, if there is one.
+        average: The EMA callback, if there is one.
         root: Place of the real images' data set, if it needs one.
         seed: Seed of the noise.
         background: Colour behind transparent pixels of the real images.

@@ -30,7 +30,7 @@ class SampleGrids(Callback):
         folder: Folder of the pictures.
         config: What to draw, and when.
         sampler: Draws the samples.
-        average: The callback with the moving average, if there is one.
+        average: The EMA callback, if there is one.
         seed: Seed of the noise.
     """
 
@@ -95,7 +95,7 @@ class SampleGrids(Callback):
         labels = plan.labels(range(num))
         names = getattr(trainer.lightning_module, "class_names", None)  # the average was copied before data were open
         captions = None if labels is None else [names[label] if names else str(label) for label in labels]
-        weights = "moving average" if kind == "ema" else "weights being trained"
+        weights = "EMA" if kind == "ema" else "weights being trained"
         title = f"step {trainer.global_step}, {weights}, {config.steps} steps, guidance {config.guidance:g}"
         picture = draw_grid(images, captions, title, columns)
         path = self.folder / f"step_{trainer.global_step:08d}_{kind}"
