@@ -14,10 +14,15 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.fx
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.runtime import NO_KERNELS, KernelFailed, forgotten_with_plans, why_not_here
+from headmix_vision.ops.runtime import (
+    NO_KERNELS,
+    KernelFailed,
+    constant_in_graphs,
+    forgotten_with_plans,
+    why_not_here,
+)
 
 
 def is_plain(x: Tensor) -> bool:
@@ -246,7 +251,7 @@ def kept(make: Callable[P, R]) -> Callable[P, R]:
 _warned: set[str] = set()
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def warn_once(message: str) -> None:
     """Warn, unless this process has been told the same before."""
     if message not in _warned:
@@ -349,6 +354,8 @@ def are_traced_parts(tensors: Sequence[Tensor]) -> bool:
     x = tensors[0]
     if has_plain_type(x):
         return False
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq  # with SymPy, a second to import
+
     width, first = x.shape[2] * x.shape[3], x.storage_offset()
     layout = (*x.shape, x.stride(0), len(tensors) * width, x.shape[3], 1)
     return all(

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 OLDEST_TRITON = (3, 5)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def triton_release() -> tuple[int, int]:
@@ -95,6 +97,15 @@ def find_gpu(device: torch.device) -> Gpu | None:
     return Gpu(about.name, capability, about.shared_memory_per_block_optin, processors)
 
 
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Let torch.compile call a function while it traces.
+
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def gpu_behind(device: torch.device) -> Gpu:
     """Return the GPU behind the device of a tensor that the kernels can run on."""
     gpu = find_gpu(device)
@@ -102,13 +113,13 @@ def gpu_behind(device: torch.device) -> Gpu:
     return gpu
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def is_amd(device: torch.device) -> bool:
     """Return whether a device that the kernels can run on is an AMD GPU."""
     return bool(gpu_behind(device).amd)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def why_not_here(device: torch.device, name: str = "q") -> str | None:
     """Return why no kernel can run on the device of a named argument, or None."""
     gpu = find_gpu(device)
@@ -264,10 +275,6 @@ def right_assembler() -> Iterator[None]:
             yield
         finally:
             get_ptxas_version.cache_clear()
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def cached_tables(build: Callable[P, R], size: int = 256) -> Callable[P, R]:
