@@ -289,6 +289,11 @@ def _check_directory(out: Path, manifest: dict[str, Any]) -> bool:
     if earlier["source"] is None:
         warnings.warn(f"{out} was begun by an earlier version, which did not record its images", stacklevel=2)
         return False
+    if len(earlier["source"]) != len(manifest["source"]):
+        raise InputError(
+            f"{out / MANIFEST} is damaged: it has {len(earlier['source'])} hashes of images for"
+            f" {len(manifest['source'])} shards"
+        )
     # Images of shards that are still missing may have been replaced, such as one that could not be read.
     for number, (before, now) in enumerate(zip(earlier["source"], manifest["source"], strict=True)):
         if before != now and (out / shard_name(number)).is_file():

@@ -1,4 +1,4 @@
-"""The attention layer of every model: it projects, mixes heads, runs a core, norms, gates and projects.
+"""The attention layer of all models: project, mix heads, run a core, norm, gate and project.
 
 B batch, N tokens, C width, H heads, D = C / H head dim.
 """
@@ -27,7 +27,7 @@ from headmix_vision.ops.dispatch import as_axes
 
 
 class HeadMixAttention(nn.Module):
-    """Compute self-attention over a token grid by a chosen core and head mix; parameter names follow timm's Attention.
+    """Self-attention over a token grid by a chosen core and head mix. Parameter names follow timm's Attention.
 
     Args:
         dim: width C.
@@ -52,7 +52,7 @@ class HeadMixAttention(nn.Module):
     Shape:
         ``x`` [B, N, C] -> [B, N, C], tokens in raster order, prefix first. ``grid`` is another token grid for this
         call alone; ``rotation`` are its rotary positions (:func:`~headmix_vision.layers.positions.rotary_tables`).
-        Under context parallelism (:meth:`set_ranks`) ``x`` and ``rotation`` hold this rank's tokens, ``grid`` is the
+        Under context parallelism (:meth:`set_ranks`) ``x`` and ``rotation`` hold this rank's tokens. ``grid`` is the
         full grid.
 
     Raises:
@@ -153,7 +153,7 @@ class HeadMixAttention(nn.Module):
         return total + sum(0 if conv is None else conv.flops(tokens) for conv in (self.cpe, self.lepe))
 
     def _project(self, x: Tensor) -> list[Tensor]:
-        """Make queries, keys and values of the core's heads, mixed, [B, N * repeats, heads, D] each."""
+        """Project to queries, keys and values and mix their heads: [B, N * repeats, heads, D] each."""
         mix = self.head_mix
         folded = mix is not None and self.folds and is_bare(self.qkv, nn.Linear)
         if mix is not None and folded:
@@ -176,9 +176,9 @@ class HeadMixAttention(nn.Module):
         self.grid = new
 
     def set_ranks(self, ranks: TokenRanks | ProcessGroup | DeviceMesh | None) -> None:
-        """Share the tokens of each sample with other ranks: only block summaries and edges for ``cpe`` are exchanged.
+        """Turn on context parallelism. Ranks exchange block summaries, and the edges that ``cpe`` reads.
 
-        The gradients of the parameters are then those of this rank's tokens (:meth:`TokenRanks.sum_gradients`).
+        Each rank then has the parameter gradients of its own tokens (:meth:`TokenRanks.sum_gradients`).
 
         Args:
             ranks: a process group, or a device mesh of one dimension, which parts the first axis of the grid;
@@ -231,7 +231,7 @@ class HeadMixAttention(nn.Module):
         return self._finish(x, out, None if self.lepe is None else self._convolve_values(v.flatten(2), tokens))
 
     def _encode(self, x: Tensor, tokens: TokenGrid) -> Tensor:
-        """Check the number of tokens, norm them and encode their positions, where the layer does."""
+        """Check the number of tokens, then apply the input norm and the positional encoding, where there are any."""
         ranks = self.ranks
         _check_tokens(x, tokens if ranks is None else ranks.local(tokens))
         x = self.input_norm(x)
@@ -243,7 +243,7 @@ class HeadMixAttention(nn.Module):
     def _core_arguments(
         self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, rotation: Rotation | None
     ) -> dict[str, Any]:
-        """Return the arguments of a call that this core reads; refuse others."""
+        """Return the arguments that this core reads, and refuse a mask or rotary positions that it cannot take."""
         core = self.core
         arguments: dict[str, Any] = {"x": x} if core.reads_input else {}
         if core.forms_weights:
@@ -292,7 +292,7 @@ class HeadMixAttention(nn.Module):
         return F.pad(out[:, first:], (0, 0, first, 0)) if first else out
 
     def _finish(self, x: Tensor, out: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Make the layer's output of the heads' outputs, and of what is added to them, [B, N, C]."""
+        """Mix the heads back, add ``positions``, norm, gate and project: [B, N, C]."""
         if self.head_mix is not None:
             out = self.head_mix("after", out)
             _assert_mixed(self.num_heads, x.shape[1], out)

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def is_bare(module: nn.Module, *types: type[nn.Module]) -> bool:
-    """Tell whether a module of one of these types is its weight and bias alone, which others may then apply.
+    """Return whether a module of one of these types is its weight and bias alone, which others may then apply.
 
     Adapters, hooks and a replaced ``forward`` act when the module is called: pruning and offloading make weights there.
     """

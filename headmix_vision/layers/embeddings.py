@@ -1,4 +1,4 @@
-"""Embed what a diffusion transformer reads: positions on any grid, timesteps, class labels with dropout."""
+"""Embeddings of a diffusion transformer: positions on any grid, timesteps, class labels with dropout."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class GridConvolution(nn.Module):
 
 
 def _is_plain(conv: nn.Module) -> bool:
-    """Tell whether a convolution is its weight and bias alone, with zeros around the grid."""
+    """Return whether a convolution is its weight and bias alone, with zeros around the grid."""
     if not is_bare(conv, *CONVOLUTIONS):
         return False
     options = cast(nn.Conv2d, conv)

@@ -74,7 +74,7 @@ class SubHeadMask(nn.Module):
 
     @property
     def per_token(self) -> bool:
-        """Tell whether each token has masks of its own."""
+        """Return whether each token has masks of its own."""
         return self.proj is not None
 
     def extra_repr(self) -> str:

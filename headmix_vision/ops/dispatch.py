@@ -21,7 +21,7 @@ from headmix_vision.ops.runtime import NO_KERNELS, KernelFailed, forgotten_with_
 
 
 def is_plain(x: Tensor) -> bool:
-    """Tell whether a tensor has values that Python may read, and that may be kept from call to call.
+    """Return whether a tensor has values that Python may read, and that may be kept from call to call.
 
     A tensor of torch.compile, of another tracer or of a fake-tensor mode has none; under a transformation of torch.func
     it stands for many, or leaks when it is kept.
@@ -30,24 +30,24 @@ def is_plain(x: Tensor) -> bool:
 
 
 def has_plain_type(x: Tensor) -> bool:
-    """Tell whether a tensor is of no subclass, which may have its own way with ops."""
+    """Return whether the type of a tensor is not a subclass, which may have its own way with ops."""
     return type(x) in _PLAIN
 
 
 def is_transforming() -> bool:
-    """Tell whether a transformation of torch.func runs, outside of compilers, which have their own ways with it."""
+    """Return whether a transformation of torch.func runs, outside of compilers, which have their own ways with it."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def is_eager() -> bool:
-    """Tell whether neither a tracer nor a transformation nor a dispatch mode looks on."""
+    """Return whether neither a tracer nor a transformation nor a dispatch mode looks on."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     return not torch._C._len_torch_dispatch_stack() and not torch._C._are_functorch_transforms_active()
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raise InputError for what is no tensor."""
+    """Raise InputError for a value that is not a tensor."""
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise InputError(f"{name} must be a tensor, got {type(value).__name__}.")
@@ -83,7 +83,7 @@ def as_axes(name: str, numbers: object) -> tuple[int, ...]:
 
 
 def check_size(name: str, size: Any, least: int) -> None:
-    """Raise InputError for what is no whole number of at least ``least``."""
+    """Raise InputError for a value that is not a whole number of at least ``least``."""
     if not _is_whole(size) or size < least:
         raise InputError(f"{name} must be a whole number of at least {least}, got {size!r}.")
 
@@ -271,7 +271,7 @@ def without_dispatcher(op: Call, run: Call, *, differentiable: bool = False) -> 
 
 
 def _is_plain(argument: Any) -> bool:
-    """Tell whether an argument is or holds no tensor of a subclass; a list holds tensors alone, or none."""
+    """Return whether an argument is or holds no tensor of a subclass; a list holds tensors alone, or none."""
     if isinstance(argument, Tensor):
         return has_plain_type(argument)
     if isinstance(argument, list) and argument and isinstance(argument[0], Tensor):
@@ -345,7 +345,7 @@ def gradients_of(run: Callable[..., Any], inputs: Sequence[Tensor], d_outputs: S
 
 
 def are_traced_parts(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether a tracer shows C tensors [B, N, H, D] as the parts into which one [B, N, C H D] was cut."""
+    """Return whether a tracer shows C tensors [B, N, H, D] as the parts into which one [B, N, C H D] was cut."""
     x = tensors[0]
     if has_plain_type(x):
         return False

@@ -1,4 +1,4 @@
-"""Know the GPU, Triton and its assembler, keep index tables and launch plans, and launch kernels.
+"""Describe the GPU, Triton and its assembler; keep index tables and launch plans; launch kernels.
 
 This file can be imported without Triton.
 """
@@ -104,7 +104,7 @@ def gpu_behind(device: torch.device) -> Gpu:
 
 @torch.compiler.assume_constant_result
 def is_amd(device: torch.device) -> bool:
-    """Tell whether a device that the kernels can run on is an AMD GPU."""
+    """Return whether a device that the kernels can run on is an AMD GPU."""
     return bool(gpu_behind(device).amd)
 
 
@@ -146,7 +146,7 @@ def _why_not_nvidia(gpu: Gpu) -> str | None:
 
 
 def _is_right_on_tensor_memory(gpu: Gpu) -> bool:
-    """Tell whether Triton compiles products for tensor memory rightly, or does not use it."""
+    """Return whether Triton compiles products for tensor memory rightly, or does not use it."""
     release = triton_release()
     unused = bool(os.environ.get("DISABLE_MMA_V5")) or (gpu.capability[0] == 11 and release < (3, 7))
     return unused or release >= RIGHT_ON_TENSOR_MEMORY or bool(os.environ.get(ALLOW_UNTESTED))

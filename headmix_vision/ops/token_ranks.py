@@ -1,4 +1,4 @@
-"""Spread the tokens of each sample over the ranks of a process group, and exchange tensors between them.
+"""Context parallelism: part the tokens of each sample among the ranks of a process group, and exchange tensors.
 
 B batch, N tokens of all ranks, n those of one, C channels. Collectives are those that torch.compile traces.
 """
@@ -206,7 +206,7 @@ class _ExchangeEdges(torch.autograd.Function):
 
 
 def _neighbours(ranks: TokenRanks) -> tuple[bool, bool]:
-    """Tell whether there is a rank before, and one after."""
+    """Return whether there is a rank before, and one after."""
     return ranks.rank > 0, ranks.rank + 1 < ranks.size
 
 

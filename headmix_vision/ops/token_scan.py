@@ -97,7 +97,7 @@ class TokenScan:
 
     @property
     def is_raster(self) -> bool:
-        """Tell whether tokens are read in the order in which they lie in memory."""
+        """Return whether tokens are read in the order in which they lie in memory."""
         return self.order == "row_major" and not self.reverse and not self.grid.num_prefix_tokens
 
     def tables(self, like: Tensor) -> ScanTables:

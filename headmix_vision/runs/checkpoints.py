@@ -1,11 +1,13 @@
 """Reading checkpoints of training: nothing is unpickled but tensors and plain values, and damage is noticed.
 
-A checkpoint is a ZIP archive with a CRC-32 of each member. Its entry `tensors_sha256` is a hash over the names, types,
-shapes and values of all its tensors, which is compared before one of them is used. This costs 0.65 s of CPU time per
-GiB, on up to 8 threads. Where the entry is missing, as in checkpoints of earlier versions, the CRC-32 is compared, at
-0.35 s per GiB.
+A checkpoint is a ZIP archive with a CRC-32 of each member. Its entry `values_sha256` is a hash over all texts, numbers
+and so on. Its entry `tensors_sha256` is a hash over the names, types, shapes and values of all its tensors, which is
+compared before one of them is used. This costs 0.65 s of CPU time per GiB, on up to 8 threads. Where the entry is
+missing, as in checkpoints of earlier versions, the CRC-32 is compared, at 0.35 s per GiB.
 """
 
+import hashlib
+import json
 import math
 import os
 import pickle
@@ -27,6 +29,7 @@ from headmix_vision.runs.sharded_checkpoints import check_shards, named_tensors,
 DESCRIPTION_KEY = "headmix_vision"
 MODEL_PREFIX = "net."
 HASH = "tensors_sha256"
+VALUES_HASH = "values_sha256"
 _STATES = ("state_dict", "current_model_state")
 _MOST = 2**53  # of steps and epochs
 _VERSION = re.compile(r"(\d{1,9})(\.\d{1,9}){1,3}((a|b|rc|\.?dev|\.?post)\d{1,9})*(\+[a-z0-9.]+)?")
@@ -92,6 +95,11 @@ def read_checkpoint(
     _check_counts(path, checkpoint)
     about = _check_about(path, checkpoint[DESCRIPTION_KEY])
     check_shards(path, checkpoint)
+    if VALUES_HASH in checkpoint and checkpoint[VALUES_HASH] != values_sha256(checkpoint):
+        raise InputError(
+            f"{path} is damaged or was edited: its values do not have the SHA-256 in its entry {VALUES_HASH!r};"
+            " remove the entry from an edited checkpoint"
+        )
     if values and HASH not in checkpoint:
         check_archive(path, tensors=True)
     elif values and checkpoint[HASH] != checkpoint_sha256(checkpoint):
@@ -105,6 +113,20 @@ def read_checkpoint(
 def checkpoint_sha256(checkpoint: dict[str, Any]) -> str:
     """Compute the hash over all tensors of a checkpoint but sharded ones, whose shards have their own."""
     return tensors_sha256((name, tensor) for name, tensor in named_tensors(checkpoint) if not tensor.is_meta)
+
+
+def values_sha256(checkpoint: dict[str, Any]) -> str:
+    """Compute the hash over all values of a checkpoint that are not tensors, with their names and order."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return [[repr(name), plain(entry)] for name, entry in value.items()]
+        if isinstance(value, list | tuple):
+            return [plain(entry) for entry in value]
+        return "tensor" if isinstance(value, Tensor) else repr(value)
+
+    entries = {name: entry for name, entry in checkpoint.items() if name not in (HASH, VALUES_HASH)}
+    return hashlib.sha256(json.dumps(plain(entries)).encode()).hexdigest()
 
 
 def _check_counts(path: Path, checkpoint: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from headmix_vision.errors import message_of
 from headmix_vision.files.atomic import atomic_path, check_place
-from headmix_vision.runs.checkpoints import HASH, checkpoint_sha256, read_checkpoint
+from headmix_vision.runs.checkpoints import HASH, VALUES_HASH, checkpoint_sha256, read_checkpoint, values_sha256
 from headmix_vision.runs.sharded_checkpoints import SHARDED, SHARDS, remove_shards
 from headmix_vision.training.run_directory import RunDirectory, RunLostError
 
@@ -61,7 +61,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         with atomic_path(path) as temporary, temporary.open("wb") as file:
             try:
-                torch.save({**checkpoint, HASH: checkpoint_sha256(checkpoint)}, file)
+                hashes = {HASH: checkpoint_sha256(checkpoint), VALUES_HASH: values_sha256(checkpoint)}
+                torch.save({**checkpoint, **hashes}, file)
             except RuntimeError as error:
                 # torch covers what the system said with words about its container
                 raise error.__context__ if isinstance(error.__context__, OSError) else error from None

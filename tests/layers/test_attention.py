@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 import timm.layers
 import torch
@@ -147,6 +150,21 @@ def test_set_grid_keeps_the_mixing():
     assert layer.core.mixing.weight is before
     layer.core.set_block_grid((4, 4))
     assert layer.core.mixing().shape == (16, 16)
+
+
+@pytest.mark.parametrize("core", ["linear", "mhla", "hih"])
+def test_a_core_is_bound_once_for_each_grid(core):
+    layer, x = make_layer(core), torch.randn(2, 30, 24)
+    names, bound = [*layer.state_dict()], layer.core.bind(layer.grid)
+    out = layer(x)
+    assert make_layer(core).core.bind(TokenGrid(layer.grid.shape)) is bound  # layers share it
+    assert layer.core.bind(layer.grid.of_shape((6, 5))) is not bound
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert again.core.bind(again.grid) is bound and [*again.state_dict()] == names
+        assert torch.equal(again(x), out)
+    if core == "mhla":
+        q, k, v = torch.randn(3, 2, 30, 2, 12).unbind()
+        assert torch.equal(bound(q, k, v, layer.core.mixing()), layer.core(q, k, v, layer.grid))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import timm
 import timm.data
 import torch
 import yaml
+from lightning.pytorch import Trainer
 
 from headmix_vision.layers import CORES, HEAD_MIXES
 from headmix_vision.training.classification_cli import ClassificationCLI
@@ -146,6 +147,7 @@ def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypat
     seen = []
     monkeypatch.setattr(ClassificationCLI, "instantiate_classes", lambda cli: seen.append(cli))
     monkeypatch.setattr(ClassificationCLI, "_run_subcommand", lambda cli, name: None)
+    monkeypatch.setattr(ClassificationCLI, "trainer", Trainer(accelerator="cpu", logger=False), raising=False)
     monkeypatch.chdir(tmp_path)
     assert run("fit", *files(IMAGENET, LOCAL, overlay)) == 0
     options = seen.pop().config.fit
@@ -172,6 +174,7 @@ def test_run_is_named_after_its_files_but_overlays_and_a_given_model(
     seen = []
     monkeypatch.setattr(ClassificationCLI, "instantiate_classes", lambda cli: seen.append(cli))
     monkeypatch.setattr(ClassificationCLI, "_run_subcommand", lambda cli, name: None)
+    monkeypatch.setattr(ClassificationCLI, "trainer", Trainer(accelerator="cpu", logger=False), raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "overlays").mkdir()
     for name in names:

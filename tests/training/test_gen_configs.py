@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from headmix_vision.layers import CORES, HEAD_MIXES
 from headmix_vision.training.generation_cli import GenerationCLI
@@ -119,6 +120,7 @@ def test_overlay_keeps_the_global_batch(overlay: Path, tmp_path: Path, monkeypat
     seen = []
     monkeypatch.setattr(GenerationCLI, "instantiate_classes", lambda cli: seen.append(cli))
     monkeypatch.setattr(GenerationCLI, "_run_subcommand", lambda cli, name: None)
+    monkeypatch.setattr(GenerationCLI, "trainer", Trainer(accelerator="cpu", logger=False), raising=False)
     monkeypatch.chdir(tmp_path)
     for paths in ([IMAGENET[0]], [IMAGENET[1], XL, DDPM]):
         assert run("fit", *files(*paths, overlay)) == 0

@@ -181,7 +181,7 @@ def test_checkpoint_with_bad_weights_is_refused(
 ) -> None:
     checkpoint = load(reference_run / "checkpoints" / "last.ckpt")
     checkpoint[state]["net.head.bias"][3] = float("nan")
-    del checkpoint["tensors_sha256"]
+    del checkpoint["tensors_sha256"], checkpoint["values_sha256"]
     torch.save(checkpoint, tmp_path / "bad.ckpt")
     config = reference_run / "config.yaml"
     assert run("validate", "-c", config, "--ckpt_path", tmp_path / "bad.ckpt") == 2

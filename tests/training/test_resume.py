@@ -242,7 +242,7 @@ def test_edited_options_are_listed_when_a_run_goes_on(
     )
     if stored != "checkpoint":  # of an earlier version
         checkpoint = load(path)
-        del checkpoint["options"], checkpoint["ClassificationData"]["training"]
+        del checkpoint["options"], checkpoint["ClassificationData"]["training"], checkpoint["values_sha256"]
         torch.save(checkpoint, path)
     if stored == "nowhere":
         (run_dir / "config.yaml").unlink()

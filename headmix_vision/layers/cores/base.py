@@ -16,16 +16,16 @@ from headmix_vision.registry import Registry
 
 
 class AttentionCore(nn.Module):
-    """Compute head outputs from queries, keys and values: ``core(q, k, v, grid)``.
+    """Base class of attention cores, which compute head outputs: ``core(q, k, v, grid)``.
 
     A core is built from the :class:`LayerSpec` that the head mix gives it, and from options of its own.
 
     Shape:
         ``q``, ``k`` [B, N, H, D] and ``v`` [B, N, H, Dv] in raster order -> [B, N, H, Dv]. ``grid`` holds the N tokens
-        of this call, which may be others than those of the spec. A core that can rotate (``check_rotation``) is called
-        with the further argument ``rotation`` where positions are rotary. One whose tokens can lie on several ranks
-        (``check_ranks``) is called with the further argument ``ranks`` where they do: ``grid`` is then that of all
-        ranks, the tensors and the rotation are those of this one.
+        of this call, whose number may differ from the spec. A core that can rotate (``check_rotation``) is called with
+        the further argument ``rotation`` where positions are rotary. Under context parallelism a core that supports it
+        (``check_ranks``) is called with the further argument ``ranks``. Tensors and rotation then hold this rank's
+        tokens, and ``grid`` is the full grid.
 
     Attributes:
         forms_weights: the core forms a weight for each pair of tokens; it accepts ``attn_drop`` and is called with the
@@ -60,9 +60,9 @@ class AttentionCore(nn.Module):
     def bind(self, grid: TokenGrid) -> Callable[..., Any]:
         """Return the call of this core on the tokens of a grid.
 
-        A core that makes something of a grid (blocks, index tables, an order of tokens) makes it here, as a
-        :class:`~headmix_vision.ops.dispatch.Bound` that is kept for equal grids and options, and its ``forward`` calls
-        that with tensors alone. A bound call holds no weights: layers share it, and it is in no state dict.
+        A core whose blocks, index tables or order of tokens follow from the grid makes them here, once. It returns a
+        :class:`~headmix_vision.ops.dispatch.Bound`, which is kept for equal grids and options, and which its
+        ``forward`` calls with tensors alone. A bound call holds no weights: layers share it, and no state dict has it.
         """
         return partial(self, grid=grid)
 

@@ -144,7 +144,7 @@ def _is_capturing(x: Tensor) -> bool:
 
 
 def _values_are_at_hand(x: Tensor) -> bool:
-    """Tell whether reading values is free; an accelerator would have to wait."""
+    """Return whether reading values is free; an accelerator would have to wait."""
     return x.device.type == "cpu" and is_plain(x)
 
 

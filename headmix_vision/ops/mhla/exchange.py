@@ -33,7 +33,7 @@ def mix_over_ranks(mixing: Tensor, blocks: BlocksOfRank, dtype: torch.dtype, *su
 
 
 class _MixOverRanks(torch.autograd.Function):
-    """Gather the summaries of all blocks and mix them for those of this rank.
+    """Gather the summaries of all blocks and mix them for the blocks of this rank.
 
     The adjoint gathers and mixes the gradients in the same way, by the transpose of the mixing.
     """

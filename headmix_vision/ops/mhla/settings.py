@@ -79,7 +79,7 @@ def unpack(packed: Sequence[int]) -> Settings:
 
 
 def needs_output(packed: Sequence[int]) -> bool:
-    """Tell whether the backward pass of packed settings reads the output, without reading the rest."""
+    """Return whether the backward pass of packed settings reads the output, without reading the rest."""
     return REGIMES[packed[2]] == "pairwise" or bool(packed[3])
 
 

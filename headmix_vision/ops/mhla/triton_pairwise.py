@@ -507,7 +507,7 @@ def _pairwise_tables(c: tuning.Tiles, q: Layout, mixing: Layout, settings: Setti
 
 
 def is_resident(dim: int, num_tokens: int, dtype: torch.dtype, causal: bool) -> bool:
-    """Tell whether pairwise kernels hold all keys and values, or queries and gradients, of a head on chip."""
+    """Return whether pairwise kernels hold all keys and values, or queries and gradients, of a head on chip."""
     return not causal and dtype == torch.bfloat16 and dim <= 64 and num_tokens <= tuning.RESIDENT_TOKENS
 
 

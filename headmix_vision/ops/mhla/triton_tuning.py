@@ -193,7 +193,7 @@ def lone_prefix(blocks: TokenBlocks) -> int:
 
 
 def is_wide(dim: int, dtype: torch.dtype) -> bool:
-    """Tell whether heads of a type are so wide that their products crowd shared memory."""
+    """Return whether heads of a type are so wide that their products crowd shared memory."""
     return dim > {torch.float32: 64, torch.float16: 96}.get(dtype, dim)
 
 

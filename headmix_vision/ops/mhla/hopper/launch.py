@@ -1,4 +1,4 @@
-"""Launches the Gluon kernels of short sequences on Hopper GPUs, and tells which inputs they take.
+"""Launch the Gluon kernels of short sequences on Hopper GPUs, and say which inputs they take.
 
 B batch, N tokens, H heads, M blocks, D and Dv head dims.
 """
@@ -66,7 +66,7 @@ def leave_out(error: KernelFailed, settings: Settings) -> None:
 
 
 def _takes(settings: Settings, *rows: Layout) -> bool:
-    """Tell whether the kernels take such rows: bf16 in whole 16 bytes, on a Hopper GPU; they are not causal."""
+    """Return whether the kernels take such rows: bf16 in whole 16 bytes, on a Hopper GPU; they are not causal."""
     return (
         not INTERPRETED
         and not (_left_out and settings.fallback)

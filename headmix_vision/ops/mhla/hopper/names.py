@@ -1,4 +1,4 @@
-"""Names of Gluon that differ between releases of Triton, under one spelling; the kernels take them from here.
+"""Name of Gluon that differ between releases of Triton, under one spelling; the kernels take them from here.
 
 Gluon is not a public interface of Triton yet. Triton 3.5 and 3.6 call the barrier ``thread_barrier``; 3.8 renamed the
 asynchronous copy to ``async_load``, and lets ``reinterpret`` keep the size of the memory only; 3.9 made it public.
