@@ -21,11 +21,13 @@ from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, to_picture
 from headmix_vision.data.datasets.latents import (
     FORMAT,
+    HASH,
     MANIFEST,
     STORES,
     check_shard,
     count_shards,
     find_difference,
+    manifest_sha256,
     read_manifest,
     row_sums,
     shard_length,
@@ -209,7 +211,7 @@ def write_cache(
         _remove_leftovers(out, rank, world_size)
         if changed:
             with atomic_path(out / MANIFEST) as temporary:
-                temporary.write_text(json.dumps(manifest, indent=2) + "\n")
+                temporary.write_text(json.dumps({**manifest, HASH: manifest_sha256(manifest)}, indent=2) + "\n")
         todo = _missing(out, manifest, rank, world_size)
         _write_shards(images, autoencoder, out, manifest, todo, batch_size, workers, show=rank == 0)
     return len(todo)

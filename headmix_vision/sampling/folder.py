@@ -20,6 +20,7 @@ import numpy as np
 from headmix_vision.checks import check_choice
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, is_temporary, remove_temporaries
+from headmix_vision.files.limits import check_replaced
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.png import check_png, is_whole_png, read_png, write_png
 from headmix_vision.files.texts import read_json
@@ -87,13 +88,12 @@ class SampleFolder:
             if (self.path / folder).is_symlink():
                 raise InputError(f"{self.path / folder} is a link, it must be a folder; choose another --out")
             if (self.path / folder).is_dir():
-                names = (entry.name for entry in (self.path / folder).iterdir())
-                foreign += sorted(
-                    f"{folder}/{name}" for name in names if not (pattern.fullmatch(name) or is_temporary(name))
-                )
+                foreign += self._check_entries(folder, pattern)
             elif folder in inside:
                 foreign.append(folder)
         foreign += [name for name in self.files if (self.path / name).is_dir()]
+        for name in self.files:
+            check_replaced(self.path / name)
         if foreign:
             raise InputError(f"{self.path} holds {foreign[0]}, which is not a sample; choose another --out")
         if METADATA not in inside:
@@ -110,6 +110,17 @@ class SampleFolder:
         existing = self.existing()
         if existing and max(existing) >= num:
             raise InputError(f"{self.path} holds sample {max(existing)} already, --num is {num}; choose another --out")
+
+    def _check_entries(self, folder: str, pattern: re.Pattern[str]) -> list[str]:
+        """List the entries of a folder that are no samples, and refuse samples that are pipes or devices."""
+        foreign = []
+        with os.scandir(self.path / folder) as entries:
+            for entry in entries:
+                if not (pattern.fullmatch(entry.name) or is_temporary(entry.name)):
+                    foreign.append(f"{folder}/{entry.name}")
+                elif not (entry.is_file() or entry.is_dir()):
+                    check_replaced(entry.path)
+        return sorted(foreign)
 
     def existing(self) -> set[int]:
         """List the indices of the samples that are there."""

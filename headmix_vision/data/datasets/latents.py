@@ -10,6 +10,7 @@ n images or clips of a shard, C latent channels, * the axes of the latent grid: 
 clip.
 """
 
+import hashlib
 import json
 import zlib
 from pathlib import Path
@@ -29,6 +30,7 @@ from headmix_vision.files.texts import parse_json, read_json
 from headmix_vision.models.autoencoders import LatentScale
 
 MANIFEST = "latents.json"
+HASH = "sha256"
 FORMAT = 1
 STORES = ("moments", "means")
 _ENTRIES = {
@@ -66,7 +68,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
         raise InputError(f"{path} has no {MANIFEST}: make a cache with headmix cache-latents")
-    manifest = check_fields(str(file), read_json(file), {"format": int})
+    stored = read_json(file)
+    manifest = check_fields(str(file), stored, {"format": int})
     if manifest["format"] != FORMAT:
         raise InputError(f"{file} is of format {manifest['format']!r}, this version reads {FORMAT}")
     manifest = check_fields(str(file), manifest, _ENTRIES)
@@ -76,7 +79,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     for name in ("count", "shard_size"):
         if manifest[name] < 1:
             raise InputError(f"{file}: entry {name!r} is {manifest[name]}, it must be at least 1")
+    if HASH in stored and stored[HASH] != manifest_sha256(stored):
+        raise InputError(
+            f"{file} is damaged or was edited: it does not have the SHA-256 in its entry {HASH!r};"
+            " remove the entry from an edited file"
+        )
     return manifest
+
+
+def manifest_sha256(manifest: dict[str, Any]) -> str:
+    """Compute the hash over all other entries of a manifest."""
+    others = {name: value for name, value in manifest.items() if name != HASH}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def shard_length(number: int, manifest: dict[str, Any]) -> int:
