@@ -18,7 +18,8 @@ import torch
 from inputs import photo
 
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.npz import NpzImages, npz_array, npz_arrays
+from headmix_vision.evaluation.npz import npz_array, npz_arrays
+from headmix_vision.evaluation.sample_sources import NpzSamples
 from headmix_vision.files import limits
 from headmix_vision.files.clip_files import probe_clip, read_clip
 from headmix_vision.files.fields import check_nesting
@@ -174,7 +175,7 @@ def header(shape: str, descr: str = "'|u1'", fortran: bool = False) -> str:
 def test_arrays_that_are_forged(text: str, message: str, tmp_path: Path) -> None:
     path = forge(tmp_path / "a.npz", text, bytes(192))
     with pytest.raises(InputError, match=message):
-        NpzImages(path)
+        NpzSamples(path)
     if "fortran_order': True" not in text:
         with pytest.raises(InputError, match=message):
             npz_array(path, "arr_0")
@@ -185,7 +186,7 @@ def test_archives_that_are_forged(tmp_path: Path, no_memory: None) -> None:
     with pytest.raises(InputError, match=r"a.npz: arr_0 .* needs .* of memory"):
         npz_array(forge(path, header("(1, 8, 8, 3)"), bytes(192)), "arr_0")
     with pytest.raises(InputError, match=r"a.npz: a sample \[8, 8, 3\] needs .* of memory"):
-        NpzImages(path)
+        NpzSamples(path)
     with pytest.raises(InputError, match=r"holds ../arr_0.npy, arrays must lie in no folder"):
         npz_arrays(forge(path, header("(1, 8, 8, 3)"), bytes(192), "../arr_0.npy"))
     forge(path, header("(1, 8, 8, 3)"), bytes(192))
