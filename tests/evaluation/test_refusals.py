@@ -21,7 +21,7 @@ from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.frechet import Gaussian, frechet_distance
 from headmix_vision.evaluation.metrics import METRICS, Metric
 from headmix_vision.evaluation.npz import npz_labels
-from headmix_vision.evaluation.sample_sets import open_samples
+from headmix_vision.evaluation.sample_sets import check_side_options, open_samples
 from headmix_vision.evaluation.scores import Scorer, open_side
 from headmix_vision.evaluation.statistics import Statistics, read_statistics
 from headmix_vision.models.lite0 import LITE0_MODEL
@@ -469,3 +469,11 @@ def test_a_covariance_with_negative_eigenvalues_is_refused_by_the_distance_too()
     none = Gaussian(torch.zeros(3).double(), -torch.eye(3).double())
     with pytest.raises(InputError, match="smallest eigenvalue is -1, below 0"):
         frechet_distance(none, none)
+
+
+def test_one_side_of_pictures_is_enough_for_a_background(tmp_path: Path) -> None:
+    file = tmp_path / "real.safetensors"
+    file.touch()
+    check_side_options(None, "black", str(file), str(tmp_path))
+    with pytest.raises(InputError, match="no side is read from pictures"):
+        check_side_options(None, "black", str(file), str(file))
