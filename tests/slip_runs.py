@@ -165,5 +165,5 @@ class Copy:
 
 def _left_out(folder: str, names: list[str]) -> set[str]:
     """Name what a copy of the repository does without."""
-    top = {".git", ".venv", "runs", "docs"} if Path(folder) == ROOT else set()
+    top = {".git", ".venv", "runs"} if Path(folder) == ROOT else set()
     return {name for name in names if name in top or name == "__pycache__"}

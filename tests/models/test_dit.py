@@ -413,6 +413,9 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     [
         ({"input_size": 9}, "latent size 9x9 is not a multiple of the patch size 2x2"),
         ({"num_classes": 2.5}, "num_classes must be a whole number of at least 0, got 2.5"),
+        ({"num_classes": -1}, "num_classes must be a whole number of at least 0, got -1"),
+        ({"class_dropout": -0.5}, r"class_dropout must be a finite number from 0 to 1, got -0\.5"),
+        ({"mlp_ratio": -0.5}, "mlp_ratio must be"),
         ({"class_dropout": 1.0}, "class_dropout must be below 1"),
         ({"class_dropout": float("nan")}, "class_dropout must be a finite number from 0 to 1, got nan"),
         ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
