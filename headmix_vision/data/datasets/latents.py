@@ -60,7 +60,7 @@ def count_shards(manifest: dict[str, Any]) -> int:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read `latents.json` of a cache.
+    """Read `latents.json` of a cache, without its hash, which is compared.
 
     Raises:
         InputError: Absent, damaged, or of another format.
@@ -84,6 +84,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{file} is damaged or was edited: it does not have the SHA-256 in its entry {HASH!r};"
             " remove the entry from an edited file"
         )
+    manifest.pop(HASH, None)
     return manifest
 
 
