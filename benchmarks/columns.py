@@ -3,7 +3,7 @@
 Gate: output and all gradients of our columns are compared with float64 at a small batch. The budget is the error of the
 same maths with every step in the type of the inputs: twice for outputs, three times for gradients. A larger error ends
 the script with exit code 1. Times are medians over rotating copies of the inputs (`measuring.py`): tables show CUDA
-graph replays, CSV files plain launches as well. Peak memory is that of forward with backward beyond the inputs.
+graph replays, CSV files plain launches as well. Peak memory is what forward with backward needs beyond the inputs.
 "refused": the library does not run it here. "–": does not apply, or slower than --limit_ms.
 
 A shape is anything with a name, group, batch, tokens and floor_bytes, as in `mhla_cases`.

@@ -159,7 +159,7 @@ STYLES = (
         "Copyright (c) Microsoft Corporation",
         ("MIT", "https://github.com/microsoft/fluentui-emoji/blob/main/LICENSE"),
         "`README.md` is of the package of LobeHub, and links to a licence which the package lacks;"
-        " `LICENSE-PICTURES.txt` is that of the pictures",
+        " `LICENSE-PICTURES.txt` covers the pictures",
         3391,
         flags=False,
     ),

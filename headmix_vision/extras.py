@@ -1,6 +1,9 @@
 """What to install when a part of the package lacks another package."""
 
+from collections.abc import Callable, Collection
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from headmix_vision.errors import InputError
 
@@ -17,6 +20,23 @@ PACKAGES = {
 
 class MissingExtraError(ImportError, InputError):
     """A package of an extra is not installed; the message is the command that installs it."""
+
+
+def imported_when_used(package: str, module: str, names: Collection[str]) -> Callable[[str], Any]:
+    """Make the `__getattr__` of a package whose names come from a module that is slow to import.
+
+    Args:
+        package: The package.
+        module: A module in it.
+        names: What the package offers.
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{module}"), name)
+
+    return get
 
 
 def require_extra(extra: str, what: str) -> None:

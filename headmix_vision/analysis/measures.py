@@ -10,7 +10,7 @@ RANK_TOLERANCE = 1e-6
 
 
 def relative_distance(matrix: Tensor, start: Tensor) -> float:
-    """Compute the Frobenius norm of the difference of two tensors of one shape over that of the second."""
+    """Compute the Frobenius norm of `matrix - start` over the norm of `start`, two tensors of one shape."""
     start = start.double()
     return float((matrix.double() - start).norm() / start.norm())
 

@@ -93,7 +93,7 @@ class ResultFolder:
         tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
         numbers: Mapping[str, Any] | None = None,
     ) -> list[Path]:
-        """Write results, all or none; those of the same weights and settings are replaced.
+        """Write results, all or none; they replace results of the same weights and settings.
 
         Args:
             figures: Pictures by name, without `.png` or `.svg`.

@@ -18,7 +18,7 @@ class Command(NamedTuple):
     """A command.
 
     Args:
-        name: Its name, also that of its file.
+        name: Its name, and with underscores the name of its file.
         about: What it does.
     """
 
@@ -26,7 +26,7 @@ class Command(NamedTuple):
     about: str
 
     def __call__(self, args: Sequence[str] | None = None) -> None:
-        """Run the command with these arguments; those of the process when None."""
+        """Run the command with these arguments, or with the arguments of the process when None."""
         import_module(f"{__name__}.{self.name.replace('-', '_')}").main(args)
 
 

@@ -23,7 +23,7 @@ def run(
     Args:
         command: Its name.
         kind: What is trained.
-        args: Subcommand and options; those of the process when None.
+        args: Subcommand and options; the arguments of the process when None.
         default_config: Recipe of `fit` where the arguments name none.
     """
     words = sys.argv[1:] if args is None else args

@@ -6,10 +6,10 @@ The command is `headmix evaluate`. From Python:
     scores = evaluate(ScoreRequest(metric="fid", real="digits", fake="samples/digits", features="digits")).scores
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest, ScoreRequest
-from headmix_vision.extras import require_extra
+from headmix_vision.extras import imported_when_used, require_extra
 
 require_extra("eval", __name__)
 
@@ -18,10 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["FvdRequest", "MovingDigitsRequest", "ScoreRequest", "Scored", "evaluate"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from headmix_vision.evaluation import score_job  # imports torch
-
-    return getattr(score_job, name)
+__getattr__ = imported_when_used(__name__, "score_job", __all__)

@@ -4,9 +4,9 @@ from headmix_vision.sampling import SampleRequest, sample
 print(sample(SampleRequest(model="runs/gen/digits", num=64, out="digits")))
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from headmix_vision.extras import require_extra
+from headmix_vision.extras import imported_when_used, require_extra
 from headmix_vision.sampling.sample_request import SampleRequest
 
 require_extra("diffusion", __name__)
@@ -16,10 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["SampleRequest", "Sampled", "sample"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from headmix_vision.sampling import sample_job  # imports torch and diffusers
-
-    return getattr(sample_job, name)
+__getattr__ = imported_when_used(__name__, "sample_job", __all__)

@@ -4,9 +4,9 @@ from headmix_vision.training import TrainingRequest, train
 print(train(TrainingRequest(kind="classifier", words=("fit", "-c", "digits"))).metrics["val/top1"])
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from headmix_vision.extras import require_extra
+from headmix_vision.extras import imported_when_used, require_extra
 from headmix_vision.training.training_request import TrainingRequest
 
 require_extra("train", __name__)
@@ -16,10 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Trained", "TrainingRequest", "train"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from headmix_vision.training import training_job  # imports torch and Lightning
-
-    return getattr(training_job, name)
+__getattr__ = imported_when_used(__name__, "training_job", __all__)
