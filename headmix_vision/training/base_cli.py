@@ -29,6 +29,7 @@ from headmix_vision.files.texts import read_text
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
 from headmix_vision.runs.directory import (
+    BEST,
     CHECKPOINTS,
     LAST,
     METRICS,
@@ -260,6 +261,8 @@ class RunCLI(LightningCLI):
         self.checkpoint = read_checkpoint(options.ckpt_path, sharded=(), values=False)
         check_entries(self.checkpoint, options.ckpt_path, resuming=training)
         check_description(self.checkpoint, options.model.name, options.model.num_classes)
+        if training:
+            self._check_best()
         if training and getattr(rank_zero_only, "rank", 0) == 0:
             before = stored_options(self.checkpoint, Path(options.ckpt_path))
             if changes := list_changes(before, self._plain_options()):
@@ -269,6 +272,18 @@ class RunCLI(LightningCLI):
             accuracy = "" if top1 is None else f", top-1 {100 * top1:.2f} % when it was saved"
             weights = "EMA" if "current_model_state" in self.checkpoint else "trained weights"
             print(f"checkpoint {options.ckpt_path} ({weights} of step {self.checkpoint['global_step']}{accuracy})")
+
+    def _check_best(self) -> None:
+        """Refuse to go on beside a best checkpoint that cannot be opened; its tensors are not read."""
+        best = standing_file(Path(self.options.run_dir), BEST)
+        try:
+            if best.is_file():
+                read_checkpoint(best, sharded=(), values=False)
+        except InputError as error:
+            raise InputError(
+                f"the best checkpoint of the run cannot be opened: {error}. Put it back, or delete {best} to go on"
+                " without it"
+            ) from None
 
     def _plain_options(self) -> dict[str, Any]:
         """Return the options that belong to the run, as plain values."""

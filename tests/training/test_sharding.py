@@ -413,6 +413,18 @@ def test_damaged_shards_are_refused(damage: Any, message: str, folder: Path, tmp
         read_checkpoint(copy / "step=7.ckpt", sharded=())
 
 
+def test_a_run_does_not_go_on_beside_a_best_checkpoint_with_damaged_shards(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(folder / "two", tmp_path / "two")
+    (shards,) = (copy / "checkpoints").glob("best.*.shards")
+    (shards / ".metadata").unlink()
+    assert run("fit", "-c", folder / "one.yaml", "--run_dir", copy, "--ckpt_path", "last") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "the best checkpoint of the run cannot be opened" in line and "it lacks .metadata" in line
+    assert len([*shards.iterdir()]) == 2
+
+
 def forget_hashes(checkpoint: Path) -> None:
     """Make a checkpoint one of an earlier version, which had no hashes."""
     stored = torch.load(checkpoint, weights_only=True)
