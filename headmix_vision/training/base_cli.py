@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
@@ -346,6 +347,7 @@ class RunCLI(LightningCLI):
         trainer.callbacks.sort(key=lambda callback: not isinstance(callback, StartRun))  # type: ignore[attr-defined]
         if isinstance(trainer.strategy, DDPStrategy):  # else gradients are kept twice, and copied
             trainer.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+        _check_nodes(trainer)
         opt = options.model.optimizer.opt
         require(
             not isinstance(trainer.strategy, ShardedStrategy) or not any(name in opt.lower() for name in NOT_ON_SHARDS),
@@ -404,6 +406,17 @@ class RunCLI(LightningCLI):
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
         """Return the callbacks of the other subcommands."""
         return []
+
+
+def _check_nodes(trainer: Trainer) -> None:
+    """Refuse several nodes where nothing tells which of them this is: the process would wait for the others."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    known = not isinstance(environment, LightningEnvironment) or {"NODE_RANK", "GROUP_RANK"} & os.environ.keys()
+    require(
+        trainer.num_nodes == 1 or bool(known),
+        f"trainer.num_nodes={trainer.num_nodes}, but no launcher has started this process: start the command on each"
+        " node by torchrun or SLURM, set MASTER_ADDR, MASTER_PORT and NODE_RANK there, or set trainer.num_nodes=1",
+    )
 
 
 def _silence_what_does_not_apply() -> None:

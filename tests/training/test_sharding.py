@@ -303,6 +303,16 @@ def test_devices_that_are_not_the_processes_of_torchrun_are_refused(
     assert "do not make the 2 processes, 2 of them here, that torchrun has started" in capsys.readouterr().err
 
 
+def test_several_nodes_are_refused_where_nothing_tells_which_this_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NODE_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    fit = ("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", tmp_path / "run")
+    assert run(*fit, "--trainer.num_nodes", 2) == 2
+    assert "trainer.num_nodes=2, but no launcher has started this process" in capsys.readouterr().err
+
+
 def test_batches_of_another_size_are_refused_within_an_epoch() -> None:
     saved = {"processes": 2, "size": 8}
     _check_batch(saved, {"processes": 2, "size": 4}, within_epoch=False)
