@@ -493,10 +493,10 @@ SLIPS = [
     Slip("an interrupted write", "files/atomic.py", "yield temporary\n", "yield target\n", ATOMIC),
     Slip("an interrupted write", "files/atomic.py", "temporary.unlink(missing_ok=True)", "pass", ATOMIC),
     # kinds of mistakes that went unnoticed once
-    Slip("val/fid is of the average", "training/callbacks/sample_fid.py", "average or pl_module", "pl_module", FID),
+    Slip("val/fid is of the average", "training/callbacks/samples.py", "average or pl_module", "pl_module", FID),
     Slip(
         "names of sample grids",
-        "training/callbacks/sample_grids.py",
+        "training/callbacks/samples.py",
         '((pl_module, "raw"), (average, "ema"))',
         '((pl_module, "ema"), (average, "raw"))',
         FID,
@@ -565,7 +565,7 @@ SLIPS = [
         "self.beta_start < self.beta_end",
         OBJECTIVES,
     ),
-    Slip("bounds of steps", "training/image_sampler.py", "plan.steps > NUM_", "plan.steps >= NUM_", FID),
+    Slip("bounds of steps", "training/callbacks/samples.py", "plan.steps > NUM_", "plan.steps >= NUM_", FID),
     Slip("bounds of frame rates", "sampling/planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES),
     Slip("bounds of frame rates", "sampling/planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES),
     Slip(

@@ -38,9 +38,8 @@ from headmix_vision.runs.directory import (
     standing_file,
 )
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
-from headmix_vision.training.callbacks.checkpointing import LastCheckpoint, TakeSignals
+from headmix_vision.training.callbacks.checkpointing import EarlyStop, LastCheckpoint, TakeSignals
 from headmix_vision.training.callbacks.dry_run import DryRun
-from headmix_vision.training.callbacks.early_stop import EarlyStop
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, ValidateWhole
 from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
 from headmix_vision.training.callbacks.progress_display import (
@@ -50,8 +49,7 @@ from headmix_vision.training.callbacks.progress_display import (
     ModelSize,
 )
 from headmix_vision.training.callbacks.start_run import StartRun
-from headmix_vision.training.callbacks.throughput import ImagesPerSecond
-from headmix_vision.training.changes import list_changes, stored_options
+from headmix_vision.training.changes import OPTIONS, list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.command_help import subcommand_help
 from headmix_vision.training.idle_options import (
@@ -309,7 +307,6 @@ class RunCLI(LightningCLI):
         self.save_config_kwargs = {
             "run": self.run_directory,
             "not_saved": _NOT_SAVED,
-            "options": self._plain_options(),
         }
         if options.dry_run:
             metrics, self.save_config_callback = [], None
@@ -319,7 +316,7 @@ class RunCLI(LightningCLI):
         kwargs["callbacks"], kwargs["logger"] = callbacks, metrics
         kwargs["plugins"] = [
             *(plugins if isinstance(plugins, list) else [plugins]),
-            AtomicCheckpointIO(after_save, self.run_directory),
+            AtomicCheckpointIO(after_save, self.run_directory, {OPTIONS: self._plain_options()}),
         ]
         kwargs["default_root_dir"] = str(run_dir)
         # else Lightning adds a checkpoint of its own
@@ -354,7 +351,7 @@ class RunCLI(LightningCLI):
         if trainer.enable_progress_bar is not False and is_terminal(sys.stdout):
             shown.append(ImagesPerSecondBar())
         elif trainer.enable_progress_bar is not False:
-            shown.append(EpochLines(self.speed) if training else EvaluationLines())
+            shown.append(EpochLines() if training else EvaluationLines())
         return shown
 
     def _fit_callbacks(self, run_dir: Path) -> list[Callback]:
@@ -366,17 +363,17 @@ class RunCLI(LightningCLI):
             self.run_directory,
             options.checkpoint_every_n_steps,
         )
-        self.speed = ImagesPerSecond()
         average = EmaWithWarmup(options.ema.decay) if options.ema.decay is not None else None
         stopping = self.config_init[self.config.subcommand].early_stopping
+        analysis = self.config_init[self.config.subcommand].analysis
+        numbers = [AttentionNumbers(analysis)] if analysis.every_n_epochs is not None else []
         stop = [EarlyStop(stopping, self.monitor)] if stopping.patience is not None else []
         # the order matters: average, show, save; Lightning puts the best checkpoint last
         return [
             average or ValidateWhole(),
             StopOnNonFinite(),
             *self.fit_callbacks(run_dir, average),
-            AttentionNumbers(self.config_init[self.config.subcommand].analysis),
-            self.speed,
+            *numbers,
             *self._progress(),
             *stop,
             self.last,

@@ -10,10 +10,15 @@ from headmix_vision.data.classification import ClassificationData
 from headmix_vision.runs.directory import BEST, CHECKPOINTS, CURVES, LAST, PREDICTIONS
 from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.callbacks.checkpointing import BestCheckpoint
-from headmix_vision.training.callbacks.class_report import ClassReport, class_rows, format_rows, write_report
+from headmix_vision.training.callbacks.classifier_results import (
+    ClassReport,
+    PredictionsCSV,
+    class_rows,
+    format_rows,
+    write_report,
+)
 from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.callbacks.predictions import PredictionsCSV
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.options import MONITORED, BestConfig
 

@@ -11,10 +11,8 @@ from headmix_vision.runs.directory import CURVES, SAMPLES
 from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.callbacks.sample_fid import SampleFid
-from headmix_vision.training.callbacks.sample_grids import SampleGrids
+from headmix_vision.training.callbacks.samples import ImageSampler, SampleFid, SampleGrids
 from headmix_vision.training.generator import ImageGenerator
-from headmix_vision.training.image_sampler import ImageSampler
 from headmix_vision.training.options import FidConfig, SampleGridConfig
 
 
@@ -39,16 +37,20 @@ class GenerationCLI(RunCLI):
         parser.add_class_arguments(FidConfig, "fid")
 
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:
-        """Return sample grids, scores and learning curves."""
+        """Return sample grids and scores where they are asked for, and learning curves."""
         options, made = self.options, self.config_init[self.config.subcommand]
         vae, seed = options.model.vae, options.seed_everything
         sampler = ImageSampler(vae, fetch=self.trust.knows(vae))
-        samples = SampleGrids(run_dir / SAMPLES, made.samples, sampler, average, seed)
-        score = SampleFid(made.fid, sampler, average, options.data.root, seed, options.data.background)
+        callbacks: list[Callback] = []
+        if made.samples.every_n_steps is not None:
+            callbacks.append(SampleGrids(run_dir / SAMPLES, made.samples, sampler, average, seed))
+        if made.fid.every_n_epochs is not None:
+            background = options.data.background
+            callbacks.append(SampleFid(made.fid, sampler, average, options.data.root, seed, background))
         curves = LearningCurves(
             run_dir / CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )
-        return [samples, score, curves]
+        return [*callbacks, curves]
 
     def after_fit(self) -> None:
         """Print the training loss, if an epoch was finished, and where the files are."""

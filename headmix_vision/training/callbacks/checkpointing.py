@@ -1,4 +1,4 @@
-"""Checkpoints of a run: `last.ckpt`, from which it continues, also after SIGINT or SIGTERM, and `best.ckpt`."""
+"""Checkpoints of a run, `last.ckpt`, also after SIGINT or SIGTERM, and `best.ckpt`, and its end by early stopping."""
 
 import signal
 import sys
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
-from headmix_vision.training.later import Latest, sum_of_processes
-from headmix_vision.training.options import mode_of
+from headmix_vision.training.callbacks.non_finite import Latest, sum_of_processes
+from headmix_vision.training.options import EarlyStoppingConfig, mode_of
 from headmix_vision.training.run_directory import RunDirectory
 from headmix_vision.training.sharding import finish_saving
 from headmix_vision.training.signals import InterruptRequest
@@ -32,21 +32,11 @@ class TakeSignals(Callback):
     def __init__(self, request: InterruptRequest) -> None:
         self.request = request
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning."""
-        self.request.install()
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals back from Lightning."""
         self.request.install()
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning."""
-        self.request.install()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning."""
-        self.request.install()
+    on_sanity_check_start = on_test_start = on_predict_start = on_validation_start
 
 
 class LastCheckpoint(TakeSignals):
@@ -242,6 +232,57 @@ class BestCheckpoint(ModelCheckpoint):
         moved = {"dirpath": self.dirpath, "best_model_path": path, "kth_best_model_path": path, "last_model_path": ""}
         best = {path: state_dict["best_model_score"]} if path else {}
         super().load_state_dict({**state_dict, **moved, "best_k_models": best})
+
+
+class EarlyStop(EarlyStopping):
+    """End a run after so many validations without a better one, also a run that is resumed after that.
+
+    Args:
+        config: The rule; its patience must be given.
+        monitor: What is monitored where the rule does not say it.
+    """
+
+    def __init__(self, config: EarlyStoppingConfig, monitor: str) -> None:
+        assert config.patience is not None
+        monitor = config.monitor or monitor
+        super().__init__(
+            monitor,
+            config.min_delta,
+            config.patience,
+            mode=mode_of(monitor),
+            check_on_train_epoch_end=False,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the best value and the count; the patience is that of the command line."""
+        super().load_state_dict({**state_dict, "patience": self.patience})
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End a run at once that had been stopped: Lightning would train until the next validation.
+
+        Raises:
+            InputError: If there are no validations.
+        """
+        if not sum(trainer.num_val_batches):
+            raise InputError("early_stopping.patience needs validation: set data.val_split")
+        trainer.should_stop = self.wait_count >= self.patience
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the validation with the best one.
+
+        Raises:
+            InputError: If it does not log what is monitored; before the training already.
+        """
+        if self.monitor not in trainer.callback_metrics:
+            known = ", ".join(name for name in trainer.callback_metrics if name.startswith("val/"))
+            raise InputError(f"early_stopping.monitor must be one of {known}, got {self.monitor}")
+        super().on_validation_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print why the run has ended."""
+        if self.wait_count >= self.patience and trainer.is_global_zero:
+            best = float(self.best_score)
+            print(f"stopped: no better {self.monitor} than {best:.4f} in {self.wait_count} validations", flush=True)
 
 
 def can_resume_after_batch(trainer: Trainer) -> bool:
