@@ -18,23 +18,23 @@ from torch.utils.data import DataLoader, Dataset
 
 from headmix_vision.checks import check_counts, check_flags, check_numbers
 from headmix_vision.console.notes import say_once
-from headmix_vision.data.batches import TrainBatchSampler, eval_batches
-from headmix_vision.data.datasets import find_dataset, open_split
-from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
-from headmix_vision.data.datasets.memory import InMemory
-from headmix_vision.data.datasets.parts import hold_out
-from headmix_vision.data.datasets.streams import Stream, StreamLoader
-from headmix_vision.data.loading import (
+from headmix_vision.data.batches import (
     Collate,
     EvalSamples,
     PreparedSamples,
+    TrainBatchSampler,
     TrainLoader,
     TrainSamples,
     UnreadableImages,
     WholeBatches,
     as_it_is,
+    eval_batches,
     obey_parent,
 )
+from headmix_vision.data.datasets import find_dataset, open_split
+from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
+from headmix_vision.data.datasets.derived import InMemory, hold_out
+from headmix_vision.data.datasets.streams import Stream, StreamLoader
 from headmix_vision.errors import InputError
 from headmix_vision.files.limits import check_memory, check_workers
 from headmix_vision.files.pictures import check_background

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from headmix_vision.checks import check_numbers
+from headmix_vision.data.batches import TrainLoader, as_it_is
 from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets import find_dataset, open_split
@@ -16,7 +17,6 @@ from headmix_vision.data.datasets.base import Source, SplitRequest, Transform
 from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.datasets.streams import Stream
 from headmix_vision.data.fitting import FitImage, ImageToRange, to_range
-from headmix_vision.data.loading import TrainLoader, as_it_is
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.data.stills import ImageStills, MixedBatchSampler, MixedSamples, StillsConfig
 from headmix_vision.errors import InputError
