@@ -79,7 +79,7 @@ class Captured(BaseException):
 @cache
 def parser_of(command: str) -> Any:
     """Return the parser of a command, and import what the command imports, which its forks then have."""
-    for module in WORK.get(command, ("training.training_job", "training.distillation_cli")):
+    for module in WORK.get(command, ("training.training_job", "training.generation_cli")):
         import_module(f"headmix_vision.{module}")
 
     def capture(_: Any, *given: Any) -> None:

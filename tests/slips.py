@@ -190,7 +190,7 @@ SLIPS = [
     ),
     Slip("layer_decay reaches the optimizer", "training/base_module.py", "layer_decay=config.layer_decay,", "", STEPS),
     Slip("arguments reach the optimizer", "training/base_module.py", "**config.args,", "", STEPS),
-    Slip("ragged validation", "training/classification_metrics.py", ", weight=len(targets)", "", STEPS),
+    Slip("ragged validation", "training/classifier.py", ", weight=len(targets)", "", STEPS),
     Slip("ragged validation", "training/generator.py", ", weight=len(x0)", "", STEPS),
     Slip("validation noise by batch", "training/generator.py", "self.seed, batch_idx, self", "self.seed, self", STEPS),
     Slip("validation noise by rank", "training/generator.py", "self.global_rank, _VALIDATION", "_VALIDATION", STEPS),

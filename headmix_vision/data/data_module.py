@@ -65,20 +65,21 @@ class DataModule(lightning.LightningDataModule):
         val_split: Name of the validation split; none when None.
         test_split: Name of the test split; none when None.
         batch_size: B, samples per process and step.
-        eval_batch_size: Samples per process and step in evaluation; batch_size if None.
-        num_workers: Worker processes per process; if None, none where reading costs nothing or whole batches are read
-            at once, else the CPU cores per process, at most 8.
-        seed: Seed of order and of what is drawn.
-        max_unreadable: Largest share of unreadable samples, above which an error stops the run; each process counts
-            what it reads.
         repeats: Repeated augmentation: each sample this many times in a row, the epoch keeping its length.
         holdout_every: Every so many-th training sample is kept out of training, and validation runs on these instead of
-            `val_split`, which is left to be tested on; none when None.
-        shuffle_shards: Number of shards of which samples are mixed at a time, so that shards are read one group after
-            the other; all when None.
-        in_memory: Decode all pictures, of one size, when a split is opened, and keep them in memory.
-        background: Colour behind transparent pixels.
-        skip_unlabelled: Leave samples without a valid label out, and count them, instead of refusing them.
+            `val_split`, on which a run that was stopped or chosen by validation can then be tested; none if null.
+        eval_batch_size: Samples per process and step in evaluation and prediction; batch_size if null.
+        num_workers: Worker processes per process; if null, none where reading costs nothing (digits, canvas, fake,
+            moving_digits) or whole batches are read at once, else the CPU cores per process, at most 8.
+        seed: Seed of order, augmentation, flips, and of where a clip begins in its video.
+        max_unreadable: Largest share of unreadable images or videos, above which an error stops the run; each process
+            counts what it reads. A video that is too short for a clip is unreadable.
+        shuffle_shards: Number of shards of which samples are mixed at a time; all if null.
+        in_memory: Decode all pictures, of one size, before the training, and keep them in memory: of 10,000 of 64 x 64
+            pixels 123 MB, in each process. No samples change.
+        background: Colour behind the transparent pixels of pictures: white, black, another name or #rrggbb.
+        skip_unlabelled: Leave samples out whose label is missing, None, NaN or below 0, and count them; refused if
+            false.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, splits with different classes, a
@@ -100,12 +101,12 @@ class DataModule(lightning.LightningDataModule):
         val_split: str | None,
         test_split: str | None,
         batch_size: int,
-        eval_batch_size: int | None,
-        num_workers: int | None,
-        seed: int,
-        max_unreadable: float,
         repeats: int = 1,
         holdout_every: int | None = None,
+        eval_batch_size: int | None = None,
+        num_workers: int | None = None,
+        seed: int = 0,
+        max_unreadable: float = 0.01,
         shuffle_shards: int | None = None,
         in_memory: bool = False,
         background: str = "white",

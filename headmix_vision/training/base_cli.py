@@ -49,7 +49,6 @@ from headmix_vision.training.callbacks.progress_display import (
     ModelSize,
 )
 from headmix_vision.training.callbacks.start_run import StartRun
-from headmix_vision.training.changes import OPTIONS, list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.command_help import subcommand_help
 from headmix_vision.training.idle_options import (
@@ -70,6 +69,7 @@ from headmix_vision.training.options import (
 )
 from headmix_vision.training.parser import OptionParser, load_yaml, with_config_of_run, with_underscores
 from headmix_vision.training.replicas import ReplicatedStrategy  # noqa: F401  registered as `ddp`
+from headmix_vision.training.resuming import OPTIONS, list_changes, stored_options
 from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest

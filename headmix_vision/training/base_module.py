@@ -20,6 +20,7 @@ from headmix_vision.console.notes import say_once
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_finite, check_state
 from headmix_vision.training.grouped_muon import GroupedMuon
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 from headmix_vision.training.resuming import check_optimizers, check_progress, check_sums
@@ -124,21 +125,28 @@ class BaseModule(LightningModule):
     Args:
         optimizer: Optimizer.
         schedule: Learning rate schedule.
-        seed: Seed of whatever is random in a step.
-        compile: Compile the network with `torch.compile`; with `blocks`, and where it is sharded, each block by itself;
-            with `graphs` into CUDA graphs, which one process replays with few launches.
-        grad_checkpointing: Compute the blocks a second time in the backward pass, instead of keeping what is in them.
+        seed: Seed of whatever is random in a step; the command line sets it to `seed_everything`.
+        compile: Compile the network with `torch.compile`; with `blocks`, and where it is sharded, each block by itself,
+            which takes less time; with `graphs` into CUDA graphs, for small networks on one GPU, whose steps wait for
+            the host.
+        grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
 
     Attributes:
         sharers: Processes that have the same training batches, and compute parts of them.
         step_loss: Mean loss of the last training batch, on the device.
         epoch_loss: Mean loss of the epoch; None before its last batch.
         epoch_rate: Images per second of the epoch, after its last batch.
+        num_classes: Number of classes.
+        class_names: Names of the classes, once they are known.
+        description: Entry of checkpoints on the model: its `name`, and how it was made.
         throughput: Counts the images. An epoch that was interrupted counts from where it went on.
         may_end_in_warmup: Whether the run may be shorter than the warm-up of its learning rate.
     """
 
     net: nn.Module
+    num_classes: int
+    description: dict[str, Any]
+    class_names: list[str] | None = None
     train_loss: Tensor
     schedule: Scheduler
     sharers: int = 1
@@ -152,7 +160,7 @@ class BaseModule(LightningModule):
         self,
         optimizer: OptimizerConfig,
         schedule: ScheduleConfig,
-        seed: int,
+        seed: int = 0,
         *,
         compile: Compile = False,
         grad_checkpointing: bool = False,
@@ -371,14 +379,24 @@ class BaseModule(LightningModule):
             "size": getattr(getattr(self.trainer, "datamodule", None), "batch_size", 0),
         }
 
+    def check_settings(self, stored: dict[str, Any]) -> None:
+        """Raise InputError if the description in a checkpoint is of a model that learns something else."""
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the running mean of the loss.
+        """Restore the running mean of the loss, and refuse a checkpoint of another model.
 
         Raises:
-            InputError: If training goes on with another optimizer, or with batches of another size, all processes
-                together, within an epoch or with another number of processes; if the checkpoint has another form than
-                this run writes.
+            InputError: If the name, the number of classes or any weight's name or shape differs, or a weight is not
+                finite, see also `check_settings`; if training goes on with another optimizer, or with batches of
+                another size, all processes together, within an epoch or with another number of processes; if the
+                checkpoint has another form than this run writes.
         """
+        check_description(checkpoint, self.description["name"], self.num_classes)
+        self.check_settings(checkpoint[DESCRIPTION_KEY])
+        check_state(checkpoint["state_dict"], self.state_dict())
+        for state in ("state_dict", "current_model_state"):
+            check_finite(checkpoint.get(state, {}), "the checkpoint")
+        self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
         check_progress(self.trainer, self, checkpoint)
         if self.trainer.state.fn == "fit":
             self._optimizer_states = checkpoint["optimizer_states"]

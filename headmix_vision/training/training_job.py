@@ -12,7 +12,7 @@ from headmix_vision.training.training_request import TrainingRequest
 _CLIS = {
     "classifier": ("classification_cli", "ClassificationCLI"),
     "generator": ("generation_cli", "GenerationCLI"),
-    "distilled": ("distillation_cli", "DistillationCLI"),
+    "distilled": ("generation_cli", "DistillationCLI"),
 }
 
 

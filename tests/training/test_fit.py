@@ -12,8 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, WarmedUpAverage, ema_decay
-from headmix_vision.training.classification_metrics import ClassificationMetrics
-from headmix_vision.training.classifier import ImageClassifier
+from headmix_vision.training.classifier import ClassificationMetrics, ImageClassifier
 from headmix_vision.training.options import MONITORED
 
 from .helpers import TINY, assert_equal, load, read_csv, run, write_config

@@ -12,8 +12,7 @@ from headmix_vision.training.callbacks import non_finite
 from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
 from headmix_vision.training.callbacks.classifier_results import PredictionsCSV
 from headmix_vision.training.callbacks.non_finite import Later, NonFiniteError, StopOnNonFinite
-from headmix_vision.training.classification_metrics import ClassificationMetrics
-from headmix_vision.training.classifier import ImageClassifier
+from headmix_vision.training.classifier import ClassificationMetrics, ImageClassifier
 from headmix_vision.training.generator import ImageGenerator
 from headmix_vision.training.signals import InterruptRequest
 

@@ -22,8 +22,7 @@ from headmix_vision.training import classifier as classifier_module
 from headmix_vision.training import generator as generator_module
 from headmix_vision.training.base_module import BaseModule, place_steps
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.classification_metrics import ClassificationMetrics
-from headmix_vision.training.classifier import ImageClassifier
+from headmix_vision.training.classifier import ClassificationMetrics, ImageClassifier
 from headmix_vision.training.generator import ImageGenerator
 from headmix_vision.training.options import LossConfig, MixupConfig, OptimizerConfig
 
