@@ -66,8 +66,8 @@ WORK = {  # modules that do the work of a command
     "evaluate": ("evaluation.score_job", "evaluation.clip_score_job"),
     "export": ("runs.export", "runs.pipelines"),
     "analyze": ("analysis.analysis_job",),
-    "cache-latents": ("data.cache_latents",),
-    "index-shards": ("data.index_shards",),
+    "cache-latents": ("data.latent_cache",),
+    "index-shards": ("data.shard_index",),
 }
 NUMBERS = {"int", "float", "bool", "none", "choice"}
 

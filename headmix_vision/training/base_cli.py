@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.console.arguments import command_words
+from headmix_vision.console.notes import say
 from headmix_vision.console.processes import end_without_others, leave_group
 from headmix_vision.console.progress import is_terminal
 from headmix_vision.errors import InputError
@@ -91,6 +92,7 @@ class RunCLI(LightningCLI):
     data_class: ClassVar[type[LightningDataModule]]
     recipes: ClassVar[str]
     runs_folder: ClassVar[str] = "runs"
+    summary: str = ""
 
     def __init__(self, request: InterruptRequest, resources: ExitStack, args: Sequence[str]) -> None:
         self.request = request
@@ -261,7 +263,7 @@ class RunCLI(LightningCLI):
         if training and getattr(rank_zero_only, "rank", 0) == 0:
             before = stored_options(self.checkpoint, Path(options.ckpt_path))
             if changes := list_changes(before, self._plain_options()):
-                print("\n  ".join(["options that differ from the checkpoint's:", *changes]), file=sys.stderr)
+                say("\n  ".join(["options that differ from the checkpoint's:", *changes]))
         if not training and getattr(rank_zero_only, "rank", 0) == 0:
             top1 = self.checkpoint[DESCRIPTION_KEY].get("top1")
             accuracy = "" if top1 is None else f", top-1 {100 * top1:.2f} % when it was saved"

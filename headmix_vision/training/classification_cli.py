@@ -51,29 +51,29 @@ class ClassificationCLI(RunCLI):
         return [PredictionsCSV(run_dir / PREDICTIONS) if self.config.subcommand == "predict" else self.report]
 
     def after_fit(self) -> None:
-        """Print what the best validation was, if there was one, and where the files are."""
+        """Sum up the best validation, if there was one, and where the files are."""
         rows = [row for row in self.metrics.rows if self.monitor in row]
         run_dir = Path(self.options.run_dir)
         if not self.trainer.is_global_zero or self.options.trainer.fast_dev_run:
             return
         if not rows:
-            print(f"run {run_dir} · checkpoint {run_dir / LAST}")
+            self.summary = f"run {run_dir} · checkpoint {run_dir / LAST}"
             return
         choose = min if self.best.mode == "min" else max
         best = choose(rows, key=lambda row: row[self.monitor])
         value = best[self.monitor]
         found = f"{value:.4f}" if self.monitor == "val/loss" else f"{100 * value:.2f} %"
-        print(
+        self.summary = (
             f"best {MONITORED[self.monitor]} {found} (epoch {best['epoch'] + 1:.0f}) · run {run_dir}"
             f" · checkpoint {run_dir / BEST} · curves {run_dir / CURVES}"
         )
 
     def after_validate(self) -> None:
-        """Print the accuracy of the classes, and write it with the confusion matrix."""
+        """Sum up the accuracy of the classes, and write it with the confusion matrix."""
         self._report("val")
 
     def after_test(self) -> None:
-        """Print the accuracy of the classes, and write it with the confusion matrix."""
+        """Sum up the accuracy of the classes, and write it with the confusion matrix."""
         self._report("test")
 
     def _report(self, split: str) -> None:
@@ -81,9 +81,8 @@ class ClassificationCLI(RunCLI):
         if not self.trainer.is_global_zero or matrix is None or not matrix.any():
             return
         names = self.model.class_names or [str(i) for i in range(len(matrix))]
-        print(format_rows(class_rows(matrix, names)))
         paths = write_report(Path(self.options.run_dir), split, matrix, names)
-        print(f"wrote {', '.join(map(str, paths))}")
+        self.summary = f"{format_rows(class_rows(matrix, names))}\nwrote {', '.join(map(str, paths))}"
 
     def predict(self, **kwargs: Any) -> None:
         """Predict without keeping the predictions in memory."""

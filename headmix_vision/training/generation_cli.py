@@ -56,7 +56,7 @@ class GenerationCLI(RunCLI):
         return [*callbacks, curves]
 
     def after_fit(self) -> None:
-        """Print the training loss, if an epoch was finished, and where the files are."""
+        """Sum up the training loss, if an epoch was finished, and where the files are."""
         rows = [row for row in self.metrics.rows if "train/loss" in row]
         run_dir = Path(self.options.run_dir)
         if not self.trainer.is_global_zero or self.options.trainer.fast_dev_run:
@@ -64,7 +64,7 @@ class GenerationCLI(RunCLI):
         loss = f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · " if rows else ""
         samples = "videos" if len(self.model.net.input_size) == 3 else "images"
         where = f"run {run_dir} · samples {run_dir / SAMPLES}"
-        print(f"{loss}{where} · next: headmix sample {samples} --model {run_dir}")
+        self.summary = f"{loss}{where} · next: headmix sample {samples} --model {run_dir}"
 
 
 class DistillationCLI(GenerationCLI):
