@@ -86,12 +86,7 @@ class ImageToRange:
         x: Any = image if self.fit is None else self.fit(image)
         if self.hflip and torch.rand(()) < self.hflip:
             x = x.flip(-1)
-        return to_range(x)
-
-
-def to_range(pixels: Tensor) -> Tensor:
-    """Scale pixels in [0, 1] of any shape to [-1, 1]."""
-    return pixels * 2 - 1
+        return x * 2 - 1
 
 
 def crop_frames(frames: Sequence[Image.Image], size: Sequence[int]) -> Tensor:

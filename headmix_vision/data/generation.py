@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torchvision.transforms import Normalize
 
 from headmix_vision.checks import check_numbers
 from headmix_vision.data.batches import TrainLoader, as_it_is
@@ -16,7 +17,7 @@ from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import Source, SplitRequest, Transform
 from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.datasets.streams import Stream
-from headmix_vision.data.fitting import FitImage, ImageToRange, to_range
+from headmix_vision.data.fitting import FitImage, ImageToRange
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.data.stills import ImageStills, MixedBatchSampler, MixedSamples, StillsConfig
 from headmix_vision.errors import InputError
@@ -115,7 +116,7 @@ class GenerationData(DataModule):
 
     def batch_transform(self, training: bool) -> Transform | None:
         """Scale to [-1, 1], where nothing is flipped."""
-        return None if training and self.hflip else to_range
+        return None if training and self.hflip else Normalize([0.5], [0.5])
 
     def request(self, split: str, role: str) -> SplitRequest:
         """As in the base; a canvas may be drawn at another size than the network takes, clips have a frame rate."""

@@ -29,6 +29,7 @@ from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, SplitRequest, to_picture
+from headmix_vision.data.datasets.derived import Derived
 from headmix_vision.data.datasets.folders import ImageFiles, find_class_folders, open_class_folders
 from headmix_vision.data.datasets.latents import (
     FORMAT,
@@ -61,7 +62,7 @@ _SHARD_NUMBER = re.compile(r"\.shard-(\d+)\.")
 _ALONE = Processes()
 
 
-class EvenClips(Source):
+class EvenClips(Derived):
     """Several clips of each video of a source, in even distances.
 
     Args:
@@ -69,10 +70,11 @@ class EvenClips(Source):
         count: Clips of each.
     """
 
+    source: ClipSource
+
     def __init__(self, source: ClipSource, count: int) -> None:
-        self.source = source
+        super().__init__(source)
         self.count = count
-        self.class_names = source.class_names
 
     def __len__(self) -> int:
         return len(self.source) * self.count

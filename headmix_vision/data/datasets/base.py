@@ -220,6 +220,38 @@ class Pictures(Source):
         return len(self.data)
 
 
+class Selection(Pictures):
+    """Some pictures of a data set or reader of a library, with a label each.
+
+    Args:
+        data: The data set or reader.
+        kept: Which of its pictures.
+        targets: Their labels; None where the data set does not list them.
+        class_names: One name per label.
+        decoding: The pixels that they become.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        kept: Sequence[int],
+        targets: Sequence[int] | None,
+        class_names: list[str],
+        decoding: Decoding,
+    ) -> None:
+        super().__init__(data, class_names, decoding)
+        self.kept, self.targets = kept, targets
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def keys(self) -> list[str] | None:
+        """Numbers and labels."""
+        if self.targets is None:
+            return None
+        return [f"{number} {target}" for number, target in zip(self.kept, self.targets, strict=True)]
+
+
 class BatchSource(Source):
     """A source that reads a batch at once, quicker than sample by sample, and never fails."""
 

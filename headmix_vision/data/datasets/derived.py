@@ -19,7 +19,29 @@ from headmix_vision.files.pictures import readable
 _THREADS = 8
 
 
-class Part(Source):
+class Derived(Source):
+    """Base class of a source with the classes, number, keys and names of another one.
+
+    Args:
+        source: The other source.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.class_names, self.in_memory, self.what = source.class_names, source.in_memory, source.what
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def keys(self) -> list[str] | None:
+        """As the other source says; the number of samples tells a part of it."""
+        return self.source.keys()
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+
+class Part(Derived):
     """Some samples of another source.
 
     Args:
@@ -28,18 +50,14 @@ class Part(Source):
     """
 
     def __init__(self, source: Source, indices: Sequence[int]) -> None:
-        self.source, self.indices = source, indices
-        self.class_names, self.in_memory, self.what = source.class_names, source.in_memory, source.what
+        super().__init__(source)
+        self.indices = indices
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def read(self, index: int) -> tuple[Any, int]:
         return self.source.read(self.indices[index])
-
-    def keys(self) -> list[str] | None:
-        """As the other source says; their number tells the part."""
-        return self.source.keys()
 
     def name(self, index: int) -> str:
         return self.source.name(self.indices[index])
@@ -78,7 +96,7 @@ def hold_out(source: Source, every: int, *, held: bool) -> Part:
     return part
 
 
-class InMemory(BatchSource):
+class InMemory(Derived, BatchSource):
     """Pictures of another source, all of one size, decoded and kept as uint8.
 
     Worker processes that are forked share them.
@@ -91,8 +109,7 @@ class InMemory(BatchSource):
     """
 
     def __init__(self, source: Source) -> None:
-        self.source = source
-        self.class_names, self.what = source.class_names, source.what
+        super().__init__(source)
         if len(source):
             first, _ = self._decode(0)
             check_memory(
@@ -115,12 +132,6 @@ class InMemory(BatchSource):
             image, target = self.source.read(index)
         return pil_to_tensor(to_picture(image)), target
 
-    def keys(self) -> list[str] | None:
-        return self.source.keys()
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
     def read(self, index: int) -> tuple[RawImage, int]:  # type: ignore[override]  # transforms take it as from a file
         """Picture as the source reads it, and target."""
         pixels = self._pixels.numpy()[index]
@@ -129,6 +140,3 @@ class InMemory(BatchSource):
     def read_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         images = self._pixels[indices].to(torch.float32, memory_format=torch.contiguous_format).div_(255)
         return images, self._targets[indices]
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
