@@ -69,7 +69,6 @@ from headmix_vision.training.options import (
     require,
 )
 from headmix_vision.training.parser import OptionParser, load_yaml, with_config_of_run, with_underscores
-from headmix_vision.training.replicas import ReplicatedStrategy  # noqa: F401  registered as `ddp`
 from headmix_vision.training.resuming import OPTIONS, list_changes, stored_options
 from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
