@@ -1,4 +1,4 @@
-"""Augments, crops and normalises images for classifiers, by timm's transforms."""
+"""Augment, crop and normalise images for classifiers, by timm's transforms."""
 
 import re
 from dataclasses import dataclass

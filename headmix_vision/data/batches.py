@@ -133,7 +133,7 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
 
 
 def eval_batches(num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
-    """Batches of one process in evaluation: every sample exactly once over all ranks, rank r takes `r::W`.
+    """Return the batches of one process in evaluation: every sample exactly once over all ranks, rank r takes `r::W`.
 
     All ranks get the same number of batches, because DistributedDataParallel synchronises buffers in every forward
     pass and a rank with one batch more would wait for ever.
@@ -210,7 +210,7 @@ class UnreadableImages:
 
 
 class BatchedEnd:
-    """Transforms a sample by steps of which the last ones take a whole batch in less time than its samples one by one.
+    """Transform a sample in steps, the last of which are quicker for a whole batch than for its samples one by one.
 
     Args:
         single: The first steps, all random ones among them.
@@ -380,7 +380,7 @@ class Collate:
 
 
 def obey_parent(worker: int) -> None:
-    """Lets no process but the one that a loader's worker reads for end it; for `worker_init_fn`.
+    """Let only its parent process end a loader's worker; for `worker_init_fn`.
 
     Ctrl-C, torchrun and schedulers signal all processes of a job: without its workers, training could not finish the
     step after which it saves.

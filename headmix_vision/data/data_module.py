@@ -200,7 +200,7 @@ class DataModule(lightning.LightningDataModule):
         return hold_out(opened, self.holdout_every, held=role == "val")
 
     def request(self, split: str, role: str) -> SplitRequest:
-        """Say what is asked of the data set for a split whose role is train, val or test."""
+        """Make the request for a split whose role is train, val or test."""
         training = role == "train"
         return SplitRequest(
             self.dataset,

@@ -258,7 +258,7 @@ def _is_of_earlier_decoding(out: Path, background: str) -> bool:
 
 
 def _source_hashes(source: Source, manifest: dict[str, Any]) -> list[str]:
-    """Hashes the names and sizes of each shard's images; where there are no files, the name of the data set."""
+    """Hash the names and sizes of each shard's images; where there are no files, the name of the data set."""
     files, size = source.files(), manifest["shard_size"]
     starts = range(0, manifest["count"], size)
     parts = [manifest["images"] if files is None else files[start : start + size] for start in starts]

@@ -278,7 +278,7 @@ def write_index(
 
 
 def _are_labelled(contents: list[ShardContent], folder: Path, label: str | None) -> bool:
-    """Tell whether samples have labels; refuse labels that stand apart from them, or an entry that none has."""
+    """Return whether samples have labels; refuse labels that stand apart from them, or an entry that none has."""
     orphans = dict.fromkeys(key for content in contents for key in content.orphans)
     faulty = {key for content in contents for key in content.faulty.values()}
     labelled = any(value is not None for content in contents for value in content.labels)

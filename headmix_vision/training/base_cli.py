@@ -176,7 +176,7 @@ class RunCLI(LightningCLI):
 
     @property
     def monitor(self) -> str:
-        """What validation logs of a better model, unless options say it."""
+        """Metric that selects the best checkpoint, and is watched by early stopping, by default."""
         return "val/loss"
 
     @property

@@ -24,7 +24,7 @@ from headmix_vision.training.options import MONITORED, BestConfig
 
 
 class ClassificationCLI(RunCLI):
-    """Trains and evaluates classifiers from the command line: `headmix train-cls`."""
+    """Train and evaluate classifiers from the command line: `headmix train-cls`."""
 
     module_class = ImageClassifier
     data_class = ClassificationData
@@ -37,7 +37,7 @@ class ClassificationCLI(RunCLI):
 
     @property
     def monitor(self) -> str:
-        """What the best checkpoint is chosen by."""
+        """Metric that selects the best checkpoint."""
         return str(self.config_init["fit"].best.monitor)
 
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:

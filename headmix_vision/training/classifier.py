@@ -64,7 +64,7 @@ class ClassificationMetrics(nn.Module):
 
 
 class ImageClassifier(BaseModule):
-    """Trains and evaluates one timm model on images with one label each.
+    """Train and evaluate one timm model on images with one label each.
 
     Random numbers of a training batch (dropout, drop path, mixup) follow from the seed, the epoch, the batch index
     and the rank alone, so that an interrupted run continues as if it had not been interrupted.

@@ -161,14 +161,14 @@ class ImageGenerator(BaseModule):
         return loss * self.sharers if self.sharers > 1 else loss
 
     def _draw_times(self, x0: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """Draw the times of a batch, [B] or, of clips some of which continue clean frames, [B, T]."""
+        """Draw the times of a batch, [B] or, of clips some of which continue a clean prefix, [B, T]."""
         if x0.ndim < 5:
             return self.objective.draw_times(len(x0), device)
         net: Any = self.net
         return self.objective.draw_times(len(x0), device, x0.shape[2], net.block_frames or net.patch_size[0])
 
     def _without_some(self, labels: Tensor, times: Tensor) -> Tensor:
-        """Return the labels [B], that of no class for some of the clips that continue known frames."""
+        """Return the labels [B], that of no class for some of the clips that continue a prefix."""
         share = self.objective_config.prefix_class_dropout
         if not share or times.ndim == 1:
             return labels
@@ -241,5 +241,5 @@ class ImageGenerator(BaseModule):
 
 
 def _noisy_time(times: Tensor) -> Tensor:
-    """Return the time of each sample, [B], from [B] or from [B, T] with clean frames."""
+    """Return the time of each sample, [B], from [B] or from [B, T] with a clean prefix."""
     return times.amax(1) if times.ndim == 2 else times

@@ -111,7 +111,7 @@ class RunDirectory:
         self._failure = self._failure or message_of(error)
 
     def lost(self) -> str | None:
-        """Say why nothing can be written to the directory any more; None while it can."""
+        """Return the reason why nothing can be written to the directory any more; None while it can."""
         assert self._claimed is not None
         try:
             if not os.path.samestat(self._claimed, self.path.stat()):

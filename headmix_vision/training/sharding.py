@@ -120,7 +120,7 @@ class _Writer(FileSystemWriter):
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Shards each block of a network, and the rest of it, by `fully_shard`, over all processes or groups of them.
+    """Shard each block of a network, and the rest of it, by `fully_shard`, over all processes or groups of them.
 
     Checkpoints are written by all processes, each its own part, while training goes on: a `.ckpt` file that takes its
     place when the folder of its shards is complete. Its entries are those of one process, so that a run continues with
@@ -272,7 +272,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, DTensor)}
 
     def shard(self, network: nn.Module) -> None:
-        """Shards the parameters of a network in place; each of `network.blocks` is gathered when it is computed."""
+        """Shard the parameters of a network in place; each of `network.blocks` is gathered when it is computed."""
         meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in network.parameters()}
         self._plain[network] = deepcopy(network, meta)
         mesh, after_forward = self.device_mesh, self.reshard_after_forward
@@ -304,7 +304,7 @@ StrategyRegistry.register("fsdp2", ShardedStrategy, description="Fully sharded o
 
 @contextmanager
 def whole_network(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Lets each process compute with the network of a module by itself, as often as it likes.
+    """Let each process compute with the network of a module by itself, as often as it likes.
 
     A plain copy with all weights takes the place of a sharded network, without context parallelism. All
     processes have to enter.

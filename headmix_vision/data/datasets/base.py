@@ -184,7 +184,7 @@ class Source(ABC):
         """Image and target of one sample. Anything may be raised when an image is damaged."""
 
     def name(self, index: int) -> str:
-        """What to call a sample in a message: its file, where there is one."""
+        """Name of a sample in messages: its file, where there is one."""
         return f"{type(self).__name__}[{index}]"
 
     def files(self) -> list[tuple[str, int]] | None:

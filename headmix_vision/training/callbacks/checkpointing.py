@@ -158,7 +158,7 @@ class LastCheckpoint(TakeSignals):
         self.request.deferred = False
 
     def _requested_lately(self, trainer: Trainer) -> bool:
-        """Tell whether any process was asked to stop, as far as it is known without waiting for the device."""
+        """Return whether any process was asked to stop, as far as it is known without waiting for the device."""
         if trainer.world_size == 1:
             return self._is_asked()
         asked = torch.full((), float(self._is_asked()), device=trainer.strategy.root_device)
@@ -166,7 +166,7 @@ class LastCheckpoint(TakeSignals):
         return known is not None and known.item() > 0
 
     def _is_asked(self) -> bool:
-        """Tell whether this process got a signal or, asked once in a second, has lost its run directory."""
+        """Return whether this process got a signal or, asked once in a second, has lost its run directory."""
         now_s = time.monotonic()
         if self.run is not None and now_s - self._looked_at_s >= _LOOK_EVERY_S:
             self._looked_at_s = now_s
@@ -286,7 +286,7 @@ class EarlyStop(EarlyStopping):
 
 
 def can_resume_after_batch(trainer: Trainer) -> bool:
-    """Tell whether a checkpoint written in `on_train_batch_end` loses nothing.
+    """Return whether a checkpoint written in `on_train_batch_end` loses nothing.
 
     Lightning resumes from such a checkpoint with the next batch: it would skip a validation due after this one, and
     the hooks at the end of the epoch.
@@ -297,7 +297,7 @@ def can_resume_after_batch(trainer: Trainer) -> bool:
 
 
 def is_last_epoch(trainer: Trainer) -> bool:
-    """Tell at the end of an epoch whether training ends with it: `done` of Lightning's loop says so, and prints it."""
+    """Return at the end of an epoch whether training ends with it; `done` of Lightning's loop would also print."""
     epochs = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
     counts = (trainer.global_step, trainer.max_steps), (epochs, trainer.max_epochs or -1)
     return trainer.should_stop or any(-1 != limit <= count for count, limit in counts)

@@ -25,7 +25,7 @@ Row = tuple[str, list[str], list[float]]
 
 
 class ClassRow(NamedTuple):
-    """What became of the images of one class."""
+    """Result for the images of one class."""
 
     name: str
     images: int
