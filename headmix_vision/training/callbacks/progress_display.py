@@ -133,5 +133,6 @@ class ImagesPerSecondBar(TQDMProgressBar):
         if trainer.training and isinstance(pl_module, BaseModule) and pl_module.step_loss is not None:
             loss = self._loss.read(pl_module.step_loss)
             metrics |= {} if loss is None else {"loss": float(loss)}
-            metrics["images/s"] = f"{pl_module.throughput.of_epoch():.0f}"
+            if pl_module.throughput.images:
+                metrics["images/s"] = f"{pl_module.throughput.of_epoch():.0f}"
         return metrics
