@@ -52,8 +52,8 @@ class HeadMixAttention(nn.Module):
     Shape:
         ``x`` [B, N, C] -> [B, N, C], tokens in raster order, prefix first. ``grid`` is another token grid for this
         call alone; ``rotation`` are its rotary positions (:func:`~headmix_vision.layers.positions.rotary_tables`).
-        Under context parallelism (:meth:`context_parallel`) ``x`` and ``rotation`` hold this rank's tokens. ``grid`` is the
-        full grid.
+        Under context parallelism (:meth:`context_parallel`) ``x`` and ``rotation`` hold this rank's tokens, while
+        ``grid`` is the full grid.
 
     Raises:
         InputError: for an unknown core or head mix, an option that it does not take, heads not dividing the width,
