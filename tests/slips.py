@@ -38,7 +38,7 @@ SCORES = "tests/evaluation/test_scores.py -k without_options or antialiasing"
 RUNS, SAMPLING = "tests/runs/test_runs.py -k as_it_was_trained", "tests/sampling/test_sample.py -k another_seed"
 ATOMIC = "tests/test_atomic.py"
 IHA, MEA = "tests/layers/test_interleaved_heads.py", "tests/layers/test_explicit_heads.py"
-CONV, CONV_OP = "tests/layers/test_grid_convolution.py", "tests/ops/test_grid_conv.py -k gradients"
+CONV, CONV_OP = "tests/layers/test_convolutions.py", "tests/ops/test_grid_conv.py -k gradients"
 CONV_KERNELS = "tests/ops/test_grid_conv_triton.py -k channels"
 WINDOW, DEPTH = "tests/ops/test_token_window.py", "tests/models/test_depth.py"
 MIX_NAMES = "tests/models/test_zoo.py -k names or published or decay"
@@ -383,13 +383,13 @@ SLIPS = [
         "self.mix.repeat(1, self.queries_per_head, 1)",
         MEA,
     ),
-    Slip("hooks of a projection act", "layers/bare_modules.py", " and not any(hooks)", "", MEA),
-    Slip("hooks of a convolution act", "layers/grid_convolution.py", "if _is_plain(conv)", "if True", CONV),
+    Slip("hooks of a projection act", "layers/convolutions.py", " and not any(hooks)", "", MEA),
+    Slip("hooks of a convolution act", "layers/convolutions.py", "if _is_plain(conv)", "if True", CONV),
     Slip("input gradients flip the kernel", "ops/grid_conv/triton_op.py", "flip=True", "flip=False", CONV_KERNELS),
     Slip("weight gradients of clips", "ops/grid_conv/torch_impl.py", "max(0, -shift)", "max(0, shift)", CONV_OP),
     Slip(
         "places weigh as one token",
-        "layers/cores/linear.py",
+        "layers/cores/mhla.py",
         'options["normalizer"] == "paper"',
         'options["normalizer"] is not None',
         IHA,
@@ -447,12 +447,12 @@ SLIPS = [
     ),
     Slip(
         "the last of each k layers is plain",
-        "models/depth.py",
+        "layers/attention.py",
         "(index + 1) % global_every",
         "index % global_every",
         DEPTH,
     ),
-    Slip("plain layers have no window", "models/depth.py", ' if name != "window"', "", DEPTH),
+    Slip("plain layers have no window", "layers/attention.py", ' if name != "window"', "", DEPTH),
     Slip(
         "a mix alone is over softmax", "models/names.py", 'named[f"softmax_{mix}"]', 'named[f"mhla_{mix}"]', MIX_NAMES
     ),
@@ -528,7 +528,7 @@ SLIPS = [
     Slip("float16 sums", "models/convert_sana.py", "torch.promote_types(v.dtype, torch.float32)", "v.dtype", HALF),
     Slip(
         "float16 sums",
-        "layers/cores/linear.py",
+        "layers/cores/mhla.py",
         "        mixing = mixing / largest",
         "        pass",
         "tests/models/test_video_dit.py -k low_precision",
