@@ -24,6 +24,7 @@ from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.layers.positions import Rotation
 from headmix_vision.ops import TokenGrid, TokenRanks
 from headmix_vision.ops.dispatch import as_axes
+from headmix_vision.ops.token_grid import repeated, with_shape
 
 
 class HeadMixAttention(nn.Module):
@@ -223,10 +224,10 @@ class HeadMixAttention(nn.Module):
         grid: tuple[int, ...] | None = None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        tokens = self.grid if grid is None else self.grid.of_shape(tuple(grid))
+        tokens = self.grid if grid is None else with_shape(self.grid, tuple(grid))
         x = self._encode(x, tokens)
         q, k, v = self._project(x)
-        places = tokens if self.repeats == 1 else tokens.repeat(self.repeats)
+        places = tokens if self.repeats == 1 else repeated(tokens, self.repeats)
         out = self.core(q, k, v, places, **self._core_arguments(x, attn_mask, is_causal, rotation))
         return self._finish(x, out, None if self.lepe is None else self._convolve_values(v.flatten(2), tokens))
 
@@ -274,7 +275,7 @@ class HeadMixAttention(nn.Module):
         Raises:
             InputError: if the core is not causal, or the tokens do not end with a row of blocks along the first axis.
         """
-        tokens = self.grid if grid is None else self.grid.of_shape(tuple(grid))
+        tokens = self.grid if grid is None else with_shape(self.grid, tuple(grid))
         rotated: dict[str, Any] = {}
         if rotation is not None:
             self.core.check_rotation()

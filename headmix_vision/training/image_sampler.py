@@ -9,10 +9,9 @@ from lightning.pytorch import LightningModule, Trainer
 
 from headmix_vision.console.processes import Processes
 from headmix_vision.data.batches import deal_batches
-from headmix_vision.diffusion.denoising import NonFiniteSamplesError
+from headmix_vision.diffusion.denoising import NonFiniteSamplesError, create_scheduler, set_steps
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
-from headmix_vision.diffusion.schedulers import create_scheduler, set_steps
 from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import check_source, downsampling, load_autoencoder
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch

@@ -85,7 +85,7 @@ def _call(case: str, impl: str) -> list[Tensor]:
         outputs = grid_conv.IMPLEMENTATIONS[impl](*inputs, TokenGrid((4, 5), 1), True, True)
     else:
         inputs = [*(draw(2, 5, 2, 16) for _ in range(3)), draw(3, 4, 2)]
-        outputs = mix_heads.IMPLEMENTATIONS[impl](tuple(inputs[:3]), inputs[3])
+        outputs = mix_heads.IMPLEMENTATIONS[impl](*inputs[:4])
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     return outputs + list(torch.autograd.grad(sum(x.square().sum() for x in outputs), inputs))
 

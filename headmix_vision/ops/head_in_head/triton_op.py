@@ -21,7 +21,7 @@ from headmix_vision.ops.token_scan import ScanTables
 
 
 def head_in_head_triton(inputs: Inputs, scan: ScanTables | None, fallback: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute :func:`headmix_vision.ops.head_in_head` in kernels; for ``fallback`` see ``mhla_triton``."""
+    """Compute :func:`headmix_vision.ops.head_in_head` in kernels; for ``fallback`` see ``plan_triton`` of MHLA."""
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     out, final, *_ = _call_forward(*inputs, None if scan is None else scan.order, save, fallback)
     return out, final

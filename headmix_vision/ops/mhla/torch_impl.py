@@ -11,8 +11,7 @@ from torch import Tensor
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
 from headmix_vision.ops.mhla.settings import FEATURE_MAPS, Settings
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
-from headmix_vision.ops.token_blocks import BlocksOfRank, BlockTables
-from headmix_vision.ops.token_gather import to_blocks, to_tokens
+from headmix_vision.ops.token_blocks import BlocksOfRank, BlockTables, to_blocks, to_tokens
 
 CHUNK = 64  # tokens of a block that meet each other one by one, in causal attention
 

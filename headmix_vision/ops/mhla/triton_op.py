@@ -32,8 +32,7 @@ from headmix_vision.ops.mhla.torch_impl import mhla_torch, source_block_denomina
 from headmix_vision.ops.mhla.triton_launch import Backward, Forward, Gradients, Saved, gradient
 from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
 from headmix_vision.ops.runtime import KernelFailed, autocast_off, storage_dtype
-from headmix_vision.ops.token_blocks import BlocksOfRank
-from headmix_vision.ops.token_gather import to_blocks
+from headmix_vision.ops.token_blocks import BlocksOfRank, to_blocks
 
 
 def plan_triton(
