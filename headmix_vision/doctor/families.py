@@ -29,7 +29,7 @@ from headmix_vision.doctor.drawing import (
     grid_of,
 )
 from headmix_vision.ops import TokenBlocks, TokenScan, grid_conv, head_in_head, mhla, mix_heads
-from headmix_vision.ops.mhla.settings import apply_feature_map
+from headmix_vision.ops.mhla.torch_impl import apply_feature_map
 
 
 def draw_mhla(

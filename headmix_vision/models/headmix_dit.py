@@ -32,7 +32,7 @@ from headmix_vision.checks import (
 )
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
-from headmix_vision.layers.attention import attention_of_layer
+from headmix_vision.layers.attention import attention_of_layers
 from headmix_vision.layers.cores.mhla import MHLACore
 from headmix_vision.layers.positions import Rotation, check_rotary, rotary_tables
 from headmix_vision.models.diffusers_features import FeaturedModel, found_by_diffusers
@@ -188,6 +188,15 @@ class HeadMixDiT(FeaturedModel):
         self.t_embedder = TimestepEmbedding(embed_dim, sit_time=sit_time, **factory)
         labels = LabelEmbedding(num_classes, embed_dim, class_dropout, **factory) if num_classes else None
         self.y_embedder = labels
+        layers = attention_of_layers(
+            depth,
+            core=core,
+            core_args=core_args,
+            head_mix=head_mix,
+            head_mix_args=head_mix_args,
+            global_every=global_every,
+            softmax_every=softmax_every,
+        )
         self.blocks = nn.ModuleList(
             DiTBlock(
                 embed_dim,
@@ -195,9 +204,7 @@ class HeadMixDiT(FeaturedModel):
                 HeadMixAttention(
                     embed_dim,
                     num_heads,
-                    **attention_of_layer(
-                        index, depth, global_every, head_mix, head_mix_args, core_args, core, softmax_every
-                    ),
+                    **layer,
                     grid=self.base_grid,
                     block_grid=per_axis("block_grid", block_grid, axes),
                     qk_norm=qk_norm,
@@ -211,7 +218,7 @@ class HeadMixDiT(FeaturedModel):
                 ),
                 **factory,
             )
-            for index in range(depth)
+            for layer in layers
         )
         self.head_dim = embed_dim // num_heads
         if positions == "rope":

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from headmix_vision.checks import check_choice, check_counts, check_keywords, check_numbers, keywords, pair
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
-from headmix_vision.layers.attention import attention_of_layer
+from headmix_vision.layers.attention import attention_of_layers
 from headmix_vision.layers.convolutions import PatchConv2d
 from headmix_vision.models.names import Variant, register_family
 
@@ -96,10 +96,18 @@ class HeadMixVisionTransformer(VisionTransformer):
             _check_image_fits(kwargs.get("img_size", 224), kwargs.get("patch_size", 16))
         kwargs.setdefault("embed_layer", _PatchEmbed)
         super().__init__(attn_layer=_AttentionArguments, weight_init="skip", **kwargs)
-        for index, block in enumerate(self.blocks):
+        layers = attention_of_layers(
+            len(self.blocks),
+            core=core,
+            core_args=core_args,
+            head_mix=head_mix,
+            head_mix_args=head_mix_args,
+            global_every=global_every,
+        )
+        for block, layer in zip(self.blocks, layers, strict=True):
             block.attn = HeadMixAttention(
                 **cast(_AttentionArguments, block.attn).arguments,
-                **attention_of_layer(index, len(self.blocks), global_every, head_mix, head_mix_args, core_args, core),
+                **layer,
                 grid=self.patch_embed.grid_size,
                 block_grid=blocks,
                 num_prefix_tokens=self.num_prefix_tokens,

@@ -17,7 +17,7 @@ from headmix_vision.doctor.cases import CASES_OF_A_KERNEL, DTYPES, FAMILIES, che
 from headmix_vision.doctor.drawing import GRADIENT_LAYOUTS, HEAD_DIMS, LAYOUTS, head_dim_range
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, mhla
-from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS
+from headmix_vision.ops.mhla.torch_impl import FEATURE_MAPS, NORMALIZERS
 
 from . import fuzz
 from .test_drawn_gpu import CASES, STEP

@@ -9,10 +9,10 @@ from torch import Tensor
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, dispatch, runtime
 from headmix_vision.ops.grid_conv import api as grid_conv
 from headmix_vision.ops.head_in_head import api as head_in_head
-from headmix_vision.ops.head_in_head.inputs import Inputs
+from headmix_vision.ops.head_in_head.torch_impl import Inputs
 from headmix_vision.ops.mhla import api as mhla
 from headmix_vision.ops.mhla import triton_ranks
-from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.mix_heads import api as mix_heads
 from headmix_vision.ops.runtime import KernelFailed, Launch
 

@@ -22,9 +22,8 @@ from headmix_vision.ops.dispatch import (
     select,
     why_not_triton,
 )
-from headmix_vision.ops.head_in_head.inputs import Inputs, RWKV7Inputs
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
-from headmix_vision.ops.head_in_head.torch_impl import head_in_head_rwkv7_torch, head_in_head_torch
+from headmix_vision.ops.head_in_head.torch_impl import Inputs, RWKV7Inputs, head_in_head_rwkv7_torch, head_in_head_torch
 from headmix_vision.ops.runtime import NO_KERNELS
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
 

@@ -1,4 +1,4 @@
-"""Compute Head-in-Head chunk by chunk, linear in N, in plain PyTorch for any device. README.md derives it.
+"""The tensors of Head-in-Head, and its form in plain PyTorch, chunk by chunk: linear in N, on any device (README.md).
 
 B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads of d = Dk / r dimensions, C chunks of T tokens.
 """
@@ -6,17 +6,56 @@ B batch, N tokens, H heads, Dk and Dv head dims, r sub-heads of d = Dk / r dimen
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_vision.ops.head_in_head.inputs import Inputs, RWKV7Inputs
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import gather
 from headmix_vision.ops.token_scan import ScanTables
 
 RWKV7_CHUNK_LENGTH = 16  # decays by channel are held for all pairs of a chunk: T Dk numbers a token
+
+
+class Inputs(NamedTuple):
+    """The tensors of :func:`headmix_vision.ops.head_in_head`.
+
+    Attributes:
+        q, k: [B, N, H, Dk].
+        v: [B, N, H, Dv].
+        beta, log_decay: [B, N, H].
+        mask: [H, r, r] or [B, N, H, r, r].
+        initial_state: [B, H, Dk, Dv], or None for zeros.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    log_decay: Tensor
+    mask: Tensor
+    initial_state: Tensor | None
+
+
+class RWKV7Inputs(NamedTuple):
+    """The tensors of :func:`headmix_vision.ops.head_in_head_rwkv7`.
+
+    Attributes:
+        q, k, a, b, log_decay: [B, N, H, Dk].
+        v: [B, N, H, Dv].
+        mask, initial_state: as in :class:`Inputs`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    log_decay: Tensor
+    mask: Tensor
+    initial_state: Tensor | None
 
 
 def head_in_head_torch(inputs: Inputs, scan: ScanTables | None) -> tuple[Tensor, Tensor]:

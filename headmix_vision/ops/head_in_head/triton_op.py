@@ -14,8 +14,7 @@ from torch import Tensor
 
 from headmix_vision.ops.dispatch import FAILED, as_function, gradients_of, stand_in, without_dispatcher
 from headmix_vision.ops.head_in_head import triton_kernels as launch
-from headmix_vision.ops.head_in_head.inputs import Inputs
-from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
+from headmix_vision.ops.head_in_head.torch_impl import Inputs, head_in_head_torch
 from headmix_vision.ops.runtime import KernelFailed
 from headmix_vision.ops.token_scan import ScanTables
 

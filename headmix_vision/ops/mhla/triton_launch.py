@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headmix_vision.ops.mhla import triton_tiles as shared
 from headmix_vision.ops.mhla import triton_tuning as tuning
-from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.runtime import Launch, Layout, cached_tables, numerics, planned
 from headmix_vision.ops.token_blocks import TokenBlocks
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from headmix_vision.ops.mhla import triton_tiles as shared
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.hopper import launch as hopper
-from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.mhla.triton_launch import (
     Backward,
     Forward,
