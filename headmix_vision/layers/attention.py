@@ -53,8 +53,8 @@ class HeadMixAttention(nn.Module):
     Shape:
         ``x`` [B, N, C] -> [B, N, C], tokens in raster order, prefix first. ``grid`` is another token grid for this
         call alone; ``rotation`` are its rotary positions (:func:`~headmix_vision.layers.positions.rotary_tables`).
-        Under context parallelism (:meth:`set_ranks`) ``x`` and ``rotation`` hold this rank's tokens. ``grid`` is the
-        full grid.
+        Under context parallelism (:meth:`context_parallel`) ``x`` and ``rotation`` hold this rank's tokens, while
+        ``grid`` is the full grid.
 
     Raises:
         InputError: for an unknown core or head mix, an option that it does not take, heads not dividing the width,
@@ -176,7 +176,7 @@ class HeadMixAttention(nn.Module):
         self.core.set_grid(new.repeat(self.repeats))
         self.grid = new
 
-    def set_ranks(self, ranks: TokenRanks | ProcessGroup | DeviceMesh | None) -> None:
+    def context_parallel(self, ranks: TokenRanks | ProcessGroup | DeviceMesh | None) -> None:
         """Turn on context parallelism. Ranks exchange block summaries, and the edges that ``cpe`` reads.
 
         Each rank then has the parameter gradients of its own tokens (:meth:`TokenRanks.sum_gradients`).

@@ -398,7 +398,7 @@ class HeadMixDiT(FeaturedModel):
         for layer in layers if ranks else ():
             layer.check_ranks()  # all, before any is changed
         for layer in layers:
-            layer.set_ranks(ranks)
+            layer.context_parallel(ranks)
         self.ranks = ranks
 
     spread_tokens = context_parallel  # the former name
