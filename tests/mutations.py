@@ -48,7 +48,8 @@ def _other(value: Any, rng: random.Random) -> Any:
     if isinstance(value, torch.Tensor) and rng.random() < 0.6:
         empty, flat = value.flatten()[:0], value.flatten()
         changed = [empty, flat, value.to(torch.int8), value[None], torch.zeros(()), value.double() * float("nan")]
-        return rng.choice([*changed, value.to_sparse() if value.ndim else empty, value.to(torch.complex64)])
+        sparse = empty if value.is_meta or not value.ndim else value.to_sparse()
+        return rng.choice([*changed, sparse, value.to(torch.complex64)])
     if isinstance(value, int | float) and rng.random() < 0.4:
         return rng.choice([-value, -value - 1, value * 10**9, value + 0.5])
     return rng.choice(OTHERS)

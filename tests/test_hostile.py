@@ -1,11 +1,14 @@
 """Wrong options and damaged files end in one line: some of the cases that `hostile.py` draws, and its judgement."""
 
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import hostile
+import mutations
 import pytest
+import torch
 from hostile_lines import LINES
 
 PROGRAM = Path(__file__).with_name("hostile.py")
@@ -40,3 +43,11 @@ def test_endings_are_judged(
     case = hostile.Case(line, line.words.split(), "", certain)
     end = hostile.Ending(status, "", stderr, {"a": "1"}, after, executed=False, done="")
     assert hostile.judge(case, end, tmp_path, 1) == verdicts
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # sharded checkpoints hold tensors without values
+def test_every_value_of_a_checkpoint_can_be_changed(device: str, tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    for seed in range(60):
+        torch.save({"a": torch.ones((), device=device), "b": {"c": [torch.ones(2, device=device), 1, "x"]}}, path)
+        mutations.checkpoint_values(path, random.Random(seed))
