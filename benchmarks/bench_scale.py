@@ -41,7 +41,7 @@ from benchmarks.measuring import REPOSITORY, add_options, environment, fill, ope
 from benchmarks.model_families import family_of, read_spelling
 from headmix_vision.console.scripts import run_python
 from headmix_vision.console.tables import markdown_table
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.writing import atomic_path
 
 HEADER = ("model", "batch", "what", "GPUs", "images/s", "ratio", "GiB")
 LOSS_HEADER = ("model", "what", "GPUs", "first loss", "last loss", "largest difference")

@@ -107,8 +107,8 @@ SLIPS = [
     Slip("antialiasing of pixels", "data/fitting.py", 'antialias=mode == "bilinear"', "antialias=False", EPOCHS),
     Slip("hard pixels", "data/fitting.py", '"nearest" if multiple else "bilinear"', '"bilinear"', EPOCHS),
     # files
-    Slip("companions of macOS", "files/listing.py", 'name.startswith(".")', 'name.startswith("..")', LISTING),
-    Slip("loops of links", "files/listing.py", "if inner.place in around:", "if inner.place in around[:1]:", LISTING),
+    Slip("companions of macOS", "files/pictures.py", 'name.startswith(".")', 'name.startswith("..")', LISTING),
+    Slip("loops of links", "files/pictures.py", "if inner.place in around:", "if inner.place in around[:1]:", LISTING),
     Slip(
         "photos are upright",
         "files/pictures.py",
@@ -311,7 +311,7 @@ SLIPS = [
     ),
     Slip("mixing is not decayed", "models/headmix_dit.py", " | undecayed_parameters(self)", "", DIT),
     Slip("labels are not decayed", "models/headmix_dit.py", '{"y_embedder.embedding_table.weight"}', "set()", DIT),
-    Slip("weights only", "files/weights.py", "weights_only=True", "weights_only=False", DIT),
+    Slip("weights only", "files/tensors.py", "weights_only=True", "weights_only=False", DIT),
     Slip(
         "gradient checkpointing",
         "models/headmix_dit.py",
@@ -490,8 +490,8 @@ SLIPS = [
     Slip("parts of the inception score", "evaluation/metrics.py", "SPLITS = 10", "SPLITS = 1", SCORES),
     Slip("parts of the inception score", "evaluation/scores.py", '"logits"), splits,', '"logits"), 1,', SCORES),
     Slip("antialiasing of features", "evaluation/extractors.py", ", antialias=True", "", SCORES),
-    Slip("an interrupted write", "files/atomic.py", "yield temporary\n", "yield target\n", ATOMIC),
-    Slip("an interrupted write", "files/atomic.py", "temporary.unlink(missing_ok=True)", "pass", ATOMIC),
+    Slip("an interrupted write", "files/writing.py", "yield temporary\n", "yield target\n", ATOMIC),
+    Slip("an interrupted write", "files/writing.py", "temporary.unlink(missing_ok=True)", "pass", ATOMIC),
     # kinds of mistakes that went unnoticed once
     Slip("val/fid is of the average", "training/callbacks/sample_fid.py", "average or pl_module", "pl_module", FID),
     Slip(

@@ -20,8 +20,8 @@ from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.index_shards import write_index
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_samples
-from headmix_vision.files.clip_files import probe_clip, read_clip
 from headmix_vision.files.pictures import Decoding, is_clip
+from headmix_vision.files.video import probe_clip, read_clip
 from headmix_vision.sampling.planning import _read_image
 
 SIZE = 24

@@ -20,48 +20,53 @@ from inputs import photo
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import npz_array, npz_arrays
 from headmix_vision.evaluation.sample_sources import NpzSamples
-from headmix_vision.files import limits
-from headmix_vision.files.clip_files import probe_clip, read_clip
-from headmix_vision.files.fields import check_nesting
-from headmix_vision.files.limits import check_file, check_memory, check_workers, memory_left, num_cores
-from headmix_vision.files.pictures import Decoding, picture_formats
-from headmix_vision.files.png import read_png, write_png
+from headmix_vision.files import reading
+from headmix_vision.files.pictures import Decoding, picture_formats, read_png, write_png
+from headmix_vision.files.reading import (
+    check_file,
+    check_memory,
+    check_nesting,
+    check_workers,
+    check_yaml,
+    memory_left,
+    num_cores,
+    parse_json,
+    read_text,
+)
 from headmix_vision.files.tars import Member, list_members
-from headmix_vision.files.tensor_files import open_tensors, write_tensors
-from headmix_vision.files.texts import check_yaml, parse_json, read_text
-from headmix_vision.files.video import VideoInfo, is_whole_video, probe, read_frames, write_video
-from headmix_vision.files.weights import read_weights
+from headmix_vision.files.tensors import open_tensors, read_weights, write_tensors
+from headmix_vision.files.video import VideoInfo, is_whole_video, probe, probe_clip, read_clip, read_frames, write_video
 from headmix_vision.runs.checkpoints import read_checkpoint
 
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has no memory left, so that whatever asks for some is refused, however small."""
-    monkeypatch.setattr(limits, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(limits, "memory_left", lambda: 0)
+    monkeypatch.setattr(reading, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(reading, "memory_left", lambda: 0)
 
 
 def test_memory_is_the_least_of_machine_container_and_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     left = memory_left()
     assert 1 << 26 < left <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    used = 1024 * limits._numbers(Path("/proc/self/status"))["VmSize:"]
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (used + 1_000_000, -1))
+    used = 1024 * reading._numbers(Path("/proc/self/status"))["VmSize:"]
+    monkeypatch.setattr(reading.resource, "getrlimit", lambda which: (used + 1_000_000, -1))
     assert memory_left() < 2_000_000
-    monkeypatch.setattr(limits, "_rooms_in_groups", lambda: [-5])
+    monkeypatch.setattr(reading, "_rooms_in_groups", lambda: [-5])
     assert memory_left() == 0
 
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_containers_limit_the_memory(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, usage, reclaimable = limits._VERSIONS[version]
+    limit, usage, reclaimable = reading._VERSIONS[version]
     group = tmp_path / "a" / "b"
     group.mkdir(parents=True)
     for name, text in ((limit, "5000"), (usage, "4000"), ("memory.stat", f"x 1\n{reclaimable} 300\n")):
         (group / name).write_text(f"{text}\n")
     (tmp_path / limit).write_text("max\n")
     (tmp_path / usage).write_text("1\n")
-    monkeypatch.setattr(limits, "_groups", lambda: [group, tmp_path])
-    assert limits._rooms_in_groups() == [1300]
+    monkeypatch.setattr(reading, "_groups", lambda: [group, tmp_path])
+    assert reading._rooms_in_groups() == [1300]
 
 
 def test_memory_and_workers_beyond_the_machine_are_refused() -> None:
@@ -255,7 +260,7 @@ def test_clips_are_measured_before_they_are_decoded(tmp_path: Path, monkeypatch:
     data[place + 12 : place + 16] = struct.pack(">I", zlib.crc32(data[place : place + 12]))
     path.write_bytes(data)
     assert probe_clip(path).num_frames == 1 << 30
-    monkeypatch.setattr(limits, "memory_left", lambda: 1 << 30)
+    monkeypatch.setattr(reading, "memory_left", lambda: 1 << 30)
     with pytest.raises(
         InputError, match=r"a\.png cannot be read \(a clip of 1073741824 frames of 8x8 pixels needs 206 GB"
     ):
@@ -267,11 +272,11 @@ def test_clips_are_measured_before_they_are_decoded(tmp_path: Path, monkeypatch:
 def test_videos_are_measured_before_they_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.mp4"
     write_video(path, np.zeros((3, 16, 16, 3), np.uint8), 8)
-    monkeypatch.setattr(limits, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(limits, "memory_left", lambda: 4000)
+    monkeypatch.setattr(reading, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(reading, "memory_left", lambda: 4000)
     with pytest.raises(InputError, match=r"a.mp4: a frame of 16x16 pixels needs"):
         probe(path)
-    monkeypatch.setattr(limits, "memory_left", lambda: 4500)
+    monkeypatch.setattr(reading, "memory_left", lambda: 4500)
     with pytest.raises(InputError, match=r"a.mp4: 3 frames of 16x16 pixels needs"):
         read_frames(path, range(3))
     assert read_frames(path, [1]).shape == (1, 16, 16, 3)

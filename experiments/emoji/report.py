@@ -15,8 +15,8 @@ from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.evaluation.sample_sets import SampleSet
 from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import nearest
-from headmix_vision.files.atomic import atomic_path
 from headmix_vision.files.result_table import ResultTable, Row
+from headmix_vision.files.writing import atomic_path
 from headmix_vision.sampling.contact_sheet import draw_grid
 
 SCORES = {

@@ -17,10 +17,9 @@ from headmix_vision.checks import check_counts, check_positive, suggest
 from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver
 from headmix_vision.errors import InputError
 from headmix_vision.extras import require_extra
-from headmix_vision.files.atomic import atomic_path, check_place
-from headmix_vision.files.limits import check_workers
-from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.reading import check_workers
 from headmix_vision.files.result_table import ResultTable, write_table
+from headmix_vision.files.writing import atomic_path, check_place, hold_lock
 
 MAX_SEEDS = 1000
 MAX_EPOCHS = 1_000_000

@@ -41,7 +41,7 @@ def _examine(device: str | None, seed: int, json_file: Path | None, started_s: f
     from headmix_vision.console.devices import default_device, open_device
     from headmix_vision.doctor.examination import Request, examine
     from headmix_vision.doctor.lines import lines_of
-    from headmix_vision.files.atomic import atomic_path, check_place
+    from headmix_vision.files.writing import atomic_path, check_place
 
     check_counts(0, 2**32 - 1, **{"--seed": seed})
     if json_file is not None:

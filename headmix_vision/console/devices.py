@@ -3,7 +3,7 @@
 import torch
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import memory_left
+from headmix_vision.files.reading import memory_left
 
 
 def default_device() -> str:

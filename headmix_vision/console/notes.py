@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 
 from headmix_vision.errors import launched_rank
-from headmix_vision.files.listing import describe_left_out
+from headmix_vision.files.pictures import describe_left_out
 
 _said: set[str] = set()
 

@@ -4,7 +4,7 @@ import math
 
 from PIL import Image
 
-from headmix_vision.files.limits import check_memory
+from headmix_vision.files.reading import check_memory
 
 
 def center_crop(image: Image.Image, size: int | tuple[int, int]) -> Image.Image:

@@ -36,8 +36,8 @@ from headmix_vision.data.loading import (
     obey_parent,
 )
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_memory, check_workers
 from headmix_vision.files.pictures import check_background
+from headmix_vision.files.reading import check_memory, check_workers
 
 
 class DataModule(lightning.LightningDataModule):

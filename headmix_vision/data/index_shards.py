@@ -26,9 +26,9 @@ from headmix_vision.data.labels import LabelRule, Labels, keep_labelled, number_
 from headmix_vision.data.loading import as_it_is
 from headmix_vision.data.shard_content import ScannedShards, ShardContent
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_workers
-from headmix_vision.files.tensor_files import write_tensors
-from headmix_vision.files.video import VIDEO_SUFFIXES
+from headmix_vision.files.pictures import VIDEO_SUFFIXES
+from headmix_vision.files.reading import check_workers
+from headmix_vision.files.tensors import write_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

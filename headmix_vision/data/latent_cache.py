@@ -37,11 +37,10 @@ from headmix_vision.data.datasets.latents import (
 from headmix_vision.data.labels import check_label
 from headmix_vision.data.loading import obey_parent
 from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import atomic_path, check_place, is_temporary
-from headmix_vision.files.limits import check_disk, check_memory, check_workers
-from headmix_vision.files.locks import hold_lock
 from headmix_vision.files.pictures import readable
-from headmix_vision.files.tensor_files import write_tensors
+from headmix_vision.files.reading import check_disk, check_memory, check_workers
+from headmix_vision.files.tensors import write_tensors
+from headmix_vision.files.writing import atomic_path, check_place, hold_lock, is_temporary
 from headmix_vision.models.autoencoders import Autoencoder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -10,12 +10,10 @@ from torch.utils.data import Dataset
 
 from headmix_vision.data.labels import DIGITS, fault_of
 from headmix_vision.errors import InputError, explain
-from headmix_vision.files.limits import check_file
-from headmix_vision.files.listing import HIDDEN
-from headmix_vision.files.pictures import Decoding, picture_suffixes
+from headmix_vision.files.pictures import HIDDEN, VIDEO_SUFFIXES, Decoding, picture_suffixes
+from headmix_vision.files.reading import check_file, parse_json
 from headmix_vision.files.tars import Member, list_members
-from headmix_vision.files.texts import parse_json
-from headmix_vision.files.video import VIDEO_SUFFIXES, EncodedVideo, probe
+from headmix_vision.files.video import EncodedVideo, probe
 
 
 class ShardContent(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_file, check_members, check_memory
+from headmix_vision.files.reading import check_file, check_members, check_memory
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sources import DECODER_THREADS, SAMPLES, SAMPLES_METADATA
-from headmix_vision.files.listing import is_hidden, is_picture
-from headmix_vision.files.png import is_whole_png
-from headmix_vision.files.texts import read_json
+from headmix_vision.files.pictures import is_hidden, is_picture, is_whole_png
+from headmix_vision.files.reading import read_json
 
 _PARTS = (SAMPLES, "videos", "frames", "samples.npz")
 

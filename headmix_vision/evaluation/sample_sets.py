@@ -35,10 +35,9 @@ from headmix_vision.evaluation.sample_sources import (
     NpzSamples,
     Samples,
 )
-from headmix_vision.files.clip_files import ClipInfo
-from headmix_vision.files.limits import check_memory
-from headmix_vision.files.pictures import Decoding
-from headmix_vision.files.png import Item
+from headmix_vision.files.pictures import Decoding, Item
+from headmix_vision.files.reading import check_memory
+from headmix_vision.files.video import ClipInfo
 
 _SAMPLE_BYTES = 16  # of a pixel, as bytes and as the numbers that features are computed of
 UNLABELLED = LabelRule(needed=False)

@@ -24,12 +24,9 @@ from headmix_vision.console.notes import say_left_out
 from headmix_vision.data.datasets.base import Source, to_picture
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import npz_labels, open_pixels
-from headmix_vision.files.clip_files import ClipInfo, probe_clip, read_clip
-from headmix_vision.files.limits import check_memory
-from headmix_vision.files.listing import find_clips, find_pictures
-from headmix_vision.files.pictures import Decoding, readable
-from headmix_vision.files.png import Item, to_item
-from headmix_vision.files.texts import read_json
+from headmix_vision.files.pictures import Decoding, Item, find_clips, find_pictures, readable, to_item
+from headmix_vision.files.reading import check_memory, read_json
+from headmix_vision.files.video import ClipInfo, probe_clip, read_clip
 
 DECODER_THREADS = 8
 SAMPLES, SAMPLES_METADATA = "images", "metadata.json"

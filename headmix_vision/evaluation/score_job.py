@@ -29,8 +29,8 @@ from headmix_vision.evaluation.sample_sources import DatasetSamples
 from headmix_vision.evaluation.score_request import STATISTICS, Evaluation, ScoreRequest
 from headmix_vision.evaluation.scores import RNG_SEED, Scorer, check_judge, open_side
 from headmix_vision.evaluation.statistics import Statistics, write_statistics
-from headmix_vision.files.atomic import atomic_path, check_place
 from headmix_vision.files.pictures import check_background
+from headmix_vision.files.writing import atomic_path, check_place
 
 Side = SampleSet | Statistics
 

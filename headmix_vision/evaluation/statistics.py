@@ -15,10 +15,8 @@ import torch
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.frechet import Gaussian
 from headmix_vision.evaluation.npz import npz_array, npz_arrays
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.limits import check_memory
-from headmix_vision.files.tensor_files import open_tensors, write_tensors
-from headmix_vision.files.texts import parse_json
+from headmix_vision.files.reading import check_fields, check_memory, parse_json
+from headmix_vision.files.tensors import open_tensors, write_tensors
 
 _FEATURE_SETS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 _HEADER = "headmix_vision_statistics"

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 import headmix_vision
-from headmix_vision.files.atomic import atomic_path
-from headmix_vision.files.texts import read_json
+from headmix_vision.files.reading import read_json
+from headmix_vision.files.writing import atomic_path
 
 ORIGINS = "origins.json"
 COMMIT_VARIABLE = "HEADMIX_VISION_COMMIT"  # for copies of a clone without its git directory

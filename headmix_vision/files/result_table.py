@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import atomic_path
-from headmix_vision.files.limits import check_file
 from headmix_vision.files.origins import write_origin
+from headmix_vision.files.reading import check_file
+from headmix_vision.files.writing import atomic_path
 
 Row = dict[str, str]
 

@@ -1,8 +1,9 @@
-"""Videos as files: read by frame number with PyAV, written as H.264 or GIF.
+"""Videos and clips as files: read by frame number with PyAV, written as H.264 or GIF.
 
 T frames, H and W pixels, C channels (1 or 3); uint8, channels last. Frames are counted in the order of display. They
 are turned as the file's display matrix says. Their colours follow the matrix and range that the stream names: BT.601 of
-limited range where it names none. A video is the first stream of its file that is not a cover picture.
+limited range where it names none. A video is the first stream of its file that is not a cover picture. A clip is a
+video, an animated picture, or a folder of frames, whose pictures are sorted by name.
 """
 
 import io
@@ -21,18 +22,12 @@ import numpy as np
 from PIL import Image
 
 from headmix_vision.checks import check_positive
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, explain
 from headmix_vision.extras import require_extra
-from headmix_vision.files.atomic import atomic_path
-from headmix_vision.files.limits import check_file, check_memory
-from headmix_vision.files.pictures import Decoding
-from headmix_vision.files.png import to_item
+from headmix_vision.files.pictures import Decoding, find_frames, is_video, open_picture, readable, to_item
+from headmix_vision.files.reading import check_file, check_memory
+from headmix_vision.files.writing import atomic_path
 
-VIDEO_SUFFIXES = frozenset((
-    ".3g2", ".3gp", ".asf", ".avi", ".divx", ".dv", ".f4v", ".flv", ".gif", ".m1v", ".m2ts", ".m2v", ".m4v", ".mjpeg",
-    ".mjpg", ".mkv", ".mov", ".mp4", ".mpe", ".mpeg", ".mpg", ".mts", ".mxf", ".ogv", ".qt", ".rm", ".rmvb", ".ts",
-    ".vob", ".webm", ".wmv", ".y4m",
-))  # fmt: skip
 WRITTEN_SUFFIXES = (".mp4", ".gif")
 _CRF = "17"  # of x264, hardly to be told from the original
 _INSTANT_S = 1e-6
@@ -42,6 +37,9 @@ _NOTHING_ELSE = {"protocol_whitelist": "none"}  # a video may name addresses and
 _OLDEST_AV = 17  # which converts the colours of BT.709 and of full range rightly
 # BT.601, limited range, primaries of BT.709 and the curve of sRGB, by their numbers in H.273
 _WRITTEN_COLOURS = {"colorspace": 6, "color_range": 1, "color_primaries": 1, "color_trc": 13}
+Frames = list[Image.Image]
+Choice = Callable[[int, float | None, tuple[float, ...] | None], Sequence[int]]
+"""Chooses the numbers of frames by how many there are, their rate and their times, as in `ClipInfo`."""
 
 
 @dataclass(frozen=True)
@@ -432,3 +430,72 @@ def _encode_gif(frames: np.ndarray, frame_rate: float) -> bytes:
     encoded = io.BytesIO()
     item[0].save(encoded, format="gif", save_all=True, append_images=item[1:], duration=durations, loop=0)
     return encoded.getvalue()
+
+
+@dataclass(frozen=True)
+class ClipInfo:
+    """Facts about a clip before it is read.
+
+    Args:
+        num_frames: Frames.
+        size: H and W.
+        frame_rate: Frames a second, None where nobody says.
+        times: When each frame begins to show and the last one ends, None where they follow each other evenly.
+    """
+
+    num_frames: int
+    size: tuple[int, int]
+    frame_rate: float | None = None
+    times: tuple[float, ...] | None = None
+
+
+def probe_clip(path: Path) -> ClipInfo:
+    """Read what is known of a clip by its first frame; InputError where it cannot be read."""
+    with _named(path):
+        if path.is_dir():
+            files = find_frames(path)
+            if not files:
+                raise InputError(f"{path} has no frames")
+            first = _first_frame(files[0], Decoding())
+            return ClipInfo(len(files), (first.height, first.width))
+        if is_video(path):
+            info = probe(path)
+            return ClipInfo(info.num_frames, (info.height, info.width), info.frame_rate, info.times)
+        with open_picture(path) as image:
+            first = Decoding().convert(image)
+            return ClipInfo(getattr(image, "n_frames", 1), (first.height, first.width))
+
+
+def read_clip(path: Path, indices: Sequence[int] | Choice, decoding: Decoding) -> Frames:
+    """Read frames of a clip by their numbers, or those that are chosen; InputError where they cannot be read."""
+
+    def choose(count: int, frame_rate: float | None = None, times: tuple[float, ...] | None = None) -> Sequence[int]:
+        return indices(count, frame_rate, times) if callable(indices) else indices
+
+    with _named(path):
+        if path.is_dir():
+            files = find_frames(path)
+            return [_first_frame(files[number], decoding) for number in choose(len(files))]
+        if is_video(path):
+            frames = read_frames(
+                path, lambda info: choose(info.num_frames, info.frame_rate, info.times), decoding.background
+            )
+            return [Image.fromarray(frame).convert(decoding.mode) for frame in frames]
+        pictures = decoding.frames(path)
+        return [pictures[number] for number in choose(len(pictures))]
+
+
+def _first_frame(path: Path, decoding: Decoding) -> Image.Image:
+    with readable(path):
+        return decoding.first_frame(path)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """As `readable`, for what names the file itself where it can."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{path} cannot be read ({explain(error)})") from None

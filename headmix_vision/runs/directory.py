@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TextIO
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_file
-from headmix_vision.files.locks import lock_holder
-from headmix_vision.files.texts import read_text
+from headmix_vision.files.reading import check_file, read_text
+from headmix_vision.files.writing import lock_holder
 
 CONFIG = "config.yaml"
 METRICS = "metrics.csv"

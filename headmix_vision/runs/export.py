@@ -12,9 +12,8 @@ from timm.models import get_pretrained_cfg_value, is_model
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.checks import check_request
 from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import atomic_folder, check_place, remove_temporaries
-from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.tensor_files import write_tensors
+from headmix_vision.files.tensors import write_tensors
+from headmix_vision.files.writing import atomic_folder, check_place, hold_lock, remove_temporaries
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import INDEX, find_checkpoint
 from headmix_vision.runs.networks import load_network, without_sources

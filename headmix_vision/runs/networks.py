@@ -16,10 +16,8 @@ from torch import Tensor, nn
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.tensor_files import header_of
-from headmix_vision.files.texts import parse_json
-from headmix_vision.files.weights import one_line_damage, read_weights
+from headmix_vision.files.reading import check_fields, parse_json
+from headmix_vision.files.tensors import header_of, one_line_damage, read_weights
 from headmix_vision.models.building import building
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
 from headmix_vision.models.names import FAMILIES

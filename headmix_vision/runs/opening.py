@@ -8,10 +8,8 @@ from torch import nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.hashes import state_sha256
-from headmix_vision.files.tensor_files import header_of
-from headmix_vision.files.texts import parse_json, read_json
+from headmix_vision.files.reading import check_fields, parse_json, read_json
+from headmix_vision.files.tensors import header_of, state_sha256
 from headmix_vision.models.pretrained import CORRECT
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint

@@ -15,11 +15,8 @@ from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import check_scheduler_class, check_scheduler_config, create_scheduler
 from headmix_vision.diffusion.sizes import latent_channels
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.hashes import state_sha256
-from headmix_vision.files.limits import check_files
-from headmix_vision.files.sums import check_sums
-from headmix_vision.files.texts import read_json
+from headmix_vision.files.reading import check_fields, check_files, read_json
+from headmix_vision.files.tensors import check_sums, state_sha256
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 from headmix_vision.models.building import building

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.hashes import file_sha256
+from headmix_vision.files.reading import check_fields
+from headmix_vision.files.tensors import file_sha256
 
 SHARDS = "shards"
 SHARDED = ("state_dict", "current_model_state", "optimizer_states")

@@ -19,12 +19,10 @@ import numpy as np
 
 from headmix_vision.checks import check_choice
 from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import atomic_path, is_temporary, remove_temporaries
-from headmix_vision.files.limits import check_replaced
-from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.png import check_png, is_whole_png, read_png, write_png
-from headmix_vision.files.texts import read_json
+from headmix_vision.files.pictures import check_png, is_whole_png, read_png, write_png
+from headmix_vision.files.reading import check_replaced, read_json
 from headmix_vision.files.video import check_video_name, is_whole_video, write_video
+from headmix_vision.files.writing import atomic_path, hold_lock, is_temporary, remove_temporaries
 
 IMAGES, METADATA, GRID, NPZ, LOCK = "images", "metadata.json", "grid.png", "samples.npz", ".lock"
 VIDEOS, FRAMES, MOVING_GRID = "videos", "frames", "grid.gif"

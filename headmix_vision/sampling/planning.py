@@ -16,8 +16,7 @@ from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import scheduler_name, set_steps
 from headmix_vision.errors import InputError
-from headmix_vision.files.pictures import Decoding, readable
-from headmix_vision.files.png import read_png
+from headmix_vision.files.pictures import Decoding, read_png, readable
 from headmix_vision.files.video import read_video
 from headmix_vision.runs.directory import CHECKPOINTS
 from headmix_vision.sampling.draw import ClipPlan, SamplingPlan

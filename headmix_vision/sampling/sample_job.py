@@ -22,7 +22,7 @@ from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_memory
+from headmix_vision.files.reading import check_memory
 from headmix_vision.runs.directory import trainer_of
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.draw import SamplingPlan, draw_samples

@@ -25,7 +25,7 @@ from headmix_vision.console.arguments import command_words
 from headmix_vision.console.processes import end_without_others, leave_group
 from headmix_vision.console.progress import is_terminal
 from headmix_vision.errors import InputError
-from headmix_vision.files.texts import read_text
+from headmix_vision.files.reading import read_text
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
 from headmix_vision.runs.directory import (

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from headmix_vision.console.notes import say_once
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
+from headmix_vision.files.reading import check_fields
 from headmix_vision.training.grouped_muon import GroupedMuon
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 from headmix_vision.training.resuming import check_optimizers, check_progress, check_sums

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.texts import parse_yaml, read_text
+from headmix_vision.files.reading import parse_yaml, read_text
 from headmix_vision.runs.directory import CHECKPOINTS, CONFIG
 
 OPTIONS = "options"  # entry of a checkpoint

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from headmix_vision.checks import is_whole
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
+from headmix_vision.files.reading import check_fields
 from headmix_vision.runs.checkpoints import check_finite, check_state
 
 _LOOPS = {

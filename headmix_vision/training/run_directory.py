@@ -21,8 +21,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from headmix_vision.console.arguments import command_words
 from headmix_vision.errors import InputError, message_of
-from headmix_vision.files.atomic import remove_temporaries
-from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.writing import hold_lock, remove_temporaries
 from headmix_vision.runs.directory import (
     CHECKPOINTS,
     CONFIG,

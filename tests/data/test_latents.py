@@ -26,8 +26,8 @@ from headmix_vision.data.datasets.latents import MANIFEST, LatentShards, open_la
 from headmix_vision.data.latent_cache import write_cache
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
-from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.tensor_files import header_of
+from headmix_vision.files.tensors import header_of
+from headmix_vision.files.writing import hold_lock
 from headmix_vision.models.autoencoders import Autoencoder, LatentScale, load_autoencoder
 
 from .helpers import write_image

@@ -12,8 +12,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clip_sampling import ClipSampling
 from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.sample_sources import Samples
-from headmix_vision.files.clip_files import ClipInfo
-from headmix_vision.files.video import write_video
+from headmix_vision.files.video import ClipInfo, write_video
 
 from .clip_helpers import moving, write_samples
 

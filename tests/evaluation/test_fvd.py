@@ -22,7 +22,7 @@ from headmix_vision.evaluation.extractors import FeatureExtractor, open_extracto
 from headmix_vision.evaluation.fvd import draw_halves, freeze, fvd, shuffle
 from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.evaluation.scores import Scorer
-from headmix_vision.files.hashes import file_sha256
+from headmix_vision.files.tensors import file_sha256
 
 from .clip_helpers import moving, vouched, write_network, write_samples
 from .helpers import refused, run

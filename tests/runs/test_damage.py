@@ -13,8 +13,7 @@ import torch
 from headmix_vision.cli import export
 from headmix_vision.diffusion import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
-from headmix_vision.files.hashes import state_sha256
-from headmix_vision.files.weights import read_weights
+from headmix_vision.files.tensors import read_weights, state_sha256
 from headmix_vision.runs.checkpoints import read_checkpoint
 from headmix_vision.runs.networks import create_generator, create_network
 from headmix_vision.runs.opening import open_network

@@ -15,7 +15,7 @@ import torch
 
 from headmix_vision.cli import export
 from headmix_vision.errors import InputError
-from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.writing import hold_lock
 from headmix_vision.runs.checkpoints import read_checkpoint
 from headmix_vision.runs.networks import create_generator, create_network, load_network
 from headmix_vision.runs.opening import open_network

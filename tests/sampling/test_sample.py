@@ -18,7 +18,7 @@ from headmix_vision.cli import export
 from headmix_vision.cli.sample import main
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion import Guidance, HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
-from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.writing import hold_lock
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch
 from headmix_vision.sampling.planning import check_classes

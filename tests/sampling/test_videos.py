@@ -18,7 +18,7 @@ from PIL import Image
 
 from headmix_vision.cli.sample import main
 from headmix_vision.diffusion import HeadMixDiTPipeline, HeadMixVideoDiTPipeline, ObjectiveConfig, create_scheduler
-from headmix_vision.files.png import read_png, write_png
+from headmix_vision.files.pictures import read_png, write_png
 from headmix_vision.files.video import probe, read_video, write_video
 from headmix_vision.sampling.draw import ClipPlan, draw_clips
 from headmix_vision.sampling.folder import SampleFolder

@@ -23,7 +23,7 @@ from headmix_vision.data.datasets.base import BatchSource, SplitRequest, canonic
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_memory
+from headmix_vision.files.reading import check_memory
 
 RULES = ("same", "opposite")
 LENGTHS = {"train": 50_000, "validation": 5_000}

@@ -7,8 +7,7 @@ from pathlib import Path
 from headmix_vision.console.notes import say_left_out
 from headmix_vision.data.datasets.base import Pictures, RawImage, relative_sizes
 from headmix_vision.errors import InputError
-from headmix_vision.files.listing import find_pictures
-from headmix_vision.files.pictures import Decoding
+from headmix_vision.files.pictures import Decoding, find_pictures
 
 
 class ImageFiles(Pictures):

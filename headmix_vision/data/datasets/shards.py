@@ -22,12 +22,9 @@ from headmix_vision.data.clip_frames import ClipConfig, crop_frames
 from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, Source, SplitRequest, to_picture
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.limits import check_file
-from headmix_vision.files.listing import ending, is_hidden
-from headmix_vision.files.pictures import Decoding
-from headmix_vision.files.tensor_files import open_tensors
-from headmix_vision.files.texts import parse_json
+from headmix_vision.files.pictures import Decoding, ending, is_hidden
+from headmix_vision.files.reading import check_fields, check_file, parse_json
+from headmix_vision.files.tensors import open_tensors
 from headmix_vision.files.video import EncodedVideo, VideoInfo, probe, read_frames, require_av
 
 INDEX = "index.safetensors"

@@ -12,7 +12,7 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.writing import atomic_path
 
 MOST_CLASSES = 2000  # a matrix of 32 MB on the device, and a CSV file of 8 MB
 _PRINTED, _NAMED = 12, 40  # classes in the printed table, classes named in the picture

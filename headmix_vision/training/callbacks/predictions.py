@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.writing import atomic_path
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 
 Row = tuple[str, list[str], list[float]]

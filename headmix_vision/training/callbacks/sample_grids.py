@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.errors import InputError
-from headmix_vision.files.png import write_png
+from headmix_vision.files.pictures import write_png
 from headmix_vision.files.video import write_video
 from headmix_vision.sampling.contact_sheet import draw_grid, draw_strips
 from headmix_vision.sampling.draw import SamplingPlan
