@@ -25,8 +25,7 @@ from typing import Any
 
 from PIL import Image
 
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.console.progress import progress
+from headmix_vision.console.terminal import OneLineParser, progress
 from headmix_vision.data.datasets.image_tables import TABLE
 from headmix_vision.errors import InputError, one_line_errors
 from headmix_vision.files.pictures import Decoding, readable

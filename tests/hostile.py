@@ -51,7 +51,7 @@ from hostile_lines import LINES, OURS, VALUES, WORDS, Line, make_kit
 from training import helpers
 
 from headmix_vision.cli import COMMANDS
-from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console.terminal import OneLineParser
 from headmix_vision.training.base_cli import RunCLI
 
 MEMORY_BYTES, FILE_BYTES, PROCESSES = 12 << 30, 1 << 28, 40

@@ -10,20 +10,19 @@ import pytest
 
 import headmix_vision
 from headmix_vision.analysis import ProfileRequest, analyze
-from headmix_vision.checks import literals
-from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console.terminal import OneLineParser
 from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.datasets.latents import STORES
 from headmix_vision.data.latent_cache import DTYPES
 from headmix_vision.diffusion.denoising import CHANNELS
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, SPACINGS
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, literals
 from headmix_vision.evaluation import FvdRequest, ScoreRequest, evaluate
 from headmix_vision.evaluation.fvd import PROTOCOLS
 from headmix_vision.sampling.folder import FORMATS
 from headmix_vision.sampling.sample_request import SCHEDULERS, SampleRequest
 
-START = "from headmix_vision.cli.starting import importing\nwith importing('sample'): pass"
+START = "from headmix_vision.console.terminal import importing\nwith importing('sample'): pass"
 
 
 def test_a_terminal_gets_a_first_line_before_the_imports_and_a_log_does_not():

@@ -96,7 +96,7 @@ FLOORS = [
     "training",
     "cli",
 ]
-GROUND = ["checks", "errors", "extras", "recipes", "registry"]
+GROUND = ["errors", "recipes", "registry"]
 PACKAGE = Path(__file__).parents[1] / "headmix_vision"
 
 

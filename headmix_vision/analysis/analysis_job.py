@@ -20,7 +20,7 @@ from headmix_vision.analysis.learned_mixes import draw_mixing
 from headmix_vision.analysis.maps import attention_maps, draw_maps
 from headmix_vision.analysis.profiles import PROFILES, draw_profiles, profile_layers
 from headmix_vision.analysis.results import ResultFolder
-from headmix_vision.console.devices import default_device, open_device
+from headmix_vision.console.processes import default_device, open_device
 from headmix_vision.errors import InputError
 from headmix_vision.runs.opening import open_network
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from headmix_vision.checks import check_counts, check_request
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_request
 
 NOISE_LEVEL = 0.5
 

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from headmix_vision.analysis.attention_layers import Layer, attention_layers
-from headmix_vision.checks import check_counts, is_whole
-from headmix_vision.console.devices import available_memory
-from headmix_vision.errors import InputError
+from headmix_vision.console.processes import available_memory
+from headmix_vision.errors import InputError, check_counts, is_whole
 from headmix_vision.ops import TokenGrid
 from headmix_vision.ops.runtime import autocast_off
 

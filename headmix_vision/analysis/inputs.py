@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.augmentation import eval_config, eval_transform
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import PreparedSource, SplitRequest, Transform
 from headmix_vision.data.loading import as_it_is
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_numbers
 from headmix_vision.files.pictures import check_background, readable
 
 _SEED = 0  # of the noise

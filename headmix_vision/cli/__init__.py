@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from headmix_vision.checks import suggest
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.errors import InputError, one_line_errors, suggest
 
 
 class Command(NamedTuple):

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from headmix_vision.analysis.analysis_request import NOISE_LEVEL, MapsRequest, MixingRequest, ProfileRequest
-from headmix_vision.cli.starting import importing
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import one_line_errors
-from headmix_vision.extras import require_extra
+from headmix_vision.console.terminal import OneLineParser, importing
+from headmix_vision.errors import one_line_errors, require_extra
 
 _COMMANDS = {
     "rank": "rank and stable rank of the attention matrices, by layer and head",

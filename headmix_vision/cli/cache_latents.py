@@ -3,12 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
-from headmix_vision.checks import literals
-from headmix_vision.cli.starting import importing
-from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console.terminal import OneLineParser, importing
 from headmix_vision.data.cache_request import CacheRequest
-from headmix_vision.errors import one_line_errors
-from headmix_vision.extras import require_extra
+from headmix_vision.errors import literals, one_line_errors, require_extra
 
 _DESCRIPTION = r"""Encode images or videos into latents once, for training.
 

@@ -5,10 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headmix_vision.checks import literals
-from headmix_vision.cli.starting import importing
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import one_line_errors
+from headmix_vision.console.terminal import OneLineParser, importing
+from headmix_vision.errors import literals, one_line_errors
 
 if TYPE_CHECKING:
     from headmix_vision.evaluation.score_job import Scored

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from headmix_vision.checks import literals
-from headmix_vision.cli.starting import importing
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import InputError, let_signals_end, one_line_errors
+from headmix_vision.console.terminal import OneLineParser, importing
+from headmix_vision.errors import InputError, let_signals_end, literals, one_line_errors
 
 if TYPE_CHECKING:
     from headmix_vision.sampling.sample_request import SampleRequest

@@ -1,1 +1,1 @@
-"""What command lines share: options, devices, processes, the progress of long jobs, commands they start, tables."""
+"""Parts that command lines share: what a terminal sees of them, their processes and devices."""

@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.checks import check_counts
-from headmix_vision.console.devices import default_device, open_device
-from headmix_vision.console.notes import say, say_left_out
-from headmix_vision.console.processes import process_numbers
+from headmix_vision.console.processes import default_device, open_device, process_numbers
+from headmix_vision.console.terminal import say, say_left_out
 from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
@@ -22,7 +20,7 @@ from headmix_vision.data.datasets.latents import count_shards, read_manifest
 from headmix_vision.data.datasets.moving_digits import MovingDigits
 from headmix_vision.data.datasets.videos import open_video_folder
 from headmix_vision.data.latent_cache import DTYPES, EvenClips, write_cache
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.files.pictures import check_background
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 

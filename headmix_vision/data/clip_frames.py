@@ -9,9 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.checks import check_counts, check_positive
 from headmix_vision.data.center_crop import center_crop
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_positive
 
 _INSTANT_S = 1e-6
 _LEAST_SHARE = 0.99  # of the wanted frame rate: 29.97 frames a second serve as 30

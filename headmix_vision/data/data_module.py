@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.checks import check_counts, check_flags, check_numbers
-from headmix_vision.console.notes import say_once
+from headmix_vision.console.terminal import say_once
 from headmix_vision.data.batches import TrainBatchSampler, eval_batches
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
@@ -35,7 +34,7 @@ from headmix_vision.data.loading import (
     as_it_is,
     obey_parent,
 )
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_flags, check_numbers
 from headmix_vision.files.pictures import check_background
 from headmix_vision.files.reading import check_memory, check_workers
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from headmix_vision.checks import check_numbers
 from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets import find_dataset, open_split
@@ -19,7 +18,7 @@ from headmix_vision.data.fitting import FitImage, ImageToRange, to_range
 from headmix_vision.data.loading import TrainLoader, as_it_is
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.data.stills import ImageStills, MixedBatchSampler, MixedSamples, StillsConfig
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_numbers
 
 _STILLS = 1  # stream of random numbers, beside that of the clips
 _RATE_TOLERANCE = 0.01

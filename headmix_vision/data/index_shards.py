@@ -18,14 +18,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from headmix_vision.checks import check_counts, check_request
-from headmix_vision.console.notes import say_left_out
-from headmix_vision.console.progress import progress
+from headmix_vision.console.terminal import progress, say_left_out
 from headmix_vision.data.datasets.shards import FORMAT, INDEX, KINDS, TENSORS, describe_shard, find_shards
 from headmix_vision.data.labels import LabelRule, Labels, keep_labelled, number_labels
 from headmix_vision.data.loading import as_it_is
 from headmix_vision.data.shard_content import ScannedShards, ShardContent
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_request
 from headmix_vision.files.pictures import VIDEO_SUFFIXES
 from headmix_vision.files.reading import check_workers
 from headmix_vision.files.tensors import write_tensors

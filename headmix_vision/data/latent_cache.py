@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.checks import check_choice, check_counts
-from headmix_vision.console.progress import progress
+from headmix_vision.console.terminal import progress
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, to_picture
 from headmix_vision.data.datasets.latents import (
@@ -36,7 +35,7 @@ from headmix_vision.data.datasets.latents import (
 )
 from headmix_vision.data.labels import check_label
 from headmix_vision.data.loading import obey_parent
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice, check_counts
 from headmix_vision.files.pictures import readable
 from headmix_vision.files.reading import check_disk, check_memory, check_workers
 from headmix_vision.files.tensors import write_tensors

@@ -15,10 +15,9 @@ import torch
 from diffusers import SchedulerMixin
 from torch import Tensor
 
-from headmix_vision.checks import check_numbers
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.schedulers import is_flow, set_steps, take_step, takes_variance
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_numbers
 
 CHANNELS = ("all", "first_three")
 MAX_GUIDANCE = 1000.0  # far beyond any picture; sums of larger ones leave float32

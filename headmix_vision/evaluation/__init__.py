@@ -8,8 +8,8 @@ The command is `headmix evaluate`. From Python:
 
 from typing import TYPE_CHECKING
 
+from headmix_vision.errors import imported_when_used, require_extra
 from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest, ScoreRequest
-from headmix_vision.extras import imported_when_used, require_extra
 
 require_extra("eval", __name__)
 

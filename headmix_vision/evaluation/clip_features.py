@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headmix_vision.console.devices import open_device
+from headmix_vision.console.processes import open_device
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.digit_tracks import find_digits
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headmix_vision.checks import check_counts
 from headmix_vision.data.seeding import derive_seed
+from headmix_vision.errors import check_counts
 
 _CHOICE, _OFFSET = 0, 1  # what random numbers are for
 

@@ -4,12 +4,11 @@ import warnings
 from dataclasses import asdict, replace
 from typing import Any
 
-from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.console.processes import Processes
 from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE
 from headmix_vision.data.labels import LabelRule
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_numbers
 from headmix_vision.evaluation.clip_features import ClipExtractor, open_clip_extractor
 from headmix_vision.evaluation.clip_sampling import ClipSampling
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor

@@ -19,10 +19,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.checks import check_positive
-from headmix_vision.console.notes import say_left_out
+from headmix_vision.console.terminal import say_left_out
 from headmix_vision.data.datasets.base import Source, to_picture
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_positive
 from headmix_vision.evaluation.npz import npz_labels, open_pixels
 from headmix_vision.files.pictures import Decoding, Item, find_clips, find_pictures, readable, to_item
 from headmix_vision.files.reading import check_memory, read_json

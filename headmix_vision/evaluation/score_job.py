@@ -14,12 +14,10 @@ from typing import Any, cast
 from torch import Tensor
 
 import headmix_vision
-from headmix_vision.checks import check_counts
-from headmix_vision.console.devices import default_device, open_device
-from headmix_vision.console.processes import Processes, process_numbers
-from headmix_vision.console.progress import progress
+from headmix_vision.console.processes import Processes, default_device, open_device, process_numbers
+from headmix_vision.console.terminal import progress
 from headmix_vision.data.labels import LabelRule
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.metrics import CLIP_METRICS, METRICS
 from headmix_vision.evaluation.npz import npz_labels

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from headmix_vision.checks import check_request, suggest
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_request, suggest
 from headmix_vision.evaluation.metrics import CLIP_METRICS, KID_SUBSETS, METRICS
 
 STATISTICS = "stats"

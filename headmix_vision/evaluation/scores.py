@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.checks import check_counts
 from headmix_vision.console.processes import ALONE, Processes
 from headmix_vision.data.labels import LabelRule
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Moments, frechet_distance
 from headmix_vision.evaluation.metrics import KID_SUBSET_SIZE, KID_SUBSETS, NEIGHBOURS, SPLITS

@@ -21,9 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image
 
-from headmix_vision.checks import check_positive
-from headmix_vision.errors import InputError, explain
-from headmix_vision.extras import require_extra
+from headmix_vision.errors import InputError, check_positive, explain, require_extra
 from headmix_vision.files.pictures import Decoding, find_frames, is_video, open_picture, readable, to_item
 from headmix_vision.files.reading import check_file, check_memory
 from headmix_vision.files.writing import atomic_path

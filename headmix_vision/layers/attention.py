@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from headmix_vision.checks import check_choice, check_counts, check_flags, check_keywords, keywords
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice, check_counts, check_flags, check_keywords, keywords
 from headmix_vision.layers.bare_modules import is_bare
 from headmix_vision.layers.cores import CORES
 from headmix_vision.layers.grid_convolution import POSITION_ENCODINGS, GridConvolution, in_autocast_type

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_counts
+from headmix_vision.errors import check_counts
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 
 

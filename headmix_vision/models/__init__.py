@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from headmix_vision.extras import require_extra
+from headmix_vision.errors import require_extra
 
 require_extra("models", __name__)
 

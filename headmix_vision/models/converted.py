@@ -10,8 +10,7 @@ import torch
 from diffusers.configuration_utils import ConfigMixin
 from torch import Tensor
 
-from headmix_vision.checks import check_counts
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.layers import MixingMatrix
 from headmix_vision.ops import TokenBlocks
 

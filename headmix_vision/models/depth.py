@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headmix_vision.checks import check_counts
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 
 
 def attention_of_layer(

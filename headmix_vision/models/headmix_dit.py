@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from headmix_vision.checks import (
+from headmix_vision.errors import (
+    InputError,
     check_choice,
     check_counts,
     check_flags,
@@ -29,7 +30,6 @@ from headmix_vision.checks import (
     is_whole,
     per_axis,
 )
-from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.cores.mhla import MHLACore
 from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions

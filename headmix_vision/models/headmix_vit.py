@@ -17,8 +17,7 @@ from timm.models import build_model_with_cfg
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_choice, check_counts, check_keywords, check_numbers, keywords, pair
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice, check_counts, check_keywords, check_numbers, keywords, pair
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.patch_convolution import PatchConv2d
 from headmix_vision.models.depth import attention_of_layer

@@ -9,8 +9,7 @@ import timm
 import torch
 from timm.models import get_pretrained_cfg, is_model_pretrained
 
-from headmix_vision.checks import suggest
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, suggest
 from headmix_vision.models.flops import count_flops
 from headmix_vision.models.names import FAMILIES
 

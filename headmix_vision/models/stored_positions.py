@@ -18,8 +18,7 @@ from timm.models import clean_state_dict, get_pretrained_cfg
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor
 
-from headmix_vision.checks import pair
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, pair
 
 GRID = "grid"  # in the metadata of a module
 _GRID_OF_POSITIONS = "pos_embed_grid"  # among weights for `filter_pretrained`: timm's configurations keep no metadata

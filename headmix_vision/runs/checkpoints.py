@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.checks import is_whole
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, is_whole
 from headmix_vision.files.reading import check_fields, check_nesting
 from headmix_vision.files.tensors import check_archive, check_plain, is_archive, tensors_sha256
 from headmix_vision.runs.sharded_checkpoints import check_shards, named_tensors, read_shards, whole

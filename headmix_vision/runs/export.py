@@ -10,8 +10,7 @@ from safetensors import SafetensorError
 from timm.models import get_pretrained_cfg_value, is_model
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.checks import check_request
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_request
 from headmix_vision.files.tensors import write_tensors
 from headmix_vision.files.writing import atomic_folder, check_place, hold_lock, remove_temporaries
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint

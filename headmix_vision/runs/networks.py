@@ -14,8 +14,7 @@ from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypo
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.checks import suggest
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, suggest
 from headmix_vision.files.reading import check_fields, parse_json
 from headmix_vision.files.tensors import header_of, one_line_damage, read_weights
 from headmix_vision.models.building import building

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from headmix_vision.checks import check_choice
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice
 from headmix_vision.files.pictures import check_png, is_whole_png, read_png, write_png
 from headmix_vision.files.reading import check_replaced, read_json
 from headmix_vision.files.video import check_video_name, is_whole_video, write_video

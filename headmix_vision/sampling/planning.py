@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from headmix_vision.checks import check_counts
-from headmix_vision.console.notes import say
+from headmix_vision.console.terminal import say
 from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import scheduler_name, set_steps
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.files.pictures import Decoding, read_png, readable
 from headmix_vision.files.video import read_video
 from headmix_vision.runs.directory import CHECKPOINTS

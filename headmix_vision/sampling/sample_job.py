@@ -13,15 +13,12 @@ from typing import Any
 import torch
 
 import headmix_vision
-from headmix_vision.checks import check_counts
-from headmix_vision.console.devices import default_device, open_device
-from headmix_vision.console.notes import say
-from headmix_vision.console.processes import Processes, process_numbers
-from headmix_vision.console.progress import progress
+from headmix_vision.console.processes import Processes, default_device, open_device, process_numbers
+from headmix_vision.console.terminal import progress, say
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.files.reading import check_memory
 from headmix_vision.runs.directory import trainer_of
 from headmix_vision.runs.pipelines import load_pipeline

@@ -4,8 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from headmix_vision.checks import check_request
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_request
 
 DEFAULT_GUIDANCE = 1.5
 SCHEDULERS = ("euler", "heun", "dpm++", "unipc", "ddim", "ddpm")

@@ -6,7 +6,7 @@ print(train(TrainingRequest(kind="classifier", words=("fit", "-c", "digits"))).m
 
 from typing import TYPE_CHECKING
 
-from headmix_vision.extras import imported_when_used, require_extra
+from headmix_vision.errors import imported_when_used, require_extra
 from headmix_vision.training.training_request import TrainingRequest
 
 require_extra("train", __name__)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_counts
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.files.tensors import state_sha256
 from headmix_vision.models.converted import ConvertedModel
 from headmix_vision.runs.directory import find_checkpoint

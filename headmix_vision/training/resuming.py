@@ -13,8 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from headmix_vision.checks import is_whole
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, is_whole
 from headmix_vision.files.reading import check_fields
 from headmix_vision.runs.checkpoints import check_finite, check_state
 

@@ -24,8 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future as TorchFuture
 
-from headmix_vision.checks import check_counts, check_flags
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_flags
 from headmix_vision.files.tensors import file_sha256
 from headmix_vision.layers.cores import AttentionCore
 from headmix_vision.runs.checkpoints import check_state, read_checkpoint

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headmix_vision.checks import check_numbers
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_numbers
 from headmix_vision.layers.cores.base import CORES, AttentionCore
 from headmix_vision.layers.positions import Rotation, rotate
 from headmix_vision.layers.spec import LayerSpec

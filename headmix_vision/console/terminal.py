@@ -1,0 +1,226 @@
+"""What a terminal sees of a command: its arguments, its start, notes, and the progress of long jobs."""
+
+import argparse
+import atexit
+import gc
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from headmix_vision.errors import launched_rank, one_line_errors, suggest
+
+_UNKNOWN = "unrecognized arguments: "
+_said: set[str] = set()
+Advance = Callable[[float], None]
+"""Tells that so many items more are done, fractions included."""
+_TENTH_S, _PAUSE_S = 2.0, 60.0  # least time between lines where a tenth is done, and most time without a line
+
+
+def command_words() -> list[str]:
+    """Return the words that call this command: `headmix train-cls`, `headmix-train-cls` or `python train_cls.py`."""
+    program = Path(sys.argv[0])
+    if program.parts[-2:] == ("headmix_vision", "__main__.py"):
+        return ["python", "-m", "headmix_vision", *sys.argv[1:2]]
+    if program.name == "headmix":
+        return ["headmix", *sys.argv[1:2]]
+    return [program.name] if program.name.startswith("headmix-") else ["python", sys.argv[0]]
+
+
+def _spelled(word: str, known: Mapping[str, str]) -> str:
+    """Spell an option as the parser knows it, whether it comes with hyphens or underscores."""
+    option, sign, value = word.partition("=")
+    return f"{known.get(option.replace('-', '_'), option)}{sign}{value}"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Parser that reports wrong arguments in one line, with the nearest option where one is misspelt."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Take options with underscores too; refuse empty texts, which as a path would mean the working directory."""
+        known = {name.replace("-", "_"): name for name in self._option_strings()}
+        given = [_spelled(word, known) for word in (sys.argv[1:] if args is None else args)]
+        for before, value in pairwise(["", *given]):
+            option, sign, behind = value.partition("=")
+            if not value or (option.startswith("--") and sign and not behind):
+                name = option or (before if before.startswith("--") else "an argument")
+                self.error(f"{name} is an empty text: give a value" + (", or leave it out" * name.startswith("--")))
+        return super().parse_known_args(given, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line, of several processes the first one alone, and end the process with status 2."""
+        if message.startswith(_UNKNOWN):
+            given = message.removeprefix(_UNKNOWN).split()[0].partition("=")[0]
+            options = set(self._option_strings())
+            unknown = f"unknown option {given}{suggest(given, sorted(options))}"
+            message = f"{given} is no option of this command" if given in options else unknown
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+    def _option_strings(self) -> Iterator[str]:
+        for action in self._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield from command._option_strings()
+
+
+@contextmanager
+def importing(command: str) -> Iterator[None]:
+    """Show on a terminal that a command starts, and end the process with one line if a part cannot be imported.
+
+    Imports make 600,000 objects that stay until the end. The garbage collector would go through all of them again and
+    again, and once more when the process ends, which takes more than a second. So they are hidden from it.
+
+    Args:
+        command: Name of the command.
+    """
+    known, collects = len(sys.modules), gc.isenabled()
+    if "torch" not in sys.modules and is_terminal(sys.stderr) and launched_rank() == "0":
+        print(f"headmix {command}: loading", file=sys.stderr, flush=True)
+    gc.disable()
+    try:
+        with one_line_errors():
+            yield
+    finally:
+        if collects:
+            gc.enable()
+    if len(sys.modules) > known:  # not in a later call, which would keep the garbage of the calls before
+        gc.freeze()
+        if _names_leaks():
+            atexit.register(gc.unfreeze)
+
+
+def _names_leaks() -> bool:
+    """Tell whether a Triton is loaded that prints all that is not freed when the process ends, as 3.9 does."""
+    triton = sys.modules.get("triton")
+    return triton is not None and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
+
+def say(note: str) -> None:
+    """Print a note, by the first process of a job alone."""
+    if launched_rank() == "0":
+        print(note, file=sys.stderr)
+
+
+def say_once(note: str) -> None:
+    """Print a note once in a process, and by the first process of a job alone."""
+    if note not in _said:
+        _said.add(note)
+        say(note)
+
+
+def say_left_out(place: str | os.PathLike[str], count: int, what: str, left_out: Counter[str]) -> None:
+    """Say how many files of a place are read, where others are left out."""
+    if left_out:
+        from headmix_vision.files.pictures import describe_left_out  # loads Pillow, which the start of a command spares
+
+        say_once(f"{place}: {count} {what}, {describe_left_out(left_out)}")
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can redraw a line."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+@contextmanager
+def progress(what: str, total: int, unit: str, *, done: int = 0, enabled: bool = True) -> Iterator[Advance]:
+    """Show on standard error how many items are done, how many a second, and the time that is left.
+
+    A log that is no terminal gets a line for each tenth, at least 2 s apart, a line a minute where a tenth takes
+    longer, and one at the end.
+
+    Args:
+        what: The job in one word, such as `sampling`.
+        total: Number of items in all.
+        unit: What the items are, such as `images`.
+        done: Items that an earlier call has done; they count, but not for the speed.
+        enabled: Whether to show anything; processes other than the first do not.
+
+    Yields:
+        A function to call with the number of items done since the last call.
+    """
+    if not enabled or done >= total:
+        yield lambda items: None
+    elif is_terminal(sys.stderr):
+        with _bar(what, total, unit, done) as advance:
+            yield advance
+    else:
+        with _lines(what, total, unit, done) as advance:
+            yield advance
+
+
+@contextmanager
+def _bar(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, *times, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total, completed=done, speed="")
+        count, start = float(done), time.monotonic()
+
+        def advance(items: float) -> None:
+            nonlocal count
+            count = _added(count, items, total)
+            bar.update(task, completed=count, speed=f"{_speed(count - done, start)} {unit}/s")
+
+        yield advance
+
+
+@contextmanager
+def _lines(what: str, total: int, unit: str, done: int) -> Iterator[Advance]:
+    count, start = float(done), time.monotonic()
+    last_s, tenth = start, 10 * done // total
+
+    def advance(items: float) -> None:
+        nonlocal count, last_s, tenth
+        count, now = _added(count, items, total), time.monotonic()
+        tenths = int(10 * count / total)
+        if count < total and now - last_s >= (_TENTH_S if tenths > tenth else _PAUSE_S):
+            last_s, tenth = now, tenths
+            fresh = count - done
+            left = duration((now - start) * (total - count) / fresh) if fresh else "unknown time"
+            tell(f"{int(count)}/{total} {unit} ({100 * count / total:.0f} %)", f"{left} left")
+
+    def tell(state: str, ending: str) -> None:
+        print(f"{what}: {state}, {_speed(count - done, start)}/s, {ending}", file=sys.stderr, flush=True)
+
+    yield advance
+    tell(f"{int(count)}/{total} {unit}", f"took {duration(time.monotonic() - start)}")
+
+
+def duration(seconds: float) -> str:
+    """Format a time in the two largest units that matter: `45 s`, `12 min 30 s`, `3 h 20 min`, `2 d 4 h`."""
+    whole = round(seconds)
+    for size, name, small_size, small_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            large, small = whole // size, whole % size // small_size
+            return f"{large} {name} {small} {small_name}" if small else f"{large} {name}"
+    return f"{whole} s"
+
+
+def _added(count: float, items: float, total: int) -> float:
+    """Add items without passing the total; fractions that make a whole make it despite rounding errors."""
+    count += items
+    return total if count > total - 1e-6 else count
+
+
+def _speed(items: float, start_s: float) -> str:
+    return f"{items / max(time.monotonic() - start_s, 1e-9):.3g}"
