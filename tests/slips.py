@@ -291,7 +291,7 @@ SLIPS = [
     Slip(
         "first step of the bound", "diffusion/objectives.py", "x < -0.999, log_below", "x < -9, log_below", OBJECTIVES
     ),
-    Slip("--seed matters", "sampling/draw.py", "derive_seed(self.seed, index)", "derive_seed(0, index)", SAMPLING),
+    Slip("--seed matters", "sampling/planning.py", "derive_seed(self.seed, index)", "derive_seed(0, index)", SAMPLING),
     # models
     Slip(
         "label dropout",
@@ -468,14 +468,14 @@ SLIPS = [
     # scores and files
     Slip(
         "size of KID's subsets",
-        "evaluation/metrics.py",
+        "evaluation/score_request.py",
         "KID_SUBSET_SIZE = 100, 1000",
         "KID_SUBSET_SIZE = 100, 100",
         SCORES,
     ),
     Slip(
         "number of KID's subsets",
-        "evaluation/metrics.py",
+        "evaluation/score_request.py",
         "KID_SUBSET_SIZE = 100, 1000",
         "KID_SUBSET_SIZE = 10, 1000",
         SCORES,
@@ -487,7 +487,7 @@ SLIPS = [
         '"kid_subset_size": 50, "rng',
         SCORES,
     ),
-    Slip("parts of the inception score", "evaluation/metrics.py", "SPLITS = 10", "SPLITS = 1", SCORES),
+    Slip("parts of the inception score", "evaluation/score_request.py", "SPLITS = 10", "SPLITS = 1", SCORES),
     Slip("parts of the inception score", "evaluation/scores.py", '"logits"), splits,', '"logits"), 1,', SCORES),
     Slip("antialiasing of features", "evaluation/extractors.py", ", antialias=True", "", SCORES),
     Slip("an interrupted write", "files/writing.py", "yield temporary\n", "yield target\n", ATOMIC),
@@ -508,10 +508,10 @@ SLIPS = [
         "    def _swap_models(self, pl_module):\n        pass\n\n    @property\n    def average",
         "tests/training/test_fit.py -k reproduces",
     ),
-    Slip("rounding to pixels", "sampling/draw.py", "np.rint(images * 255)", "(images * 255)", NEAREST),
+    Slip("rounding to pixels", "sampling/planning.py", "np.rint(images * 255)", "(images * 255)", NEAREST),
     Slip(
         "rounding to pixels",
-        "sampling/draw.py",
+        "sampling/planning.py",
         "np.rint(drawn[:, known:] * 255)",
         "(drawn[:, known:] * 255)",
         NEAREST,

@@ -18,7 +18,7 @@ from headmix_vision.diffusion.denoising import CHANNELS
 from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, SPACINGS
 from headmix_vision.errors import InputError, literals
 from headmix_vision.evaluation import FvdRequest, ScoreRequest, evaluate
-from headmix_vision.evaluation.fvd import PROTOCOLS
+from headmix_vision.evaluation.clip_scores import PROTOCOLS
 from headmix_vision.sampling.folder import FORMATS
 from headmix_vision.sampling.sample_request import SCHEDULERS, SampleRequest
 

@@ -18,8 +18,7 @@ import torch
 from inputs import photo
 
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.npz import npz_array, npz_arrays
-from headmix_vision.evaluation.sample_sources import NpzSamples
+from headmix_vision.evaluation.sample_sources import NpzSamples, npz_array, npz_arrays
 from headmix_vision.files import reading
 from headmix_vision.files.pictures import Decoding, picture_formats, read_png, write_png
 from headmix_vision.files.reading import (

@@ -22,7 +22,8 @@ from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.evaluation.scores import kid
 from headmix_vision.files import reading
-from headmix_vision.runs.directory import is_run, metric_names, trainer_of
+from headmix_vision.runs.checkpoints import trainer_of
+from headmix_vision.runs.directory import is_run, metric_names
 from headmix_vision.train_cls import main as train_cls
 from headmix_vision.training.options import FidConfig, SampleGridConfig
 from headmix_vision.training.parser import load_yaml

@@ -16,7 +16,7 @@ from headmix_vision.evaluation.sample_sets import SampleSet
 from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import nearest
 from headmix_vision.files.writing import atomic_path
-from headmix_vision.sampling.contact_sheet import draw_grid
+from headmix_vision.sampling.folder import draw_grid
 
 SCORES = {
     "fid": "FID",

@@ -19,8 +19,15 @@ from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import Source, SplitRequest
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
-from headmix_vision.evaluation.scores import Scorer, accuracy, check_judge, fid, neighbours, precision_recall
-from headmix_vision.evaluation.statistics import Statistics
+from headmix_vision.evaluation.scores import (
+    Scorer,
+    Statistics,
+    accuracy,
+    check_judge,
+    fid,
+    neighbours,
+    precision_recall,
+)
 from headmix_vision.recipes import find_config
 from headmix_vision.runs.networks import create_generator
 

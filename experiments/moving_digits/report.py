@@ -30,7 +30,7 @@ from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figu
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE, MovingDigits
 from headmix_vision.files.writing import atomic_path
 from headmix_vision.runs.directory import read_curve
-from headmix_vision.sampling.contact_sheet import draw_strips
+from headmix_vision.sampling.folder import draw_strips
 
 FOLDER = Path(__file__).parent
 CLAIMS = {"results": "attention in models of clips", "distilled": "clip models distilled from softmax"}

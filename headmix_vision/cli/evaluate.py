@@ -38,7 +38,7 @@ def _show(scored: "Scored") -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from headmix_vision.evaluation.metrics import CLIP_METRICS, METRICS
+    from headmix_vision.evaluation.score_request import CLIP_METRICS, METRICS
 
     parser = OneLineParser(
         prog="headmix evaluate", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -87,8 +87,7 @@ def _add_common(parser: argparse.ArgumentParser, what: str, batch_size: int, wri
 
 
 def _add_fvd(parser: argparse.ArgumentParser) -> None:
-    from headmix_vision.evaluation.metrics import KID_SUBSETS
-    from headmix_vision.evaluation.score_request import FvdRequest
+    from headmix_vision.evaluation.score_request import KID_SUBSETS, FvdRequest
 
     add = parser.add_argument
     add("--real", required=True, help="real clips: a folder, an npz file or a data set")
@@ -121,8 +120,7 @@ def _add_moving_digits(parser: argparse.ArgumentParser) -> None:
 
 
 def _request(options: dict[str, Any]) -> "Evaluation":
-    from headmix_vision.evaluation.metrics import METRICS
-    from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest, ScoreRequest
+    from headmix_vision.evaluation.score_request import METRICS, FvdRequest, MovingDigitsRequest, ScoreRequest
 
     clips = {"fvd": FvdRequest, "moving-digits": MovingDigitsRequest}
     if options["metric"] in clips:

@@ -11,7 +11,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command; wrong input ends the process with one line and exit status 2."""
     options = vars(_parser().parse_args(args))
     with importing("export"):
-        from headmix_vision.runs.export import ExportRequest, export_run
+        from headmix_vision.runs.exporting import ExportRequest, export_run
     with one_line_errors():
         exported = export_run(ExportRequest(**options))
         print(f"would write {exported.out} from {exported.checkpoint}" if options["dry_run"] else exported.code)

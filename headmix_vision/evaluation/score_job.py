@@ -19,14 +19,10 @@ from headmix_vision.console.terminal import progress
 from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError, check_counts
 from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.metrics import CLIP_METRICS, METRICS
-from headmix_vision.evaluation.npz import npz_labels
-from headmix_vision.evaluation.sample_folders import check_complete
-from headmix_vision.evaluation.sample_sets import SampleSet, check_side_options
-from headmix_vision.evaluation.sample_sources import DatasetSamples
-from headmix_vision.evaluation.score_request import STATISTICS, Evaluation, ScoreRequest
-from headmix_vision.evaluation.scores import RNG_SEED, Scorer, check_judge, open_side
-from headmix_vision.evaluation.statistics import Statistics, write_statistics
+from headmix_vision.evaluation.sample_sets import SampleSet, check_complete, check_side_options
+from headmix_vision.evaluation.sample_sources import DatasetSamples, npz_labels
+from headmix_vision.evaluation.score_request import CLIP_METRICS, METRICS, STATISTICS, Evaluation, ScoreRequest
+from headmix_vision.evaluation.scores import RNG_SEED, Scorer, Statistics, check_judge, open_side, write_statistics
 from headmix_vision.files.pictures import check_background
 from headmix_vision.files.writing import atomic_path, check_place
 

@@ -1,13 +1,11 @@
-"""The names of the files in a run directory and of the index of an export, and how to find a checkpoint."""
+"""The names of the files in a run directory and of the index of an export, and what a run has left in one."""
 
 import csv
-import os
 from pathlib import Path
 from typing import TextIO
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.reading import check_file, read_text
-from headmix_vision.files.writing import lock_holder
 
 CONFIG = "config.yaml"
 METRICS = "metrics.csv"
@@ -36,31 +34,6 @@ WRITTEN_BY_A_RUN = (
 _PARENTS = frozenset(str(Path(pattern).parent) for pattern in WRITTEN_BY_A_RUN) - {"."}
 
 
-def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Path:
-    """Find a checkpoint.
-
-    Args:
-        run: A run directory, or a `.ckpt` file, which is the checkpoint itself.
-        which: `best` or `last` of the run directory, or the path of a file; the best one when None, or the last one of
-            a run that keeps no best.
-
-    Raises:
-        InputError: If the file does not exist.
-    """
-    run = Path(run)
-    folder = run / CHECKPOINTS
-    if which is None:
-        which = "best" if os.path.lexists(folder / "best.ckpt") or not (folder / "last.ckpt").is_file() else "last"
-    path = folder / f"{which}.ckpt" if which in ("best", "last") else Path(which)
-    if run.suffix == ".ckpt":
-        path = run
-    if not path.is_file():
-        earlier = run / REPLACED
-        hint = f"; the run that was to be replaced is a run directory still: {earlier}" if earlier.is_dir() else ""
-        raise InputError(f"no checkpoint at {path} (asked for {which}){hint}")
-    return path
-
-
 def standing_places(run: Path) -> tuple[Path, ...]:
     """Return the folders with the files of the run in a directory, as killed trainings may have left it.
 
@@ -75,19 +48,6 @@ def standing_places(run: Path) -> tuple[Path, ...]:
 def standing_file(run: Path, name: str) -> Path:
     """Find a file of the run in a directory, in `standing_places`; its usual place if there is none."""
     return next((place / name for place in standing_places(run) if (place / name).is_file()), run / name)
-
-
-def find_standing_checkpoint(run: Path, which: str) -> Path:
-    """Find a checkpoint to go on from, in `standing_places`; else as `find_checkpoint`."""
-    if which in ("best", "last"):
-        which = str(standing_file(run, f"{CHECKPOINTS}/{which}.ckpt"))
-    return find_checkpoint(run, which)
-
-
-def trainer_of(checkpoint: Path) -> str | None:
-    """Name the process that trains the run which a checkpoint is of; None where none is known to."""
-    run = checkpoint.resolve().parent.parent
-    return lock_holder(run / LOCK) if checkpoint.resolve().parent.name == CHECKPOINTS else None
 
 
 def run_files(run: Path) -> list[Path]:

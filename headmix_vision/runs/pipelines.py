@@ -20,8 +20,14 @@ from headmix_vision.files.tensors import check_sums, state_sha256
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 from headmix_vision.models.building import building
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
-from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint
+from headmix_vision.runs.checkpoints import (
+    DESCRIPTION_KEY,
+    check_finite,
+    find_checkpoint,
+    is_generator,
+    read_checkpoint,
+)
+from headmix_vision.runs.directory import CHECKPOINTS, INDEX
 from headmix_vision.runs.networks import load_network
 
 # names of earlier versions included
@@ -35,6 +41,7 @@ _ENTRIES = {
     "objective": dict | None,
     "class_names": list | None,
 }
+Loaded = tuple[HeadMixDiTPipeline, Autoencoder | None, dict[str, Any]]
 
 
 def load_pipeline(
@@ -96,9 +103,6 @@ def load_exported_network(folder: Path) -> HeadMixDiT:
         network = _read_network(folder)
     check_finite(network.state_dict(), str(folder))
     return network
-
-
-Loaded = tuple[HeadMixDiTPipeline, Autoencoder | None, dict[str, Any]]
 
 
 def _load_exported(folder: Path, vae: str | None) -> Loaded:

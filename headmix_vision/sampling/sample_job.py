@@ -3,13 +3,16 @@
 import json
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import headmix_vision
@@ -20,13 +23,23 @@ from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.errors import InputError, check_counts
 from headmix_vision.files.reading import check_memory
-from headmix_vision.runs.directory import trainer_of
+from headmix_vision.runs.checkpoints import trainer_of
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling.draw import SamplingPlan, draw_samples
-from headmix_vision.sampling.folder import GRID, IMAGES, MAX_SAMPLES, NPZ, SampleFolder
-from headmix_vision.sampling.planning import make_plan, named, run_name, size_text, warn_of_unlearned
+from headmix_vision.sampling.folder import GRID, IMAGES, MAX_SAMPLES, NPZ, SampleFolder, draw_grid, draw_strips
+from headmix_vision.sampling.planning import (
+    SamplingPlan,
+    make_plan,
+    named,
+    run_name,
+    sample_batch,
+    size_text,
+    warn_of_unlearned,
+)
 from headmix_vision.sampling.sample_request import SampleRequest
 
+GRID_IMAGES, GRID_PIXELS = 100, 2**26  # at most, in the picture of many samples
+GRID_STRIPS = 12  # clips at most, in the picture of their frames
+_WRITERS = 8  # threads: PNGs are encoded beside each other, and each file waits for the disk
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -178,6 +191,104 @@ def _draw(
             lambda count: advance(count * processes.world_size),  # assuming that all are equally fast
             npz,
         )
+
+
+def draw_samples(
+    pipeline: HeadMixDiTPipeline,
+    plan: SamplingPlan,
+    folder: SampleFolder,
+    num: int,
+    missing: Sequence[int],
+    batch_size: int,
+    processes: Processes,
+    metadata: dict[str, Any],
+    progress: Callable[[float], None],
+    npz: bool = False,
+) -> None:
+    """Draw the missing ones of the samples 0 to `num` - 1, then grid, metadata and npz.
+
+    Every batch the network sees has `batch_size` samples, the last one filled up: with the same batch size a sample is
+    equal bit for bit however many are missing and however many processes share them. With another batch size float32
+    sums may run in another order, which moves values by some 1e-6 before they are rounded to 256 levels.
+
+    Nothing is written before every process has drawn its first batch: settings that fail leave no folder behind.
+
+    Args:
+        pipeline: The generator, with its scheduler set.
+        plan: What to draw.
+        folder: Where to, already checked, and locked by the first process.
+        num: Number of samples.
+        missing: Samples to draw, on all processes the same.
+        batch_size: Samples at a time and process.
+        processes: Who shares the work.
+        metadata: What `metadata.json` says, settings included.
+        progress: Told the number of samples done since the last call, fractions included.
+        npz: Also write `samples.npz`.
+
+    Raises:
+        NonFiniteSamplesError: If a sample became infinite or not a number; those before it are kept.
+    """
+    metadata = {**metadata, "num": num}
+
+    passes = 1 if plan.clips is None else plan.clips.count_passes(pipeline)
+
+    def draw(indices: list[int]) -> tuple[list[int], np.ndarray]:
+        def count_step(pipe: Any, step: int, t: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            progress(len(indices) / len(pipe.scheduler.timesteps) / passes)
+            return tensors
+
+        filled = indices + [indices[-1]] * (batch_size - len(indices))
+        return indices, sample_batch(pipeline, plan, filled, callback_on_step_end=count_step)[: len(indices)]
+
+    drawn = map(draw, deal_batches(missing, batch_size, processes.rank, processes.world_size))
+    first = list(islice(drawn, 1))
+    processes.wait()
+    if processes.rank == 0:
+        folder.remove_leftovers()
+        folder.write_metadata({**metadata, "complete": False})
+    processes.wait()
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        written: Iterable[None] = ()
+        for indices, images in chain(first, drawn):
+            list(written)  # of the batch before, while this one was drawn
+            written = pool.map(folder.write_sample, indices, images)
+        list(written)
+    processes.wait()
+    if processes.rank == 0:
+        finish(pipeline, plan, folder, num, metadata, npz)
+    processes.wait()
+
+
+def finish(
+    pipeline: HeadMixDiTPipeline,
+    plan: SamplingPlan,
+    folder: SampleFolder,
+    num: int,
+    metadata: dict[str, Any],
+    npz: bool,
+) -> None:
+    """Write the grid, the npz file if asked for, and at last the metadata of a complete folder."""
+    labels = plan.labels(range(num))
+    folder.complete_samples(num)
+    count = min(num, GRID_IMAGES, max(1, GRID_PIXELS // math.prod(folder.read_sample(0).shape[:-1])))
+    names = pipeline.config.class_names
+    captions = None if labels is None else [_caption(names, label) for label in labels[:count]]
+    columns = len(plan.classes) if plan.classes is not None and 4 <= len(plan.classes) <= 10 else None
+    title = f"{metadata.get('name', metadata['model'])}, {metadata['weights']} weights\n{plan.describe()}"
+    shown = np.stack([folder.read_sample(i) for i in range(count)])
+    if folder.frame_rate is not None:
+        title += f", {shown.shape[1]} frames, {folder.frame_rate:g} a second"
+        folder.write_moving_grid(draw_grid(shown, captions, title, columns))
+        folder.write_grid(draw_strips(shown[:GRID_STRIPS], captions, title, folder.frame_rate))
+    else:
+        folder.write_grid(draw_grid(shown, captions, title, columns))
+    if npz:
+        folder.write_npz(num, labels)
+    folder.write_metadata({**metadata, "complete": True})
+
+
+def _caption(names: list[str] | None, label: int) -> str:
+    return names[label] if names and label < len(names) else str(label)
 
 
 def find_missing(folder: SampleFolder, request: SampleRequest, shape: tuple[int, ...]) -> tuple[list[int], set[int]]:

@@ -26,16 +26,15 @@ from headmix_vision.console.terminal import command_words, is_terminal
 from headmix_vision.errors import InputError
 from headmix_vision.files.reading import read_text
 from headmix_vision.recipes import with_config_paths
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
-from headmix_vision.runs.directory import (
-    CHECKPOINTS,
-    LAST,
-    METRICS,
-    check_links,
+from headmix_vision.runs.checkpoints import (
+    DESCRIPTION_KEY,
+    check_description,
+    check_entries,
     find_checkpoint,
     find_standing_checkpoint,
-    standing_file,
+    read_checkpoint,
 )
+from headmix_vision.runs.directory import CHECKPOINTS, LAST, METRICS, check_links, standing_file
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
 from headmix_vision.training.callbacks.checkpointing import LastCheckpoint, TakeSignals
 from headmix_vision.training.callbacks.dry_run import DryRun

@@ -15,8 +15,7 @@ from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.schedulers import create_scheduler, set_steps
 from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import check_source, downsampling, load_autoencoder
-from headmix_vision.sampling.draw import SamplingPlan, sample_batch
-from headmix_vision.sampling.planning import named
+from headmix_vision.sampling.planning import SamplingPlan, named, sample_batch
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 
 T = TypeVar("T")

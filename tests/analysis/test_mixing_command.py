@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from headmix_vision.cli.analyze import main as analyze
-from headmix_vision.runs.export import export
+from headmix_vision.runs.exporting import export
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "v0_1_0"
 GENERATOR, PIPELINE = FIXTURES / "generator", FIXTURES / "generator" / "pipeline"

@@ -17,10 +17,9 @@ from headmix_vision.evaluation.clip_features import (
     of_frames,
     open_clip_extractor,
 )
-from headmix_vision.evaluation.clip_sampling import ClipSampling
+from headmix_vision.evaluation.clip_scores import draw_halves, freeze, fvd, shuffle
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
-from headmix_vision.evaluation.fvd import draw_halves, freeze, fvd, shuffle
-from headmix_vision.evaluation.sample_sets import open_samples
+from headmix_vision.evaluation.sample_sets import ClipSampling, open_samples
 from headmix_vision.evaluation.scores import Scorer
 from headmix_vision.files.tensors import file_sha256
 

@@ -12,12 +12,11 @@ from torch.nn.functional import interpolate
 
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.moving_digits import MovingDigits
-from headmix_vision.evaluation.clip_sampling import ClipSampling
-from headmix_vision.evaluation.digit_tracks import digit_size, find_digits
+from headmix_vision.evaluation.clip_features import digit_size, find_digits
+from headmix_vision.evaluation.clip_scores import DigitJudge, judge, judge_motion
 from headmix_vision.evaluation.extractors import FeatureExtractor
-from headmix_vision.evaluation.metrics import CLIP_METRICS
-from headmix_vision.evaluation.moving_digit_scores import DigitJudge, judge, judge_motion
-from headmix_vision.evaluation.sample_sets import open_samples
+from headmix_vision.evaluation.sample_sets import ClipSampling, open_samples
+from headmix_vision.evaluation.score_request import CLIP_METRICS
 from headmix_vision.evaluation.scores import Scorer
 
 from .clip_helpers import moving, write_samples

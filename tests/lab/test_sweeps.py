@@ -18,7 +18,7 @@ from headmix_vision.cli.analyze import main as analyze
 from headmix_vision.cli.train_cls import main as train_cls
 from headmix_vision.errors import InputError
 from headmix_vision.layers import CORES
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.networks import open_network
 from headmix_vision.training.base_cli import RunCLI
 
 SMALL = ("--model.model_args.embed_dim", "16", "--model.model_args.depth", "1", "--trainer.max_epochs", "3")

@@ -15,8 +15,7 @@ from headmix_vision.diffusion import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.files.tensors import read_weights, state_sha256
 from headmix_vision.runs.checkpoints import read_checkpoint
-from headmix_vision.runs.networks import create_generator, create_network
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.networks import create_generator, create_network, open_network
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 

@@ -16,10 +16,8 @@ from headmix_vision.cli import export
 from headmix_vision.diffusion import HeadMixVideoDiTPipeline, ObjectiveConfig
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.models import HeadMixVideoDiT
-from headmix_vision.runs.checkpoints import read_checkpoint
-from headmix_vision.runs.directory import find_checkpoint
-from headmix_vision.runs.networks import create_generator, load_network
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.checkpoints import find_checkpoint, read_checkpoint
+from headmix_vision.runs.networks import create_generator, load_network, open_network
 from headmix_vision.runs.pipelines import load_pipeline
 
 

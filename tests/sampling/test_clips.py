@@ -13,8 +13,7 @@ from headmix_vision.evaluation.extractors import ClassifierExtractor, FeatureExt
 from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import Scorer, fid
-from headmix_vision.sampling.contact_sheet import draw_grid
-from headmix_vision.sampling.folder import SampleFolder
+from headmix_vision.sampling.folder import SampleFolder, draw_grid
 
 
 class MeanFrames(FeatureExtractor):

@@ -20,8 +20,7 @@ from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion import Guidance, HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.files.writing import hold_lock
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling.draw import SamplingPlan, sample_batch
-from headmix_vision.sampling.planning import check_classes
+from headmix_vision.sampling.planning import SamplingPlan, check_classes, sample_batch
 
 ROOT = Path(__file__).parents[2]
 FAST = ("--num", 12, "--steps", 3, "--batch-size", 4)

@@ -20,8 +20,8 @@ from headmix_vision.cli.sample import main
 from headmix_vision.diffusion import HeadMixDiTPipeline, HeadMixVideoDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.files.pictures import read_png, write_png
 from headmix_vision.files.video import probe, read_video, write_video
-from headmix_vision.sampling.draw import ClipPlan, draw_clips
 from headmix_vision.sampling.folder import SampleFolder
+from headmix_vision.sampling.planning import ClipPlan, draw_clips
 
 ROOT = Path(__file__).parents[2]
 FAST = ("--num", 5, "--steps", 2, "--batch-size", 2)

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from headmix_vision.cli import export
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint
-from headmix_vision.runs.export import export as export_checkpoint
+from headmix_vision.runs.exporting import export as export_checkpoint
 from headmix_vision.runs.networks import create_network
 
 from .helpers import TINY

@@ -17,9 +17,8 @@ from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.frechet import frechet_distance
 from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.sample_sources import TensorSamples
-from headmix_vision.evaluation.scores import Scorer, fid
-from headmix_vision.evaluation.statistics import write_statistics
-from headmix_vision.sampling.contact_sheet import draw_grid
+from headmix_vision.evaluation.scores import Scorer, fid, write_statistics
+from headmix_vision.sampling.folder import draw_grid
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, draw_curves
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 from headmix_vision.training.callbacks.sample_fid import SampleFid

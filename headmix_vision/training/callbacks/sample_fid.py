@@ -14,9 +14,8 @@ from headmix_vision.evaluation.extractors import FeatureExtractor, open_extracto
 from headmix_vision.evaluation.frechet import Gaussian, Moments, frechet_distance
 from headmix_vision.evaluation.sample_sets import SampleSet, describe_size
 from headmix_vision.evaluation.sample_sources import TensorSamples
-from headmix_vision.evaluation.scores import Scorer, open_side
-from headmix_vision.evaluation.statistics import Statistics
-from headmix_vision.sampling.draw import SamplingPlan
+from headmix_vision.evaluation.scores import Scorer, Statistics, open_side
+from headmix_vision.sampling.planning import SamplingPlan
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.image_sampler import ImageSampler
 from headmix_vision.training.options import FidConfig

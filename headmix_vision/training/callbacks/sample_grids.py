@@ -11,8 +11,8 @@ from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import write_png
 from headmix_vision.files.video import write_video
-from headmix_vision.sampling.contact_sheet import draw_grid, draw_strips
-from headmix_vision.sampling.draw import SamplingPlan
+from headmix_vision.sampling.folder import draw_grid, draw_strips
+from headmix_vision.sampling.planning import SamplingPlan
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.image_sampler import ImageSampler
 from headmix_vision.training.options import SampleGridConfig

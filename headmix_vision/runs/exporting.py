@@ -13,8 +13,8 @@ import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.errors import InputError, check_request
 from headmix_vision.files.tensors import write_tensors
 from headmix_vision.files.writing import atomic_folder, check_place, hold_lock, remove_temporaries
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
-from headmix_vision.runs.directory import INDEX, find_checkpoint
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, find_checkpoint, is_generator, read_checkpoint
+from headmix_vision.runs.directory import INDEX
 from headmix_vision.runs.networks import load_network, without_sources
 
 # They act while training only, and change no weight's name or shape.
