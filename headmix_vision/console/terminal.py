@@ -3,19 +3,24 @@
 import argparse
 import atexit
 import gc
+import inspect
 import os
+import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn, TextIO
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TextIO, Union, get_args, get_origin, get_type_hints
 
 from headmix_vision.errors import launched_rank, one_line_errors, suggest
 
 _UNKNOWN = "unrecognized arguments: "
+_SHORT_NAMES = {"frame_rate": ("--fps",)}
 _said: set[str] = set()
 Advance = Callable[[float], None]
 """Tells that so many items more are done, fractions included."""
@@ -71,6 +76,57 @@ class OneLineParser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 for command in action.choices.values():
                     yield from command._option_strings()
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    request: type,
+    *,
+    leave_out: Collection[str] = (),
+    required: Collection[str] = (),
+    **changes: Mapping[str, Any],
+) -> None:
+    """Add an option for each field of a request: its type, its default and, as help, its lines in the docstring.
+
+    Args:
+        parser: The parser of a command.
+        request: A dataclass. Texts that are paths stay texts, see `check_request`.
+        leave_out: Fields without an option.
+        required: Fields whose options are required, besides those without a default.
+        **changes: By field, the keywords of `add_argument` that are others.
+    """
+    hints, about = get_type_hints(request), _described_fields(request)
+    for field in fields(request):
+        if field.name in leave_out:
+            continue
+        hint, needed = hints[field.name], field.default is MISSING
+        if isinstance(hint, UnionType) or get_origin(hint) is Union:
+            hint = next(kind for kind in get_args(hint) if kind is not NoneType)
+        options: dict[str, Any] = {"required": True} if needed or field.name in required else {"default": field.default}
+        if hint is bool:
+            options["action"] = "store_true"
+        elif get_origin(hint) is Literal:
+            options["choices"] = get_args(hint)
+        elif get_origin(hint) is tuple:
+            options |= {"nargs": "+", "type": get_args(hint)[0]}
+        elif hint in (int, float):
+            options["type"] = hint
+        default = None if needed or field.default is False or field.default == () else field.default
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        options["help"] = about[field.name] + ("" if shown is None else f" ({shown})")
+        names = [f"--{field.name.replace('_', '-')}", *_SHORT_NAMES.get(field.name, ())]
+        parser.add_argument(*names, **options | dict(changes.get(field.name, {})))
+
+
+def _described_fields(request: type) -> dict[str, str]:
+    """Read what the docstrings of a dataclass and its bases say of each field, in the words of a command line."""
+    found: dict[str, str] = {}
+    for kind in reversed(request.__mro__):
+        arguments = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2]
+        for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE):
+            words = re.sub(r" \(`[A-Z_]+`\)|`|%", lambda sign: "%%" * (sign[0] == "%"), " ".join(text.split()))
+            found[name] = words.rstrip(".").replace("when None", "when left out")
+    return found
 
 
 @contextmanager

@@ -15,6 +15,7 @@ KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000
 NEIGHBOURS = 3
 SPLITS = 10
 STATISTICS = "stats"
+SIDES = ("real", "fake", "held_out")
 
 
 def _load(function: Callable[..., Any] | str) -> Callable[..., Any]:
@@ -115,6 +116,16 @@ CLIP_METRICS = {
 }
 
 
+def sides_of(metric: str) -> tuple[str, ...]:
+    """Name the sides of a score of images, or of `stats`, out of `SIDES`."""
+    if metric == STATISTICS:
+        return ("real",)
+    asked = METRICS[metric]
+    return tuple(
+        side for side in SIDES if side == "fake" or (asked.compares if side == "real" else asked.takes_held_out)
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Settings that all requests for scores share.
@@ -185,9 +196,8 @@ class ScoreRequest(Evaluation):
             raise InputError(f"{self.metric} scores clips: make its own request")
         if metric is None and self.out is None:
             raise InputError("stats needs a file to write: give out")
-        takes = {"real": metric is None or metric.compares, "fake": metric is not None}
-        takes["held_out"] = metric is not None and metric.takes_held_out
-        for name, taken in takes.items():
+        for name in SIDES:
+            taken = name in sides_of(self.metric)
             if taken != (getattr(self, name) is not None):
                 raise InputError(f"{self.metric} {'needs' if taken else 'does not take'} {name}")
         if self.skip_unlabelled and not (metric is not None and metric.takes_labels):
@@ -202,18 +212,18 @@ class FvdRequest(Evaluation):
     """Request for the Fréchet video distance.
 
     Args:
-        real: Real clips.
-        fake: Generated clips.
+        real: Real clips: a folder, an `.npz` file or a data set.
+        fake: Generated clips, likewise.
         features: `i3d`, its TorchScript file (`.pt`), `digits[:PATH]`, or an image extractor.
         features_sha256: SHA-256 of the TorchScript file, without which it is not opened.
-        frame_features: Image extractor of `frame_fid`; `features` when None.
+        frame_features: Image extractor of `frame_fid`; that of `features` when None.
         protocol: How clips are sampled.
         frames: Frames of a clip.
-        count: At most so many clips of a side; as the protocol says when None.
+        count: At most so many clips of a side; as the protocol says, 2048, when None.
         real_stride: Take every `real_stride`-th frame of real clips; as the protocol says when None.
         real_offset: Where real clips begin in their files; as the protocol says when None.
-        fake_stride: As `real_stride`, of generated clips.
-        fake_offset: As `real_offset`, of generated clips.
+        fake_stride: Take every `fake_stride`-th frame of generated clips; as the protocol says when None.
+        fake_offset: Where generated clips begin in their files; as the protocol says when None.
         mirror_real: Score real clips a second time, mirrored.
         skip_short: Leave out, and count, clips of too few frames.
         seed: Seed of offsets, of the choice of clips and of the controls.
