@@ -4,7 +4,7 @@
     python -m benchmarks.bench_training --models dit_mhla_xl_2:cpe=True --size 64 --batch 32
     python -m benchmarks.bench_training --device cpu --tiny         # tries the script itself where there is no GPU
 
-The bare step is that of bench_models.py: forward, loss, backward and a fused AdamW step on tensors that lie on the
+The bare step is bench_models.py's: forward, loss, backward and a fused AdamW step on tensors that lie on the
 device, under bf16 autocast. The commands are `headmix train-gen fit -c imagenet256` and `headmix train-cls fit -c
 imagenet` with all that they do between two steps (noise and labels or mixup, logging, checks, interrupts), without and
 with averaged weights. Their data cost nothing to read: one batch of `fake`, in pinned memory, comes again and again.
@@ -133,7 +133,7 @@ def command_line(base: type[RunCLI], data: type[Any], clock: Clock) -> type[RunC
 
         def _fit_callbacks(self, *args: Any) -> list[Callback]:
             callbacks = super()._fit_callbacks(*args)
-            self.last.save = lambda trainer: None  # that of DiT-XL/2 has 11 GB
+            self.last.save = lambda trainer: None  # a checkpoint of DiT-XL/2 has 11 GB
             return [*callbacks, clock]
 
     return Timed

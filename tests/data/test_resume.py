@@ -1,4 +1,4 @@
-"""Stopping and resuming a real trainer: the batches seen must be those of a run that was never stopped."""
+"""Stopping and resuming a real trainer: the batches seen must equal the batches of a run that was never stopped."""
 
 import shutil
 import tarfile

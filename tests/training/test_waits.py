@@ -70,7 +70,7 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         reads = READING & set(func.tags)
-        if func in INDEXING:  # whose tags are those of masks
+        if func in INDEXING:  # tagged as masks are
             reads = {x for x in given[1:] if x.dtype == torch.bool}
         if reads:
             self.note(given)
