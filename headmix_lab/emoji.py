@@ -25,9 +25,9 @@ from typing import Any
 
 from PIL import Image
 
-from headmix_vision.console.terminal import OneLineParser, progress
+from headmix_vision.console.terminal import OneLineParser, one_line_errors, progress
 from headmix_vision.data.datasets.image_tables import TABLE
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding, readable
 from headmix_vision.files.reading import parse_json
 from headmix_vision.files.writing import atomic_folder, check_place

@@ -12,7 +12,8 @@ import slips
 from test_wheel import COMMANDS
 
 from headmix_vision.cli import main
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.console.terminal import one_line_errors
+from headmix_vision.errors import InputError
 
 SCRIPT = """
 import sys, timm
@@ -153,11 +154,11 @@ def test_errors_of_users_end_with_one_line(message, line, rank, who, monkeypatch
 def test_processes_of_torchrun_say_once_what_they_refuse(refused, said, tmp_path):
     script = tmp_path / "refuse.py"
     script.write_text(
-        "import os, time\nfrom headmix_vision import errors\n"
-        "errors._PATIENCE_S = 100 if '0' in os.environ['REFUSED'] else 1\n"
-        "with errors.one_line_errors():\n"
+        "import os, time\nfrom headmix_vision.console import terminal\nfrom headmix_vision.errors import InputError\n"
+        "terminal._PATIENCE_S = 100 if '0' in os.environ['REFUSED'] else 1\n"
+        "with terminal.one_line_errors():\n"
         "    if os.environ['RANK'] in os.environ['REFUSED']:\n"
-        "        raise errors.InputError('no')\n"
+        "        raise InputError('no')\n"
         "    time.sleep(100)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]

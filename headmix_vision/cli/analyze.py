@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from headmix_vision.analysis.analysis_request import MapsRequest, MixingRequest, ProfileRequest
-from headmix_vision.console.terminal import OneLineParser, add_options, importing
-from headmix_vision.errors import one_line_errors, require_extra
+from headmix_vision.console.terminal import OneLineParser, add_options, importing, one_line_errors
+from headmix_vision.errors import require_extra
 
 _REQUESTS = {
     "rank": ("rank and stable rank of the attention matrices, by layer and head", ProfileRequest),

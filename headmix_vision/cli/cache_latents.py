@@ -3,9 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
-from headmix_vision.console.terminal import OneLineParser, add_options, importing
+from headmix_vision.console.terminal import OneLineParser, add_options, importing, one_line_errors
 from headmix_vision.data.cache_request import CacheRequest
-from headmix_vision.errors import one_line_errors, require_extra
+from headmix_vision.errors import require_extra
 
 _DESCRIPTION = r"""Encode images or videos into latents once, for training.
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headmix_vision.console.terminal import OneLineParser
-from headmix_vision.errors import InputError, end, explain, one_line_errors
+from headmix_vision.console.terminal import OneLineParser, end, one_line_errors
+from headmix_vision.errors import InputError, explain
 
 if TYPE_CHECKING:
     from headmix_vision.doctor.examination import Finding

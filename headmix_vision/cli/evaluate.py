@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headmix_vision.console.terminal import OneLineParser, add_options, importing
-from headmix_vision.errors import one_line_errors
+from headmix_vision.console.terminal import OneLineParser, add_options, importing, one_line_errors
 
 if TYPE_CHECKING:
     from headmix_vision.evaluation.score_job import Scored

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from headmix_vision.console.terminal import OneLineParser, add_options, importing
-from headmix_vision.errors import InputError, let_signals_end, one_line_errors
+from headmix_vision.console.terminal import OneLineParser, add_options, importing, let_signals_end, one_line_errors
+from headmix_vision.errors import InputError
 
 if TYPE_CHECKING:
     from headmix_vision.sampling.sample_request import SampleRequest

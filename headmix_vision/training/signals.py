@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from headmix_vision.console.processes import stopped_processes
-from headmix_vision.errors import launched_rank
+from headmix_vision.console.terminal import launched_rank
 
 _PATIENCE_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

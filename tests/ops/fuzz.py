@@ -27,10 +27,10 @@ if __name__ == "__main__":
 
 from headmix_lab.scripts import gpu_names
 from headmix_lab.tables import markdown_table
-from headmix_vision.console.terminal import OneLineParser
+from headmix_vision.console.terminal import OneLineParser, one_line_errors
 from headmix_vision.doctor.cases import CASES_OF_A_KERNEL, DTYPES, FAMILIES, Case, check, draw, numbered, read
 from headmix_vision.doctor.drawing import HEAD_DIMS, head_dim_range
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.errors import InputError
 from headmix_vision.ops.runtime import INTERPRETED
 
 TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}

@@ -93,16 +93,17 @@ def test_a_rank_that_fails_ends_another_that_waits_for_it(raised: str, status: i
 
 REFUSING = """
 import os, time
-from headmix_vision import errors
+from headmix_vision.console import terminal
+from headmix_vision.errors import InputError
 from headmix_vision.cli.train_cls import main
 from headmix_vision.training.classifier import ImageClassifier
 
 def step(*args):
-    errors._PATIENCE_S = {patience_s}
+    terminal._PATIENCE_S = {patience_s}
     rank = os.environ.get("LOCAL_RANK", "0")
     if rank in "{ranks}":
         time.sleep({lag_s} * int(rank))
-        raise errors.InputError("of a test")
+        raise InputError("of a test")
     return whole_step(*args)
 
 whole_step, ImageClassifier.training_step = ImageClassifier.training_step, step
