@@ -25,7 +25,7 @@ from typing import Any
 
 from PIL import Image
 
-from headmix_vision.console.terminal import OneLineParser, one_line_errors, progress
+from headmix_vision.console import OneLineParser, one_line_errors, progress
 from headmix_vision.data.datasets.image_tables import TABLE
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding, readable

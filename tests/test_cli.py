@@ -10,7 +10,7 @@ import pytest
 
 import headmix_vision
 from headmix_vision.analysis import ProfileRequest, analyze
-from headmix_vision.console.terminal import OneLineParser
+from headmix_vision.console import OneLineParser
 from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.datasets.latents import STORES
 from headmix_vision.data.latent_cache import DTYPES
@@ -22,7 +22,7 @@ from headmix_vision.evaluation.clip_scores import PROTOCOLS
 from headmix_vision.sampling.folder import FORMATS
 from headmix_vision.sampling.sample_request import SCHEDULERS, SampleRequest
 
-START = "from headmix_vision.console.terminal import importing\nwith importing('sample'): pass"
+START = "from headmix_vision.console import importing\nwith importing('sample'): pass"
 
 
 def test_a_terminal_gets_a_first_line_before_the_imports_and_a_log_does_not():

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headmix_vision.console.processes import open_device, process_numbers
-from headmix_vision.console.terminal import OneLineParser
+from headmix_vision.console import OneLineParser, open_device, process_numbers
 from headmix_vision.errors import InputError
 from headmix_vision.files.reading import check_fields
 from headmix_vision.files.tensors import header_of, open_tensors, write_tensors

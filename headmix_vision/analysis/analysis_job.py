@@ -27,7 +27,7 @@ from headmix_vision.analysis.interleaved_heads import draw_interleaved
 from headmix_vision.analysis.maps import attention_maps, draw_maps
 from headmix_vision.analysis.profiles import PROFILES, draw_profiles, profile_layers
 from headmix_vision.analysis.results import ResultFolder
-from headmix_vision.console.processes import default_device, open_device
+from headmix_vision.console import default_device, open_device
 from headmix_vision.data.augmentation import eval_config, eval_transform
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headmix_vision.console.processes import available_memory
+from headmix_vision.console import available_memory
 from headmix_vision.errors import InputError, check_counts, is_whole
 from headmix_vision.layers import CORES, HEAD_MIXES, HeadMixAttention
 from headmix_vision.ops import TokenGrid

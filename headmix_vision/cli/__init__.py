@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from headmix_vision.console.terminal import one_line_errors
+from headmix_vision.console import one_line_errors
 from headmix_vision.errors import InputError, suggest
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headmix_vision.analysis.analysis_request import MapsRequest, MixingRequest, ProfileRequest
-from headmix_vision.console.terminal import OneLineParser, add_options, importing, one_line_errors
+from headmix_vision.console import OneLineParser, add_options, importing, one_line_errors
 from headmix_vision.errors import require_extra
 
 _REQUESTS = {

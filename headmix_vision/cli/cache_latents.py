@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from headmix_vision.console.terminal import OneLineParser, add_options, importing, one_line_errors
+from headmix_vision.console import OneLineParser, add_options, importing, one_line_errors
 from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.errors import require_extra
 

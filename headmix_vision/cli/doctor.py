@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headmix_vision.console.terminal import OneLineParser, end, one_line_errors
+from headmix_vision.console import OneLineParser, end, one_line_errors
 from headmix_vision.errors import InputError, explain
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _examine(device: str | None, seed: int, json_file: Path | None, started_s: float) -> Report:
     """Examine the machine, print what is found as it is found, and write the file."""
-    from headmix_vision.console.processes import default_device, open_device
+    from headmix_vision.console import default_device, open_device
     from headmix_vision.doctor.examination import Request, examine
     from headmix_vision.doctor.lines import lines_of
     from headmix_vision.errors import check_counts

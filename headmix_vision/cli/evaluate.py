@@ -5,11 +5,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headmix_vision.console.terminal import OneLineParser, add_options, importing, one_line_errors
+from headmix_vision.console import OneLineParser, add_options, importing, one_line_errors
 
 if TYPE_CHECKING:
-    from headmix_vision.evaluation.score_job import Scored
     from headmix_vision.evaluation.score_request import Evaluation
+    from headmix_vision.evaluation.scores import Scored
 
 _DESCRIPTION = """Score generated images (fid, kid, is, prc, accuracy, neighbours) and clips (fvd, moving-digits).
 
@@ -25,7 +25,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with one_line_errors():
         request = _request(vars(_parser().parse_args(args)))
     with importing("evaluate"):
-        from headmix_vision.evaluation.score_job import evaluate
+        from headmix_vision.evaluation.scores import evaluate
     with one_line_errors():
         evaluate(request, _show)
 

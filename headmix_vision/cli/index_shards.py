@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from headmix_vision.console.terminal import OneLineParser, importing, one_line_errors
+from headmix_vision.console import OneLineParser, importing, one_line_errors
 from headmix_vision.errors import require_extra
 
 _DESCRIPTION = """Make the index of a folder of tar shards, once, for `dataset: shards`.

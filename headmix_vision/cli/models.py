@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from headmix_vision.console.terminal import OneLineParser, importing, one_line_errors
+from headmix_vision.console import OneLineParser, importing, one_line_errors
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from headmix_vision.console.terminal import OneLineParser, add_options, importing, let_signals_end, one_line_errors
+from headmix_vision.console import OneLineParser, add_options, importing, let_signals_end, one_line_errors
 from headmix_vision.errors import InputError
 
 if TYPE_CHECKING:

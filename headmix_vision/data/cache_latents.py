@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.console.processes import default_device, open_device, process_numbers
-from headmix_vision.console.terminal import say, say_left_out
+from headmix_vision.console import default_device, open_device, process_numbers, say, say_left_out
 from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source

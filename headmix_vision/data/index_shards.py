@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from headmix_vision.console.terminal import progress, say_left_out
+from headmix_vision.console import progress, say_left_out
 from headmix_vision.data.datasets.shards import FORMAT, INDEX, KINDS, TENSORS, describe_shard, find_shards
 from headmix_vision.data.labels import LabelRule, Labels, keep_labelled, number_labels
 from headmix_vision.data.loading import as_it_is

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.console.terminal import progress
+from headmix_vision.console import progress
 from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, to_picture
 from headmix_vision.data.datasets.latents import (

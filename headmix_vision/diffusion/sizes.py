@@ -14,7 +14,7 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from torch import Tensor
 
-from headmix_vision.console.processes import available_memory
+from headmix_vision.console import available_memory
 from headmix_vision.diffusion.denoising import Generators, Guidance
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.errors import InputError, check_counts, check_numbers, is_whole

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from headmix_vision.console.processes import available_memory
+from headmix_vision.console import available_memory
 from headmix_vision.doctor.attention_times import (
     GRIDS,
     MHLA,

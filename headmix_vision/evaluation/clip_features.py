@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headmix_vision.console.processes import open_device
+from headmix_vision.console import open_device
 from headmix_vision.data.datasets.moving_digits import DIGIT_SIZE
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor

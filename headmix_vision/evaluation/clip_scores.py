@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.console.processes import Processes
+from headmix_vision.console import Processes
 from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.moving_digits import DIRECTIONS, FRAME_RATE, SPEEDS, STRAIGHT_S
 from headmix_vision.data.labels import LabelRule

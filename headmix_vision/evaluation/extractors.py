@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.console.processes import open_device
+from headmix_vision.console import open_device
 from headmix_vision.errors import InputError
 from headmix_vision.files.tensors import file_sha256, header_of, read_weights, state_sha256
 from headmix_vision.models.lite0 import LITE0_MODEL, LITE0_PACKAGE, lite0_state

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.console.terminal import say_left_out
+from headmix_vision.console import say_left_out
 from headmix_vision.data.datasets.base import Source, to_picture
 from headmix_vision.errors import InputError, check_positive
 from headmix_vision.files.pictures import Decoding, Item, find_clips, find_pictures, readable, to_item

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from headmix_vision.console.terminal import say
+from headmix_vision.console import say
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline

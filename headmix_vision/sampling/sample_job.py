@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 import headmix_vision
-from headmix_vision.console.processes import Processes, default_device, open_device, process_numbers
-from headmix_vision.console.terminal import progress, say
+from headmix_vision.console import Processes, default_device, open_device, process_numbers, progress, say
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline

@@ -21,8 +21,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from headmix_vision.console.processes import end_without_others, leave_group
-from headmix_vision.console.terminal import command_words, is_terminal
+from headmix_vision.console import command_words, end_without_others, is_terminal, leave_group
 from headmix_vision.errors import InputError
 from headmix_vision.files.reading import read_text
 from headmix_vision.recipes import with_config_paths

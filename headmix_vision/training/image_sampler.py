@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 
-from headmix_vision.console.processes import Processes
+from headmix_vision.console import Processes
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.denoising import NonFiniteSamplesError
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from headmix_vision.console.terminal import command_words
+from headmix_vision.console import command_words
 from headmix_vision.errors import InputError, message_of
 from headmix_vision.files.writing import hold_lock, remove_temporaries
 from headmix_vision.runs.checkpoints import find_standing_checkpoint, remove_unfinished

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.frechet import Gaussian, frechet_distance
+from headmix_vision.evaluation.frechet import Gaussian, Statistics, frechet_distance, read_statistics
 from headmix_vision.evaluation.sample_sets import check_side_options, open_samples
 from headmix_vision.evaluation.sample_sources import npz_labels
 from headmix_vision.evaluation.score_request import METRICS, Metric
-from headmix_vision.evaluation.scores import Scorer, Statistics, open_side, read_statistics
+from headmix_vision.evaluation.scores import Scorer, open_side
 from headmix_vision.models.lite0 import LITE0_MODEL
 
 from .helpers import digit_pixels, refused, run, write_digits, write_run

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 from headmix_lab.scripts import gpu_names
 from headmix_lab.tables import markdown_table
-from headmix_vision.console.terminal import OneLineParser, one_line_errors
+from headmix_vision.console import OneLineParser, one_line_errors
 from headmix_vision.doctor.cases import CASES_OF_A_KERNEL, DTYPES, FAMILIES, Case, check, draw, numbered, read
 from headmix_vision.doctor.drawing import HEAD_DIMS, head_dim_range
 from headmix_vision.errors import InputError

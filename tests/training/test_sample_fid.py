@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.frechet import frechet_distance
+from headmix_vision.evaluation.frechet import frechet_distance, write_statistics
 from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.sample_sources import TensorSamples
-from headmix_vision.evaluation.scores import Scorer, fid, write_statistics
+from headmix_vision.evaluation.scores import Scorer, fid
 from headmix_vision.sampling.folder import draw_grid
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, draw_curves
 from headmix_vision.training.callbacks.non_finite import NonFiniteError

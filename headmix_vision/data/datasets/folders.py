@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from timm.utils.misc import natural_key
 
-from headmix_vision.console.terminal import say_left_out
+from headmix_vision.console import say_left_out
 from headmix_vision.data.datasets.base import (
     EVAL_SYNONYMS,
     TRAIN_SYNONYMS,

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from headmix_vision.console.terminal import say_left_out
+from headmix_vision.console import say_left_out
 from headmix_vision.data.datasets.base import Pictures, RawImage, relative_sizes
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding, find_pictures

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from headmix_vision.console.terminal import say_left_out
+from headmix_vision.console import say_left_out
 from headmix_vision.data.clip_frames import crop_frames
 from headmix_vision.data.datasets.base import EVAL_SYNONYMS, ClipSource, SplitRequest
 from headmix_vision.data.datasets.folders import split_candidates

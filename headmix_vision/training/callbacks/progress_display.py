@@ -7,7 +7,7 @@ from typing import Any, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from headmix_vision.console.terminal import Advance, duration, progress
+from headmix_vision.console import Advance, duration, progress
 from headmix_vision.training.base_module import BaseModule
 from headmix_vision.training.callbacks.throughput import ImagesPerSecond
 from headmix_vision.training.later import Latest

@@ -7,14 +7,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from headmix_vision.console.processes import Processes
+from headmix_vision.console import Processes
 from headmix_vision.diffusion.denoising import Guidance
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
-from headmix_vision.evaluation.frechet import Gaussian, Moments, frechet_distance
+from headmix_vision.evaluation.frechet import Gaussian, Moments, Statistics, frechet_distance
 from headmix_vision.evaluation.sample_sets import SampleSet, describe_size
 from headmix_vision.evaluation.sample_sources import TensorSamples
-from headmix_vision.evaluation.scores import Scorer, Statistics, open_side
+from headmix_vision.evaluation.scores import Scorer, open_side
 from headmix_vision.sampling.planning import SamplingPlan
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.image_sampler import ImageSampler
