@@ -157,7 +157,7 @@ def cases(blocks: TokenBlocks, ranks: TokenRanks, arguments: argparse.Namespace)
     sizes: dict[str, Any] = {"block_grid": blocks.block_grid, "cpe": True}
     layer = HeadMixAttention(width, arguments.heads, grid=grid, **sizes, device=device)
     spread_layer = deepcopy(layer)
-    spread_layer.set_ranks(ranks)
+    spread_layer.context_parallel(ranks)
     x = d_out.flatten(2)
     part = ranks.split(x, blocks.grid)
     yield from both_passes("layer", layer, spread_layer, x.requires_grad_(), part.requires_grad_())

@@ -36,9 +36,9 @@ from benchmarks.measuring import add_options, environment, fill, open_device, re
 from benchmarks.model_families import check_spellings, family_of, read_spelling
 from headmix_lab.tables import markdown_table
 from headmix_vision.cli.training import run_command_line
+from headmix_vision.data.batches import as_it_is
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.data.generation import GenerationData
-from headmix_vision.data.loading import as_it_is
 from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.classification_cli import ClassificationCLI
 from headmix_vision.training.generation_cli import GenerationCLI

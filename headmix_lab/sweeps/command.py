@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from headmix_lab.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver
-from headmix_lab.sweeps.drawing import draw
+from headmix_lab.sweeps.figure import draw
 from headmix_lab.sweeps.kinds import SWEEPS
-from headmix_lab.sweeps.report import report
 from headmix_lab.sweeps.runs import COLUMNS, CURVES, NUMBERS, Case, Request, Runs
+from headmix_lab.sweeps.table import report
 from headmix_lab.tables import ResultTable, write_table
 from headmix_vision.analysis.line_charts import save_svg
 from headmix_vision.errors import InputError, check_counts, check_positive, require_extra, suggest

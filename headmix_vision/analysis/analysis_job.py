@@ -29,10 +29,10 @@ from headmix_vision.analysis.profiles import PROFILES, draw_profiles, profile_la
 from headmix_vision.analysis.results import ResultFolder
 from headmix_vision.console import default_device, open_device
 from headmix_vision.data.augmentation import eval_config, eval_transform
+from headmix_vision.data.batches import as_it_is
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import PreparedSource, SplitRequest, Transform
-from headmix_vision.data.loading import as_it_is
 from headmix_vision.errors import InputError, check_counts, check_numbers
 from headmix_vision.files.pictures import check_background, readable
 from headmix_vision.runs.networks import open_network

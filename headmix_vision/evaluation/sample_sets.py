@@ -21,10 +21,10 @@ from PIL import ImageOps
 from torch import Tensor
 
 from headmix_vision.data.batches import deal_batches
-from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import CHANNELS, BatchSource, Source, SplitRequest
+from headmix_vision.data.fitting import center_crop
 from headmix_vision.data.labels import LabelRule
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError, check_counts

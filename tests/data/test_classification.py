@@ -13,11 +13,10 @@ from timm.data.auto_augment import AugmentOp
 
 from headmix_vision.data import Augmentation, ClassificationData
 from headmix_vision.data.augmentation import train_transform
-from headmix_vision.data.batches import SampleKey
+from headmix_vision.data.batches import SampleKey, WholeBatches
 from headmix_vision.data.datasets.base import to_picture
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.data.loading import WholeBatches
 from headmix_vision.data.seeding import derive_seed, seeded
 
 from .helpers import Recorder, attach, make_trainer

@@ -9,7 +9,7 @@ import pytest
 from headmix_vision.data import Augmentation, ClassificationData, GenerationData
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.data.datasets.image_files import find_images
+from headmix_vision.data.datasets.folders import find_images
 from headmix_vision.errors import InputError
 
 from .helpers import Recorder, attach, make_trainer

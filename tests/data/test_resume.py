@@ -14,7 +14,7 @@ from headmix_vision.cli import cache_latents
 from headmix_vision.data import Augmentation, ClassificationData
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
-from headmix_vision.data.index_shards import write_index
+from headmix_vision.data.shard_index import write_index
 
 from .helpers import Recorder, make_trainer, write_image
 

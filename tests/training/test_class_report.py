@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from headmix_vision.training.callbacks.class_report import class_rows, format_rows
+from headmix_vision.training.callbacks.classifier_results import class_rows, format_rows
 
 from .helpers import read_csv, run
 

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from headmix_vision.layers import embeddings
 from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
+from headmix_vision.training.callbacks.non_finite import Later, Latest
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.generator import ImageGenerator
-from headmix_vision.training.later import Later, Latest
 from headmix_vision.training.signals import InterruptRequest
 
 from . import gen_helpers, helpers
