@@ -34,7 +34,7 @@ from headmix_vision.files.reading import (
 )
 from headmix_vision.files.tars import Member, list_members
 from headmix_vision.files.tensors import open_tensors, read_weights, write_tensors
-from headmix_vision.files.video import VideoInfo, is_whole_video, probe, probe_clip, read_clip, read_frames, write_video
+from headmix_vision.files.video import ClipInfo, is_whole_video, probe, probe_clip, read_clip, read_frames, write_video
 from headmix_vision.runs.checkpoints import read_checkpoint
 
 
@@ -280,7 +280,7 @@ def test_videos_are_measured_before_they_are_decoded(tmp_path: Path, monkeypatch
         read_frames(path, range(3))
     assert read_frames(path, [1]).shape == (1, 16, 16, 3)
     with pytest.raises(InputError, match=r"a video of 1e\+15 s at 30 frames a second needs"):
-        VideoInfo(2, 1.0, 16, 16, (0.0, 1.0, 1e15)).frames_at(30)
+        ClipInfo(2, (16, 16), 1.0, (0.0, 1.0, 1e15)).frames_at(30)
 
 
 def test_tars_whose_members_state_other_sizes(tmp_path: Path) -> None:

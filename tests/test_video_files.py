@@ -11,7 +11,7 @@ from PIL import Image
 
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.errors import InputError
-from headmix_vision.files.video import VideoInfo, probe, read_frames, read_video, write_video
+from headmix_vision.files.video import ClipInfo, probe, read_frames, read_video, write_video
 
 COUNT = 24
 
@@ -65,7 +65,7 @@ def test_a_frame_is_the_same_however_it_is_reached(
 
 def test_mp4_repeats_the_last_row_and_column_of_an_odd_size(frames: np.ndarray, tmp_path: Path) -> None:
     write_video(tmp_path / "new" / "a.mp4", frames, 30000 / 1001)
-    assert probe(tmp_path / "new" / "a.mp4") == VideoInfo(COUNT, 30000 / 1001, 32, 46)
+    assert probe(tmp_path / "new" / "a.mp4") == ClipInfo(COUNT, (32, 46), 30000 / 1001)
     pixels, _ = read_video(tmp_path / "new" / "a.mp4")
     error = np.abs(pixels.astype(int) - np.pad(frames, ((0, 0), (0, 1), (0, 1), (0, 0)), mode="edge"))
     assert error.mean() < 8 and counted(pixels) == [*range(COUNT)]
@@ -140,7 +140,7 @@ def test_frames_are_chosen_by_their_times(tmp_path: Path) -> None:
 def test_rounded_times_follow_each_other_evenly(frames: np.ndarray, tmp_path: Path) -> None:
     for name in ("a.mkv", "a.mp4", "a.ts", "a.flv"):
         path = write_film(tmp_path / name, list(np.pad(frames, ((0, 0), (0, 1), (0, 1), (0, 0)))), rate=30)
-        assert probe(path) == VideoInfo(COUNT, 30, 32, 46)
+        assert probe(path) == ClipInfo(COUNT, (32, 46), 30)
 
 
 STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))
@@ -157,7 +157,7 @@ def test_videos_are_turned_as_they_are_to_be_shown(turns: int, mirrored: bool, t
     found = read_frames(path, [1])[0]
     assert found.shape == expected.shape and np.abs(found - expected.astype(int)).mean() < 6
     info = probe(path)
-    assert (info.height, info.width) == expected.shape[:2]
+    assert info.size == expected.shape[:2]
 
 
 def test_a_video_that_is_shown_askew_is_refused(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_cover_picture_is_not_the_video(tmp_path: Path) -> None:
 
     film, cover = [np.full((32, 48, 3), 100, np.uint8)] * 3, np.full((16, 16, 3), 250, np.uint8)
     path = write_film(tmp_path / "a.mp4", film, cover=cover)
-    assert probe(path) == VideoInfo(3, 24, 32, 48) and abs(int(read_frames(path, [0])[0, 0, 0, 0]) - 100) < 4
+    assert probe(path) == ClipInfo(3, (32, 48), 24) and abs(int(read_frames(path, [0])[0, 0, 0, 0]) - 100) < 4
     with av.open(str(tmp_path / "song.mp4"), "w") as container:
         picture = container.add_stream("mjpeg", rate=1, width=16, height=16)
         picture.pix_fmt, picture.disposition = "yuvj420p", ATTACHED

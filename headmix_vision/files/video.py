@@ -41,29 +41,28 @@ Choice = Callable[[int, float | None, tuple[float, ...] | None], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class VideoInfo:
-    """Contents of a video file.
+class ClipInfo:
+    """Facts about a clip before it is read.
 
     Args:
         num_frames: Frames.
-        frame_rate: Their average number a second.
-        height: Of a frame in pixels.
-        width: Of a frame in pixels.
+        size: H and W of a frame in pixels.
+        frame_rate: Frames a second, of a video on average; None where nobody says.
         times: When each frame begins to show, and when the last one ends, in seconds from the first; None where they
             follow each other evenly.
     """
 
     num_frames: int
-    frame_rate: float
-    height: int
-    width: int
+    size: tuple[int, int]
+    frame_rate: float | None = None
     times: tuple[float, ...] | None = None
 
     def frames_at(self, frame_rate: float) -> list[int]:
         """Number the frames that show at the times of another rate, from the first to the end."""
+        assert self.frame_rate is not None
         times = self.times or [number / self.frame_rate for number in range(self.num_frames + 1)]
         count = max(round(times[-1] * frame_rate), 1)
-        needed = count * (3 * self.height * self.width + _NUMBER_BYTES)
+        needed = count * (3 * self.size[0] * self.size[1] + _NUMBER_BYTES)
         check_memory(needed, f"a video of {times[-1]:g} s at {frame_rate:g} frames a second")
         return [bisect_right(times[:-1], number / frame_rate + _INSTANT_S) - 1 for number in range(count)]
 
@@ -93,7 +92,7 @@ class _Packet:
     is_key: bool
 
 
-def probe(path: str | os.PathLike[str] | EncodedVideo) -> VideoInfo:
+def probe(path: str | os.PathLike[str] | EncodedVideo) -> ClipInfo:
     """Count the frames of a video, and read their times, without decoding more than the first.
 
     Raises:
@@ -106,12 +105,12 @@ def probe(path: str | os.PathLike[str] | EncodedVideo) -> VideoInfo:
             raise InputError(f"{path} has no frames")
         height, width, _ = _Pixels().turn(np.empty((first.height, first.width, 0), np.uint8), first).shape
     with _opened(path) as (container, stream):
-        return replace(_info(path, stream, _packets(container, stream)), height=height, width=width)
+        return replace(_info(path, stream, _packets(container, stream)), size=(height, width))
 
 
 def read_frames(
     path: str | os.PathLike[str] | EncodedVideo,
-    indices: Sequence[int] | Callable[[VideoInfo], Sequence[int]],
+    indices: Sequence[int] | Callable[[ClipInfo], Sequence[int]],
     background: str = "white",
 ) -> np.ndarray:
     """Read frames by their numbers; decoding begins at the last key frame before the first of them.
@@ -136,8 +135,8 @@ def read_frames(
         wrong = [index for index in indices if not 0 <= index < info.num_frames]
         if wrong:
             raise InputError(f"{path} has {info.num_frames} frames, there is no frame {wrong[0]}")
-        pixels = len(indices) * info.height * info.width
-        check_memory(2 * 3 * pixels, f"{path}: {len(indices)} frames of {info.height}x{info.width} pixels")
+        height, width = info.size
+        check_memory(6 * len(indices) * height * width, f"{path}: {len(indices)} frames of {height}x{width} pixels")
         wanted = sorted({*indices})
         found = _seek_and_decode(container, stream, packets, wanted, _Pixels(background))
     if len(found) < len(wanted):
@@ -165,6 +164,7 @@ def read_video(path: str | os.PathLike[str], frame_rate: float | None = None) ->
         InputError: As `read_frames`.
     """
     info = probe(path)
+    assert info.frame_rate is not None
     if info.times is not None and frame_rate is not None:
         return read_frames(path, info.frames_at(frame_rate)), frame_rate
     return read_frames(path, range(info.num_frames)), info.frame_rate
@@ -287,7 +287,7 @@ def _packets(container: Any, stream: Any) -> list[_Packet]:
     ]
 
 
-def _info(path: str | os.PathLike[str] | EncodedVideo, stream: Any, packets: list[_Packet]) -> VideoInfo:
+def _info(path: str | os.PathLike[str] | EncodedVideo, stream: Any, packets: list[_Packet]) -> ClipInfo:
     if not packets:
         raise InputError(f"{path} has no frames")
     rate, times = stream.average_rate or stream.guessed_rate, _times(packets)
@@ -298,10 +298,10 @@ def _info(path: str | os.PathLike[str] | EncodedVideo, stream: Any, packets: lis
             rate = (len(times) - 1) / ((times[-1] - times[0]) * stream.time_base)
         if not _is_even(ends if is_gif else times):  # other files seldom tell how long the last frame shows
             shown = tuple(float((time - times[0]) * stream.time_base) for time in ends)
-            return VideoInfo(len(packets), float(rate), stream.height, stream.width, shown)
+            return ClipInfo(len(packets), (stream.height, stream.width), float(rate), shown)
     if not rate:
         raise InputError(f"{path} states no frame rate")
-    return VideoInfo(len(packets), float(rate), stream.height, stream.width)
+    return ClipInfo(len(packets), (stream.height, stream.width), float(rate))
 
 
 def _is_even(times: list[int]) -> bool:
@@ -430,23 +430,6 @@ def _encode_gif(frames: np.ndarray, frame_rate: float) -> bytes:
     return encoded.getvalue()
 
 
-@dataclass(frozen=True)
-class ClipInfo:
-    """Facts about a clip before it is read.
-
-    Args:
-        num_frames: Frames.
-        size: H and W.
-        frame_rate: Frames a second, None where nobody says.
-        times: When each frame begins to show and the last one ends, None where they follow each other evenly.
-    """
-
-    num_frames: int
-    size: tuple[int, int]
-    frame_rate: float | None = None
-    times: tuple[float, ...] | None = None
-
-
 def probe_clip(path: Path) -> ClipInfo:
     """Read what is known of a clip by its first frame; InputError where it cannot be read."""
     with _named(path):
@@ -457,8 +440,7 @@ def probe_clip(path: Path) -> ClipInfo:
             first = _first_frame(files[0], Decoding())
             return ClipInfo(len(files), (first.height, first.width))
         if is_video(path):
-            info = probe(path)
-            return ClipInfo(info.num_frames, (info.height, info.width), info.frame_rate, info.times)
+            return probe(path)
         with open_picture(path) as image:
             first = Decoding().convert(image)
             return ClipInfo(getattr(image, "n_frames", 1), (first.height, first.width))

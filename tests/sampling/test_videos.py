@@ -82,7 +82,7 @@ def test_what_lies_in_the_folder(whole: Path) -> None:
     assert len({clip.tobytes() for clip in frames.values()}) == 5
     for index in range(5):
         info = probe(whole / "videos" / f"{index:06d}.mp4")
-        assert (info.num_frames, info.frame_rate, info.height, info.width) == (4, 8.0, 8, 8)
+        assert (info.num_frames, info.frame_rate, info.size) == (4, 8.0, (8, 8))
     watched, _ = read_video(whole / "videos" / "000000.mp4")
     assert np.abs(watched[..., :1].astype(float) - frames["000000.png"]).mean() < 8
     with np.load(whole / "samples.npz") as arrays:
