@@ -18,10 +18,9 @@ from headmix_vision.errors import InputError, suggest
 from headmix_vision.files.reading import check_fields, parse_json, read_json
 from headmix_vision.files.tensors import header_of, one_line_damage, read_weights, state_sha256
 from headmix_vision.models.building import building
+from headmix_vision.models.headmix_vit import name_grid
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
-from headmix_vision.models.names import FAMILIES
-from headmix_vision.models.pretrained import CORRECT
-from headmix_vision.models.stored_positions import name_grid
+from headmix_vision.models.names import CORRECT, FAMILIES
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,

@@ -18,9 +18,8 @@ from PIL import Image
 
 from headmix_vision.console import say
 from headmix_vision.data.seeding import derive_seed
-from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError
+from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError, scheduler_name, set_steps
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
-from headmix_vision.diffusion.schedulers import scheduler_name, set_steps
 from headmix_vision.errors import InputError, check_counts
 from headmix_vision.files.pictures import Decoding, read_png, readable
 from headmix_vision.files.video import read_video
