@@ -266,6 +266,7 @@ def test_damaged_labels(labels: bytes, message: str, tmp_path: Path) -> None:
         (lambda mu, sigma: {"mu": mu, "sigma": sigma * np.inf}, "not finite"),
         (lambda mu, sigma: {"mu": mu[None], "sigma": sigma}, "do not belong together"),
         (lambda mu, sigma: {"mu": mu[:0], "sigma": sigma[:0, :0]}, "do not belong together"),
+        (lambda mu, sigma: {"mu": mu.sum(), "sigma": sigma}, "do not belong together"),
         (lambda mu, sigma: {"mu": mu.astype(complex), "sigma": sigma}, "mu is complex128"),
         (lambda mu, sigma: {"mu": np.array([None] * 64), "sigma": sigma}, "holds Python objects, it must hold numbers"),
         (lambda mu, sigma: {}, "has no mu and sigma, it has none of them"),
