@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 from slip_runs import ROOT, Copy
 
 NEAREST, MOST_FILES = 3, 9  # files of tests for one slip, first the nearest
+MOST_USERS = 4  # files that use a function, where tests of theirs are near
+UNTOLD = {"triton", "launch", "impl", "init", "py", "tests", "test"}
 FOLDERS = (
     "console", "data", "diffusion", "evaluation", "files", "layers", "models", "ops", "runs", "sampling", "training",
 )  # fmt: skip
@@ -226,6 +228,7 @@ def _imported(path: Path) -> frozenset[str]:
     return frozenset(files | {name for name in inits if (package / name).is_file()})
 
 
+@cache
 def _distance(test: Path, file: str) -> int:
     """Count the imports between a file of tests and one of the package; 9 where there are none."""
     reached, front = set(), _imported(test)
@@ -237,20 +240,33 @@ def _distance(test: Path, file: str) -> int:
     return 9
 
 
+def _users(slip: DrawnSlip) -> list[str]:
+    """Name the other files of the package that name the function or class, if these are few."""
+    named = re.compile(
+        rf"\b{re.escape(next((name for name in slip.names if name not in COMMON), Path(slip.file).stem))}\b"
+    )
+    package = ROOT / "headmix_vision"
+    users = [str(path.relative_to(package)) for path in package.rglob("*.py") if named.search(path.read_text())]
+    return [file for file in users if file != slip.file] if len(users) <= MOST_USERS else []
+
+
 def tests_for(slip: DrawnSlip) -> tuple[list[str], Callable[[Any], Any]]:
-    """Choose files of tests, and a sort key that puts tests first which name the function, its class or its module."""
+    """Choose files of tests near the file and its users, and a sort key that puts tests first which name the code."""
     path = Path(slip.file)
     names = [name.strip("_") for name in slip.names if name not in COMMON]
     named = re.compile(rf"\b_?({'|'.join(map(re.escape, [*names, path.stem]))})\b")
-    words = set(re.findall("[a-z0-9]+", slip.file.removesuffix(".py"))) - {"triton", "launch", "impl", "init"}
+    near = [
+        (file, set(re.findall("[a-z0-9]+", file.removesuffix(".py"))) - UNTOLD) for file in (slip.file, *_users(slip))
+    ]
     ranks = {}
     for test in (ROOT / "tests").rglob("test_*.py"):
         place, text = str(test.relative_to(ROOT)), test.read_text()
         if place.endswith("_gpu.py") or place.split("/")[1] in ("benchmarks", "peers", "analysis"):
             continue
-        shared = len(words & set(re.findall("[a-z0-9]+", place)))
+        own = set(re.findall("[a-z0-9]+", place))
+        distance = min(_distance(test, file) - 2 * len(words & own) for file, words in near)
         is_slow = bool(re.search("torchrun|distributed|Popen|run_on_ranks|two_processes", text))
-        ranks[place] = _distance(test, slip.file) - 2 * shared - 2 * bool(named.search(text)) + 2 * is_slow
+        ranks[place] = distance - 2 * bool(named.search(text)) + 2 * is_slow
     chosen = sorted(ranks, key=lambda test: (ranks[test], len(test), test))[:MOST_FILES]
 
     def order(item: Any) -> tuple[bool, int]:

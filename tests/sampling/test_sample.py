@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion import Guidance, HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.runs.pipelines import load_pipeline
+from headmix_vision.sampling import draw
+from headmix_vision.sampling.contact_sheet import draw_grid
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch
 from headmix_vision.sampling.planning import check_classes
 
@@ -93,6 +96,25 @@ def test_what_lies_in_the_folder(whole: Path, model: Path) -> None:
     assert len(metadata["settings"]["weights_sha256"]) == 64 and "torch" in metadata["versions"]
     with Image.open(whole / "grid.png") as grid:
         assert grid.mode == "RGB" and min(grid.size) > 60
+
+
+def test_the_grid_shows_samples_above_their_classes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(draw, "draw_grid", lambda *sheet: shown.append(sheet) or draw_grid(*sheet))
+    for classes, limit, most, count, columns in (
+        ((3, 0, 7), "GRID_IMAGES", 100, 8, None),
+        (range(10), "GRID_PIXELS", 6 * 64, 6, 10),
+        ((3, 0, 7, 1), "GRID_IMAGES", 5, 5, 4),
+    ):
+        monkeypatch.setattr(draw, limit, most)
+        out, listed = tmp_path / str(count), ",".join(map(str, classes))
+        assert run("--model", model, "--num", 8, "--steps", 1, "--classes", listed, "--out", out) == 0
+        images, captions, title, in_a_row = shown.pop()
+        assert np.array_equal(images[..., 0], list(pixels(out).values())[:count]) and in_a_row == columns
+        assert captions == [f"class {classes[i % len(classes)]}" for i in range(count)]
+        assert title == f"{model}, exported weights\neuler, 1 steps, guidance 1.5, seed 0"
 
 
 def test_batch_size_changes_nothing(whole: Path, model: Path, tmp_path: Path) -> None:
