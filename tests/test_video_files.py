@@ -11,6 +11,8 @@ from PIL import Image
 
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.errors import InputError
+from headmix_vision.files.clip_files import read_clip
+from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.video import VideoInfo, probe, read_frames, read_video, write_video
 
 COUNT = 24
@@ -217,9 +219,14 @@ def test_transparent_pixels_of_a_gif_show_the_background(tmp_path: Path) -> None
     frames[0].save(
         tmp_path / "a.gif", save_all=True, append_images=frames[1:], transparency=2, disposal=2, duration=100
     )
+    (tmp_path / "frames").mkdir()
+    still = Image.new("RGBA", (16, 16), (200, 0, 0))
+    still.paste((0, 0, 0, 0), (0, 0, 8, 16))
+    still.save(tmp_path / "frames" / "0.png")
     for background, level in (("white", 255), ("black", 0)):
-        found = read_frames(tmp_path / "a.gif", [0, 1], background)
-        assert (found[:, :, :8] == level).all() and found[0, 0, 12].tolist() == [200, 0, 0]
+        clips = [read_clip(tmp_path / name, [0], Decoding(background=background)) for name in ("a.gif", "frames")]
+        for found in (read_frames(tmp_path / "a.gif", [0, 1], background), *map(np.stack, clips)):
+            assert (found[:, :, :8] == level).all() and found[0, 0, 12].tolist() == [200, 0, 0]
 
 
 def test_an_old_pyav_is_refused(frames: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
