@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from slip_runs import ROOT, Copy
 
 NEAREST, MOST_FILES = 3, 9  # files of tests for one slip, first the nearest
-MOST_USERS = 4  # files that use a function, where tests of theirs are near
+MOST_USERS = 6  # files that use a function, where tests of theirs are near
 UNTOLD = {"triton", "launch", "impl", "init", "py", "tests", "test"}
 FOLDERS = (
     "console", "data", "diffusion", "evaluation", "files", "layers", "models", "ops", "runs", "sampling", "training",
@@ -240,23 +240,35 @@ def _distance(test: Path, file: str) -> int:
     return 9
 
 
-def _users(slip: DrawnSlip) -> list[str]:
-    """Name the other files of the package that name the function or class, if these are few."""
-    named = re.compile(
-        rf"\b{re.escape(next((name for name in slip.names if name not in COMMON), Path(slip.file).stem))}\b"
-    )
+def _reached_by(slip: DrawnSlip) -> set[str]:
+    """Name the function, its class, and the public ones of the file through which a private one is reached."""
+    mentioned = {
+        node.name: {getattr(x, "attr", getattr(x, "id", "")) for x in ast.walk(node)}
+        for node in ast.walk(ast.parse((ROOT / "headmix_vision" / slip.file).read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    found = {name for name in slip.names if name not in COMMON}
+    while private := {name for name in found if name.startswith("_")}:
+        callers = {name for name, names in mentioned.items() if names & private and name not in COMMON} - found
+        if not callers:
+            break
+        found |= callers
+    return {name for name in found if not name.startswith("_")} or found or {Path(slip.file).stem}
+
+
+def _users(file: str, named: re.Pattern[str]) -> list[str]:
+    """Name the other files of the package that name the code, if these are few."""
     package = ROOT / "headmix_vision"
     users = [str(path.relative_to(package)) for path in package.rglob("*.py") if named.search(path.read_text())]
-    return [file for file in users if file != slip.file] if len(users) <= MOST_USERS else []
+    return [user for user in users if user != file] if len(users) <= MOST_USERS else []
 
 
 def tests_for(slip: DrawnSlip) -> tuple[list[str], Callable[[Any], Any]]:
     """Choose files of tests near the file and its users, and a sort key that puts tests first which name the code."""
-    path = Path(slip.file)
-    names = [name.strip("_") for name in slip.names if name not in COMMON]
-    named = re.compile(rf"\b_?({'|'.join(map(re.escape, [*names, path.stem]))})\b")
+    named = re.compile(rf"\b({'|'.join(map(re.escape, sorted(_reached_by(slip))))})\b")
     near = [
-        (file, set(re.findall("[a-z0-9]+", file.removesuffix(".py"))) - UNTOLD) for file in (slip.file, *_users(slip))
+        (file, set(re.findall("[a-z0-9]+", file.removesuffix(".py"))) - UNTOLD)
+        for file in (slip.file, *_users(slip.file, named))
     ]
     ranks = {}
     for test in (ROOT / "tests").rglob("test_*.py"):
