@@ -11,6 +11,7 @@ import random
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from slip_runs import ROOT, Copy
 
 NEAREST, MOST_FILES = 3, 9  # files of tests for one slip, first the nearest
 MOST_USERS = 6  # files that use a function, where tests of theirs are near
+SHARED = {"exchange", "processes", "ranks", "sharded", "sharding", "shards"}  # what several processes do together
 UNTOLD = {"triton", "launch", "impl", "init", "py", "tests", "test"}
 FOLDERS = (
     "console", "data", "diffusion", "evaluation", "files", "layers", "models", "ops", "runs", "sampling", "training",
@@ -35,7 +37,18 @@ UNSEEN_KEYWORDS = {
     "num_warps", "stacklevel", "strict",
 }  # fmt: skip
 REPRESENTING = {"__repr__", "__str__", "extra_repr"}
-COMMON = {"forward", "main", "setup", "update", "state_dict", "__init__", "__call__", "__getitem__", "__len__"}
+COMMON = {
+    "backward",
+    "forward",
+    "main",
+    "setup",
+    "update",
+    "state_dict",
+    "__init__",
+    "__call__",
+    "__getitem__",
+    "__len__",
+}
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),
     ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,),
@@ -256,29 +269,36 @@ def _reached_by(slip: DrawnSlip) -> set[str]:
     return {name for name in found if not name.startswith("_")} or found or {Path(slip.file).stem}
 
 
-def _users(file: str, named: re.Pattern[str]) -> list[str]:
-    """Name the other files of the package that name the code, if these are few."""
-    package = ROOT / "headmix_vision"
-    users = [str(path.relative_to(package)) for path in package.rglob("*.py") if named.search(path.read_text())]
-    return [user for user in users if user != file] if len(users) <= MOST_USERS else []
+def _users(file: str, names: set[str]) -> set[str]:
+    """Name the other files of the package that name one of these, if they are few."""
+    package, users = ROOT / "headmix_vision", set[str]()
+    texts = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
+    for name in names:
+        named = re.compile(rf"\b{name}\b")
+        using = {other for other, text in texts.items() if other != file and named.search(text)}
+        users |= using if len(using) <= MOST_USERS else set()
+    return users
 
 
 def tests_for(slip: DrawnSlip) -> tuple[list[str], Callable[[Any], Any]]:
     """Choose files of tests near the file and its users, and a sort key that puts tests first which name the code."""
-    named = re.compile(rf"\b({'|'.join(map(re.escape, sorted(_reached_by(slip))))})\b")
-    near = [
-        (file, set(re.findall("[a-z0-9]+", file.removesuffix(".py"))) - UNTOLD)
-        for file in (slip.file, *_users(slip.file, named))
-    ]
+    names = _reached_by(slip)
+    named = re.compile(rf"\b({'|'.join(sorted(names))})\b")
+    words = {file: set(re.findall("[a-z0-9]+", file)) - UNTOLD for file in (slip.file, *_users(slip.file, names))}
+    words[slip.file] |= {word for name in names for word in name.split("_")}
+    tests = [*(ROOT / "tests").rglob("test_*.py")]
+    counts = Counter(word for test in tests for word in set(re.findall("[a-z0-9]+", str(test.relative_to(ROOT)))))
     ranks = {}
-    for test in (ROOT / "tests").rglob("test_*.py"):
+    for test in tests:
         place, text = str(test.relative_to(ROOT)), test.read_text()
         if place.endswith("_gpu.py") or place.split("/")[1] in ("benchmarks", "peers", "analysis"):
             continue
-        own = set(re.findall("[a-z0-9]+", place))
-        distance = min(_distance(test, file) - 2 * len(words & own) for file, words in near)
+        told = set(re.findall("[a-z0-9]+", place))
+        distance = min(
+            _distance(test, file) - sum(1 + 4 / counts[word] for word in told & own) for file, own in words.items()
+        )
         is_slow = bool(re.search("torchrun|distributed|Popen|run_on_ranks|two_processes", text))
-        ranks[place] = distance - 2 * bool(named.search(text)) + 2 * is_slow
+        ranks[place] = distance - 2 * bool(named.search(text)) + 2 * (is_slow and not words[slip.file] & SHARED)
     chosen = sorted(ranks, key=lambda test: (ranks[test], len(test), test))[:MOST_FILES]
 
     def order(item: Any) -> tuple[bool, int]:
