@@ -21,8 +21,8 @@ from slip_runs import ROOT, Copy
 
 NEAREST, MOST_FILES = 3, 9  # files of tests for one slip, first the nearest
 MOST_USERS = 6  # files that use a function, where tests of theirs are near
-SHARED = {"exchange", "processes", "ranks", "sharded", "sharding", "shards"}  # what several processes do together
-UNTOLD = {"triton", "launch", "impl", "init", "py", "tests", "test"}
+SHARED = {"excha", "proce", "ranks", "shard"}  # what several processes do together
+UNTOLD = {"impl", "init", "launc", "py", "test", "tests", "trito"}
 FOLDERS = (
     "console", "data", "diffusion", "evaluation", "files", "layers", "models", "ops", "runs", "sampling", "training",
 )  # fmt: skip
@@ -280,20 +280,25 @@ def _users(file: str, names: set[str]) -> set[str]:
     return users
 
 
+def _words(name: str) -> set[str]:
+    """Split a name into the first letters of its words, which ``resuming`` shares with ``resume``."""
+    return {word[:5] for word in re.findall("[a-z0-9]+", name.lower())} - UNTOLD
+
+
 def tests_for(slip: DrawnSlip) -> tuple[list[str], Callable[[Any], Any]]:
     """Choose files of tests near the file and its users, and a sort key that puts tests first which name the code."""
     names = _reached_by(slip)
     named = re.compile(rf"\b({'|'.join(sorted(names))})\b")
-    words = {file: set(re.findall("[a-z0-9]+", file)) - UNTOLD for file in (slip.file, *_users(slip.file, names))}
-    words[slip.file] |= {word for name in names for word in name.split("_")}
+    words = {file: _words(file) for file in (slip.file, *_users(slip.file, names))}
+    words[slip.file] |= _words("_".join(names))
     tests = [*(ROOT / "tests").rglob("test_*.py")]
-    counts = Counter(word for test in tests for word in set(re.findall("[a-z0-9]+", str(test.relative_to(ROOT)))))
+    counts = Counter(word for test in tests for word in _words(str(test.relative_to(ROOT))))
     ranks = {}
     for test in tests:
         place, text = str(test.relative_to(ROOT)), test.read_text()
         if place.endswith("_gpu.py") or place.split("/")[1] in ("benchmarks", "peers", "analysis"):
             continue
-        told = set(re.findall("[a-z0-9]+", place))
+        told = _words(place)
         distance = min(
             _distance(test, file) - sum(1 + 4 / counts[word] for word in told & own) for file, own in words.items()
         )

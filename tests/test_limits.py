@@ -20,10 +20,10 @@ from inputs import photo
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.npz import npz_array, npz_arrays
 from headmix_vision.evaluation.sample_sources import NpzSamples
-from headmix_vision.files import limits
+from headmix_vision.files import fields, limits, texts
 from headmix_vision.files.clip_files import probe_clip, read_clip
 from headmix_vision.files.fields import check_nesting
-from headmix_vision.files.limits import check_file, check_memory, check_workers, memory_left, num_cores
+from headmix_vision.files.limits import check_disk, check_file, check_memory, check_workers, memory_left, num_cores
 from headmix_vision.files.pictures import Decoding, picture_formats
 from headmix_vision.files.png import read_png, write_png
 from headmix_vision.files.tars import Member, list_members
@@ -71,6 +71,32 @@ def test_memory_and_workers_beyond_the_machine_are_refused() -> None:
     check_workers(**{"--workers": 16 * num_cores()})
     with pytest.raises(InputError, match=f"^--workers is 100000, it must be at most {16 * num_cores()}: "):
         check_workers(**{"--workers": 100_000})
+
+
+SHARED_PART = [1] * 9  # ten values, of which a whole file may hold many copies
+
+
+@pytest.mark.parametrize(
+    "spend",
+    [
+        lambda count, place: check_memory(count, "x"),
+        lambda count, place: check_disk(place / "absent", count, "x"),
+        lambda count, place: ((place / "a").write_bytes(b"a" * count), read_text(place / "a")),
+        lambda count, place: check_yaml("- 1\n" * (count - 1)),
+        lambda count, place: check_nesting("x", [SHARED_PART] * 110 + [1] * (count - 1101)),
+    ],
+    ids=["memory", "disk", "text", "yaml", "values"],
+)
+def test_what_fills_a_limit_is_accepted(
+    spend: Callable[[int, Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_memory: None
+) -> None:
+    monkeypatch.setattr(limits, "memory_left", lambda: 1200)
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda place: limits.shutil._ntuple_diskusage(9, 9, 1200))
+    for module, name in ((texts, "MAX_TEXT_BYTES"), (texts, "MAX_YAML_VALUES"), (fields, "MAX_VALUES")):
+        monkeypatch.setattr(module, name, 1200)
+    spend(1200, tmp_path)
+    with pytest.raises(InputError):
+        spend(1201, tmp_path)
 
 
 def special(folder: Path, name: str) -> Path:

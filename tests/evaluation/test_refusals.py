@@ -330,6 +330,7 @@ def test_statistics_of_whole_numbers(statistics: Path, tmp_path: Path) -> None:
 def test_sources_that_are_none(source: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         open_samples(source, "L")
+    assert len(open_samples("digits[-1797:]", "L")) == len(open_samples("digits[:1797]", "L")) == 1797
 
 
 def test_a_link_to_nothing_is_an_image_that_cannot_be_read(tmp_path: Path) -> None:
