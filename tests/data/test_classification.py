@@ -17,8 +17,10 @@ from headmix_vision.data.batches import SampleKey
 from headmix_vision.data.datasets.base import to_picture
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
+from headmix_vision.data.datasets.parts import hold_out
 from headmix_vision.data.loading import WholeBatches
 from headmix_vision.data.seeding import derive_seed, seeded
+from headmix_vision.errors import InputError
 
 from .helpers import Recorder, attach, make_trainer
 
@@ -233,6 +235,15 @@ def test_held_out_images_are_validated_on_and_not_trained_on(dataset: str, size:
     data = ClassificationData(dataset, holdout_every=5)
     attach(data, stage="test", img_size=size, num_classes=10 if dataset == "digits" else 9)
     assert data._splits["test"].name(0) == type(whole)("validation").name(0)
+
+
+def test_one_sample_may_be_held_out_and_some_must_be_left() -> None:
+    source = Digits("validation")
+    assert [len(hold_out(source, 360, held=held)) for held in (True, False)] == [1, 359]
+    with pytest.raises(InputError, match="holdout_every=361 is more than the 360 images"):
+        hold_out(source, 361, held=True)
+    with pytest.raises(InputError, match="holdout_every=1 leaves nothing of 360 images to train on"):
+        hold_out(source, 1, held=False)
 
 
 def test_evaluation_stages_run_without_training_data() -> None:
