@@ -23,12 +23,22 @@ from headmix_vision.evaluation.sample_sources import NpzSamples
 from headmix_vision.files import fields, limits, texts
 from headmix_vision.files.clip_files import probe_clip, read_clip
 from headmix_vision.files.fields import check_nesting
-from headmix_vision.files.limits import check_disk, check_file, check_memory, check_workers, memory_left, num_cores
+from headmix_vision.files.hashes import file_sha256
+from headmix_vision.files.limits import (
+    check_disk,
+    check_file,
+    check_files,
+    check_memory,
+    check_workers,
+    memory_left,
+    num_cores,
+)
 from headmix_vision.files.pictures import Decoding, picture_formats
 from headmix_vision.files.png import read_png, write_png
+from headmix_vision.files.result_table import ResultTable
 from headmix_vision.files.tars import Member, list_members
-from headmix_vision.files.tensor_files import open_tensors, write_tensors
-from headmix_vision.files.texts import check_yaml, parse_json, read_text
+from headmix_vision.files.tensor_files import open_tensors, read_tensors, write_tensors
+from headmix_vision.files.texts import check_yaml, parse_json, parse_yaml, read_text
 from headmix_vision.files.video import VideoInfo, is_whole_video, probe, read_frames, write_video
 from headmix_vision.files.weights import read_weights
 from headmix_vision.runs.checkpoints import read_checkpoint
@@ -117,6 +127,10 @@ def special(folder: Path, name: str) -> Path:
         ("x.npz", npz_arrays),
         ("x.json", read_text),
         ("x.safetensors", lambda path: open_tensors(path).__enter__()),
+        ("x.safetensors", read_tensors),
+        ("x.safetensors", file_sha256),
+        ("x.safetensors", lambda path: check_files(path.parent)),
+        ("x.csv", lambda path: ResultTable(path, ["a"], 1, str)),
     ],
 )
 def test_pipes_and_devices_are_not_opened(name: str, read: Callable[[Path], Any], tmp_path: Path) -> None:
@@ -146,7 +160,7 @@ def test_texts_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         read_text(path)
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, "{", "1" * 5000, b"\xff"])
+@pytest.mark.parametrize("text", ["[" * 200_000, "[" * 300 + "]" * 300, "{", "1" * 5000, b"\xff"])
 def test_json_that_is_damaged_or_deep(text: str | bytes) -> None:
     with pytest.raises(InputError, match=r"^the header is damaged: "):
         parse_json(text, "the header")
@@ -168,8 +182,8 @@ LAUGHS = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
 )
 def test_yaml_that_grows_is_refused_before_it_is_loaded(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_yaml(text)
-    check_yaml("a: &a {b: &b 1, c: [*b, *b]}\nd: *a\ne: {<<: *a}")
+        parse_yaml(text)
+    parse_yaml("a: &a {b: &b 1, c: [*b, *b]}\nd: *a\ne: {<<: *a}")
 
 
 def forge(path: Path, header: str, data: bytes = b"", name: str = "arr_0.npy", **details: Any) -> Path:

@@ -76,6 +76,7 @@ def pipeline() -> HeadMixDiTPipeline:
         ),
         *({"output_type": kind} for kind in ("jpg", None, 3)),
         {"callback_on_step_end_tensor_inputs": ("noise",)},
+        {"callback_on_step_end": lambda pipe, *_: setattr(pipe, "_guidance_scale", 3.0)},
         *({"callback_on_step_end": lambda *_, it=it: it} for it in ({"latents": torch.zeros(2, 2)}, torch.zeros(1))),
     ],
     ids=" ".join,
