@@ -134,6 +134,8 @@ def test_frames_are_chosen_by_their_times(tmp_path: Path) -> None:
         assert ClipConfig(frame_stride=2).frames(3, 42, info.frame_rate, 0.0, info.times) == [0, 2, 4]
     assert ClipConfig(8.0).frames(4, 4, 8.0, 1.0, (0.0, 0.2, 0.3, 0.4, 0.5)) == [0, 1, 2, 3]
     assert ClipConfig(100.0).frames(3, 3, 99.0, 1.0) == [0, 1, 2]
+    with pytest.raises(InputError, match="it states no frame rate: choose frames by a stride"):
+        ClipConfig(100.0).frames(3, 3, None, 1.0)
     with pytest.raises(InputError, match=r"it has 98\.9 frames a second, fewer than the 100 of a clip"):
         ClipConfig(100.0).frames(3, 3, 98.9, 1.0)
         whole, rate = read_video(path, 12)

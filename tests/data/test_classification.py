@@ -1,6 +1,7 @@
 """The data module on embedded and fake images."""
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -268,6 +269,9 @@ def test_evaluation_stages_run_without_training_data() -> None:
         ({"interpolation": "cubic"}, "interpolation must be one of bilinear, bicubic, nearest"),
         ({"augmentation": Augmentation(hflip=2)}, "augmentation.hflip must be a finite number from 0 to 1, got 2"),
         ({"augmentation": Augmentation(scale=(1.0, 0.5))}, r"augmentation.scale must be \(low, high\)"),
+        ({"augmentation": Augmentation(scale=(0.5, 1.5))}, "augmentation.scale must be at most 1, got"),
+        ({"crop_pct": 1.5}, "crop_pct must be a finite number from 0 to 1, got 1.5"),
+        ({"background": "clear"}, "background is 'clear', it must be a colour"),
         ({"augmentation": Augmentation(repeats=0)}, "augmentation.repeats must be a whole number of at least 1, got 0"),
         ({"augmentation": Augmentation(remode="noise")}, "augmentation.remode must be one of"),
         ({"augmentation": Augmentation(interpolation="cubic")}, "augmentation.interpolation must be one of"),
@@ -290,6 +294,13 @@ def test_wrong_options(options: dict, message: str) -> None:
         ({"augmentation": Augmentation(auto_augment="rand-m9")}, "fit", "auto_augment needs decoded images"),
         ({"interpolation": "lanczos"}, "fit", "must be one of bilinear, bicubic, nearest"),
         (
+            {"augmentation": Augmentation(interpolation="lanczos")},
+            "fit",
+            r"augmentation.interpolation \(digits\) must be",
+        ),
+        ({"val_split": None}, "validate", "there is no validation split: set data.val_split"),
+        ({"background": "black"}, "fit", "dataset 'digits' has no transparent pixels, got background 'black'"),
+        (
             {"dataset": "fake", "augmentation": Augmentation(auto_augment="rnd-m9")},
             "fit",
             "auto_augment must be a policy of timm",
@@ -305,6 +316,19 @@ def test_wrong_set_up(options: dict, stage: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         attach(ClassificationData(**options), stage)
     assert "\n" not in str(error.value)
+
+
+def test_labels_of_a_batch_are_those_of_classes() -> None:
+    data, images = ClassificationData(), torch.zeros(2, 1, 8, 8)
+    attach(data)
+    for labels, message in (
+        ([0, 9], ""),
+        ([0, 10], "labels 0 to 10 in the data, there are 10 classes"),
+        ([-1, 9], "-1"),
+    ):
+        batch = (images, torch.tensor(labels))
+        with pytest.raises(InputError, match=message) if message else nullcontext():
+            assert data.transfer_batch_to_device(batch, torch.device("cpu"), 0)[1].tolist() == labels
 
 
 def test_model_with_another_number_of_channels() -> None:
