@@ -19,12 +19,15 @@ from headmix_vision.cli import export
 from headmix_vision.cli.sample import main
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion import Guidance, HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
+from headmix_vision.errors import InputError
 from headmix_vision.files.locks import hold_lock
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling import draw
 from headmix_vision.sampling.contact_sheet import draw_grid
 from headmix_vision.sampling.draw import SamplingPlan, sample_batch
 from headmix_vision.sampling.planning import check_classes
+from headmix_vision.sampling.sample_job import _memory_errors
+from headmix_vision.sampling.sample_request import SampleRequest
 
 ROOT = Path(__file__).parents[2]
 FAST = ("--num", 12, "--steps", 3, "--batch-size", 4)
@@ -249,7 +252,24 @@ def test_guidance_on_a_model_without_a_null_class(tmp_path: Path, capfd: pytest.
     message = refused(capfd, "--model", unconditional, "--guidance", 2, "--out", tmp_path / "out")
     assert "needs a null class, but the model is unconditional" in message
     assert "unconditional" in refused(capfd, "--model", unconditional, "--classes", "3", "--out", tmp_path / "out")
+    assert run("--model", unconditional, "--num", 70, "--out", tmp_path / "out", "--dry-run") == 0
+    planned = capfd.readouterr().out
+    assert (
+        "would draw 70 images of 8x8 pixels, no classes, into" in planned and "in batches of 64, 2 for each" in planned
+    )
     assert not (tmp_path / "out").exists()
+
+
+def test_memory_that_does_not_suffice_is_told_by_the_option() -> None:
+    for error in (torch.OutOfMemoryError("x"), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate")):
+        message, request = (
+            "the memory does not suffice for --batch-size 8: lower it",
+            SampleRequest(model=Path("a"), kind="videos"),
+        )
+        with pytest.raises(InputError, match=message), _memory_errors(request):
+            raise error
+    with pytest.raises(RuntimeError, match="shapes"), _memory_errors(SampleRequest(model=Path("a"))):
+        raise RuntimeError("shapes")
 
 
 def test_folders_of_others(whole: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
