@@ -5,18 +5,18 @@
     torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel --device cpu --tiny    # tries the script itself
 
 Timed are MHLA itself (``mhla``), the attention layer around it with a convolution of tokens (``layer``) and a video DiT
-(``model``), forward, and forward with backward, on batches of one clip in bf16. The sizes of heads and widths are those
+(``model``), forward, and forward with backward, on batches of one clip in bf16. Heads and widths have the sizes
 of Wan 1.3B. Clips are parted along the first axis of which each process gets as many tokens and whole blocks, or else
 along time. First one process does all of it while the others wait, then each does its part. The figures are medians of
-the slowest process, of CUDA graphs, collectives among them; the CSV file has those of launches from Python, too, which
-wait for the host. Gradients of the model are summed over the processes while the backward pass goes on, each when it is
+the slowest process, of CUDA graphs, collectives among them; the CSV file also has launches from Python, which wait for
+the host. Gradients of the model are summed over the processes while the backward pass goes on, each when it is
 complete, as DistributedDataParallel does.
 
 Sent is what a process gives to collectives in one call, for block summaries, the gradient of the mixing, the edges of
 the convolution and the output of the model, without the gradients of weights.
 
 Before anything is timed, outputs and gradients of MHLA for two heads are compared with float64: mean and largest errors
-of the processes together must be at most twice, of gradients three times, those of one process; otherwise the script
+of the processes together must be at most twice one process's errors, of gradients three times; otherwise the script
 ends with exit code 1 and writes nothing.
 """
 
@@ -157,7 +157,7 @@ def cases(blocks: TokenBlocks, ranks: TokenRanks, arguments: argparse.Namespace)
     sizes: dict[str, Any] = {"block_grid": blocks.block_grid, "cpe": True}
     layer = HeadMixAttention(width, arguments.heads, grid=grid, **sizes, device=device)
     spread_layer = deepcopy(layer)
-    spread_layer.set_ranks(ranks)
+    spread_layer.context_parallel(ranks)
     x = d_out.flatten(2)
     part = ranks.split(x, blocks.grid)
     yield from both_passes("layer", layer, spread_layer, x.requires_grad_(), part.requires_grad_())

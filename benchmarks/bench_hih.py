@@ -142,7 +142,7 @@ def describe(shape: Shape) -> Row:
 
 
 def select_columns(names: Sequence[str]) -> list[Column]:
-    """The columns; that of flash-linear-attention is left out, and this said, where the package is not installed."""
+    """The columns, without flash-linear-attention's where the package is not installed; a line says so."""
     if reason := why_no_fla() if "fla" in names else None:
         print(f"fla: {reason}, its rows are left out")
         names = [name for name in names if name != "fla"]

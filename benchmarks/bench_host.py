@@ -47,7 +47,7 @@ class EmptyKernel(CompiledKernel):  # type: ignore[misc]
 
 
 def leave_out_the_gpu() -> None:
-    """Let the ops take CPU tensors for those of a Hopper GPU, and launch empty kernels, from now on."""
+    """Let the ops take CPU tensors for a Hopper GPU's, and launch empty kernels, from now on."""
 
     def compile(kernel: JITFunction, key: Any, signature: Any, device: Any, *_: Any) -> EmptyKernel:
         compiled = kernel.device_caches[device][0][key] = EmptyKernel(kernel.__name__)

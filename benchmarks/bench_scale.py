@@ -155,7 +155,7 @@ def speed_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -
 
 
 def loss_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[Row]:
-    """Losses at one global batch, compared with those of one GPU step by step."""
+    """Losses at one global batch, compared with one GPU's losses step by step."""
     expected: list[float] = []
     for what, gpus in cases_on(arguments):
         row = measure(model, what, gpus, arguments, argv)

@@ -4,7 +4,7 @@
     python -m benchmarks.bench_training --models dit_mhla_xl_2:cpe=True --size 64 --batch 32
     python -m benchmarks.bench_training --device cpu --tiny         # tries the script itself where there is no GPU
 
-The bare step is that of bench_models.py: forward, loss, backward and a fused AdamW step on tensors that lie on the
+The bare step is bench_models.py's: forward, loss, backward and a fused AdamW step on tensors that lie on the
 device, under bf16 autocast. The commands are `headmix train-gen fit -c imagenet256` and `headmix train-cls fit -c
 imagenet` with all that they do between two steps (noise and labels or mixup, logging, checks, interrupts), without and
 with averaged weights. Their data cost nothing to read: one batch of `fake`, in pinned memory, comes again and again.
@@ -36,9 +36,9 @@ from benchmarks.measuring import add_options, environment, fill, open_device, re
 from benchmarks.model_families import check_spellings, family_of, read_spelling
 from headmix_vision.cli.training import run_command_line
 from headmix_vision.console.tables import markdown_table
+from headmix_vision.data.batches import as_it_is
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.data.generation import GenerationData
-from headmix_vision.data.loading import as_it_is
 from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.classification_cli import ClassificationCLI
 from headmix_vision.training.generation_cli import GenerationCLI
@@ -133,7 +133,7 @@ def command_line(base: type[RunCLI], data: type[Any], clock: Clock) -> type[RunC
 
         def _fit_callbacks(self, *args: Any) -> list[Callback]:
             callbacks = super()._fit_callbacks(*args)
-            self.last.save = lambda trainer: None  # that of DiT-XL/2 has 11 GB
+            self.last.save = lambda trainer: None  # a checkpoint of DiT-XL/2 has 11 GB
             return [*callbacks, clock]
 
     return Timed

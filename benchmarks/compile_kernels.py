@@ -272,7 +272,7 @@ def all_cases(part: str, gpu_name: str) -> Iterator[Case]:
 
 @contextmanager
 def recorded(gpu: runtime.Gpu) -> Iterator[dict[Launch, JITFunction]]:
-    """Let the ops take CPU tensors for those of a GPU, and record what they launch there."""
+    """Let the ops take CPU tensors for GPU tensors, and record what they launch there."""
     launches: dict[Launch, JITFunction] = {}
 
     def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 On a CUDA device a call is timed in two ways, both with a cold L2 as far as rotating over copies of the inputs makes it:
 
-- ``graph_ms``: the calls captured in one CUDA graph and replayed, the device's time without that of the host;
+- ``graph_ms``: the calls captured in one CUDA graph and replayed: the device's time, without the host's;
 - ``launched_ms``: the same calls launched one by one from Python, what a program without graphs waits for.
 
 Each is the median of repeated passes over the copies, divided by the calls of a pass.
@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 
 Call = Callable[[], object]
-SLOW_MS = 5.0  # from here on one copy of the inputs will do: its time is not that of filling the L2
+SLOW_MS = 5.0  # from here on one copy of the inputs will do: its time is not spent on filling the L2
 MIN_GRAPH_MS = 1.0  # a replay this long hides the few microseconds of its own launch
 
 

@@ -28,7 +28,7 @@ PAIRWISE_MAX_TOKENS = 4096  # beyond, the N x N form takes seconds
 class Shape:
     """One row: B·H·grid·D and the block grid; ``group`` is "model", "sweep" (B·N fixed) or "scaling" (B fixed).
 
-    ``causal``: MHLA in the order of the blocks, softmax in that of its inputs, which costs as much.
+    ``causal``: MHLA in the order of the blocks, softmax in the order of its inputs, which costs as much.
     """
 
     name: str

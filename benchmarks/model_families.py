@@ -63,7 +63,7 @@ def family_of(name: str) -> Family:
 def read_spelling(spelling: str) -> tuple[str, dict[str, Any]]:
     """Read a name and options: ``deit_mhla_iha_small:head_mix_args.pseudo_heads=4,global_every=5``.
 
-    A dot stands for a mapping inside an option. Values are those of Python, or texts.
+    A dot stands for a mapping inside an option. Values are Python's, or texts.
 
     Raises:
         ValueError: for an option without a value.

@@ -4,8 +4,8 @@
     python -m benchmarks.plan_scale --gpus 256 --rates 450 25 --cpe
 
 Measured are time and peak memory of a step on one GPU: of DiT-XL/2 at 256 px by bench_scale.py (H100), and of
-Wan2.1-1.3B with MHLA on 21x45x80 tokens by bench_wan.py (H200). P, the number of parameters, is that of the models. All
-else is computed.
+Wan2.1-1.3B with MHLA on 21x45x80 tokens by bench_wan.py (H200). P is the number of parameters. All else is
+computed.
 
 Ways: `ddp` keeps everything on each GPU; `fsdp2` keeps one copy of weights, Adam's moments and averaged weights on all
 GPUs together, `hybrid` one on each host; `spread` is hybrid with the tokens of a clip spread over the GPUs of a host.
@@ -20,8 +20,8 @@ layer also sends the tokens of an edge in float32 to either neighbour; Wan has n
 Held: 16P bytes of weights, moments and average, divided among the GPUs that share a copy, and what the measured peak
 has beyond those: gradients, which DDP sums where they are, are made as activations are freed. Sharding adds whole
 weights, all outside of blocks and two blocks at a time, and the gradients of one, twice: as they are computed, in bf16,
-and as they are sent. Where tokens are spread, activations are those of the GPU with most tokens, beside the summaries
-that a layer gathers.
+and as they are sent. Where tokens are spread, activations are counted on the GPU with most tokens, beside the
+summaries that a layer gathers.
 
 Time: the measured step, or that GPU's share of it, and bytes over rates; first if computing hides all the traffic of
 weights that fits, then if it hides none. What layers exchange is never hidden.

@@ -9,7 +9,7 @@ from headmix_vision.runs.directory import CONFIG, FINISHED, LAST
 
 
 def train(script: Sequence[str], run: Path, options: Sequence[object], **how: Any) -> None:
-    """Trains, or goes on with an interrupted run.
+    """Train, or go on with an interrupted run.
 
     Args:
         script: What Python runs: `["train_cls.py"]`, or `["-m", MODULE]`.

@@ -66,8 +66,8 @@ WORK = {  # modules that do the work of a command
     "evaluate": ("evaluation.score_job", "evaluation.clip_score_job"),
     "export": ("runs.export", "runs.pipelines"),
     "analyze": ("analysis.analysis_job",),
-    "cache-latents": ("data.cache_latents",),
-    "index-shards": ("data.index_shards",),
+    "cache-latents": ("data.latent_cache",),
+    "index-shards": ("data.shard_index",),
 }
 NUMBERS = {"int", "float", "bool", "none", "choice"}
 
@@ -79,7 +79,7 @@ class Captured(BaseException):
 @cache
 def parser_of(command: str) -> Any:
     """Return the parser of a command, and import what the command imports, which its forks then have."""
-    for module in WORK.get(command, ("training.training_job", "training.distillation_cli")):
+    for module in WORK.get(command, ("training.training_job", "training.generation_cli")):
         import_module(f"headmix_vision.{module}")
 
     def capture(_: Any, *given: Any) -> None:

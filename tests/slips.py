@@ -36,7 +36,7 @@ SCORES = "tests/evaluation/test_scores.py -k without_options or antialiasing"
 RUNS, SAMPLING = "tests/runs/test_runs.py -k as_it_was_trained", "tests/sampling/test_sample.py -k another_seed"
 ATOMIC = "tests/test_atomic.py"
 IHA, MEA = "tests/layers/test_interleaved_heads.py", "tests/layers/test_explicit_heads.py"
-CONV, CONV_OP = "tests/layers/test_grid_convolution.py", "tests/ops/test_grid_conv.py -k gradients"
+CONV, CONV_OP = "tests/layers/test_convolutions.py", "tests/ops/test_grid_conv.py -k gradients"
 CONV_KERNELS = "tests/ops/test_grid_conv_triton.py -k channels"
 WINDOW, DEPTH = "tests/ops/test_token_window.py", "tests/models/test_depth.py"
 MIX_NAMES = "tests/models/test_zoo.py -k names or published or decay"
@@ -70,7 +70,7 @@ SLIPS = [
         EPOCHS,
     ),
     Slip("an epoch holds each image once", "data/batches.py", "step % len(self) *", "step % 2 *", EPOCHS),
-    Slip("latents differ by epoch", "data/loading.py", "draw=key.epoch", "draw=0", EPOCHS),
+    Slip("latents differ by epoch", "data/batches.py", "draw=key.epoch", "draw=0", EPOCHS),
     Slip("latents differ by epoch", "data/datasets/latents.py", "self.seed, draw, index", "self.seed, index", EPOCHS),
     Slip("latents differ by image", "data/datasets/latents.py", "self.seed, draw, index", "self.seed, draw", EPOCHS),
     Slip(
@@ -95,13 +95,13 @@ SLIPS = [
         "(0.0, augmentation.translate)",
         EPOCHS,
     ),
-    Slip("crop of large pictures", "data/center_crop.py", "Resampling.BOX", "Resampling.BICUBIC", CROP),
-    Slip("crop of large pictures", "data/center_crop.py", "image.width >= 2", "image.width > 2", CROP),
-    Slip("crop of large pictures", "data/center_crop.py", " and image.height >= 2 * height", "", CROP),
-    Slip("crop of large pictures", "data/center_crop.py", "while image.width", "if image.width", CROP),
-    Slip("crop of portraits", "data/center_crop.py", "max(width /", "min(width /", CROP),
-    Slip("crop of portraits", "data/center_crop.py", "(image.height - height) // 2", "0", CROP),
-    Slip("crop of landscapes", "data/center_crop.py", "(image.width - width) // 2", "0", CROP),
+    Slip("crop of large pictures", "data/fitting.py", "Resampling.BOX", "Resampling.BICUBIC", CROP),
+    Slip("crop of large pictures", "data/fitting.py", "image.width >= 2", "image.width > 2", CROP),
+    Slip("crop of large pictures", "data/fitting.py", " and image.height >= 2 * height", "", CROP),
+    Slip("crop of large pictures", "data/fitting.py", "while image.width", "if image.width", CROP),
+    Slip("crop of portraits", "data/fitting.py", "max(width /", "min(width /", CROP),
+    Slip("crop of portraits", "data/fitting.py", "(image.height - height) // 2", "0", CROP),
+    Slip("crop of landscapes", "data/fitting.py", "(image.width - width) // 2", "0", CROP),
     Slip("antialiasing of pixels", "data/fitting.py", 'antialias=mode == "bilinear"', "antialias=False", EPOCHS),
     Slip("hard pixels", "data/fitting.py", '"nearest" if multiple else "bilinear"', '"bilinear"', EPOCHS),
     # files
@@ -188,7 +188,7 @@ SLIPS = [
     ),
     Slip("layer_decay reaches the optimizer", "training/base_module.py", "layer_decay=config.layer_decay,", "", STEPS),
     Slip("arguments reach the optimizer", "training/base_module.py", "**config.args,", "", STEPS),
-    Slip("ragged validation", "training/classification_metrics.py", ", weight=len(targets)", "", STEPS),
+    Slip("ragged validation", "training/classifier.py", ", weight=len(targets)", "", STEPS),
     Slip("ragged validation", "training/generator.py", ", weight=len(x0)", "", STEPS),
     Slip("validation noise by batch", "training/generator.py", "self.seed, batch_idx, self", "self.seed, self", STEPS),
     Slip("validation noise by rank", "training/generator.py", "self.global_rank, _VALIDATION", "_VALIDATION", STEPS),
@@ -381,13 +381,13 @@ SLIPS = [
         "self.mix.repeat(1, self.queries_per_head, 1)",
         MEA,
     ),
-    Slip("hooks of a projection act", "layers/bare_modules.py", " and not any(hooks)", "", MEA),
-    Slip("hooks of a convolution act", "layers/grid_convolution.py", "if _is_plain(conv)", "if True", CONV),
+    Slip("hooks of a projection act", "layers/convolutions.py", " and not any(hooks)", "", MEA),
+    Slip("hooks of a convolution act", "layers/convolutions.py", "if _is_plain(conv)", "if True", CONV),
     Slip("input gradients flip the kernel", "ops/grid_conv/triton_op.py", "flip=True", "flip=False", CONV_KERNELS),
     Slip("weight gradients of clips", "ops/grid_conv/torch_impl.py", "max(0, -shift)", "max(0, shift)", CONV_OP),
     Slip(
         "places weigh as one token",
-        "layers/cores/linear.py",
+        "layers/cores/mhla.py",
         'options["normalizer"] == "paper"',
         'options["normalizer"] is not None',
         IHA,
@@ -445,12 +445,12 @@ SLIPS = [
     ),
     Slip(
         "the last of each k layers is plain",
-        "models/depth.py",
+        "layers/attention.py",
         "(index + 1) % global_every",
         "index % global_every",
         DEPTH,
     ),
-    Slip("plain layers have no window", "models/depth.py", ' if name != "window"', "", DEPTH),
+    Slip("plain layers have no window", "layers/attention.py", ' if name != "window"', "", DEPTH),
     Slip(
         "a mix alone is over softmax", "models/names.py", 'named[f"softmax_{mix}"]', 'named[f"mhla_{mix}"]', MIX_NAMES
     ),
@@ -491,10 +491,10 @@ SLIPS = [
     Slip("an interrupted write", "files/atomic.py", "yield temporary\n", "yield target\n", ATOMIC),
     Slip("an interrupted write", "files/atomic.py", "temporary.unlink(missing_ok=True)", "pass", ATOMIC),
     # kinds of mistakes that went unnoticed once
-    Slip("val/fid is of the average", "training/callbacks/sample_fid.py", "average or pl_module", "pl_module", FID),
+    Slip("val/fid is of the average", "training/callbacks/samples.py", "average or pl_module", "pl_module", FID),
     Slip(
         "names of sample grids",
-        "training/callbacks/sample_grids.py",
+        "training/callbacks/samples.py",
         '((pl_module, "raw"), (average, "ema"))',
         '((pl_module, "ema"), (average, "raw"))',
         FID,
@@ -526,7 +526,7 @@ SLIPS = [
     Slip("float16 sums", "models/convert_sana.py", "torch.promote_types(v.dtype, torch.float32)", "v.dtype", HALF),
     Slip(
         "float16 sums",
-        "layers/cores/linear.py",
+        "layers/cores/mhla.py",
         "        mixing = mixing / largest",
         "        pass",
         "tests/models/test_video_dit.py -k low_precision",
@@ -563,7 +563,7 @@ SLIPS = [
         "self.beta_start < self.beta_end",
         OBJECTIVES,
     ),
-    Slip("bounds of steps", "training/image_sampler.py", "plan.steps > NUM_", "plan.steps >= NUM_", FID),
+    Slip("bounds of steps", "training/callbacks/samples.py", "plan.steps > NUM_", "plan.steps >= NUM_", FID),
     Slip("bounds of frame rates", "sampling/planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES),
     Slip("bounds of frame rates", "sampling/planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES),
     Slip(

@@ -15,9 +15,9 @@ from PIL import Image
 from headmix_vision.cli import cache_latents
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
-from headmix_vision.data.datasets.image_files import ImageFiles, find_images
+from headmix_vision.data.datasets.folders import ImageFiles, find_images
 from headmix_vision.data.datasets.latents import LatentShards
-from headmix_vision.data.index_shards import write_index
+from headmix_vision.data.shard_index import write_index
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.files.clip_files import probe_clip, read_clip

@@ -9,8 +9,7 @@ import pytest
 from inputs import companion, encode, photo, write_mixed, write_tar
 
 from headmix_vision.data.datasets.base import SplitRequest
-from headmix_vision.data.datasets.folders import open_class_folders, open_folder
-from headmix_vision.data.datasets.image_files import find_images
+from headmix_vision.data.datasets.folders import find_images, open_class_folders, open_folder
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.files.listing import describe_left_out, find_clips, find_frames, find_pictures

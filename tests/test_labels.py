@@ -14,8 +14,8 @@ from headmix_vision.cli import cache_latents, index_shards
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.latents import LatentShards
-from headmix_vision.data.index_shards import write_index
 from headmix_vision.data.labels import LabelRule, fault_of, number_labels
+from headmix_vision.data.shard_index import write_index
 from headmix_vision.errors import InputError
 
 needs_datasets = pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs datasets")

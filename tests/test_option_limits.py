@@ -13,11 +13,11 @@ from headmix_lab.emoji import read_package
 from headmix_vision.cli.cache_latents import main as cache_latents
 from headmix_vision.cli.index_shards import main as index_shards
 from headmix_vision.data import ClassificationData
-from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.data.datasets.derived import InMemory
 from headmix_vision.data.datasets.folders import open_class_folders
-from headmix_vision.data.datasets.memory import InMemory
+from headmix_vision.data.fitting import center_crop
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.evaluation.scores import kid

@@ -72,7 +72,7 @@ def layer(ranks, shape=(6, 5), rotary=False, axis=0, **options):
     x, d_out = random(2, grid.num_tokens, 24), random(2, grid.num_tokens, 24, seed=1)
     leaves = [x.requires_grad_(), *whole.parameters()]
     exact = gradients(lambda x, *_: whole(x, rotation=rotation), leaves, d_out)
-    whole.set_ranks(ranks)
+    whole.context_parallel(ranks)
     if rotation is not None:
         rotation = tuple(ranks.split(table, TokenGrid(shape), dim=0) for table in rotation)
     out, d_x, *d_parameters = gradients(
@@ -249,7 +249,7 @@ TWO = TokenRanks("", 0, 2)
 
 def test_fewer_rows_than_ranks_are_refused():
     layer = HeadMixAttention(8, 2, grid=(1, 4), block_grid=(1, 2))
-    layer.set_ranks(TWO)
+    layer.context_parallel(TWO)
     with pytest.raises(InputError, match="1x4 grid cannot be spread over 2 ranks"):
         layer(torch.zeros(1, 4, 8))
 
@@ -274,7 +274,7 @@ def test_a_kernel_that_reaches_beyond_the_next_rank_is_refused():
 def test_layers_that_need_all_tokens_are_refused(options, reason):
     layer = HeadMixAttention(8, 2, **{"block_grid": (2, 2), **options})
     with pytest.raises(InputError, match=reason):
-        layer.set_ranks(TWO)
+        layer.context_parallel(TWO)
     assert layer.ranks is None
 
 
@@ -319,7 +319,7 @@ def test_a_layer_takes_a_group_and_a_mesh():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for group in (dist.group.WORLD, init_device_mesh("cpu", (1,))):
-            layer.set_ranks(group)
+            layer.context_parallel(group)
             assert layer.ranks.size == 1
             torch.testing.assert_close(layer(x), expected)
     finally:
@@ -327,7 +327,7 @@ def test_a_layer_takes_a_group_and_a_mesh():
 
 
 def test_only_a_group_is_taken():
-    for take in (TokenRanks.of, HeadMixAttention(8, 2).set_ranks):
+    for take in (TokenRanks.of, HeadMixAttention(8, 2).context_parallel):
         with pytest.raises(InputError, match="must be a process group or a device mesh, got 2"):
             take(2)
         with pytest.raises(InputError, match="this process, which is no member of it"):

@@ -10,8 +10,8 @@ are scored against.
 - Guidance has the lowest FID from the validation split at the first seed. All other scores use the test split.
 - `as its label` comes from the judge, a classifier of the same training split. Its accuracy on real pictures is the
   ceiling. The row of real pictures scores the validation split as if it were drawn.
-- `nearer to training` and `copied` are those of `headmix evaluate neighbours`: 50 % and 1 % where samples lie as near
-  to training pictures as the test split does.
+- `nearer to training` and `copied` are the numbers of `headmix evaluate neighbours`: 50 % and 1 % where samples lie
+  as near to training pictures as the test split does.
 - All train for --epochs. The table marks validation losses that were not flat at the end or had been lower. FID was
   seen to fall long after the validation loss rose (notes/generation.md).
 - `-cpe` is the same model with convolutional position encoding (--rows all).

@@ -104,7 +104,7 @@ def trained_steps(run: Path) -> int:
 
 
 def is_flat(losses: Mapping[int, float]) -> bool:
-    """Tell whether the last loss is less than 2 % below that of a tenth of the run before.
+    """Return whether the last loss is less than 2 % below the loss a tenth of the run earlier.
 
     Args:
         losses: Validation losses by their steps; the last one at or before nine tenths of the run is compared.

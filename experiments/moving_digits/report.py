@@ -120,7 +120,7 @@ class Report:
         return markdown_table(header, lines)
 
     def lengths(self) -> str:
-        """Clips longer than those of training, drawn at once, and the times of forward passes."""
+        """Clips longer than in training, drawn at once, and the times of forward passes."""
         short, long, times = self.given.frames, self.given.long, self.given.times
         header = ["attention", f"digit, % of {short} frames", "motion, %"]
         header += [f"{name}, {long} frames" for name in ("digit", "motion") if long]
@@ -159,7 +159,7 @@ class Report:
         return [_cell(found, column) for column in CEILINGS]
 
     def _lost(self, row: str, column: str, way: str) -> str:
-        """A share of longer clips, and what it is above that of clips of training's length, seed by seed."""
+        """A share of longer clips, and its lead over clips of training's length, seed by seed."""
         short = {each["seed"]: float(each[column]) for each in self._found(row)}
         found = [each for each in self._found(row, self.given.long, way) if each["seed"] in short]
         gains = [float(each[column]) - short[each["seed"]] for each in found]

@@ -25,7 +25,7 @@ LAYERWISE = 0.15  # of these, in distillation
 GOES_ON = ("--model.objective.clean_prefix", 0.5, "--model.objective.prefix_class_dropout", 0.5)
 KEPT = 0.75  # of a window, where models trained with GOES_ON go on
 WHOLE, WINDOWS, FORWARD, STEP = "whole", "windows", "forward", "step"
-TIMED_CLIPS = 32  # of a forward pass: with 8, those of 64 frames leave an H200 idle
+TIMED_CLIPS = 32  # of a forward pass: 8 clips of 64 frames leave an H200 idle
 REAL, TEACHER = "real clips", "softmax"
 
 
@@ -79,7 +79,7 @@ class Runs(GeneratorRuns):
         self.config = (REPOSITORY / CONFIG).read_text()
 
     def drawn(self) -> list[Case]:
-        """All that is drawn and scored; clips that are longer than those of training come last."""
+        """All that is drawn and scored; clips longer than in training come last."""
         given = self.arguments
         every = [(row, seed) for seed in given.seeds for row in given.rows]
         every.sort(key=lambda run: MODELS[run[0]].budget != "full")  # the others wait for the softmax model
@@ -239,7 +239,7 @@ class Runs(GeneratorRuns):
         """
         device, trains = open_device(default_device()), case.way == STEP
         clips = self.arguments.batch if trains else TIMED_CLIPS
-        release_memory()  # that of the network before
+        release_memory()  # of the network before
         torch.manual_seed(0)
         network = self.create(case.row).to(device).train(trains)
         x = torch.randn(clips, 1, *self._grid(case.frames), device=device)

@@ -8,10 +8,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
-from headmix_lab.sweeps.drawing import draw
+from headmix_lab.sweeps.figure import draw
 from headmix_lab.sweeps.kinds import SWEEPS
-from headmix_lab.sweeps.report import report
 from headmix_lab.sweeps.runs import COLUMNS, CURVES, NUMBERS, Case, Request, Runs
+from headmix_lab.sweeps.table import report
 from headmix_vision.analysis.line_charts import save_svg
 from headmix_vision.checks import check_counts, check_positive, suggest
 from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver

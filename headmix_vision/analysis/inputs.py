@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.augmentation import eval_config, eval_transform
+from headmix_vision.data.batches import as_it_is
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import PreparedSource, SplitRequest, Transform
-from headmix_vision.data.loading import as_it_is
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import check_background, readable
 

@@ -32,7 +32,7 @@ def main(args: Sequence[str] | None = None) -> None:
         require_extra("diffusion", "headmix cache-latents")
         request = CacheRequest(**vars(_parser().parse_args(args)))
     with importing("cache-latents"):
-        from headmix_vision.data.cache_latents import cache_latents
+        from headmix_vision.data.latent_cache import cache_latents
     with one_line_errors():
         print(cache_latents(request))
 

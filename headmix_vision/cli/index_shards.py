@@ -27,7 +27,7 @@ def main(args: Sequence[str] | None = None) -> None:
         require_extra("diffusion", "headmix index-shards")
         options = vars(_parser().parse_args(args))
     with importing("index-shards"):
-        from headmix_vision.data.index_shards import IndexRequest, index_shards
+        from headmix_vision.data.shard_index import IndexRequest, index_shards
     with one_line_errors():
         indexed = index_shards(IndexRequest(**options))
         for name in indexed.left_out:

@@ -29,20 +29,24 @@ def run(
     words = sys.argv[1:] if args is None else args
     with one_line_errors():
         from headmix_vision.training.command_help import asked_help
-        from headmix_vision.training.training_request import TrainingRequest
     if (text := asked_help(kind, words)) is not None:
         print(text, end="")
         return
     with importing(command):
-        from headmix_vision.training.training_job import train
-    train(TrainingRequest(kind=kind, words=words, default_config=default_config), one_line_endings)
+        from headmix_vision.training.training_job import train_by_words
+    _say(train_by_words(kind, words, default_config, one_line_endings).summary)
 
 
 def run_command_line(cli: "type[RunCLI]", args: Sequence[str], default_config: str | None = None) -> None:
     """Run the command line of a subclass of `RunCLI`; see `one_line_endings`."""
     from headmix_vision.training.base_cli import run_words
 
-    run_words(cli, args, default_config, one_line_endings)
+    _say(run_words(cli, args, default_config, one_line_endings).summary)
+
+
+def _say(summary: str) -> None:
+    if summary:
+        print(summary)
 
 
 @contextmanager

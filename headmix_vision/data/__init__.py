@@ -1,4 +1,4 @@
-"""Feeds images and labels to training: `datasets` holds the data sets, the other modules make batches of them."""
+"""Feed images and labels to training: `datasets` holds the data sets, the other modules make batches of them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

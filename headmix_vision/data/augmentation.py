@@ -1,4 +1,4 @@
-"""Augments, crops and normalises images for classifiers, by timm's transforms."""
+"""Augment, crop and normalise images for classifiers, by timm's transforms."""
 
 import re
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from headmix_vision.checks import check_counts, check_numbers
+from headmix_vision.data.batches import BatchedEnd
 from headmix_vision.data.datasets.base import PIL_MODES, Transform
-from headmix_vision.data.loading import BatchedEnd
 from headmix_vision.errors import InputError
 
 TENSOR_INTERPOLATIONS = ("bilinear", "bicubic", "nearest")

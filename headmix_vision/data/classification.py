@@ -17,7 +17,7 @@ from headmix_vision.data.augmentation import (
 )
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets.base import PIL_MODES, Transform
-from headmix_vision.data.datasets.image_files import ImageFiles, find_images
+from headmix_vision.data.datasets.folders import ImageFiles, find_images
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding
 
@@ -50,23 +50,10 @@ class ClassificationData(DataModule):
         test_split: Name of the test split; the validation split if null.
         predict_path: Image file or folder, searched with its sub-folders, for the predict command.
         batch_size: Images per process and step.
-        eval_batch_size: Images per process and step in evaluation and prediction; batch_size if null.
-        num_workers: Worker processes per process; if null, none for digits and for canvases that are not augmented,
-            else the CPU cores per process, at most 8.
-        seed: Seed of order and augmentation.
-        max_unreadable: Largest share of unreadable images, above which an error stops the run; each process counts
-            what it reads.
         crop_pct: Centre crop of evaluation, as a share of the resized image; the model's if null (digits, canvas: all).
         interpolation: Resizing in evaluation; the model's if null (digits, canvas: bilinear).
         augmentation: Training augmentation.
-        holdout_every: Every so many-th training image is kept out of training, and validation runs on these instead of
-            val_split, on which a run that was stopped or chosen by validation can then be tested; none if null.
-        shuffle_shards: Number of shards of which samples are mixed at a time; all if null.
-        in_memory: Decode all pictures, of one size, before the training, and keep them in memory: of 10,000 of 64 x 64
-            pixels 123 MB, in each process. No samples change.
-        background: Colour behind the transparent pixels of pictures: white, black, another name or #rrggbb.
-        skip_unlabelled: Leave samples out whose label is missing, None, NaN or below 0, and count them; refused if
-            false.
+        common: The options that both tasks share, see `DataModule`.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, an empty class folder, splits with
@@ -85,18 +72,10 @@ class ClassificationData(DataModule):
         test_split: str | None = None,
         predict_path: str | None = None,
         batch_size: int = 128,
-        eval_batch_size: int | None = None,
-        num_workers: int | None = None,
-        seed: int = 0,
-        max_unreadable: float = 0.01,
         crop_pct: float | None = None,
         interpolation: str | None = None,
         augmentation: Augmentation = Augmentation(),  # noqa: B008 - read only; jsonargparse shows its fields
-        holdout_every: int | None = None,
-        shuffle_shards: int | None = None,
-        in_memory: bool = False,
-        background: str = "white",
-        skip_unlabelled: bool = False,
+        **common: Any,
     ) -> None:
         if crop_pct is not None:
             check_numbers(0, 1, crop_pct=crop_pct)
@@ -114,16 +93,8 @@ class ClassificationData(DataModule):
             val_split=val_split,
             test_split=test_split or val_split,
             batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            max_unreadable=max_unreadable,
             repeats=augmentation.repeats,
-            holdout_every=holdout_every,
-            shuffle_shards=shuffle_shards,
-            in_memory=in_memory,
-            background=background,
-            skip_unlabelled=skip_unlabelled,
+            **common,
         )
         if self.entry.is_stream and self.repeats > 1:
             raise InputError(f"augmentation.repeats is {self.repeats}, it must be 1 for dataset {dataset!r}")

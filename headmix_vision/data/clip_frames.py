@@ -1,16 +1,12 @@
-"""Decide which frames of a video make a clip, and crop them."""
+"""Decide which frames of a video make a clip."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from PIL import Image
-from torch import Tensor
 
 from headmix_vision.checks import check_counts, check_positive
-from headmix_vision.data.center_crop import center_crop
 from headmix_vision.errors import InputError
 
 _INSTANT_S = 1e-6
@@ -96,21 +92,3 @@ class ClipConfig:
 
 
 DEFAULT_CLIP = ClipConfig()
-
-
-def crop_frames(frames: Sequence[Image.Image], size: Sequence[int]) -> Tensor:
-    """Crop each frame as ADM does; float32 [C, T, H, W] in [0, 1]. An empty size leaves them as they are.
-
-    Raises:
-        InputError: Frames of several sizes.
-    """
-    sizes = sorted({frame.size for frame in frames})
-    if len(sizes) > 1:
-        (width, height), (other_width, other_height) = sizes[:2]
-        raise InputError(f"it has frames of {width}x{height} and of {other_width}x{other_height} pixels")
-    if size:
-        height, width = size
-        frames = [center_crop(frame, (height, width)) for frame in frames]
-    pixels = np.stack([np.asarray(frame) for frame in frames])
-    pixels = pixels[..., None] if pixels.ndim == 3 else pixels
-    return torch.from_numpy(pixels.transpose(3, 0, 1, 2).astype(np.float32)) / 255

@@ -18,23 +18,23 @@ from torch.utils.data import DataLoader, Dataset
 
 from headmix_vision.checks import check_counts, check_flags, check_numbers
 from headmix_vision.console.notes import say_once
-from headmix_vision.data.batches import TrainBatchSampler, eval_batches
-from headmix_vision.data.datasets import find_dataset, open_split
-from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
-from headmix_vision.data.datasets.memory import InMemory
-from headmix_vision.data.datasets.parts import hold_out
-from headmix_vision.data.datasets.streams import Stream, StreamLoader
-from headmix_vision.data.loading import (
+from headmix_vision.data.batches import (
     Collate,
     EvalSamples,
     PreparedSamples,
+    TrainBatchSampler,
     TrainLoader,
     TrainSamples,
     UnreadableImages,
     WholeBatches,
     as_it_is,
+    eval_batches,
     obey_parent,
 )
+from headmix_vision.data.datasets import find_dataset, open_split
+from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
+from headmix_vision.data.datasets.derived import InMemory, hold_out
+from headmix_vision.data.datasets.streams import Stream, StreamLoader
 from headmix_vision.errors import InputError
 from headmix_vision.files.limits import check_memory, check_workers
 from headmix_vision.files.pictures import check_background
@@ -65,20 +65,21 @@ class DataModule(lightning.LightningDataModule):
         val_split: Name of the validation split; none when None.
         test_split: Name of the test split; none when None.
         batch_size: B, samples per process and step.
-        eval_batch_size: Samples per process and step in evaluation; batch_size if None.
-        num_workers: Worker processes per process; if None, none where reading costs nothing or whole batches are read
-            at once, else the CPU cores per process, at most 8.
-        seed: Seed of order and of what is drawn.
-        max_unreadable: Largest share of unreadable samples, above which an error stops the run; each process counts
-            what it reads.
         repeats: Repeated augmentation: each sample this many times in a row, the epoch keeping its length.
         holdout_every: Every so many-th training sample is kept out of training, and validation runs on these instead of
-            `val_split`, which is left to be tested on; none when None.
-        shuffle_shards: Number of shards of which samples are mixed at a time, so that shards are read one group after
-            the other; all when None.
-        in_memory: Decode all pictures, of one size, when a split is opened, and keep them in memory.
-        background: Colour behind transparent pixels.
-        skip_unlabelled: Leave samples without a valid label out, and count them, instead of refusing them.
+            `val_split`, on which a run that was stopped or chosen by validation can then be tested; none if null.
+        eval_batch_size: Samples per process and step in evaluation and prediction; batch_size if null.
+        num_workers: Worker processes per process; if null, none where reading costs nothing (digits, canvas, fake,
+            moving_digits) or whole batches are read at once, else the CPU cores per process, at most 8.
+        seed: Seed of order, augmentation, flips, and of where a clip begins in its video.
+        max_unreadable: Largest share of unreadable images or videos, above which an error stops the run; each process
+            counts what it reads. A video that is too short for a clip is unreadable.
+        shuffle_shards: Number of shards of which samples are mixed at a time; all if null.
+        in_memory: Decode all pictures, of one size, before the training, and keep them in memory: of 10,000 of 64 x 64
+            pixels 123 MB, in each process. No samples change.
+        background: Colour behind the transparent pixels of pictures: white, black, another name or #rrggbb.
+        skip_unlabelled: Leave samples out whose label is missing, None, NaN or below 0, and count them; refused if
+            false.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, splits with different classes, a
@@ -100,12 +101,12 @@ class DataModule(lightning.LightningDataModule):
         val_split: str | None,
         test_split: str | None,
         batch_size: int,
-        eval_batch_size: int | None,
-        num_workers: int | None,
-        seed: int,
-        max_unreadable: float,
         repeats: int = 1,
         holdout_every: int | None = None,
+        eval_batch_size: int | None = None,
+        num_workers: int | None = None,
+        seed: int = 0,
+        max_unreadable: float = 0.01,
         shuffle_shards: int | None = None,
         in_memory: bool = False,
         background: str = "white",
@@ -199,7 +200,7 @@ class DataModule(lightning.LightningDataModule):
         return hold_out(opened, self.holdout_every, held=role == "val")
 
     def request(self, split: str, role: str) -> SplitRequest:
-        """Say what is asked of the data set for a split whose role is train, val or test."""
+        """Make the request for a split whose role is train, val or test."""
         training = role == "train"
         return SplitRequest(
             self.dataset,

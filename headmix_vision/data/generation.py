@@ -7,16 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torchvision.transforms import Normalize
 
 from headmix_vision.checks import check_numbers
+from headmix_vision.data.batches import TrainLoader, as_it_is
 from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import Source, SplitRequest, Transform
 from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.datasets.streams import Stream
-from headmix_vision.data.fitting import FitImage, ImageToRange, to_range
-from headmix_vision.data.loading import TrainLoader, as_it_is
+from headmix_vision.data.fitting import FitImage, ImageToRange
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.data.stills import ImageStills, MixedBatchSampler, MixedSamples, StillsConfig
 from headmix_vision.errors import InputError
@@ -45,22 +46,11 @@ class GenerationData(DataModule):
         train_split: Name of the training split; `all` trains on both splits of digits.
         val_split: Name of the validation split, on which the loss is measured; none when null.
         batch_size: Samples per process and step, or per context-parallel group.
-        eval_batch_size: Samples per process and step in validation; batch_size if null.
-        num_workers: Worker processes per process; if null, none for digits, fake, and canvases and moving digits that
-            are neither flipped nor resized, else the CPU cores per process, at most 8.
-        seed: Seed of order, flips, and of where a clip begins in its video.
         hflip: Probability of a horizontal flip of an image or of a whole clip.
-        max_unreadable: Largest share of unreadable images or videos, above which an error stops the run; a video that
-            is too short for a clip is one of them.
         canvas_size: Height and width of a canvas in pixels; the network's input size if null.
         clip: Which frames of a video make a clip: the network's frame rate if nothing is set.
         stills: Batches of clips of one frame among those of clips, in training.
-        shuffle_shards: Number of shards of which samples are mixed at a time; all if null.
-        in_memory: Decode all pictures, of one size, before the training, and keep them in memory: of 10,000 of 64 x 64
-            pixels 123 MB, in each process. No samples change.
-        background: Colour behind the transparent pixels of pictures: white, black, another name or #rrggbb.
-        skip_unlabelled: Leave samples out whose label is missing, None, NaN or below 0, and count them; refused if
-            false.
+        common: The options that both tasks share, see `DataModule`.
 
     Raises:
         InputError: An option out of range, a missing package, file or split, a training split smaller than one global
@@ -77,18 +67,11 @@ class GenerationData(DataModule):
         train_split: str = "train",
         val_split: str | None = "validation",
         batch_size: int = 256,
-        eval_batch_size: int | None = None,
-        num_workers: int | None = None,
-        seed: int = 0,
         hflip: float = 0.0,
-        max_unreadable: float = 0.01,
         canvas_size: int | None = None,
         clip: ClipConfig = DEFAULT_CLIP,
         stills: StillsConfig = DEFAULT_STILLS,
-        shuffle_shards: int | None = None,
-        in_memory: bool = False,
-        background: str = "white",
-        skip_unlabelled: bool = False,
+        **common: Any,
     ) -> None:
         check_numbers(0, 1, hflip=hflip)
         super().__init__(
@@ -98,14 +81,9 @@ class GenerationData(DataModule):
             val_split=val_split,
             test_split=None,
             batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            max_unreadable=max_unreadable,
-            shuffle_shards=shuffle_shards,
-            in_memory=in_memory,
-            background=background,
-            skip_unlabelled=skip_unlabelled,
+            repeats=1,
+            holdout_every=None,
+            **common,
         )
         if hflip and not self.entry.has_images:
             raise InputError(f"hflip does not apply to {dataset}: cache_latents has flipped the images or not")
@@ -138,7 +116,7 @@ class GenerationData(DataModule):
 
     def batch_transform(self, training: bool) -> Transform | None:
         """Scale to [-1, 1], where nothing is flipped."""
-        return None if training and self.hflip else to_range
+        return None if training and self.hflip else Normalize([0.5], [0.5])
 
     def request(self, split: str, role: str) -> SplitRequest:
         """As in the base; a canvas may be drawn at another size than the network takes, clips have a frame rate."""

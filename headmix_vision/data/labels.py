@@ -44,7 +44,7 @@ class Labels(NamedTuple):
 
 
 def fault_of(label: object, num_classes: int = MOST_CLASSES) -> str | None:
-    """Say what is wrong with a label; None for a valid one.
+    """Return the fault of a label; None for a valid one.
 
     Args:
         label: A number or a text, of whatever type a file has it. A text is a name unless it reads as a number.

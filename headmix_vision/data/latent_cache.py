@@ -1,4 +1,7 @@
-"""Write latents: the shards of a cache, and the record of what they were made of.
+"""Encode images or videos into latents once, for training: the shards of a cache, and the record of their origin.
+
+An interrupted job goes on with the missing shards. The same latents come out of any number of processes. The names and
+sizes of the files are recorded: a cache is not continued with other files than its shards were made of.
 
 B images or clips of a batch, C channels, T frames, H x W pixels.
 """
@@ -8,6 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +19,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.checks import check_choice, check_counts
+from headmix_vision.checks import check_counts
+from headmix_vision.console.devices import default_device, open_device
+from headmix_vision.console.notes import say, say_left_out
+from headmix_vision.console.processes import Processes, process_numbers
 from headmix_vision.console.progress import progress
-from headmix_vision.data.center_crop import center_crop
-from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, to_picture
+from headmix_vision.data.batches import obey_parent
+from headmix_vision.data.cache_request import CacheRequest
+from headmix_vision.data.clip_frames import ClipConfig
+from headmix_vision.data.datasets import find_dataset, open_source
+from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, SplitRequest, to_picture
+from headmix_vision.data.datasets.derived import Derived
+from headmix_vision.data.datasets.folders import ImageFiles, find_class_folders, open_class_folders
 from headmix_vision.data.datasets.latents import (
     FORMAT,
     HASH,
     MANIFEST,
-    STORES,
     check_shard,
     count_shards,
     find_difference,
@@ -34,21 +45,24 @@ from headmix_vision.data.datasets.latents import (
     shard_name,
     sums_name,
 )
+from headmix_vision.data.datasets.moving_digits import MovingDigits
+from headmix_vision.data.datasets.videos import open_video_folder
+from headmix_vision.data.fitting import center_crop
 from headmix_vision.data.labels import check_label
-from headmix_vision.data.loading import obey_parent
 from headmix_vision.errors import InputError
 from headmix_vision.files.atomic import atomic_path, check_place, is_temporary
 from headmix_vision.files.limits import check_disk, check_memory, check_workers
 from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.pictures import readable
+from headmix_vision.files.pictures import check_background, readable
 from headmix_vision.files.tensor_files import write_tensors
-from headmix_vision.models.autoencoders import Autoencoder
+from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SHARD_NUMBER = re.compile(r"\.shard-(\d+)\.")
+_ALONE = Processes()
 
 
-class EvenClips(Source):
+class EvenClips(Derived):
     """Several clips of each video of a source, in even distances.
 
     Args:
@@ -56,10 +70,11 @@ class EvenClips(Source):
         count: Clips of each.
     """
 
+    source: ClipSource
+
     def __init__(self, source: ClipSource, count: int) -> None:
-        self.source = source
+        super().__init__(source)
         self.count = count
-        self.class_names = source.class_names
 
     def __len__(self) -> int:
         return len(self.source) * self.count
@@ -111,42 +126,21 @@ class CroppedImages(Dataset[tuple[Tensor, int]]):
 def write_cache(
     source: Source,
     autoencoder: Autoencoder,
-    out: Path,
-    *,
-    image_size: int,
+    request: CacheRequest,
     origin: str,
     clip: dict[str, Any] | None = None,
-    background: str = "white",
-    flip: bool = False,
-    store: str = "moments",
-    dtype: str = "float16",
-    batch_size: int | None = None,
-    shard_size: int | None = None,
-    workers: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    dry_run: bool = False,
+    processes: Processes = _ALONE,
 ) -> int:
     """Encode what is missing of this process's share of a cache.
 
     Args:
         source: The images, or the clips at their final size.
-        autoencoder: What to encode with.
-        out: Directory of the cache.
-        image_size: Images are centre-cropped to this many pixels, as ADM does.
+        autoencoder: What to encode with; one without moments stores means, one that passes pixels on stores uint8.
+        request: How to encode and store.
         origin: Where the images came from, for the record.
         clip: Of clips: `frames`, their number; `frame_rate` a second, None where it is not known or differs; and
             whatever else says how they were made, for the record.
-        background: Colour that was put behind transparent pixels, for the record.
-        flip: Store the latents of mirrored images too.
-        store: `moments` (mean and standard deviation) or `means`; an autoencoder without moments stores means.
-        dtype: Type on disk: float32, float16 or bfloat16; pixels are uint8.
-        batch_size: Images at a time, 32 when None, or clips, 4.
-        shard_size: Images in a file, 4096 when None, or clips, 256.
-        workers: Processes that read images.
-        rank: This process: it writes shards rank, rank + world_size, ...
-        world_size: Number of processes.
-        dry_run: Check everything, encode the first image, write nothing.
+        processes: This process writes shards rank, rank + world_size, ...
 
     Returns:
         Number of shards written, or to be written.
@@ -155,10 +149,10 @@ def write_cache(
         InputError: An option out of range; a directory that holds something else, shards of other images or with
             other settings, or that another process writes to; an unreadable image; latents that are not finite.
     """
-    if not 0 <= rank < world_size:
-        raise InputError(f"rank is {rank}, it must be in [0, {world_size}), the number of processes")
+    out, image_size, workers = request.out, request.image_size, request.workers
     if len(source) == 0:
         raise InputError(f"{origin} has no images")
+    batch_size, shard_size = request.batch_size, request.shard_size
     if batch_size is None:
         batch_size = 32 if clip is None else 4
     if shard_size is None:
@@ -172,8 +166,6 @@ def write_cache(
     batch = min(batch_size, len(source))
     pixels = batch * image_size**2 * autoencoder.image_channels * (1 if clip is None else clip["frames"])
     check_memory(4 * pixels, f"a batch of {batch} of {image_size} pixels")
-    check_choice("store", store, STORES)
-    check_choice("dtype", dtype, tuple(DTYPES))
     autoencoder.check_size(image_size, image_size)
     if clip is not None:
         autoencoder.check_frames(clip["frames"])
@@ -184,9 +176,9 @@ def write_cache(
         "count": len(source),
         "shape": list(mean.shape[1:]),
         "shard_size": shard_size,
-        "store": "means" if std is None else store,
-        "dtype": "uint8" if autoencoder.module is None else dtype,
-        "flip": flip,
+        "store": "means" if std is None else request.store,
+        "dtype": "uint8" if autoencoder.module is None else request.dtype,
+        "flip": request.flip,
         "image_size": image_size,
         "crop": "adm_center",
         "images": origin,
@@ -196,24 +188,24 @@ def write_cache(
     if clip is not None:
         rate = clip["frame_rate"]
         manifest |= {"clip": clip, "frame_rate": rate and rate / (autoencoder.time_downsampling or 1)}
-    copies = (1 + flip) * (2 if manifest["store"] == "moments" else 1)
+    copies = (1 + request.flip) * (2 if manifest["store"] == "moments" else 1)
     size = len(source) * mean[0].numel() * copies * getattr(torch, str(manifest["dtype"])).itemsize
     there = sum(path.stat().st_size for path in out.glob("*.safetensors")) if out.is_dir() else 0
     check_disk(out, size - there, f"a cache of {len(source)} {'images' if clip is None else 'clips'}")
     manifest["source"] = _source_hashes(source, manifest)
-    if source.files() is not None and not _is_of_earlier_decoding(out, background):
-        manifest["background"] = background
-    if dry_run:
+    if source.files() is not None and not _is_of_earlier_decoding(out, request.background):
+        manifest["background"] = request.background
+    if request.dry_run:
         _check_directory(out, manifest)
-        return len(_missing(out, manifest, rank, world_size))
-    with hold_lock(out / f".process-{rank}.lock", f"cache {out}"):
+        return len(_missing(out, manifest, processes))
+    with hold_lock(out / f".process-{processes.rank}.lock", f"cache {out}"):
         changed = _check_directory(out, manifest)
-        _remove_leftovers(out, rank, world_size)
+        _remove_leftovers(out, processes)
         if changed:
             with atomic_path(out / MANIFEST) as temporary:
                 temporary.write_text(json.dumps({**manifest, HASH: manifest_sha256(manifest)}, indent=2) + "\n")
-        todo = _missing(out, manifest, rank, world_size)
-        _write_shards(images, autoencoder, out, manifest, todo, batch_size, workers, show=rank == 0)
+        todo = _missing(out, manifest, processes)
+        _write_shards(images, autoencoder, out, manifest, todo, batch_size, workers, show=processes.rank == 0)
     return len(todo)
 
 
@@ -266,7 +258,7 @@ def _is_of_earlier_decoding(out: Path, background: str) -> bool:
 
 
 def _source_hashes(source: Source, manifest: dict[str, Any]) -> list[str]:
-    """Hashes the names and sizes of each shard's images; where there are no files, the name of the data set."""
+    """Hash the names and sizes of each shard's images; where there are no files, the name of the data set."""
     files, size = source.files(), manifest["shard_size"]
     starts = range(0, manifest["count"], size)
     parts = [manifest["images"] if files is None else files[start : start + size] for start in starts]
@@ -306,15 +298,16 @@ def _check_directory(out: Path, manifest: dict[str, Any]) -> bool:
     return bool(earlier["source"] != manifest["source"])
 
 
-def _missing(out: Path, manifest: dict[str, Any], rank: int, world_size: int) -> list[int]:
-    return [n for n in range(rank, count_shards(manifest), world_size) if not _is_complete(out, n, manifest)]
+def _missing(out: Path, manifest: dict[str, Any], processes: Processes) -> list[int]:
+    own = range(processes.rank, count_shards(manifest), processes.world_size)
+    return [number for number in own if not _is_complete(out, number, manifest)]
 
 
-def _remove_leftovers(out: Path, rank: int, world_size: int) -> None:
+def _remove_leftovers(out: Path, processes: Processes) -> None:
     """Delete what a killed process was writing of the shards of this one."""
     for entry in out.iterdir():
         shard = _SHARD_NUMBER.match(entry.name) if is_temporary(entry.name) else None
-        if shard is not None and int(shard[1]) % world_size == rank:
+        if shard is not None and int(shard[1]) % processes.world_size == processes.rank:
             entry.unlink(missing_ok=True)
 
 
@@ -353,3 +346,167 @@ def _encode(autoencoder: Autoencoder, pixels: Tensor, manifest: dict[str, Any]) 
         if manifest["store"] == "moments" and std is not None:
             stored[f"std{suffix}"] = std.to("cpu", DTYPES[manifest["dtype"]])
     return stored
+
+
+def open_images(images: str | None, request: SplitRequest) -> Source:
+    """Open the images to encode: a folder (of class folders, or of images alone, which have label 0) or a data set.
+
+    Raises:
+        InputError: Nothing there, a data set that cannot be cached, or an image without a valid label.
+    """
+    if images is None:
+        return open_source(request)
+    folder = Path(images)
+    if not images or not folder.is_dir():
+        raise InputError(f"--images {images} is not a folder" if images else "--images is '', it must be a folder")
+    listing = find_class_folders(folder)
+    listing.check_filled(f"--images {images!r}", "image")
+    if any(path.parent != folder for path in listing.paths):
+        return open_class_folders(folder, request, listing)
+    say_left_out(folder, len(listing.paths), "pictures", listing.left_out)
+    return ImageFiles(listing.paths, request.decoding)
+
+
+def open_clips(
+    videos: str | None, request: SplitRequest, clips_per_video: int = 1, skip_unusable: bool = False
+) -> Source:
+    """Open the clips to encode: a folder or table of videos, or a data set; names and counts the videos it skips.
+
+    Raises:
+        InputError: Nothing there, or a data set that cannot be cached, or not so many times.
+    """
+    if videos is not None and not Path(videos).exists():
+        raise InputError(f"--videos {videos} does not exist")
+    source = open_source(request) if videos is None else open_video_folder(Path(videos), request)
+    if skip_unusable and isinstance(source, ClipSource):
+        total, faults = len(source), source.leave_out_unusable()
+        for number, fault in enumerate(faults, start=1):
+            say(f"skipped {fault}, {number} of {total} videos")
+    if clips_per_video == 1:
+        return source
+    if not isinstance(source, ClipSource):
+        raise InputError(f"--clips-per-video is {clips_per_video}, a sample of {request.name} is one clip")
+    return EvenClips(source, clips_per_video)
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Result of `cache_latents`, of one process.
+
+    Args:
+        out: Directory of the cache.
+        written: Number of shards that the process wrote, or would write in a dry run.
+        shards: Number of all shards; None after a dry run.
+        shape: Shape of a sample's latents; None after a dry run.
+        rank: Number of the process.
+        world_size: Number of processes.
+    """
+
+    out: Path
+    written: int
+    shards: int | None
+    shape: tuple[int, ...] | None
+    rank: int
+    world_size: int
+
+    def __str__(self) -> str:
+        who = f"process {self.rank} of {self.world_size} " if self.world_size > 1 else ""
+        if self.shape is None:
+            return f"{self.out}: {who}would write {self.written} shards"
+        return f"{self.out}: {who}wrote {self.written} of {self.shards} shards, latents {[*self.shape]}"
+
+
+def cache_latents(request: CacheRequest) -> Cached:
+    """Encode images or videos into latents; the same request again goes on with the missing shards.
+
+    Raises:
+        InputError: Wrong input, before anything is written; see also `write_cache`.
+    """
+    processes = process_numbers()
+    _check_sources(request)
+    device = open_device(request.device or default_device(), processes.local_rank)
+    autoencoder = load_autoencoder(request.vae, device, DTYPES[request.encoder_dtype])
+    if request.gray:
+        autoencoder.image_channels = 1
+    is_clips = _is_clips(request)
+    dataset, split = request.dataset or ("videos" if is_clips else "folder"), request.split or "train"
+    shape = (autoencoder.image_channels, request.image_size, request.image_size)
+    wanted = SplitRequest(
+        dataset,
+        split,
+        shape,
+        "caching",
+        root=request.root,
+        background=request.background,
+        skip_unlabelled=request.skip_unlabelled,
+    )
+    clip = None
+    if is_clips:
+        wanted, clip = _ask_for_clips(request, wanted, autoencoder)
+        source = open_clips(request.videos, wanted, request.clips_per_video, request.skip_unusable)
+        if isinstance(source, MovingDigits):
+            clip["frame_rate"] = source.frame_rate
+    else:
+        source = open_images(request.images, wanted)
+    written = write_cache(
+        source,
+        autoencoder,
+        request,
+        request.images or request.videos or " ".join(filter(None, (dataset, request.root, split))),
+        clip,
+        processes,
+    )
+    if request.dry_run:
+        return Cached(request.out, written, None, None, processes.rank, processes.world_size)
+    manifest = read_manifest(request.out)
+    shards, shape = count_shards(manifest), tuple(manifest["shape"])
+    return Cached(request.out, written, shards, shape, processes.rank, processes.world_size)
+
+
+def _ask_for_clips(
+    request: CacheRequest, wanted: SplitRequest, autoencoder: Autoencoder
+) -> tuple[SplitRequest, dict[str, Any]]:
+    """Add length and frame rate of the clips to the wanted split; return them for the record too."""
+    if request.frames is None:
+        raise InputError("--frames is not given: the number of frames of a clip")
+    check_counts(1, frames=request.frames, clips_per_video=request.clips_per_video)
+    autoencoder.check_size(request.image_size, request.image_size)
+    autoencoder.check_frames(request.frames)
+    config = ClipConfig(request.frame_rate, request.stride)
+    channels, *size = wanted.shape
+    record = {"frames": request.frames, **asdict(config), "clips_per_video": request.clips_per_video}
+    return replace(wanted, shape=(channels, request.frames, *size), clip=config), record
+
+
+def _is_clips(request: CacheRequest) -> bool:
+    entry = find_dataset(request.dataset or "folder", "caching")
+    return request.videos is not None or entry.is_clips or (3 in entry.grid_axes and request.frames is not None)
+
+
+def _check_sources(request: CacheRequest) -> None:
+    if request.images is None and request.videos is None and request.dataset is None and request.root is None:
+        raise InputError("neither --images nor --videos nor --dataset is given")
+    if request.images is not None and request.videos is not None:
+        raise InputError("--images and --videos are both given, a cache holds one of them")
+    for given in ("images", "videos"):
+        for name in ("dataset", "root", *(("split",) if given == "images" else ())):
+            if getattr(request, given) is not None and getattr(request, name) is not None:
+                raise InputError(f"--{given} names the {given} already, leave out --{name}")
+    of_clips = {
+        "--frames": request.frames is not None,
+        "--frame-rate": request.frame_rate is not None,
+        "--stride": request.stride is not None,
+        "--clips-per-video": request.clips_per_video != 1,
+        "--skip-unusable": request.skip_unusable,
+    }
+    is_clips = _is_clips(request)
+    for name, is_given in of_clips.items():
+        if not is_clips and is_given:
+            raise InputError(f"{name} is for videos, there are images")
+    if request.flip and not find_dataset(request.dataset or "folder", "caching").can_flip:
+        raise InputError(f"--flip does not apply to {request.dataset}: mirrored clips move the other way")
+    check_background(request.background)
+    if request.gray and request.vae != PIXELS:
+        raise InputError(f"--gray goes with --vae {PIXELS} alone, --vae is {request.vae}")
+    if request.vae == PIXELS and request.encoder_dtype != "float32":
+        raise InputError(f"--encoder-dtype {request.encoder_dtype} applies to autoencoders, --vae is {PIXELS}")

@@ -1,4 +1,4 @@
-"""Seeds random numbers by what is drawn (seed, epoch, sample), never by who draws it or when."""
+"""Seed random numbers by (seed, epoch, sample), never by the process or the order in which they are drawn."""
 
 import hashlib
 import random

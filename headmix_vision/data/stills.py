@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from headmix_vision.checks import check_numbers
-from headmix_vision.data.batches import SampleKey, TrainBatchSampler
+from headmix_vision.data.batches import Collate, SampleKey, TrainBatchSampler
 from headmix_vision.data.datasets.base import RawImage, Source
-from headmix_vision.data.loading import Collate
+from headmix_vision.data.datasets.derived import Derived
 from headmix_vision.errors import InputError
 
 
@@ -42,7 +42,7 @@ class StillsConfig:
             raise InputError("stills.dataset and stills.root need a stills.share above 0")
 
 
-class ImageStills(Source):
+class ImageStills(Derived):
     """Images as clips of one frame, float32 [C, 1, H, W] in [0, 1].
 
     Args:
@@ -51,23 +51,12 @@ class ImageStills(Source):
     """
 
     def __init__(self, source: Source, fit: Callable[[RawImage], Tensor]) -> None:
-        self.source = source
+        super().__init__(source)
         self.fit = fit
-        self.class_names = source.class_names
-        self.in_memory = source.in_memory
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def read(self, index: int) -> tuple[Tensor, int]:
         image, target = self.source.read(index)
         return self.fit(image)[:, None], target
-
-    def keys(self) -> list[str] | None:
-        return self.source.keys()
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
 
 
 class MixedBatchSampler(Sampler[list[SampleKey]]):

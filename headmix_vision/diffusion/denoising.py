@@ -26,7 +26,7 @@ _ROUNDING = 1e-6  # of noise levels in float32
 Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [B, C, *grid], times [B] in [0, 1000] and labels [B] to a prediction [B, C or 2C, *grid], float32.
 
-Of clips whose first frames are known it is given times [B, T], a noise level for each frame."""
+Of clips with a clean prefix it is given times [B, T], a noise level for each frame."""
 StepEnd = Callable[[int, Any, Tensor], Tensor]
 """Called with the step's number, the scheduler's time and the samples after it; the returned samples replace them."""
 Generators = torch.Generator | list[torch.Generator] | None
@@ -125,7 +125,7 @@ def denoise(
         null_label: Label that stands for no condition; guidance needs it.
         guidance: Classifier-free guidance; none when None.
         generator: Random numbers of schedulers that draw some, one generator for all samples or one for each.
-        prefix: Known first frames of clips, [B or 1, C, T0, *] with T0 from 1 to T - 1. They stay as they are, without
+        prefix: First frames of clips, [B or 1, C, T0, *] with T0 from 1 to T - 1. They stay as they are, without
             noise at every step, which the network is told by times [B, T].
         step_end: Called after each step.
         progress: Wraps the scheduler's times, to show how far the loop is.
@@ -186,7 +186,7 @@ def denoise(
 
 
 def _check_prefix(prefix: Tensor, noise: Tensor, scheduler: SchedulerMixin) -> Tensor:
-    """Return the known first frames for each sample, where noise is; refuses what `denoise` cannot keep."""
+    """Return the prefix for each sample, where noise is; refuses what `denoise` cannot keep."""
     count, channels, *grid = noise.shape
     allowed = [(n, channels, frames, *grid[1:]) for n in (1, count) for frames in range(1, grid[0])]
     if len(grid) < 3 or tuple(prefix.shape) not in allowed or not prefix.isfinite().all():

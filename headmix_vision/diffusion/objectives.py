@@ -142,7 +142,7 @@ class Objective(ABC):
             predict: The network.
             x0: Data [B, C, *grid], float32.
             times: [B] or, for flow matching of clips, [B, T], as from `draw_times`. Of the latter, the frames at
-                the highest time of a clip count; those below it are known ones.
+                the highest time of a clip count; those below it belong to the prefix.
             noise: ε, standard normal, as `x0`.
 
         Returns:
@@ -170,11 +170,11 @@ class FlowMatching(Objective):
         if frames is None or not self.config.clean_prefix:
             return times
         prefix = self._draw_prefixes(count, frames // tubelet, device) * tubelet
-        known = torch.arange(frames, device=device) < prefix[:, None]
+        in_prefix = torch.arange(frames, device=device) < prefix[:, None]
         noise = torch.zeros_like(times)
         if self.config.prefix_noise:
             noise = torch.minimum(NUM_TIMESTEPS * self.config.prefix_noise * torch.rand_like(times), times)
-        return torch.where(known, noise[:, None], times[:, None])
+        return torch.where(in_prefix, noise[:, None], times[:, None])
 
     def _draw_prefixes(self, count: int, places: int, device: torch.device | str) -> Tensor:
         """Draw how many first places of each clip stay clean, of `places` in all: int64 [B]."""

@@ -169,7 +169,7 @@ class HeadMixDiTPipeline(SampleSizes):
             callback_on_step_end_tensor_inputs: names of the tensors it wants; there is `latents`.
             num_frames: frames of a video; the length of training when None. Positions extend to more frames.
             frame_rate: frames per second; the rate of training when None.
-            prefix: known first frames, of each video or of all, values in [0, 1]: an array [B or 1, T0, H, W, channels]
+            prefix: first frames, of each video or of all, values in [0, 1]: an array [B or 1, T0, H, W, channels]
                 or a tensor [B or 1, T0, channels, H, W], as `np` and `pt` give them. The model should have been trained
                 with a `clean_prefix`.
             later_guidance_scale: for a network that draws block by block, the scale of the blocks after as many frames
@@ -203,9 +203,9 @@ class HeadMixDiTPipeline(SampleSizes):
         rate = self.check_frame_rate(frame_rate) / self._frames_per_place if self.draws_videos else None
         grid = self._latent_size(num_frames, height, width)
         self.check_memory(count, guidance, height, width, num_frames)
-        known = None
+        encoded = None
         if prefix is not None:
-            known = self._encode(self._check_prefix(prefix, count, self.clip_size(num_frames, height, width)))
+            encoded = self._encode(self._check_prefix(prefix, count, self.clip_size(num_frames, height, width)))
         noise = self._start_noise((count, self.transformer.config.in_channels, *grid), generator, latents)
 
         def draw(noise: Tensor, guidance: Guidance, network: Network, prefix: Tensor | None = None) -> Tensor:
@@ -217,9 +217,9 @@ class HeadMixDiTPipeline(SampleSizes):
             return self.transformer(x.to(self.transformer.dtype), t, y, *rates).float()
 
         if self.transformer.block_frames is None:
-            latents = draw(noise, guidance, network, known)
+            latents = draw(noise, guidance, network, encoded)
         else:
-            latents = self._draw_blocks(noise, labels, guidance, later, cast(float, rate), known, draw)
+            latents = self._draw_blocks(noise, labels, guidance, later, cast(float, rate), encoded, draw)
         samples: Any = latents if output_type == "latent" else self._decode(latents, output_type)
         self.maybe_free_model_hooks()
         if not return_dict:
@@ -233,7 +233,7 @@ class HeadMixDiTPipeline(SampleSizes):
         guidance: Guidance,
         later: Guidance,
         frame_rate: float,
-        known: Tensor | None,
+        prefix: Tensor | None,
         draw: Callable[[Tensor, Guidance, Network], Tensor],
     ) -> Tensor:
         """Turn noise [B, C, T, H, W] into clips block by block, each on the state of the clean ones before it.
@@ -244,7 +244,7 @@ class HeadMixDiTPipeline(SampleSizes):
             noise, labels: Of all frames.
             guidance, later: Of the blocks that begin within as many frames as in training, and of those after them.
             frame_rate: Latent frames a second.
-            known: Latents of the known first frames, whole blocks.
+            prefix: Latents of the prefix, whole blocks.
             draw: Turns the noise of a block into data, by a network.
         """
         model, count = self.transformer, len(noise)
@@ -265,8 +265,8 @@ class HeadMixDiTPipeline(SampleSizes):
         blocks: list[Tensor] = []
         for block in noise.split(model.block_frames, dim=2):
             first = len(blocks) * model.block_frames
-            if known is not None and first < known.shape[2]:
-                clean = known[:, :, first : first + model.block_frames].to(noise).expand_as(block)
+            if prefix is not None and first < prefix.shape[2]:
+                clean = prefix[:, :, first : first + model.block_frames].to(noise).expand_as(block)
             else:
                 clean = draw(block, guidance if first < model.input_size[0] else later, network)
             blocks.append(clean)
@@ -351,7 +351,7 @@ class HeadMixDiTPipeline(SampleSizes):
         return self._guidance_scale
 
     def _check_prefix(self, prefix: Any, count: int, size: tuple[int, int, int]) -> Tensor:
-        """Convert the known first frames to [B, channels, T0, H, W] in [-1, 1]; refuses what does not fit."""
+        """Convert the prefix to [B, channels, T0, H, W] in [-1, 1]; refuses what does not fit."""
         if isinstance(prefix, np.ndarray) and prefix.ndim == 5:
             prefix = torch.from_numpy(prefix).movedim(-1, 2)
         if not isinstance(prefix, Tensor) or prefix.ndim != 5 or not prefix.is_floating_point():

@@ -179,11 +179,11 @@ class SampleSizes(DiffusionPipeline):
             raise InputError(f"{name} must be {form}, for {takes}; got {frames}, nearest: {nearest}")
         return (frames - 1) // self._frames_per_place + 1
 
-    def count_blocks(self, num_frames: int, known: int = 0) -> int:
-        """Count how often noise is denoised for a clip: once, or for each block after the known frames."""
+    def count_blocks(self, num_frames: int, prefix: int = 0) -> int:
+        """Count how often noise is denoised for a clip: once, or for each block after the frames of the prefix."""
         if self.transformer.block_frames is None:
             return 1
-        places = [(frames - 1) // self._frames_per_place + 1 for frames in (num_frames, known)]
+        places = [(frames - 1) // self._frames_per_place + 1 for frames in (num_frames, prefix)]
         return (places[0] - places[1]) // self.transformer.block_frames
 
     @property

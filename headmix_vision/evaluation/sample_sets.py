@@ -19,10 +19,10 @@ from torch import Tensor
 
 from headmix_vision.checks import check_counts
 from headmix_vision.data.batches import deal_batches
-from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import CHANNELS, BatchSource, Source, SplitRequest
+from headmix_vision.data.fitting import center_crop
 from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clip_sampling import ClipSampling

@@ -1,13 +1,12 @@
 """Hold the attention layer, and the cores and head mixes that it joins."""
 
-from headmix_vision.layers.attention import HeadMixAttention
+from headmix_vision.layers.attention import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.block_mixing import MixingMatrix, resample_mixing
+from headmix_vision.layers.convolutions import ConvPositionEncoding
 from headmix_vision.layers.cores import CORES, AttentionCore, HeadInHeadCore, LinearCore, MHLACore, SoftmaxCore
-from headmix_vision.layers.grid_convolution import ConvPositionEncoding
+from headmix_vision.layers.cores.base import LayerSpec
 from headmix_vision.layers.head_mixes import HEAD_MIXES, ExplicitHeads, HeadMix, InterleavedHeads
-from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.layers.sub_head_mask import SubHeadMask
-from headmix_vision.layers.weight_decay import undecayed_parameters
 
 __all__ = [
     "CORES",

@@ -5,6 +5,7 @@ B batch, N tokens, C width, H heads, D = C / H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -16,12 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headmix_vision.checks import check_choice, check_counts, check_flags, check_keywords, keywords
 from headmix_vision.errors import InputError
-from headmix_vision.layers.bare_modules import is_bare
+from headmix_vision.layers.convolutions import POSITION_ENCODINGS, GridConvolution, in_autocast_type, is_bare
 from headmix_vision.layers.cores import CORES
-from headmix_vision.layers.grid_convolution import POSITION_ENCODINGS, GridConvolution, in_autocast_type
+from headmix_vision.layers.cores.base import LayerSpec
 from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.layers.positions import Rotation
-from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid, TokenRanks
 from headmix_vision.ops.dispatch import as_axes
 
@@ -52,8 +52,8 @@ class HeadMixAttention(nn.Module):
     Shape:
         ``x`` [B, N, C] -> [B, N, C], tokens in raster order, prefix first. ``grid`` is another token grid for this
         call alone; ``rotation`` are its rotary positions (:func:`~headmix_vision.layers.positions.rotary_tables`).
-        Under context parallelism (:meth:`set_ranks`) ``x`` and ``rotation`` hold this rank's tokens. ``grid`` is the
-        full grid.
+        Under context parallelism (:meth:`context_parallel`) ``x`` and ``rotation`` hold this rank's tokens, while
+        ``grid`` is the full grid.
 
     Raises:
         InputError: for an unknown core or head mix, an option that it does not take, heads not dividing the width,
@@ -175,7 +175,7 @@ class HeadMixAttention(nn.Module):
         self.core.set_grid(new.repeat(self.repeats))
         self.grid = new
 
-    def set_ranks(self, ranks: TokenRanks | ProcessGroup | DeviceMesh | None) -> None:
+    def context_parallel(self, ranks: TokenRanks | ProcessGroup | DeviceMesh | None) -> None:
         """Turn on context parallelism. Ranks exchange block summaries, and the edges that ``cpe`` reads.
 
         Each rank then has the parameter gradients of its own tokens (:meth:`TokenRanks.sum_gradients`).
@@ -301,6 +301,73 @@ class HeadMixAttention(nn.Module):
         if self.gate is not None:
             out = out * F.silu(self.gate(x))
         return self.proj_drop(self.proj(self.norm(out)))
+
+
+def attention_of_layer(
+    index: int,
+    depth: int,
+    global_every: int,
+    head_mix: str | None,
+    head_mix_args: dict[str, Any] | None,
+    core_args: dict[str, Any] | None,
+    core: str,
+    softmax_every: int = 0,
+) -> dict[str, Any]:
+    """Return the head mix, the core and its options of a layer.
+
+    With ``global_every`` k the last of each k layers is the core alone, without head mix and window. The paper of IHA
+    (arXiv 2602.21371) so follows four windowed layers of IHA by one of plain global attention, k = 5.
+
+    With ``softmax_every`` k the first of each k layers has the softmax core in place of another, without its options: a
+    hybrid, with k = 3 that of MHLA's paper on video (arXiv 2601.07832).
+
+    Args:
+        index: of the layer, from 0.
+        depth: layers of the model.
+        global_every: k, from 2 to the depth, or 0 for layers that are all alike.
+        head_mix, head_mix_args, core_args, core: of the other layers.
+        softmax_every: k, from 2 to the depth, or 0 for one core.
+
+    Raises:
+        InputError: if ``softmax_every`` is no such number, or the core is softmax; if ``global_every`` is no whole
+            number of at least 0, is 1, which would leave no other layer, is above the depth, which would leave no such
+            layer, or there is nothing that it would leave out.
+    """
+    check_counts(0, global_every=global_every)
+    if global_every == 1:
+        raise InputError("global_every must be 0, or at least 2, got 1: no layer would have a head mix or a window.")
+    options = core_args if isinstance(core_args, Mapping) else {}  # the first layer refuses another type
+    if global_every and head_mix is None and options.get("window") is None:
+        raise InputError(f"global_every={global_every} needs a head_mix or a window: all layers are alike without.")
+    if global_every > depth:
+        raise InputError(f"global_every={global_every} is above the depth {depth}: no layer would be the core alone.")
+    if softmax_every and options.get("causal"):
+        raise InputError(
+            f"softmax_every={softmax_every} cannot be joined with causal={options['causal']!r}: softmax layers see all"
+            " tokens."
+        )
+    layer = {"head_mix": head_mix, "head_mix_args": head_mix_args, "core": core, "core_args": core_args}
+    if global_every and (index + 1) % global_every == 0:
+        plain = {name: value for name, value in options.items() if name != "window"}
+        layer |= {"head_mix": None, "head_mix_args": None, "core_args": plain}
+    check_counts(0, softmax_every=softmax_every)
+    if softmax_every == 1 or softmax_every > depth:
+        raise InputError(f"softmax_every must be 0, or from 2 to the depth {depth}, got {softmax_every}.")
+    if softmax_every and core == "softmax":
+        raise InputError(f"softmax_every={softmax_every} needs another core than softmax.")
+    if softmax_every and index % softmax_every == 0:
+        layer |= {"core": "softmax", "core_args": None}
+    return layer
+
+
+def undecayed_parameters(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that a module lists as its ``undecayed``, such as mixing matrices."""
+    return {
+        f"{module_name}.{name}"
+        for module_name, module in model.named_modules()
+        for name in getattr(module, "undecayed", ())
+        if getattr(module, name, None) is not None
+    }
 
 
 def _check_options(name: str, of: str, cls: type[nn.Module], options: object) -> None:

@@ -14,7 +14,7 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 from headmix_vision.layers import HeadMixAttention
-from headmix_vision.layers.patch_convolution import PatchConv2d, PatchConv3d
+from headmix_vision.layers.convolutions import PatchConv2d, PatchConv3d
 from headmix_vision.layers.positions import Rotation
 
 

@@ -31,10 +31,10 @@ from headmix_vision.checks import (
 )
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
+from headmix_vision.layers.attention import attention_of_layer
 from headmix_vision.layers.cores.mhla import MHLACore
 from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
 from headmix_vision.layers.positions import Rotation, check_rotary, rotary_tables
-from headmix_vision.models.depth import attention_of_layer
 from headmix_vision.models.diffusers_features import FeaturedModel, as_output, found_by_diffusers
 from headmix_vision.models.dit_blocks import DiTBlock, FinalLayer, PatchEmbedding
 from headmix_vision.ops import MHLAState, TokenGrid, TokenRanks
@@ -381,7 +381,7 @@ class HeadMixDiT(FeaturedModel):
         for layer in layers if ranks else ():
             layer.check_ranks()  # all, before any is changed
         for layer in layers:
-            layer.set_ranks(ranks)
+            layer.context_parallel(ranks)
         self.ranks = ranks
 
     spread_tokens = context_parallel  # the former name

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from headmix_vision.checks import check_choice, check_counts, check_keywords, check_numbers, keywords, pair
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
-from headmix_vision.layers.patch_convolution import PatchConv2d
-from headmix_vision.models.depth import attention_of_layer
+from headmix_vision.layers.attention import attention_of_layer
+from headmix_vision.layers.convolutions import PatchConv2d
 from headmix_vision.models.names import Variant, register_family
 from headmix_vision.models.stored_positions import (
     GRID,

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.console.arguments import command_words
+from headmix_vision.console.notes import say
 from headmix_vision.console.processes import end_without_others, leave_group
 from headmix_vision.console.progress import is_terminal
 from headmix_vision.errors import InputError
@@ -38,9 +39,8 @@ from headmix_vision.runs.directory import (
     standing_file,
 )
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
-from headmix_vision.training.callbacks.checkpointing import LastCheckpoint, TakeSignals
+from headmix_vision.training.callbacks.checkpointing import EarlyStop, LastCheckpoint, TakeSignals
 from headmix_vision.training.callbacks.dry_run import DryRun
-from headmix_vision.training.callbacks.early_stop import EarlyStop
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, ValidateWhole
 from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
 from headmix_vision.training.callbacks.progress_display import (
@@ -50,8 +50,6 @@ from headmix_vision.training.callbacks.progress_display import (
     ModelSize,
 )
 from headmix_vision.training.callbacks.start_run import StartRun
-from headmix_vision.training.callbacks.throughput import ImagesPerSecond
-from headmix_vision.training.changes import list_changes, stored_options
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.command_help import subcommand_help
 from headmix_vision.training.idle_options import (
@@ -71,7 +69,7 @@ from headmix_vision.training.options import (
     require,
 )
 from headmix_vision.training.parser import OptionParser, load_yaml, with_config_of_run, with_underscores
-from headmix_vision.training.replicas import ReplicatedStrategy  # noqa: F401  registered as `ddp`
+from headmix_vision.training.resuming import OPTIONS, list_changes, stored_options
 from headmix_vision.training.run_directory import RunDirectory, resume_command
 from headmix_vision.training.sharding import NOT_ON_SHARDS, ShardedStrategy
 from headmix_vision.training.signals import InterruptRequest
@@ -93,6 +91,7 @@ class RunCLI(LightningCLI):
     data_class: ClassVar[type[LightningDataModule]]
     recipes: ClassVar[str]
     runs_folder: ClassVar[str] = "runs"
+    summary: str = ""
 
     def __init__(self, request: InterruptRequest, resources: ExitStack, args: Sequence[str]) -> None:
         self.request = request
@@ -177,7 +176,7 @@ class RunCLI(LightningCLI):
 
     @property
     def monitor(self) -> str:
-        """What validation logs of a better model, unless options say it."""
+        """Metric that selects the best checkpoint, and is watched by early stopping, by default."""
         return "val/loss"
 
     @property
@@ -263,7 +262,7 @@ class RunCLI(LightningCLI):
         if training and getattr(rank_zero_only, "rank", 0) == 0:
             before = stored_options(self.checkpoint, Path(options.ckpt_path))
             if changes := list_changes(before, self._plain_options()):
-                print("\n  ".join(["options that differ from the checkpoint's:", *changes]), file=sys.stderr)
+                say("\n  ".join(["options that differ from the checkpoint's:", *changes]))
         if not training and getattr(rank_zero_only, "rank", 0) == 0:
             top1 = self.checkpoint[DESCRIPTION_KEY].get("top1")
             accuracy = "" if top1 is None else f", top-1 {100 * top1:.2f} % when it was saved"
@@ -309,7 +308,6 @@ class RunCLI(LightningCLI):
         self.save_config_kwargs = {
             "run": self.run_directory,
             "not_saved": _NOT_SAVED,
-            "options": self._plain_options(),
         }
         if options.dry_run:
             metrics, self.save_config_callback = [], None
@@ -319,7 +317,7 @@ class RunCLI(LightningCLI):
         kwargs["callbacks"], kwargs["logger"] = callbacks, metrics
         kwargs["plugins"] = [
             *(plugins if isinstance(plugins, list) else [plugins]),
-            AtomicCheckpointIO(after_save, self.run_directory),
+            AtomicCheckpointIO(after_save, self.run_directory, {OPTIONS: self._plain_options()}),
         ]
         kwargs["default_root_dir"] = str(run_dir)
         # else Lightning adds a checkpoint of its own
@@ -354,7 +352,7 @@ class RunCLI(LightningCLI):
         if trainer.enable_progress_bar is not False and is_terminal(sys.stdout):
             shown.append(ImagesPerSecondBar())
         elif trainer.enable_progress_bar is not False:
-            shown.append(EpochLines(self.speed) if training else EvaluationLines())
+            shown.append(EpochLines() if training else EvaluationLines())
         return shown
 
     def _fit_callbacks(self, run_dir: Path) -> list[Callback]:
@@ -366,17 +364,17 @@ class RunCLI(LightningCLI):
             self.run_directory,
             options.checkpoint_every_n_steps,
         )
-        self.speed = ImagesPerSecond()
         average = EmaWithWarmup(options.ema.decay) if options.ema.decay is not None else None
         stopping = self.config_init[self.config.subcommand].early_stopping
+        analysis = self.config_init[self.config.subcommand].analysis
+        numbers = [AttentionNumbers(analysis)] if analysis.every_n_epochs is not None else []
         stop = [EarlyStop(stopping, self.monitor)] if stopping.patience is not None else []
         # the order matters: average, show, save; Lightning puts the best checkpoint last
         return [
             average or ValidateWhole(),
             StopOnNonFinite(),
             *self.fit_callbacks(run_dir, average),
-            AttentionNumbers(self.config_init[self.config.subcommand].analysis),
-            self.speed,
+            *numbers,
             *self._progress(),
             *stop,
             self.last,

@@ -1,11 +1,13 @@
 """Define the LightningModule under classifier and generator: optimizer, schedule, random numbers, logged loss."""
 
 import math
+import time
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from timm.optim import Muon, create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -18,11 +20,13 @@ from headmix_vision.console.notes import say_once
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_finite, check_state
 from headmix_vision.training.grouped_muon import GroupedMuon
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 from headmix_vision.training.resuming import check_optimizers, check_progress, check_sums
 from headmix_vision.training.sharding import ShardedStrategy
 
+RATE = "train/images_per_s"
 _STEP = 0  # stream of random numbers
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)  # fused on GPUs; fused SGD fails on parameters without a first gradient
 
@@ -80,6 +84,38 @@ def place_steps(optimizer: Optimizer) -> None:
                 state["step"] = state["step"].to(parameter.device if on_device else "cpu")
 
 
+class Throughput:
+    """Images trained by all devices in an epoch, and the time that they took; validation is left out."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Begin an epoch, or go on in its middle."""
+        self.images, self._passed_s, self._noted = 0, 0.0, (0, 0.0)
+        self.resume()
+
+    def resume(self) -> None:
+        """Let the clock run again."""
+        self._since_s = time.monotonic()
+
+    def pause(self) -> None:
+        """Add the time that has passed."""
+        now_s = time.monotonic()
+        self._passed_s, self._since_s = self._passed_s + now_s - self._since_s, now_s
+
+    def of_epoch(self) -> float:
+        """Return the images per second of the epoch."""
+        self.pause()
+        return self.images / self._passed_s
+
+    def lately(self) -> float:
+        """Return the images per second since the last call in this epoch."""
+        self.pause()
+        (images, passed_s), self._noted = self._noted, (self.images, self._passed_s)
+        return (self.images - images) / (self._passed_s - passed_s)
+
+
 class BaseModule(LightningModule):
     """Train the network `net` with an optimizer and a schedule of timm, in steps that are functions of their index.
 
@@ -89,24 +125,34 @@ class BaseModule(LightningModule):
     Args:
         optimizer: Optimizer.
         schedule: Learning rate schedule.
-        seed: Seed of whatever is random in a step.
-        compile: Compile the network with `torch.compile`; with `blocks`, and where it is sharded, each block by itself;
-            with `graphs` into CUDA graphs, which one process replays with few launches.
-        grad_checkpointing: Compute the blocks a second time in the backward pass, instead of keeping what is in them.
+        seed: Seed of whatever is random in a step; the command line sets it to `seed_everything`.
+        compile: Compile the network with `torch.compile`; with `blocks`, and where it is sharded, each block by itself,
+            which takes less time; with `graphs` into CUDA graphs, for small networks on one GPU, whose steps wait for
+            the host.
+        grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
 
     Attributes:
         sharers: Processes that have the same training batches, and compute parts of them.
         step_loss: Mean loss of the last training batch, on the device.
         epoch_loss: Mean loss of the epoch; None before its last batch.
+        epoch_rate: Images per second of the epoch, after its last batch.
+        num_classes: Number of classes.
+        class_names: Names of the classes, once they are known.
+        description: Entry of checkpoints on the model: its `name`, and how it was made.
+        throughput: Counts the images. An epoch that was interrupted counts from where it went on.
         may_end_in_warmup: Whether the run may be shorter than the warm-up of its learning rate.
     """
 
     net: nn.Module
+    num_classes: int
+    description: dict[str, Any]
+    class_names: list[str] | None = None
     train_loss: Tensor
     schedule: Scheduler
     sharers: int = 1
     step_loss: Tensor | None = None
     epoch_loss: float | None = None
+    epoch_rate: float = math.nan
     _optimizer_states: list[Any] | None = None
     may_end_in_warmup: bool = False
 
@@ -114,7 +160,7 @@ class BaseModule(LightningModule):
         self,
         optimizer: OptimizerConfig,
         schedule: ScheduleConfig,
-        seed: int,
+        seed: int = 0,
         *,
         compile: Compile = False,
         grad_checkpointing: bool = False,
@@ -123,6 +169,7 @@ class BaseModule(LightningModule):
         self.compile_net, self.grad_checkpointing = compile, grad_checkpointing
         self.optimizer_config, self.schedule_config = optimizer, schedule
         self.seed = seed
+        self.throughput = Throughput()
         self._param_group_options: list[dict[str, Any]] = []
 
     def configure_model(self) -> None:
@@ -214,6 +261,7 @@ class BaseModule(LightningModule):
         if not hasattr(self, "train_loss"):
             self.train_loss = torch.zeros(2)
         self.train_loss = self.train_loss.to(self.device)
+        self.throughput.start()  # an epoch that goes on from its middle has no start of its own
 
     def _check_warmup(self, total_steps: float, epoch_steps: float) -> None:
         """Refuse a warm-up that the run does not finish; the default one, and that of a shortened recipe, are noted."""
@@ -244,26 +292,49 @@ class BaseModule(LightningModule):
         return derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank // self.sharers, stream)
 
     def track_loss(self, loss: Tensor, count: int) -> None:
-        """Add the mean loss of `count` samples of a training batch to what is logged."""
+        """Add the mean loss of `count` samples of a training batch to what is logged, and the samples to the rate."""
+        self.throughput.images += count * (self.trainer.world_size // self.sharers)
         self.step_loss = loss.detach()
         self.train_loss[0] += self.step_loss * count
         self.train_loss[1] += count
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the loss of the last batch and the learning rate, every `log_every_n_steps` steps."""
+        """Log the loss of the last batch and the learning rate, every `log_every_n_steps` steps.
+
+        TensorBoard also gets the images per second; of other loggers only those of an epoch, as in `metrics.csv` they
+        are the one column that differs between repetitions of a run.
+        """
         every_n_steps: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (self.trainer.global_step + 1) % every_n_steps == 0:
             rate = max(group["lr"] for group in optimizer.param_groups)
             assert self.step_loss is not None
             self.log_now({"train/loss_step": float(self.step_loss), "lr": rate}, self.trainer.global_step)
+            lately = self.throughput.lately()
+            for logger in self.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.log_metrics({RATE: lately}, self.trainer.global_step)
 
     def on_train_epoch_start(self) -> None:
-        """Forget the loss of the epoch before."""
+        """Forget the loss of the epoch before, and count its images from here on."""
         self.epoch_loss = None
+        self.throughput.start()
+
+    def on_validation_model_eval(self) -> None:
+        """Stop the clock before anything of a validation."""
+        super().on_validation_model_eval()
+        self.throughput.pause()
+
+    def on_validation_end(self) -> None:
+        """Go on without the validation."""
+        self.throughput.resume()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the mean loss of a finished epoch, including the part before an interruption."""
+        """Log the mean loss of a finished epoch, including the part before an interruption, and its rate."""
         if self.trainer.is_last_batch:
+            self.epoch_rate = self.throughput.of_epoch()
+            for logger in self.loggers:
+                if not isinstance(logger, TensorBoardLogger):
+                    logger.log_metrics({RATE: round(self.epoch_rate, 1)}, self.trainer.global_step - 1)
             total, count = self.sums_of_processes(self.train_loss).sum(0).tolist()
             self.epoch_loss = total / count
             self.log_now({"train/loss": self.epoch_loss}, self.trainer.global_step - 1)
@@ -308,14 +379,24 @@ class BaseModule(LightningModule):
             "size": getattr(getattr(self.trainer, "datamodule", None), "batch_size", 0),
         }
 
+    def check_settings(self, stored: dict[str, Any]) -> None:
+        """Raise InputError if the description in a checkpoint is of a model that learns something else."""
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the running mean of the loss.
+        """Restore the running mean of the loss, and refuse a checkpoint of another model.
 
         Raises:
-            InputError: If training goes on with another optimizer, or with batches of another size, all processes
-                together, within an epoch or with another number of processes; if the checkpoint has another form than
-                this run writes.
+            InputError: If the name, the number of classes or any weight's name or shape differs, or a weight is not
+                finite, see also `check_settings`; if training goes on with another optimizer, or with batches of
+                another size, all processes together, within an epoch or with another number of processes; if the
+                checkpoint has another form than this run writes.
         """
+        check_description(checkpoint, self.description["name"], self.num_classes)
+        self.check_settings(checkpoint[DESCRIPTION_KEY])
+        check_state(checkpoint["state_dict"], self.state_dict())
+        for state in ("state_dict", "current_model_state"):
+            check_finite(checkpoint.get(state, {}), "the checkpoint")
+        self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
         check_progress(self.trainer, self, checkpoint)
         if self.trainer.state.fn == "fit":
             self._optimizer_states = checkpoint["optimizer_states"]

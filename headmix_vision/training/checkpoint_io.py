@@ -2,8 +2,9 @@
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,10 +26,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Args:
         after_save: Called when a checkpoint is complete.
         run: The run directory; a checkpoint is written elsewhere when it is lost.
+        entries: Further entries of each checkpoint.
     """
 
-    def __init__(self, after_save: Callable[[], None] | None = None, run: RunDirectory | None = None) -> None:
+    def __init__(
+        self,
+        after_save: Callable[[], None] | None = None,
+        run: RunDirectory | None = None,
+        entries: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
+        self.entries = entries
         self.after_save = after_save
         self.run = run
 
@@ -45,7 +53,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if storage_options is not None:
             raise TypeError("storage_options are not supported")
-        run = self.run
+        run, checkpoint = self.run, {**checkpoint, **self.entries}
         if run is None or run.lost() is None:
             try:
                 self._write(checkpoint, Path(path))

@@ -10,16 +10,21 @@ from headmix_vision.data.classification import ClassificationData
 from headmix_vision.runs.directory import BEST, CHECKPOINTS, CURVES, LAST, PREDICTIONS
 from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.callbacks.checkpointing import BestCheckpoint
-from headmix_vision.training.callbacks.class_report import ClassReport, class_rows, format_rows, write_report
+from headmix_vision.training.callbacks.classifier_results import (
+    ClassReport,
+    PredictionsCSV,
+    class_rows,
+    format_rows,
+    write_report,
+)
 from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.callbacks.predictions import PredictionsCSV
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.options import MONITORED, BestConfig
 
 
 class ClassificationCLI(RunCLI):
-    """Trains and evaluates classifiers from the command line: `headmix train-cls`."""
+    """Train and evaluate classifiers from the command line: `headmix train-cls`."""
 
     module_class = ImageClassifier
     data_class = ClassificationData
@@ -32,7 +37,7 @@ class ClassificationCLI(RunCLI):
 
     @property
     def monitor(self) -> str:
-        """What the best checkpoint is chosen by."""
+        """Metric that selects the best checkpoint."""
         return str(self.config_init["fit"].best.monitor)
 
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:
@@ -46,29 +51,29 @@ class ClassificationCLI(RunCLI):
         return [PredictionsCSV(run_dir / PREDICTIONS) if self.config.subcommand == "predict" else self.report]
 
     def after_fit(self) -> None:
-        """Print what the best validation was, if there was one, and where the files are."""
+        """Sum up the best validation, if there was one, and where the files are."""
         rows = [row for row in self.metrics.rows if self.monitor in row]
         run_dir = Path(self.options.run_dir)
         if not self.trainer.is_global_zero or self.options.trainer.fast_dev_run:
             return
         if not rows:
-            print(f"run {run_dir} · checkpoint {run_dir / LAST}")
+            self.summary = f"run {run_dir} · checkpoint {run_dir / LAST}"
             return
         choose = min if self.best.mode == "min" else max
         best = choose(rows, key=lambda row: row[self.monitor])
         value = best[self.monitor]
         found = f"{value:.4f}" if self.monitor == "val/loss" else f"{100 * value:.2f} %"
-        print(
+        self.summary = (
             f"best {MONITORED[self.monitor]} {found} (epoch {best['epoch'] + 1:.0f}) · run {run_dir}"
             f" · checkpoint {run_dir / BEST} · curves {run_dir / CURVES}"
         )
 
     def after_validate(self) -> None:
-        """Print the accuracy of the classes, and write it with the confusion matrix."""
+        """Sum up the accuracy of the classes, and write it with the confusion matrix."""
         self._report("val")
 
     def after_test(self) -> None:
-        """Print the accuracy of the classes, and write it with the confusion matrix."""
+        """Sum up the accuracy of the classes, and write it with the confusion matrix."""
         self._report("test")
 
     def _report(self, split: str) -> None:
@@ -76,9 +81,8 @@ class ClassificationCLI(RunCLI):
         if not self.trainer.is_global_zero or matrix is None or not matrix.any():
             return
         names = self.model.class_names or [str(i) for i in range(len(matrix))]
-        print(format_rows(class_rows(matrix, names)))
         paths = write_report(Path(self.options.run_dir), split, matrix, names)
-        print(f"wrote {', '.join(map(str, paths))}")
+        self.summary = f"{format_rows(class_rows(matrix, names))}\nwrote {', '.join(map(str, paths))}"
 
     def predict(self, **kwargs: Any) -> None:
         """Predict without keeping the predictions in memory."""

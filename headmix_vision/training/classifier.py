@@ -1,18 +1,20 @@
 """Define the LightningModule that trains and evaluates one timm model as a classifier."""
 
+import math
 from typing import Any
 
 from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
 
 from headmix_vision.data.seeding import seeded
 from headmix_vision.errors import InputError
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_finite, check_state
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY
 from headmix_vision.runs.networks import create_network
-from headmix_vision.training.base_module import BaseModule, Compile
+from headmix_vision.training.base_module import BaseModule
 from headmix_vision.training.callbacks.non_finite import require_finite
-from headmix_vision.training.classification_metrics import ClassificationMetrics
 from headmix_vision.training.options import (
     DEFAULT_LOSS,
     DEFAULT_MIXUP,
@@ -28,8 +30,41 @@ Batch = tuple[Tensor, Tensor]
 _MIXUP = 1  # stream of random numbers, beside that of the step
 
 
+class ClassificationMetrics(nn.Module):
+    """Compute mean cross entropy, and top-1, (with more than 5 classes) top-5 and balanced accuracy in [0, 1].
+
+    All processes count together. Balanced accuracy is the mean of the top-1 accuracies of the classes (macro accuracy).
+
+    Args:
+        num_classes: Number of classes.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        accuracy: dict[str, Metric | MetricCollection] = {
+            f"top{k}": MulticlassAccuracy(num_classes, top_k=k, average="micro")
+            for k in (1, 5)
+            if k == 1 or num_classes > k
+        }
+        accuracy["balanced"] = MulticlassAccuracy(num_classes, average="macro")
+        self.accuracy = MetricCollection(accuracy)
+        self.loss = MeanMetric(nan_strategy=math.inf)  # by default it leaves NaN out
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """Add a batch: logits [B, C], float32, and targets [B], int64."""
+        self.loss.update(nn.functional.cross_entropy(logits, targets), weight=len(targets))
+        self.accuracy.update(logits, targets)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return `loss`, `top1`, `top5` and `balanced` of all batches, and forget the batches."""
+        values = {"loss": self.loss.compute(), **self.accuracy.compute()}
+        self.loss.reset()
+        self.accuracy.reset()
+        return values
+
+
 class ImageClassifier(BaseModule):
-    """Trains and evaluates one timm model on images with one label each.
+    """Train and evaluate one timm model on images with one label each.
 
     Random numbers of a training batch (dropout, drop path, mixup) follow from the seed, the epoch, the batch index
     and the rank alone, so that an interrupted run continues as if it had not been interrupted.
@@ -46,10 +81,7 @@ class ImageClassifier(BaseModule):
         mixup: Mixup and CutMix.
         optimizer: Optimizer.
         schedule: Learning rate schedule.
-        compile: Compile the network with `torch.compile`; with `blocks` each block by itself, which takes less time;
-            with `graphs` into CUDA graphs, for small networks on one GPU, whose steps wait for the host.
-        grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
-        seed: Seed of dropout, drop path and mixup; the command line sets it to `seed_everything`.
+        common: `seed`, `compile` and `grad_checkpointing`, see `BaseModule`.
 
     Raises:
         InputError: If the model is unknown or refuses an argument, the start weights do not fit it, or there are fewer
@@ -68,11 +100,9 @@ class ImageClassifier(BaseModule):
         mixup: MixupConfig = DEFAULT_MIXUP,
         optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
         schedule: ScheduleConfig = DEFAULT_SCHEDULE,
-        compile: Compile = False,
-        grad_checkpointing: bool = False,
-        seed: int = 0,
+        **common: Any,
     ) -> None:
-        super().__init__(optimizer, schedule, seed, compile=compile, grad_checkpointing=grad_checkpointing)
+        super().__init__(optimizer, schedule, **common)
         if num_classes is not None and num_classes < 2:
             raise InputError(f"model.num_classes must be at least 2, got {num_classes}")
         self.net = create_network(name, num_classes, img_size, model_args, checkpoint, new_head)
@@ -83,7 +113,6 @@ class ImageClassifier(BaseModule):
             "img_size": img_size,
             "model_args": dict(model_args or {}),
         }
-        self.class_names: list[str] | None = None
         self.loss_config, self.mixup_config = loss, mixup
 
         self.criterion = _make_criterion(loss, soft_targets=mixup.enabled)
@@ -168,20 +197,6 @@ class ImageClassifier(BaseModule):
         top1 = float(self.trainer.callback_metrics["val/top1"]) if fresh else None
         checkpoint[DESCRIPTION_KEY] = {**self.description, "class_names": self.class_names, "top1": top1}
         super().on_save_checkpoint(checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model.
-
-        Raises:
-            InputError: If the name, the number of classes or any weight's name or shape differs, or a
-                weight is not finite.
-        """
-        check_description(checkpoint, self.description["name"], self.num_classes)
-        check_state(checkpoint["state_dict"], self.state_dict())
-        for state in ("state_dict", "current_model_state"):
-            check_finite(checkpoint.get(state, {}), "the checkpoint")
-        self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
-        super().on_load_checkpoint(checkpoint)
 
 
 def _make_criterion(config: LossConfig, *, soft_targets: bool) -> nn.Module:

@@ -1,21 +1,22 @@
-"""Define the command line of generator training: `fit` and `validate`."""
+"""Define the command lines that train generators: from data, and after a teacher."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
+from headmix_vision.errors import InputError
 from headmix_vision.runs.directory import CURVES, SAMPLES
 from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.callbacks.sample_fid import SampleFid
-from headmix_vision.training.callbacks.sample_grids import SampleGrids
+from headmix_vision.training.callbacks.samples import ImageSampler, SampleFid, SampleGrids
+from headmix_vision.training.distillation import DistilledGenerator
 from headmix_vision.training.generator import ImageGenerator
-from headmix_vision.training.image_sampler import ImageSampler
 from headmix_vision.training.options import FidConfig, SampleGridConfig
+from headmix_vision.training.sharding import ShardedStrategy
 
 
 class GenerationCLI(RunCLI):
@@ -39,19 +40,23 @@ class GenerationCLI(RunCLI):
         parser.add_class_arguments(FidConfig, "fid")
 
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:
-        """Return sample grids, scores and learning curves."""
+        """Return sample grids and scores where they are asked for, and learning curves."""
         options, made = self.options, self.config_init[self.config.subcommand]
         vae, seed = options.model.vae, options.seed_everything
         sampler = ImageSampler(vae, fetch=self.trust.knows(vae))
-        samples = SampleGrids(run_dir / SAMPLES, made.samples, sampler, average, seed)
-        score = SampleFid(made.fid, sampler, average, options.data.root, seed, options.data.background)
+        callbacks: list[Callback] = []
+        if made.samples.every_n_steps is not None:
+            callbacks.append(SampleGrids(run_dir / SAMPLES, made.samples, sampler, average, seed))
+        if made.fid.every_n_epochs is not None:
+            background = options.data.background
+            callbacks.append(SampleFid(made.fid, sampler, average, options.data.root, seed, background))
         curves = LearningCurves(
             run_dir / CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )
-        return [samples, score, curves]
+        return [*callbacks, curves]
 
     def after_fit(self) -> None:
-        """Print the training loss, if an epoch was finished, and where the files are."""
+        """Sum up the training loss, if an epoch was finished, and where the files are."""
         rows = [row for row in self.metrics.rows if "train/loss" in row]
         run_dir = Path(self.options.run_dir)
         if not self.trainer.is_global_zero or self.options.trainer.fast_dev_run:
@@ -59,4 +64,23 @@ class GenerationCLI(RunCLI):
         loss = f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · " if rows else ""
         samples = "videos" if len(self.model.net.input_size) == 3 else "images"
         where = f"run {run_dir} · samples {run_dir / SAMPLES}"
-        print(f"{loss}{where} · next: headmix sample {samples} --model {run_dir}")
+        self.summary = f"{loss}{where} · next: headmix sample {samples} --model {run_dir}"
+
+
+class DistillationCLI(GenerationCLI):
+    """Train generators after a teacher, from the command line: `headmix distill`."""
+
+    module_class = DistilledGenerator
+    runs_folder = "runs/distilled"
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """As `RunCLI` says.
+
+        Raises:
+            InputError: Also if the student would be sharded: its attention layers run outside of the blocks that
+                gather weights.
+        """
+        trainer = super().instantiate_trainer(**kwargs)
+        if isinstance(trainer.strategy, ShardedStrategy):
+            raise InputError("distillation cannot shard the student: set trainer.strategy=ddp")
+        return trainer

@@ -17,9 +17,9 @@ from headmix_vision.checks import check_counts
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig, create_objective
 from headmix_vision.errors import InputError
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_finite, check_state
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY
 from headmix_vision.runs.networks import create_generator
-from headmix_vision.training.base_module import BaseModule, Compile
+from headmix_vision.training.base_module import BaseModule
 from headmix_vision.training.callbacks.non_finite import require_finite
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
 from headmix_vision.training.resuming import check_sums
@@ -51,13 +51,10 @@ class ImageGenerator(BaseModule):
         objective: What is learned.
         optimizer: Optimizer.
         schedule: Learning rate schedule.
-        compile: Compile the network with `torch.compile`; with `blocks` each block by itself, which takes less time;
-            with `graphs` into CUDA graphs, for small networks on one GPU, whose steps wait for the host.
-        grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
         context_parallel: Number of neighbouring processes among which the tokens of each training sample are divided,
             for images or clips that exceed one GPU's memory. It divides the number of processes.
         spread_tokens: Former name of `context_parallel`.
-        seed: Seed of noise, times and dropped labels; the command line sets it to `seed_everything`.
+        common: `seed`, `compile` and `grad_checkpointing`, see `BaseModule`.
 
     Raises:
         InputError: If the model is unknown or no generator, the start weights do not fit it, or the learned variance is
@@ -77,13 +74,11 @@ class ImageGenerator(BaseModule):
         objective: ObjectiveConfig = DEFAULT_OBJECTIVE,
         optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
         schedule: ScheduleConfig = DEFAULT_SCHEDULE,
-        compile: Compile = False,
-        grad_checkpointing: bool = False,
         context_parallel: int = 1,
         spread_tokens: int = 1,
-        seed: int = 0,
+        **common: Any,
     ) -> None:
-        super().__init__(optimizer, schedule, seed, compile=compile, grad_checkpointing=grad_checkpointing)
+        super().__init__(optimizer, schedule, **common)
         check_counts(1, **{"model.context_parallel": context_parallel, "model.spread_tokens": spread_tokens})
         self.sharers = max(context_parallel, spread_tokens)
         if 1 < min(context_parallel, spread_tokens) < self.sharers:
@@ -112,7 +107,6 @@ class ImageGenerator(BaseModule):
             "objective": asdict(objective),
             "vae": vae,
         }
-        self.class_names: list[str] | None = None
         self.objective_config = objective
         self.objective = create_objective(objective)
         self.vae_source = vae
@@ -167,14 +161,14 @@ class ImageGenerator(BaseModule):
         return loss * self.sharers if self.sharers > 1 else loss
 
     def _draw_times(self, x0: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """Draw the times of a batch, [B] or, of clips some of which continue clean frames, [B, T]."""
+        """Draw the times of a batch, [B] or, of clips some of which continue a clean prefix, [B, T]."""
         if x0.ndim < 5:
             return self.objective.draw_times(len(x0), device)
         net: Any = self.net
         return self.objective.draw_times(len(x0), device, x0.shape[2], net.block_frames or net.patch_size[0])
 
     def _without_some(self, labels: Tensor, times: Tensor) -> Tensor:
-        """Return the labels [B], that of no class for some of the clips that continue known frames."""
+        """Return the labels [B], that of no class for some of the clips that continue a prefix."""
         share = self.objective_config.prefix_class_dropout
         if not share or times.ndim == 1:
             return labels
@@ -232,21 +226,14 @@ class ImageGenerator(BaseModule):
         if hasattr(self, "level_loss"):
             checkpoint["level_loss"] = self.sums_of_processes(self.level_loss)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model.
-
-        Raises:
-            InputError: If the name, the number of classes, the objective or any weight's name or shape differs, or a
-                weight is not finite.
-        """
-        check_description(checkpoint, self.description["name"], self.num_classes)
-        stored = checkpoint[DESCRIPTION_KEY]["objective"]
+    def check_settings(self, stored: dict[str, Any]) -> None:
+        """Refuse another objective."""
+        stored = stored["objective"]
         if ObjectiveConfig.from_dict(stored) != self.objective_config:
             raise InputError(f"the checkpoint was trained with objective {stored} (options model.objective)")
-        check_state(checkpoint["state_dict"], self.state_dict())
-        for state in ("state_dict", "current_model_state"):
-            check_finite(checkpoint.get(state, {}), "the checkpoint")
-        self.class_names = checkpoint[DESCRIPTION_KEY]["class_names"]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the running means of the loss, and refuse a checkpoint of another model; see `BaseModule`."""
         super().on_load_checkpoint(checkpoint)
         if "level_loss" in checkpoint:
             check_sums("level_loss", checkpoint["level_loss"], 2 * LEVELS)
@@ -254,5 +241,5 @@ class ImageGenerator(BaseModule):
 
 
 def _noisy_time(times: Tensor) -> Tensor:
-    """Return the time of each sample, [B], from [B] or from [B, T] with clean frames."""
+    """Return the time of each sample, [B], from [B] or from [B, T] with a clean prefix."""
     return times.amax(1) if times.ndim == 2 else times

@@ -29,7 +29,7 @@ class Idle:
     but: tuple[str, ...] = ()
 
     def concerns(self, name: str) -> bool:
-        """Tell whether the rule is about an option."""
+        """Return whether the rule is about an option."""
         of_group = name.startswith(tuple(part for part in self.names if part.endswith(".")))
         return (of_group and name.rpartition(".")[2] not in self.but) or name in self.names
 
@@ -121,7 +121,7 @@ def given_options(arguments: Sequence[str]) -> list[str]:
 
 
 def is_shortened(given: Sequence[str]) -> bool:
-    """Tell whether a command line sets the length of the run, but not that of the warm-up."""
+    """Return whether a command line sets the length of the run, but not that of the warm-up."""
     lengths = {"trainer.max_epochs", "trainer.max_steps", "trainer.limit_train_batches"}
     return bool(lengths & {*given}) and "model.schedule.warmup_epochs" not in given
 

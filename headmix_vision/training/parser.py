@@ -140,7 +140,7 @@ class OptionParser(LightningArgumentParser):
 
 
 class _AllOptions(argparse._HelpAction):
-    """Print the help of all options and ends."""
+    """Print the help of all options, and end."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         assert isinstance(parser, OptionParser)

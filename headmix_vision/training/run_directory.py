@@ -12,7 +12,6 @@ run is read from where they have left it, see `runs.directory.standing_file`.
 import errno
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from headmix_vision.console.arguments import command_words
+from headmix_vision.console.notes import say
 from headmix_vision.errors import InputError, message_of
 from headmix_vision.files.atomic import remove_temporaries
 from headmix_vision.files.locks import hold_lock
@@ -84,10 +84,9 @@ class RunDirectory:
                 yield
             finally:
                 if self._begun and self._replaced.is_dir():
-                    print(
+                    say(
                         f"{self.path} has no checkpoint yet: the earlier run is kept in {self._replaced}"
-                        " until it has one, and put back by fit --ckpt-path last",
-                        file=sys.stderr,
+                        " until it has one, and put back by fit --ckpt-path last"
                     )
 
     def begin(self) -> None:
@@ -112,7 +111,7 @@ class RunDirectory:
         self._failure = self._failure or message_of(error)
 
     def lost(self) -> str | None:
-        """Say why nothing can be written to the directory any more; None while it can."""
+        """Return the reason why nothing can be written to the directory any more; None while it can."""
         assert self._claimed is not None
         try:
             if not os.path.samestat(self._claimed, self.path.stat()):
@@ -136,7 +135,7 @@ class RunDirectory:
         elif self._replaced.is_dir() and not self.overwrite:
             _delete(self.path)
             self._replaced.rename(self._replacing)
-            print(f"{self.path}: put back the run whose replacement ended before its first checkpoint", file=sys.stderr)
+            say(f"{self.path}: put back the run whose replacement ended before its first checkpoint")
         if self._replacing.is_dir():
             _move(self._replacing, self.path)
             self._replacing.rmdir()

@@ -1,9 +1,9 @@
-"""Train networks whose weights, gradients, optimizer state and average are spread over the processes (FSDP2)."""
+"""Train on several processes: copies whose gradients are summed in one order (DDP), or shards of all state (FSDP2)."""
 
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, async_save
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future as TorchFuture
+from torch.nn.parallel import DistributedDataParallel
 
 from headmix_vision.checks import check_counts, check_flags
 from headmix_vision.errors import InputError
@@ -43,6 +44,36 @@ from headmix_vision.runs.sharded_checkpoints import (
 )
 
 NOT_ON_SHARDS = ("adamp", "adamuon", "kron", "mars", "novograd", "sgdp")  # in names of timm's optimizers
+
+
+class _OrderedReplica(DistributedDataParallel):
+    """Lay gradients out for their sums before the first step, from the last parameter to the first.
+
+    PyTorch lays them out anew after the first step of each start, in the order in which they became ready. The sums of
+    more than two processes depend on the layout, so that a run that was interrupted would not go on bit-equal.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reducer._push_all_rebuilt_params()  # the next forward pass lays them out, and none after it
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, are_sparse = super()._build_params_for_reducer()
+        return parameters[::-1], are_sparse[::-1]
+
+
+class ReplicatedStrategy(DDPStrategy):
+    """Lightning's `ddp`, with which an interrupted run goes on bit-equal on any number of processes."""
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        device_ids = self.determine_ddp_device_ids()
+        with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):  # as Lightning does
+            return _OrderedReplica(model, device_ids, **self._ddp_kwargs)
+
+
+StrategyRegistry.register(
+    "ddp", ReplicatedStrategy, description="A copy on each process", override=True, start_method="popen"
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +120,7 @@ class _Writer(FileSystemWriter):
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Shards each block of a network, and the rest of it, by `fully_shard`, over all processes or groups of them.
+    """Shard each block of a network, and the rest of it, by `fully_shard`, over all processes or groups of them.
 
     Checkpoints are written by all processes, each its own part, while training goes on: a `.ckpt` file that takes its
     place when the folder of its shards is complete. Its entries are those of one process, so that a run continues with
@@ -241,7 +272,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, DTensor)}
 
     def shard(self, network: nn.Module) -> None:
-        """Shards the parameters of a network in place; each of `network.blocks` is gathered when it is computed."""
+        """Shard the parameters of a network in place; each of `network.blocks` is gathered when it is computed."""
         meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in network.parameters()}
         self._plain[network] = deepcopy(network, meta)
         mesh, after_forward = self.device_mesh, self.reshard_after_forward
@@ -273,7 +304,7 @@ StrategyRegistry.register("fsdp2", ShardedStrategy, description="Fully sharded o
 
 @contextmanager
 def whole_network(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Lets each process compute with the network of a module by itself, as often as it likes.
+    """Let each process compute with the network of a module by itself, as often as it likes.
 
     A plain copy with all weights takes the place of a sharded network, without context parallelism. All
     processes have to enter.

@@ -80,7 +80,7 @@ class Trust:
         )
 
     def knows(self, value: object) -> bool:
-        """Tell whether the command line or a shipped recipe names a value, or the configs are trusted."""
+        """Return whether the command line or a shipped recipe names a value, or the configs are trusted."""
         return self.is_whole or str(value) in self._words
 
     def needed_to_resume(self, options: Any) -> list[str]:
@@ -134,7 +134,7 @@ class Trust:
 
 
 def refusal(key: str, path: str) -> str:
-    """Say that a config may not name a class."""
+    """Return the message that a config may not name a class."""
     return (
         f"{key} names {path}, which only the command line may name: give --{key} there, or trust the whole config with"
         f" {OPTION}"

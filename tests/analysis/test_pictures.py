@@ -40,7 +40,7 @@ def drawn(kind: str, layers: nn.Module) -> Picture:
 
 
 def images(picture: Picture) -> list[np.ndarray]:
-    """The matrices in the panels: those of the first column, then of the second and so on."""
+    """The matrices in the panels: of the first column, then of the second and so on."""
     return [np.asarray(axes.images[0].get_array()) for axes in picture.figure.axes if axes.images]
 
 

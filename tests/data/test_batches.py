@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from headmix_vision.data.batches import SampleKey, TrainBatchSampler, eval_batches
+from headmix_vision.data.batches import SampleKey, TrainBatchSampler, TrainSamples, UnreadableImages, eval_batches
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.data.loading import TrainSamples, UnreadableImages
 from headmix_vision.data.seeding import derive_seed, seeded
 
 

@@ -10,10 +10,10 @@ from sklearn.linear_model import LogisticRegression
 
 from headmix_vision.data import ClassificationData
 from headmix_vision.data.augmentation import Augmentation, eval_transform, train_transform
+from headmix_vision.data.batches import TrainSamples, UnreadableImages
 from headmix_vision.data.datasets.canvas import CELL, RULES, CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.generation import GenerationData
-from headmix_vision.data.loading import TrainSamples, UnreadableImages
 from headmix_vision.evaluation.sample_sets import open_samples
 
 from .helpers import attach, make_trainer

@@ -14,12 +14,11 @@ from timm.data.auto_augment import AugmentOp
 
 from headmix_vision.data import Augmentation, ClassificationData
 from headmix_vision.data.augmentation import train_transform
-from headmix_vision.data.batches import SampleKey
+from headmix_vision.data.batches import SampleKey, WholeBatches
 from headmix_vision.data.datasets.base import to_picture
 from headmix_vision.data.datasets.canvas import CanvasDigits
+from headmix_vision.data.datasets.derived import hold_out
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.data.datasets.parts import hold_out
-from headmix_vision.data.loading import WholeBatches
 from headmix_vision.data.seeding import derive_seed, seeded
 from headmix_vision.errors import InputError
 

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from headmix_vision.cli import cache_latents
 from headmix_vision.data import GenerationData
-from headmix_vision.data.batches import SampleKey
-from headmix_vision.data.center_crop import center_crop
+from headmix_vision.data.batches import EvalSamples, SampleKey, TrainSamples, UnreadableImages
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets import DATASETS, dataset_names, find_dataset
 from headmix_vision.data.datasets.base import BatchSource, DatasetEntry, Source, SplitRequest, Use
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.latents import LatentShards
-from headmix_vision.data.loading import EvalSamples, TrainSamples, UnreadableImages
+from headmix_vision.data.fitting import center_crop
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_samples
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headmix_vision.data import Augmentation, GenerationData
 from headmix_vision.data.augmentation import train_transform
+from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets.base import Transform
 from headmix_vision.data.datasets.digits import Digits
@@ -60,7 +61,12 @@ def latents(folder: Path) -> Path:
     sizes = {"block_out_channels": (4,), "layers_per_block": 1, "norm_num_groups": 2, "latent_channels": 1}
     AutoencoderKL(**blocks, **sizes).save_pretrained(folder / "vae")
     vae = load_autoencoder(str(folder / "vae"))
-    write_cache(Digits("validation", 3), vae, folder / "latents", image_size=8, origin="digits", workers=0)
+    write_cache(
+        Digits("validation", 3),
+        vae,
+        CacheRequest(vae="none", out=folder / "latents", image_size=8, workers=0),
+        "digits",
+    )
     return folder / "latents"
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from headmix_vision.data import Augmentation, ClassificationData, GenerationData
-from headmix_vision.data.datasets.image_files import ImageFiles
+from headmix_vision.data.datasets.folders import ImageFiles
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding
 

@@ -18,11 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headmix_vision.cli import cache_latents
-from headmix_vision.data.center_crop import center_crop
+from headmix_vision.console.processes import Processes
+from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.latents import MANIFEST, LatentShards, open_latents, shard_name
+from headmix_vision.data.fitting import center_crop
 from headmix_vision.data.latent_cache import write_cache
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
@@ -65,6 +67,10 @@ def run(*args: object) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+def asked(out: Path, **options: Any) -> CacheRequest:
+    return CacheRequest(vae="none", out=out, workers=0, **options)
 
 
 def cache(images: Path, vae: object, out: Path, *args: object) -> LatentShards:
@@ -164,11 +170,11 @@ def test_interrupted_and_shared_runs_give_the_same_files(
 
 def test_finished_shards_are_not_encoded_again(images: Path, vae: Path, tmp_path: Path) -> None:
     autoencoder, source = load_autoencoder(str(vae)), open_class_folders(images, REQUEST)
-    options = {"image_size": 12, "origin": "here", "shard_size": 4}
-    assert write_cache(source, autoencoder, tmp_path / "out", **options) == 3
+    request = asked(tmp_path / "out", image_size=12, shard_size=4)
+    assert write_cache(source, autoencoder, request, "here") == 3
     (tmp_path / "out" / "shard-00001.safetensors").unlink()
-    assert write_cache(source, autoencoder, tmp_path / "out", **options) == 1
-    assert write_cache(source, autoencoder, tmp_path / "out", **options) == 0
+    assert write_cache(source, autoencoder, request, "here") == 1
+    assert write_cache(source, autoencoder, request, "here") == 0
 
 
 def test_pixels(images: Path, tmp_path: Path) -> None:
@@ -347,9 +353,10 @@ def test_killed_processes_lose_and_double_nothing(tmp_path: Path) -> None:
     moments, context = random.Random(0), multiprocessing.get_context("fork")
 
     def start(world_size: int, dead: int | None = None) -> list[Any]:
-        options = {"image_size": 8, "origin": "digits", "shard_size": 3, "world_size": world_size}
+        request = asked(out, image_size=8, shard_size=3)
+        given = (source, autoencoder, request, "digits", None)
         processes = [
-            context.Process(target=write_cache, args=(source, autoencoder, out), kwargs={**options, "rank": rank})
+            context.Process(target=write_cache, args=(*given, Processes(rank, world_size)))
             for rank in range(world_size)
             if rank != dead
         ]
@@ -436,20 +443,16 @@ def test_options_that_contradict_each_other(images: Path, tmp_path: Path, capsys
     first = min(images.rglob("*.png"))
     first.write_bytes(b"")
     assert f"{first} cannot be read" in message()
-    with pytest.raises(InputError, match=r"rank is 2, it must be in \[0, 2\)"):
-        source = open_class_folders(images, REQUEST)
-        options = {"image_size": 12, "origin": "here", "rank": 2, "world_size": 2}
-        write_cache(source, Autoencoder(None), out, **options)
 
 
 def test_latents_that_are_not_finite_are_not_written(vae: Path, images: Path, tmp_path: Path) -> None:
     autoencoder, source = load_autoencoder(str(vae)), open_class_folders(images, REQUEST)
     autoencoder.module.quant_conv.weight.data *= 1e6  # beyond float16
-    options = {"image_size": 12, "origin": "here", "shard_size": 4, "batch_size": 2}
+    request = asked(tmp_path / "out", image_size=12, shard_size=4, batch_size=2)
     with pytest.raises(
         InputError, match=r"mean of the latents of .*ant0\.png to .*ant1\.png is not finite: encode and"
     ):
-        write_cache(source, autoencoder, tmp_path / "out", **options)
+        write_cache(source, autoencoder, request, "here")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [MANIFEST]
 
 

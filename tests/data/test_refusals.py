@@ -11,7 +11,7 @@ from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.data.datasets.image_files import find_images
+from headmix_vision.data.datasets.folders import find_images
 from headmix_vision.errors import InputError
 
 from .helpers import Recorder, attach, make_trainer

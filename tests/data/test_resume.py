@@ -1,4 +1,4 @@
-"""Stopping and resuming a real trainer: the batches seen must be those of a run that was never stopped."""
+"""Stopping and resuming a real trainer: the batches seen must equal the batches of a run that was never stopped."""
 
 import shutil
 import tarfile
@@ -14,7 +14,7 @@ from headmix_vision.cli import cache_latents
 from headmix_vision.data import Augmentation, ClassificationData
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
-from headmix_vision.data.index_shards import write_index
+from headmix_vision.data.shard_index import write_index
 
 from .helpers import Recorder, make_trainer, write_image
 

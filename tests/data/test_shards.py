@@ -20,7 +20,7 @@ from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.datasets.shards import INDEX
-from headmix_vision.data.index_shards import write_index
+from headmix_vision.data.shard_index import write_index
 from headmix_vision.errors import InputError
 from headmix_vision.files.tensor_files import write_tensors
 from headmix_vision.files.video import write_video

@@ -109,7 +109,7 @@ def test_variational_term_of_the_first_step_is_the_likelihood_of_the_bins(predic
 
     wrong = output[:, :1].double()
     mean = (x - sigma * wrong) / signal if prediction == "epsilon" else signal * x - sigma * wrong
-    # the posterior's variance, zero at step 0, is replaced by that of step 1
+    # the posterior's variance, zero at step 0, is replaced by the variance of step 1
     lower = second * first / (1 - (1 - first) * (1 - second))
     std = torch.exp((fraction * first.log() + (1 - fraction) * lower.log()) / 2)
     normal, bins = Normal(mean, std), x0.double()

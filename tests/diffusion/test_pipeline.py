@@ -101,7 +101,7 @@ def test_configurations_of_schedulers_are_checked():
 
 
 def test_schedulers_with_a_scale_of_their_own_start_from_their_noise():
-    """The noise of Euler's method for DDPM is that of x / sqrt(alphas_cumprod), 157 times as large."""
+    """The noise of Euler's method for DDPM is the noise of x / sqrt(alphas_cumprod), 157 times as large."""
     pipeline = oracle_pipeline("ddpm")
     pipeline.scheduler = diffusers.EulerDiscreteScheduler(beta_end=0.02, beta_schedule="linear")
     drawn = pipeline([0], num_inference_steps=50, generator=generators(0), output_type="latent").images

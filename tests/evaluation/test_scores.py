@@ -16,8 +16,8 @@ from torch_fidelity.metric_isc import isc_features_to_metric
 from torch_fidelity.metric_kid import kid_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
 
-from headmix_vision.data.center_crop import center_crop
 from headmix_vision.data.datasets.digits import Digits
+from headmix_vision.data.fitting import center_crop
 from headmix_vision.evaluation.extractors import (
     ClassifierExtractor,
     FeatureExtractor,

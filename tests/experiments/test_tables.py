@@ -1,4 +1,4 @@
-"""Tables and links of all documents: tables are those of their CSV files, links lead somewhere."""
+"""Tables and links of all documents: tables equal their CSV files, links lead somewhere."""
 
 import re
 from pathlib import Path

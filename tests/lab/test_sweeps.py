@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from headmix_lab.sweeps.drawing import draw
+from headmix_lab.sweeps.figure import draw
 from headmix_lab.sweeps.kinds import SWEEPS
-from headmix_lab.sweeps.report import report
 from headmix_lab.sweeps.runs import COLUMNS, QUIET, Case, Request, Runs, read_run, read_test, with_core
+from headmix_lab.sweeps.table import report
 from headmix_vision.cli.analyze import main as analyze
 from headmix_vision.cli.train_cls import main as train_cls
 from headmix_vision.console.scripts import RunFailed, TimeOver

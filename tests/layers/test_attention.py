@@ -172,7 +172,7 @@ def test_a_core_is_bound_once_for_each_grid(core):
     [("softmax", {}), *((core, {"feature_map": "elu1"}) for core in ("linear", "mhla")), ("hih", {"scans": "forward"})],
 )
 def test_autocast_keeps_accumulation_in_float32(core, core_args, monkeypatch):
-    """The op's output is that of float64, rounded once: roundings in between would move about half of the values."""
+    """The op's output is float64's, rounded once: roundings in between would move about half of the values."""
     calls = []
     layer = make_layer(core, core_args=core_args)
     bind = layer.core.bind

@@ -22,7 +22,7 @@ def test_starts_as_its_core_alone(core, core_args):
 
 @pytest.mark.parametrize("core", CORES)
 def test_composition_without_a_norm_is_a_projection(core):
-    """The keys and values of the core are those of mixed projections, and the layer is its core alone."""
+    """The core takes keys and values of mixed projections, and the layer is its core alone."""
     layer, plain = make_layer(core, "mea"), make_layer(core)
     nn.init.normal_(layer.head_mix.mix)
     state = layer.state_dict()

@@ -45,7 +45,7 @@ def test_a_mix_may_give_the_core_more_heads(core):
     plain = make_layer(core, core_args={"conv_size": 0} if core == "hih" else {})
     for args in ({"factor": 1}, {"factor": 2}, {"places": 3}):
         if core == "hih" and args != {"factor": 1}:
-            continue  # its gates are those of its heads, and each place writes
+            continue  # its gates belong to its heads, and each place writes
         layer = transplant(make_layer(core, "widen", args, {"conv_size": 0} if core == "hih" else {}), plain)
         torch.testing.assert_close(layer(tokens()), plain(tokens()))
         layer(tokens()).square().sum().backward()
@@ -118,7 +118,7 @@ def test_other_numbers_of_axes(core, head_mix, grid):
 @pytest.mark.parametrize("head_mix", ["iha", "mea"])
 @pytest.mark.parametrize("core", CORES)
 def test_autocast_keeps_the_sums_of_a_mix_in_float32(core, head_mix):
-    """The mixed heads are those of float64, rounded once."""
+    """The mixed heads are float64's, rounded once."""
     layer = make_layer(core, head_mix, MIXES[head_mix], dtype=torch.float32)
     nn.init.normal_(layer.head_mix.mix)
     x = tokens().float()

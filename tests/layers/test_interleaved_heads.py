@@ -108,7 +108,7 @@ def test_softmax_over_all_pseudo_keys_of_all_tokens(window, collapse):
 @pytest.mark.parametrize("collapse", COLLAPSES)
 @pytest.mark.parametrize("core", ["linear", "mhla"])
 def test_linear_cores_over_all_pseudo_keys_of_all_tokens(core, collapse):
-    """The weights of blocks are those of the tokens that places stand for (arXiv 2601.07832, equation 5)."""
+    """The weights of blocks belong to the tokens that places stand for (arXiv 2601.07832, equation 5)."""
     args = {"pseudo_heads": 2, "collapse": collapse}
     layer = scramble(make_layer(core, "iha", args, {"feature_map": "elu1", "eps": 0.0}))
     q, k, v = pseudo(layer, tokens())

@@ -205,7 +205,7 @@ def test_released_deit_computes_what_its_own_code_computes():
     model.load_state_dict(conversion.state_dict)
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     for norm in (module for block in source.blocks for module in (block.attn.q_norm, block.attn.k_norm)):
-        norm.eps = 1e-6  # theirs is that of the type of the numbers
+        norm.eps = 1e-6  # theirs depends on the type of the numbers
     torch.testing.assert_close(model.double().eval()(images), source(images), rtol=1e-9, atol=1e-9)
     larger = timm.create_model("deit_mhla_tiny", img_size=128, depth=2, num_classes=7, block_grid=(2, 2), **options)
     larger.load_state_dict(convert_state_dict(source.state_dict(), larger).state_dict)

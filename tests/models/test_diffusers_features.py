@@ -67,7 +67,7 @@ def test_output_as_the_caller_wants_it(family):
     ("family", "attention"), [*(("dit", attention) for attention in ATTENTIONS), ("dit_video", "mhla")]
 )
 def test_weights_stored_in_eight_bits(family, attention):
-    """Linear layers of the blocks are kept as fp8; the output is that of weights which were rounded to fp8."""
+    """Linear layers of the blocks are kept as fp8; the output equals the output of weights rounded to fp8."""
     model, rounded = create(family, attention), create(family, attention)
     kinds = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
     cast = {name for name, module in model.named_modules() if name.startswith("blocks.") and isinstance(module, kinds)}

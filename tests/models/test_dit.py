@@ -152,7 +152,7 @@ def test_positions():
     torch.testing.assert_close(sincos_positions(48, (4, 4), (4, 4), like), official_positions(48, 4), rtol=0, atol=1e-6)
     wide = sincos_positions(48, (2, 4), (2, 4), like).view(2, 4, 48)
     assert torch.equal(wide[0, :, :24], wide[1, :, :24]) and torch.equal(wide[:, 0, 24:], wide[:, 3, 24:])
-    # twice the resolution: the mean place of two neighbours is that of the coarse token, so its slow waves are between
+    # twice the resolution: the mean place of two neighbours is the coarse token's, so its slow waves are between
     fine = sincos_positions(8, (8, 8), (4, 4), like).view(8, 8, 8)
     coarse = sincos_positions(8, (4, 4), (4, 4), like).view(4, 4, 8)
     assert fine[0, 2, 1] < coarse[0, 1, 1] < fine[0, 3, 1]

@@ -85,7 +85,7 @@ def test_checkpoint_path_takes_the_size_of_the_images_from_the_configuration(siz
 
 
 def test_weights_of_the_model_itself_stay_as_they_are(tmp_path):
-    """The size that was given is that of the first weights; others with as many positions are the model's own."""
+    """The given size belongs to the first weights; others with as many positions are the model's own."""
     path = str(tmp_path / "weights.safetensors")
     safetensors.torch.save_file(source().state_dict(), path)
     model = create(img_size=SAME_COUNT, checkpoint_path=path, pretrained_cfg_overlay=OVERLAY)

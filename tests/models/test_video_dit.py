@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from headmix_vision.layers import HeadMixAttention
+from headmix_vision.layers.convolutions import FactorisedPositionEncoding
 from headmix_vision.layers.embeddings import sincos_positions
-from headmix_vision.layers.grid_convolution import FactorisedPositionEncoding
 from headmix_vision.layers.positions import rotary_tables, rotate
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.models.convert_dit import convert_dit_state_dict

@@ -77,7 +77,7 @@ EAGER = {"triton_pairwise": eager_pairwise, "triton_summary": eager_summary}
 
 
 def assert_within_budget(impl, ours, inputs, d_out, blocks, normalizer="paper", feature_map="relu", causal=False):
-    """Errors against float64 at most those of the eager form in the type of the inputs: twice, gradients three times.
+    """Errors against float64 at most twice the eager form's in the type of the inputs, of gradients three times.
 
     Both the mean and the largest error of the output and of each gradient count. The first tokens of causal attention
     see few, so that nothing averages the rounding of single TF32 products, which the eager form has not: three of them,
@@ -92,7 +92,7 @@ def assert_within_budget(impl, ours, inputs, d_out, blocks, normalizer="paper", 
 
 
 def assert_errors_within(names, ours, eager, exact, rounding=(0.0, 0.0)):
-    """Mean and largest error of each result at most twice those of the eager form, of gradients three times.
+    """Mean and largest error of each result at most twice the eager form's, of gradients three times.
 
     ``rounding``: what is added, as shares of the mean and of the largest result.
     """
@@ -122,7 +122,7 @@ def make_head_in_head_inputs(
 
 
 def values_and_gradients(op, inputs, impl, weights=None, **options):
-    """Output, final state and the gradients of all inputs, those of a loss that weighs output and state.
+    """Output, final state and the gradients of all inputs, for a loss that weighs output and state.
 
     A weight of None leaves its result out of the loss.
     """

@@ -173,7 +173,7 @@ def test_forgetting_everything_is_exact_and_has_finite_gradients(op, forget, imp
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_low_precision_accumulates_in_float32(impl, dtype):
-    """Only the inputs and the result are rounded: the error stays that of rounding, whatever N."""
+    """Only the inputs and the result are rounded: the error stays at the size of rounding, whatever N."""
     inputs = make_inputs(1024, 4, batch=1, heads=1, dim=16)
     inputs = [x.to(dtype) if i < 3 else x.float() for i, x in enumerate(inputs)]
     expected, _ = head_in_head(*(x.double() for x in inputs))

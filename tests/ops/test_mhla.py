@@ -168,7 +168,7 @@ def test_float32_shapes_of_real_models(grid, dim):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_accumulates_in_float32(dtype):
-    """Only the inputs and the result are rounded: the error stays that of rounding, whatever N."""
+    """Only the inputs and the result are rounded: the error stays at the size of rounding, whatever N."""
     blocks = TokenBlocks.from_grid((64, 64), (4, 4))
     q, k, v, mixing = make_inputs(blocks, batch=1, heads=1, dim=16)
     q, k, v = (x.to(dtype) for x in (q, k, v))

@@ -88,7 +88,7 @@ def test_strided_views_and_gradients():
 
 
 def test_strides_of_output_gradients_need_divide_by_nothing():
-    """The inputs' strides divide by 8, those of the gradients of longer heads by 1 alone."""
+    """The inputs' strides divide by 8, the strides of the gradients of longer heads by 1 alone."""
     inputs, _ = make(2, 2, 5, 3, 6, 8)
     d_outs = torch.randn(2, 2, 5, 6, 9, device=DEVICE, dtype=DTYPE)[..., :8]
     assert d_outs[0].stride() == (270, 54, 9, 1)

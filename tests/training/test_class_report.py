@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from headmix_vision.training.callbacks.class_report import class_rows, format_rows, write_report
+from headmix_vision.training.callbacks.classifier_results import class_rows, format_rows, write_report
 
 from .helpers import read_csv, run
 

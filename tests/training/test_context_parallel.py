@@ -39,7 +39,7 @@ def assert_alike(run: Path, other: Path) -> None:
     assert a["batch"] == b["batch"] and a["global_step"] == b["global_step"] == 12
     torch.testing.assert_close(dict(a["state_dict"]), dict(b["state_dict"]), rtol=1e-5, atol=1e-6)
     for row, expected in zip(*(read_csv(path / "metrics.csv") for path in (run, other)), strict=True):
-        for name in ("train/loss", "train/loss_step"):  # that of validation depends on the number of processes
+        for name in ("train/loss", "train/loss_step"):  # the validation loss depends on the number of processes
             assert bool(row[name]) == bool(expected[name])
             assert not row[name] or float(row[name]) == pytest.approx(float(expected[name]), rel=1e-5)
     drawn, expected_names = (sorted(path.name for path in (path / "samples").iterdir()) for path in (run, other))

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 
+from headmix_vision.errors import InputError
+from headmix_vision.runs.directory import LAST
+from headmix_vision.training import TrainingRequest, train
 from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, WarmedUpAverage, ema_decay
-from headmix_vision.training.classification_metrics import ClassificationMetrics
-from headmix_vision.training.classifier import ImageClassifier
+from headmix_vision.training.classifier import ClassificationMetrics, ImageClassifier
 from headmix_vision.training.options import MONITORED
 
 from .helpers import TINY, assert_equal, load, read_csv, run, write_config
@@ -27,6 +30,23 @@ def test_run_directory(reference_run: Path) -> None:
     config = yaml.safe_load((reference_run / "config.yaml").read_text())
     assert config["run_dir"] == str(reference_run)
     assert config["model"]["name"] == TINY["model"]["name"]
+
+
+def test_python_trains_and_validates_as_the_commands_do(reference_run: Path, tmp_path: Path) -> None:
+    config, run_dir = write_config(tmp_path / "tiny.yaml"), tmp_path / "run"
+    options = {"trainer.max_epochs": 1, "model.model_args": TINY["model"]["model_args"], "model.checkpoint": None}
+    request = TrainingRequest(kind="classifier", configs=[config], options=options, run_dir=run_dir)
+    assert train(request).run_dir == run_dir
+    first, last = (load(run_dir / "checkpoints" / "last.ckpt"), read_csv(run_dir / "metrics.csv")[-1])
+    assert first["epoch"] == 0
+    with pytest.raises(InputError, match="already holds a run"):
+        train(request)
+    validated = train(TrainingRequest(kind="classifier", action="validate", run_dir=run_dir, checkpoint="last"))
+    assert f"{validated.metrics['val/loss']:.6f}" == f"{float(last['val/loss']):.6f}"
+    train(replace(request, overwrite=True, options={}))
+    assert_equal(load(run_dir / "checkpoints/last.ckpt")["state_dict"], load(reference_run / LAST)["state_dict"])
+    with pytest.raises(InputError, match="action must be one of fit, validate, test, predict"):
+        TrainingRequest(kind="classifier", action="sample")  # type: ignore[arg-type]
 
 
 def test_metrics_have_one_row_per_step(reference_run: Path) -> None:

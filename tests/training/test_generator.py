@@ -14,11 +14,11 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from headmix_vision.cli.sample import main as sample
-from headmix_vision.data.batches import SampleKey
+from headmix_vision.data.batches import PreparedSamples, SampleKey
+from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.latent_cache import write_cache
-from headmix_vision.data.loading import PreparedSamples
 from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.errors import InputError
 from headmix_vision.models.autoencoders import load_autoencoder
@@ -283,7 +283,12 @@ def test_latents_of_an_autoencoder(tmp_path: Path, capfd: pytest.CaptureFixture[
     sizes = {"block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
     diffusers.AutoencoderKL(**blocks, **sizes, scaling_factor=0.7).save_pretrained(tmp_path / "vae")
     vae = load_autoencoder(str(tmp_path / "vae"))
-    write_cache(Digits("validation", 3), vae, tmp_path / "latents", image_size=16, origin="digits", workers=0)
+    write_cache(
+        Digits("validation", 3),
+        vae,
+        CacheRequest(vae="none", out=tmp_path / "latents", image_size=16, workers=0),
+        "digits",
+    )
     samples = PreparedSamples(LatentShards(tmp_path / "latents", seed=3))
     first, again, later = (samples[SampleKey(5, epoch, 0)][0] for epoch in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, later)  # drawn from their moments in each epoch

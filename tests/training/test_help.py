@@ -10,8 +10,7 @@ from headmix_vision.cli.training import run_command_line
 from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.classification_cli import ClassificationCLI
 from headmix_vision.training.command_help import KINDS, asked_help, common_options
-from headmix_vision.training.distillation_cli import DistillationCLI
-from headmix_vision.training.generation_cli import GenerationCLI
+from headmix_vision.training.generation_cli import DistillationCLI, GenerationCLI
 
 from . import gen_helpers, helpers
 

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from headmix_vision.training import later
+from headmix_vision.training.callbacks import non_finite
 from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
-from headmix_vision.training.callbacks.non_finite import NonFiniteError, StopOnNonFinite
-from headmix_vision.training.callbacks.predictions import PredictionsCSV
-from headmix_vision.training.classification_metrics import ClassificationMetrics
-from headmix_vision.training.classifier import ImageClassifier
+from headmix_vision.training.callbacks.classifier_results import PredictionsCSV
+from headmix_vision.training.callbacks.non_finite import Later, NonFiniteError, StopOnNonFinite
+from headmix_vision.training.classifier import ClassificationMetrics, ImageClassifier
 from headmix_vision.training.generator import ImageGenerator
-from headmix_vision.training.later import Later
 from headmix_vision.training.signals import InterruptRequest
 
 from . import gen_helpers
@@ -130,7 +128,7 @@ def test_processes_agree_to_stop_without_waiting_for_their_devices(monkeypatch: 
     """On devices one step later; the other process's answer is known then."""
     monkeypatch.setattr(Later, "is_here", False)
     answers = iter([0.0, 1.0, 0.0])  # of the other process
-    monkeypatch.setattr(later.dist, "all_reduce", lambda tensor: tensor.add_(next(answers)))
+    monkeypatch.setattr(non_finite.dist, "all_reduce", lambda tensor: tensor.add_(next(answers)))
     trainer: Any = SimpleNamespace(world_size=2, strategy=SimpleNamespace(root_device="cpu"))
     interrupt = LastCheckpoint(Path("last.ckpt"), InterruptRequest())
     assert [interrupt._requested_lately(trainer) for _ in range(3)] == [False, False, True]

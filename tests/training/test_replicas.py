@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import GradBucket, destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
-from headmix_vision.training.replicas import ReplicatedStrategy
+from headmix_vision.training.sharding import ReplicatedStrategy
 
 
 def layouts(strategy: DDPStrategy) -> list[list[int]]:

@@ -22,10 +22,8 @@ from headmix_vision.evaluation.statistics import write_statistics
 from headmix_vision.sampling.contact_sheet import draw_grid
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, draw_curves
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
-from headmix_vision.training.callbacks.sample_fid import SampleFid
-from headmix_vision.training.callbacks.sample_grids import SampleGrids
+from headmix_vision.training.callbacks.samples import ImageSampler, SampleFid, SampleGrids
 from headmix_vision.training.generator import ImageGenerator
-from headmix_vision.training.image_sampler import ImageSampler
 from headmix_vision.training.options import FidConfig, SampleGridConfig
 
 REAL = "digits[:40]"
@@ -110,7 +108,7 @@ def test_sample_grids_say_which_weights_they_are_of(tmp_path: Path, monkeypatch:
         shown[title.split(", ")[1]] = images
         return draw_grid(images, captions, title, columns)
 
-    monkeypatch.setattr("headmix_vision.training.callbacks.sample_grids.draw_grid", draw)
+    monkeypatch.setattr("headmix_vision.training.callbacks.samples.draw_grid", draw)
     config, sampler = SampleGridConfig(every_n_steps=1, classes=[3, 7], rows=1, steps=1), ImageSampler(None)
     grids = SampleGrids(tmp_path, config, sampler, SimpleNamespace(average=average), seed=0)
     grids.on_train_batch_end(process(), module, None, None, 0)
@@ -180,7 +178,7 @@ def test_one_autoencoder_serves_all_callbacks(monkeypatch: pytest.MonkeyPatch) -
     loaded = []
     autoencoder = SimpleNamespace(module=SimpleNamespace(config={}, spatial_compression_ratio=8))
     monkeypatch.setattr(
-        "headmix_vision.training.image_sampler.load_autoencoder",
+        "headmix_vision.training.callbacks.samples.load_autoencoder",
         lambda source, fetch: (loaded.append(source), autoencoder)[1],
     )
     sampler = ImageSampler("some/vae")

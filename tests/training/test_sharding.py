@@ -223,7 +223,7 @@ def test_classifiers_gather_blocks_in_bfloat16(tmp_path: Path, monkeypatch: pyte
 
 def test_a_process_keeps_its_part_alone(folder: Path) -> None:
     shards = list((folder / "two" / "checkpoints").glob("last.*.shards"))
-    assert len(shards) == 1  # those of earlier checkpoints are gone
+    assert len(shards) == 1  # shards of earlier checkpoints are gone
     first, second = (path.stat().st_size for path in sorted(shards[0].glob("*.distcp")))
     assert first == pytest.approx(second, rel=0.1)
     tensors = torch.load(folder / "two" / "checkpoints" / "last.ckpt", weights_only=True)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -20,10 +21,9 @@ from headmix_vision.errors import InputError
 from headmix_vision.training import base_module
 from headmix_vision.training import classifier as classifier_module
 from headmix_vision.training import generator as generator_module
-from headmix_vision.training.base_module import BaseModule, place_steps
+from headmix_vision.training.base_module import BaseModule, Throughput, place_steps
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
-from headmix_vision.training.classification_metrics import ClassificationMetrics
-from headmix_vision.training.classifier import ImageClassifier
+from headmix_vision.training.classifier import ClassificationMetrics, ImageClassifier
 from headmix_vision.training.generator import ImageGenerator
 from headmix_vision.training.options import LossConfig, MixupConfig, OptimizerConfig
 
@@ -68,6 +68,21 @@ def attach(module: BaseModule, rank: int = 0, world_size: int = 1, epoch: int = 
 def digits(count: int = 6, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     numbers = torch.Generator().manual_seed(count)
     return scale * torch.randn(count, 1, 8, 8, generator=numbers), torch.arange(count) % 10
+
+
+def test_the_rate_of_an_epoch_leaves_its_validation_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(base_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    throughput = Throughput()
+    for images, at_s, of_epoch, lately in ((10, 2.0, 5.0, 5.0), (20, 102.0, 5.0, 5.0), (30, 103.0, 6.0, 10.0)):
+        throughput.images, now_s[0] = images, at_s
+        assert (throughput.of_epoch(), throughput.lately()) == (of_epoch, lately)
+        if images == 10:
+            throughput.pause()
+            now_s[0] = 100.0
+            throughput.resume()
+    throughput.start()
+    assert throughput.images == 0
 
 
 class Draws(ImageGenerator):

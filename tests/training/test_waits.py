@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from headmix_vision.layers import embeddings
 from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
+from headmix_vision.training.callbacks.non_finite import Later, Latest
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.generator import ImageGenerator
-from headmix_vision.training.later import Later, Latest
 from headmix_vision.training.signals import InterruptRequest
 
 from . import gen_helpers, helpers
@@ -70,7 +70,7 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         reads = READING & set(func.tags)
-        if func in INDEXING:  # whose tags are those of masks
+        if func in INDEXING:  # tagged as masks are
             reads = {x for x in given[1:] if x.dtype == torch.bool}
         if reads:
             self.note(given)

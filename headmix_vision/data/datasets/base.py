@@ -184,7 +184,7 @@ class Source(ABC):
         """Image and target of one sample. Anything may be raised when an image is damaged."""
 
     def name(self, index: int) -> str:
-        """What to call a sample in a message: its file, where there is one."""
+        """Name of a sample in messages: its file, where there is one."""
         return f"{type(self).__name__}[{index}]"
 
     def files(self) -> list[tuple[str, int]] | None:
@@ -218,6 +218,38 @@ class Pictures(Source):
 
     def __len__(self) -> int:
         return len(self.data)
+
+
+class Selection(Pictures):
+    """Some pictures of a data set or reader of a library, with a label each.
+
+    Args:
+        data: The data set or reader.
+        kept: Which of its pictures.
+        targets: Their labels; None where the data set does not list them.
+        class_names: One name per label.
+        decoding: The pixels that they become.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        kept: Sequence[int],
+        targets: Sequence[int] | None,
+        class_names: list[str],
+        decoding: Decoding,
+    ) -> None:
+        super().__init__(data, class_names, decoding)
+        self.kept, self.targets = kept, targets
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def keys(self) -> list[str] | None:
+        """Numbers and labels."""
+        if self.targets is None:
+            return None
+        return [f"{number} {target}" for number, target in zip(self.kept, self.targets, strict=True)]
 
 
 class BatchSource(Source):

@@ -132,7 +132,7 @@ class CanvasDigits(BatchSource):
         return pixels.expand(-1, self.channels, -1, -1), torch.from_numpy(self._labels[places].astype(np.int64))
 
     def name(self, index: int) -> str:
-        """What to call a canvas in a message."""
+        """Name of a canvas in messages."""
         return f"canvas {self.split}[{index}]"
 
     def board(self, index: int) -> tuple[NDArray[np.int64], int]:

@@ -2,17 +2,15 @@
 
 import importlib
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest
+from headmix_vision.data.datasets.base import RawImage, Selection, Source, SplitRequest
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset, reader_class_names
 from headmix_vision.data.labels import number_labels
 from headmix_vision.errors import InputError
-from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.texts import parse_yaml, read_text
 
 _DESCRIPTIONS = ("README.md", ".huggingface.yaml")
@@ -80,45 +78,27 @@ def _make(data: Any, class_names: list[str] | None, place: str, request: SplitRe
         request.label_rule,
         class_names=class_names or None,
     )
-    return HuggingFaceImages(data, kept, targets, names, place, request.decoding)
+    return HuggingFaceImages(place, data, kept, targets, names, request.decoding)
 
 
-class HuggingFaceImages(Pictures):
-    """Images of one split, of which none is touched but the one that is read.
+class HuggingFaceImages(Selection):
+    """Images of one split, encoded, of which none is touched but the one that is read.
 
     Args:
-        data: The split, with its images encoded.
-        rows: The row of each image.
-        targets: The class of each image, a number.
-        class_names: One name per label.
         place: What messages call the split.
-        decoding: The pixels that they become.
+        selection: As for `Selection`.
     """
 
-    def __init__(
-        self,
-        data: Any,
-        rows: Sequence[int],
-        targets: Sequence[int],
-        class_names: list[str],
-        place: str,
-        decoding: Decoding,
-    ) -> None:
-        super().__init__(data, class_names, decoding)
-        self.rows, self.targets, self.place = rows, targets, place
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    def __init__(self, place: str, *selection: Any) -> None:
+        super().__init__(*selection)
+        self.place = place
 
     def read(self, index: int) -> tuple[RawImage, int]:
-        stored = self.data[self.rows[index]]["image"]
+        assert self.targets is not None
+        stored = self.data[self.kept[index]]["image"]
         if stored is None:
             raise ValueError("the image is missing")
         return self.decoding.first_frame(stored["bytes"] or stored["path"]), self.targets[index]
 
-    def keys(self) -> list[str]:
-        """Rows and labels."""
-        return [f"{row} {target}" for row, target in zip(self.rows, self.targets, strict=True)]
-
     def name(self, index: int) -> str:
-        return f"{self.place}[{self.rows[index]}]"
+        return f"{self.place}[{self.kept[index]}]"

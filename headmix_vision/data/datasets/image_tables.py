@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headmix_vision.data.datasets.base import SplitRequest
-from headmix_vision.data.datasets.folders import split_candidates
-from headmix_vision.data.datasets.image_files import LabelledFiles
+from headmix_vision.data.datasets.folders import LabelledFiles, split_candidates
 from headmix_vision.data.labels import fault_of, natural_order, number_labels
 from headmix_vision.errors import InputError
 from headmix_vision.files.limits import check_file, check_memory

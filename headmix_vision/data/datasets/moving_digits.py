@@ -133,5 +133,5 @@ class MovingDigits(BatchSource):
         return rows.round().astype(np.int64), columns.round().astype(np.int64)
 
     def name(self, index: int) -> str:
-        """What to call a clip in a message."""
+        """Name of a clip in messages."""
         return f"moving digits {self.split}[{index}]"

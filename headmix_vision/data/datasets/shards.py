@@ -18,9 +18,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.data.clip_frames import ClipConfig, crop_frames
+from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, Source, SplitRequest, to_picture
 from headmix_vision.data.datasets.folders import split_candidates
+from headmix_vision.data.fitting import crop_frames
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
 from headmix_vision.files.limits import check_file

@@ -59,7 +59,7 @@ class Stream(IterableDataset[tuple[Tensor, int]]):
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the epoch, to persistent workers too."""
+        """Set the epoch, in persistent workers too."""
         self.epoch.fill_(epoch)
         self.dataset.set_epoch(epoch)
 

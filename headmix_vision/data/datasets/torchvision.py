@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from headmix_vision.data.datasets.base import Pictures, RawImage, Source, SplitRequest
+from headmix_vision.data.datasets.base import RawImage, Selection, Source, SplitRequest
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset
 from headmix_vision.data.labels import MOST_CLASSES, LabelRule, check_label, number_labels
-from headmix_vision.files.pictures import Decoding
 
 
 def open_torchvision(request: SplitRequest) -> Source:
@@ -30,7 +29,7 @@ def open_torchvision(request: SplitRequest) -> Source:
             request.label_rule,
             class_names=names,
         )
-    return TorchvisionImages(opened, kept, targets, names or [], request.decoding, request.label_rule)
+    return TorchvisionImages(request.label_rule, opened, kept, targets, names or [], request.decoding)
 
 
 def _class_name(name: str | Sequence[str]) -> str:
@@ -43,44 +42,23 @@ def _name(data: Any, number: int) -> str:
     return str(samples[number][0]) if samples else f"{type(data).__name__}[{number}]"
 
 
-class TorchvisionImages(Pictures):
+class TorchvisionImages(Selection):
     """A torchvision data set of (PIL image, target) pairs.
 
     Args:
-        data: The data set.
-        kept: Which of its images are read.
-        targets: Their labels; None where the data set does not list them.
-        class_names: One name per label.
-        decoding: The pixels that they become.
         rule: What is done with an image that has no valid label.
+        selection: As for `Selection`.
     """
 
-    def __init__(
-        self,
-        data: Any,
-        kept: Sequence[int],
-        targets: Sequence[int] | None,
-        class_names: list[str],
-        decoding: Decoding,
-        rule: LabelRule,
-    ) -> None:
-        super().__init__(data, class_names, decoding)
-        self.kept, self.targets, self.rule = kept, targets, rule
-
-    def __len__(self) -> int:
-        return len(self.kept)
+    def __init__(self, rule: LabelRule, *selection: Any) -> None:
+        super().__init__(*selection)
+        self.rule = rule
 
     def read(self, index: int) -> tuple[RawImage, int]:
         image, target = self.data[self.kept[index]]
         if self.rule.needed:
             target = check_label(target, self.name(index), len(self.class_names) or MOST_CLASSES)
         return self.decoding.convert(image), int(target)
-
-    def keys(self) -> list[str] | None:
-        """Numbers and labels."""
-        if self.targets is None:
-            return None
-        return [f"{number} {target}" for number, target in zip(self.kept, self.targets, strict=True)]
 
     def name(self, index: int) -> str:
         return _name(self.data, self.kept[index])

@@ -15,10 +15,10 @@ from pathlib import Path
 from torch import Tensor
 
 from headmix_vision.console.notes import say_left_out
-from headmix_vision.data.clip_frames import crop_frames
 from headmix_vision.data.datasets.base import EVAL_SYNONYMS, ClipSource, SplitRequest
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.data.datasets.image_tables import read_table, rows_of_split
+from headmix_vision.data.fitting import crop_frames
 from headmix_vision.data.labels import number_labels
 from headmix_vision.errors import InputError
 from headmix_vision.files.clip_files import probe_clip, read_clip

@@ -7,6 +7,6 @@ here. The models and their names follow from ``CORES``.
 from headmix_vision.layers.cores.base import CORES as CORES
 from headmix_vision.layers.cores.base import AttentionCore as AttentionCore
 from headmix_vision.layers.cores.head_in_head import HeadInHeadCore as HeadInHeadCore
-from headmix_vision.layers.cores.linear import LinearCore as LinearCore
+from headmix_vision.layers.cores.mhla import LinearCore as LinearCore
 from headmix_vision.layers.cores.mhla import MHLACore as MHLACore
 from headmix_vision.layers.cores.softmax import SoftmaxCore as SoftmaxCore

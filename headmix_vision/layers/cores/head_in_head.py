@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from headmix_vision.checks import check_choice, check_counts, check_numbers
 from headmix_vision.errors import InputError
 from headmix_vision.layers.block_mixing import clip_keep_inward_gradient
-from headmix_vision.layers.cores.base import CORES, AttentionCore
-from headmix_vision.layers.grid_convolution import GridConvolution
+from headmix_vision.layers.convolutions import GridConvolution
+from headmix_vision.layers.cores.base import CORES, AttentionCore, LayerSpec
 from headmix_vision.layers.positions import Rotation, rotate
-from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.layers.sub_head_mask import SubHeadMask
 from headmix_vision.ops import TokenGrid, TokenScan
 from headmix_vision.ops.dispatch import Bound, kept

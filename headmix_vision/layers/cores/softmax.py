@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.layers.cores.base import CORES, AttentionCore
+from headmix_vision.layers.cores.base import CORES, AttentionCore, LayerSpec
 from headmix_vision.layers.positions import Rotation, rotate
-from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid, TokenWindow
 from headmix_vision.ops.dispatch import kept
 

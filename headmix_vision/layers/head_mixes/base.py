@@ -9,7 +9,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from headmix_vision.checks import check_choice
-from headmix_vision.layers.spec import LayerSpec
+from headmix_vision.layers.cores.base import LayerSpec
 from headmix_vision.ops import TokenGrid, mix_heads
 from headmix_vision.ops.mix_heads.api import IMPL_NAMES
 from headmix_vision.registry import Registry

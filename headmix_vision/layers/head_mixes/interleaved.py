@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headmix_vision.checks import check_choice, check_counts
+from headmix_vision.layers.cores.base import LayerSpec
 from headmix_vision.layers.head_mixes.base import HEAD_MIXES, HeadMix
-from headmix_vision.layers.spec import LayerSpec
 from headmix_vision.ops import TokenGrid
 
 COLLAPSES = ("per_head", "across_heads")

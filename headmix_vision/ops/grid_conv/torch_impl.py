@@ -6,6 +6,7 @@ B batch, N tokens, C channels. Tokens in raster order are images in channels-las
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,8 @@ def grid_conv_torch(
     dtype = accumulation_dtype(x.dtype)
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     with autocast_off(x):
-        return convolve_grid(x.to(dtype), lambda images: _convolve(images, weight, bias), grid, residual, silu).to(
-            x.dtype
-        )
+        convolve = partial(_convolve, weight=weight, bias=bias)
+        return convolve_grid(x.to(dtype), convolve, grid, residual, silu).to(x.dtype)
 
 
 def convolve_grid(

@@ -15,11 +15,12 @@ class AttentionNumbers(Callback):
     """Log rank, stable rank, entropy and distance of each attention layer, in the validation of every few epochs.
 
     Args:
-        config: What to compute, and when.
+        config: What to compute, and after how many epochs, which must be given.
     """
 
     def __init__(self, config: AnalysisConfig) -> None:
-        self.config = config
+        assert config.every_n_epochs is not None
+        self.config, self.every_n_epochs = config, config.every_n_epochs
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that there are validations.
@@ -27,7 +28,7 @@ class AttentionNumbers(Callback):
         Raises:
             InputError: If there are none.
         """
-        if self.config.every_n_epochs is not None and not sum(trainer.num_val_batches):
+        if not sum(trainer.num_val_batches):
             raise InputError("analysis.every_n_epochs needs validation: set data.val_split")
 
     def on_validation_batch_end(
@@ -39,8 +40,8 @@ class AttentionNumbers(Callback):
             InputError: If the matrices do not fit into memory.
             NonFiniteError: If a number is not finite.
         """
-        every, config = self.config.every_n_epochs, self.config
-        due = every is not None and (trainer.sanity_checking or (trainer.current_epoch + 1) % every == 0)
+        config = self.config
+        due = trainer.sanity_checking or (trainer.current_epoch + 1) % self.every_n_epochs == 0
         if not due or batch_idx or not len(batch[0]) or not trainer.is_global_zero:
             return
         inputs = pl_module.network_inputs([x[: config.images] for x in batch])  # type: ignore[operator]

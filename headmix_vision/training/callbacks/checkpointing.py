@@ -1,4 +1,4 @@
-"""Checkpoints of a run: `last.ckpt`, from which it continues, also after SIGINT or SIGTERM, and `best.ckpt`."""
+"""Checkpoints of a run, `last.ckpt`, also after SIGINT or SIGTERM, and `best.ckpt`, and its end by early stopping."""
 
 import signal
 import sys
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields
-from headmix_vision.training.later import Latest, sum_of_processes
-from headmix_vision.training.options import mode_of
+from headmix_vision.training.callbacks.non_finite import Latest, sum_of_processes
+from headmix_vision.training.options import EarlyStoppingConfig, mode_of
 from headmix_vision.training.run_directory import RunDirectory
 from headmix_vision.training.sharding import finish_saving
 from headmix_vision.training.signals import InterruptRequest
@@ -32,21 +32,11 @@ class TakeSignals(Callback):
     def __init__(self, request: InterruptRequest) -> None:
         self.request = request
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning."""
-        self.request.install()
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals back from Lightning."""
         self.request.install()
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning."""
-        self.request.install()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning."""
-        self.request.install()
+    on_sanity_check_start = on_test_start = on_predict_start = on_validation_start
 
 
 class LastCheckpoint(TakeSignals):
@@ -168,7 +158,7 @@ class LastCheckpoint(TakeSignals):
         self.request.deferred = False
 
     def _requested_lately(self, trainer: Trainer) -> bool:
-        """Tell whether any process was asked to stop, as far as it is known without waiting for the device."""
+        """Return whether any process was asked to stop, as far as it is known without waiting for the device."""
         if trainer.world_size == 1:
             return self._is_asked()
         asked = torch.full((), float(self._is_asked()), device=trainer.strategy.root_device)
@@ -176,7 +166,7 @@ class LastCheckpoint(TakeSignals):
         return known is not None and known.item() > 0
 
     def _is_asked(self) -> bool:
-        """Tell whether this process got a signal or, asked once in a second, has lost its run directory."""
+        """Return whether this process got a signal or, asked once in a second, has lost its run directory."""
         now_s = time.monotonic()
         if self.run is not None and now_s - self._looked_at_s >= _LOOK_EVERY_S:
             self._looked_at_s = now_s
@@ -244,8 +234,59 @@ class BestCheckpoint(ModelCheckpoint):
         super().load_state_dict({**state_dict, **moved, "best_k_models": best})
 
 
+class EarlyStop(EarlyStopping):
+    """End a run after so many validations without a better one, also a run that is resumed after that.
+
+    Args:
+        config: The rule; its patience must be given.
+        monitor: What is monitored where the rule does not say it.
+    """
+
+    def __init__(self, config: EarlyStoppingConfig, monitor: str) -> None:
+        assert config.patience is not None
+        monitor = config.monitor or monitor
+        super().__init__(
+            monitor,
+            config.min_delta,
+            config.patience,
+            mode=mode_of(monitor),
+            check_on_train_epoch_end=False,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the best value and the count; the patience is that of the command line."""
+        super().load_state_dict({**state_dict, "patience": self.patience})
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End a run at once that had been stopped: Lightning would train until the next validation.
+
+        Raises:
+            InputError: If there are no validations.
+        """
+        if not sum(trainer.num_val_batches):
+            raise InputError("early_stopping.patience needs validation: set data.val_split")
+        trainer.should_stop = self.wait_count >= self.patience
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the validation with the best one.
+
+        Raises:
+            InputError: If it does not log what is monitored; before the training already.
+        """
+        if self.monitor not in trainer.callback_metrics:
+            known = ", ".join(name for name in trainer.callback_metrics if name.startswith("val/"))
+            raise InputError(f"early_stopping.monitor must be one of {known}, got {self.monitor}")
+        super().on_validation_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print why the run has ended."""
+        if self.wait_count >= self.patience and trainer.is_global_zero:
+            best = float(self.best_score)
+            print(f"stopped: no better {self.monitor} than {best:.4f} in {self.wait_count} validations", flush=True)
+
+
 def can_resume_after_batch(trainer: Trainer) -> bool:
-    """Tell whether a checkpoint written in `on_train_batch_end` loses nothing.
+    """Return whether a checkpoint written in `on_train_batch_end` loses nothing.
 
     Lightning resumes from such a checkpoint with the next batch: it would skip a validation due after this one, and
     the hooks at the end of the epoch.
@@ -256,7 +297,7 @@ def can_resume_after_batch(trainer: Trainer) -> bool:
 
 
 def is_last_epoch(trainer: Trainer) -> bool:
-    """Tell at the end of an epoch whether training ends with it: `done` of Lightning's loop says so, and prints it."""
+    """Return at the end of an epoch whether training ends with it; `done` of Lightning's loop would also print."""
     epochs = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
     counts = (trainer.global_step, trainer.max_steps), (epochs, trainer.max_epochs or -1)
     return trainer.should_stop or any(-1 != limit <= count for count, limit in counts)

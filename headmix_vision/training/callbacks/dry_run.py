@@ -34,32 +34,28 @@ class DryRun(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Print the plan of training, and ends."""
+        """Print the plan of training, and end."""
         self._end(trainer, pl_module, batch)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the plan where no batch is left to train, and ends."""
+        """Print the plan where no batch is left to train, and end."""
         self._first_step = trainer.global_step
         self._end(trainer, pl_module, None)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
-        """Print the plan of the validation, and end, unless it is the one before training."""
+        """Print the plan of the evaluation, and end, unless it is the validation before training."""
         if not trainer.sanity_checking:
             self._end(trainer, pl_module, batch)
 
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
-    ) -> None:
-        """Print the plan of the test, and ends."""
-        self._end(trainer, pl_module, batch)
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
-    ) -> None:
-        """Print the plan of the prediction, and ends."""
-        self._end(trainer, pl_module, batch)
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def _end(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         if trainer.is_global_zero:

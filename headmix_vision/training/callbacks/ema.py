@@ -119,7 +119,7 @@ class EmaWithWarmup(ValidateWhole, WeightAveraging):
         self.average.to(pl_module.device, pl_module.dtype)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lets the average look for the model's tensors again, some of which may be others now."""
+        """Make the average look for the model's tensors again, some of which may have been replaced."""
         assert isinstance(self._average_model, WarmedUpAverage)
         self._average_model.forget_tensors()
 

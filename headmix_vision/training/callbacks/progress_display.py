@@ -2,15 +2,14 @@
 
 import time
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from headmix_vision.console.progress import Advance, duration, progress
 from headmix_vision.training.base_module import BaseModule
-from headmix_vision.training.callbacks.throughput import ImagesPerSecond
-from headmix_vision.training.later import Latest
+from headmix_vision.training.callbacks.non_finite import Latest
 
 
 class ModelSize(Callback):
@@ -33,14 +32,9 @@ def model_size(module: LightningModule) -> str:
 
 
 class EpochLines(Callback):
-    """Print a line after each epoch: losses, accuracy, images per second and the time left, on the first process.
+    """Print a line after each epoch: losses, accuracy, images per second and the time left, on the first process."""
 
-    Args:
-        speed: The callback that counts images.
-    """
-
-    def __init__(self, speed: ImagesPerSecond) -> None:
-        self.speed = speed
+    def __init__(self) -> None:
         self._validated = False
         self._start_s = 0.0
         self._first_step = 0
@@ -61,15 +55,16 @@ class EpochLines(Callback):
 
     def _line(self, trainer: Trainer, module: LightningModule) -> str:
         parts = []
-        if isinstance(module, BaseModule) and module.epoch_loss is not None:
+        finished = isinstance(module, BaseModule) and module.epoch_loss is not None
+        if finished:
             parts.append(f"loss {module.epoch_loss:.4f}")
         if self._validated:
             metrics = trainer.callback_metrics
             parts += [f"val loss {float(metrics['val/loss']):.4f}"] if "val/loss" in metrics else []
             for name, shown in (("val/top1", "val top-1"), ("val/balanced", "val balanced")):
                 parts += [f"{shown} {100 * float(metrics[name]):.2f} %"] if name in metrics else []
-        if self.speed.epoch_rate is not None:
-            parts.append(f"{self.speed.epoch_rate:.0f} images/s")
+        if finished:
+            parts.append(f"{module.epoch_rate:.0f} images/s")
         done, total = trainer.global_step - self._first_step, trainer.estimated_stepping_batches
         if done and total < float("inf"):
             passed_s, left = time.monotonic() - self._start_s, total - trainer.global_step
@@ -102,29 +97,16 @@ class EvaluationLines(Callback):
         """Start the count of batches."""
         self._start(trainer, "predicting", trainer.num_predict_batches)
 
-    def on_validation_batch_end(self, *_: Any) -> None:
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Count the batch."""
         self._advance(1)
 
-    def on_test_batch_end(self, *_: Any) -> None:
-        """Count the batch."""
-        self._advance(1)
-
-    def on_predict_batch_end(self, *_: Any) -> None:
-        """Count the batch."""
-        self._advance(1)
-
-    def on_validation_end(self, *_: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the last line."""
         self._shown.close()
 
-    def on_test_end(self, *_: Any) -> None:
-        """Print the last line."""
-        self._shown.close()
-
-    def on_predict_end(self, *_: Any) -> None:
-        """Print the last line."""
-        self._shown.close()
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_end = on_predict_end = on_validation_end
 
 
 class ImagesPerSecondBar(TQDMProgressBar):
@@ -135,27 +117,12 @@ class ImagesPerSecondBar(TQDMProgressBar):
 
     def __init__(self, refresh_rate: int = 10) -> None:
         super().__init__(refresh_rate=refresh_rate)
-        self._start_s = 0.0
-        self._images = 0
         self._loss = Latest()
 
     def on_train_start(self, *args: Any) -> None:
-        """Start the clock: an epoch that goes on from its middle has no start of its own."""
+        """Forget the loss of an earlier run."""
         super().on_train_start(*args)
         self._loss = Latest()
-        self._start_s, self._images = time.monotonic(), 0
-
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Start the count of images."""
-        super().on_train_epoch_start(trainer)
-        self._start_s, self._images = time.monotonic(), 0
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Count the images of the batch."""
-        self._images += len(batch[0]) * (trainer.world_size // cast(BaseModule, pl_module).sharers)
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
@@ -166,6 +133,6 @@ class ImagesPerSecondBar(TQDMProgressBar):
         if trainer.training and isinstance(pl_module, BaseModule) and pl_module.step_loss is not None:
             loss = self._loss.read(pl_module.step_loss)
             metrics |= {} if loss is None else {"loss": float(loss)}
-        if trainer.training and self._images:
-            metrics["images/s"] = f"{self._images / (time.monotonic() - self._start_s):.0f}"
+            if pl_module.throughput.images:
+                metrics["images/s"] = f"{pl_module.throughput.of_epoch():.0f}"
         return metrics

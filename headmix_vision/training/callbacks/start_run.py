@@ -12,7 +12,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from headmix_vision.files.atomic import atomic_path
 from headmix_vision.runs.directory import CONFIG, TENSORBOARD
-from headmix_vision.training.changes import OPTIONS
 from headmix_vision.training.run_directory import RunDirectory
 
 
@@ -65,13 +64,12 @@ class StartRun(SaveConfigCallback):
 
     Until then a mistake in the options, the model or the data may still end the run, which leaves the directory as it
     was. That is also why TensorBoard's logger, which opens its file in the setup, joins the others here. It comes
-    before callbacks that write to the directory.
+    before callbacks that write to the directory, and leaves them when it is done.
 
     Args:
         *args: As for Lightning's `SaveConfigCallback`.
         run: The run directory; None in processes other than the first.
         not_saved: Options that concern this start of the run only.
-        options: The others, as plain values, which checkpoints keep.
         **kwargs: As for Lightning's `SaveConfigCallback`.
     """
 
@@ -80,14 +78,11 @@ class StartRun(SaveConfigCallback):
         *args: Any,
         run: RunDirectory | None,
         not_saved: Sequence[str],
-        options: dict[str, Any],
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.options = options
         self.run = run
         self.not_saved = not_saved
-        self._started = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write nothing yet."""
@@ -101,19 +96,15 @@ class StartRun(SaveConfigCallback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._start(trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the options, with which those of a run that goes on are compared."""
-        checkpoint[OPTIONS] = self.options
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tidy up where no batch was left to train."""
-        if not self._started and self.run is not None:
+        if self.run is not None:
             self.run.begin()
 
     def _start(self, trainer: Trainer) -> None:
-        if self._started or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        self._started = True
+        trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
         run_dir = Path(self.config.run_dir)
         if self.run is not None:
             self.run.begin()

@@ -1,4 +1,4 @@
-"""Counts which class is taken for which in an evaluation, and writes tables and a picture of it.
+"""Write what the evaluation of a classifier found: accuracy of the classes, confusion matrix, predictions.
 
 C classes.
 """
@@ -6,20 +6,26 @@ C classes.
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from headmix_vision.files.atomic import atomic_path
+from headmix_vision.training.callbacks.non_finite import NonFiniteError
 
 MOST_CLASSES = 2000  # a matrix of 32 MB on the device, and a CSV file of 8 MB
 _PRINTED, _NAMED = 12, 40  # classes in the printed table, classes named in the picture
 
 
+Row = tuple[str, list[str], list[float]]
+
+
 class ClassRow(NamedTuple):
-    """What became of the images of one class."""
+    """Result for the images of one class."""
 
     name: str
     images: int
@@ -47,44 +53,29 @@ class ClassReport(Callback):
         self.matrix: np.ndarray | None = None
         self._metric: MulticlassConfusionMatrix | None = None
 
-    def _start(self, module: LightningModule) -> None:
-        classes = int(module.num_classes)  # type: ignore[arg-type]
-        self._metric = MulticlassConfusionMatrix(classes).to(module.device) if classes <= MOST_CLASSES else None
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the count."""
+        classes = int(pl_module.num_classes)  # type: ignore[arg-type]
+        self._metric = MulticlassConfusionMatrix(classes).to(pl_module.device) if classes <= MOST_CLASSES else None
 
-    def _add(self, outputs: Any, batch: Any) -> None:
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count the batch."""
         if self._metric is not None and outputs is not None:
             self._metric.update(outputs, batch[1])
 
-    def _end(self) -> None:
-        self.matrix = self._metric.compute().cpu().numpy() if self._metric is not None else None
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the count."""
-        self._start(pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the count."""
-        self._start(pl_module)
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        """Count the batch."""
-        self._add(outputs, batch)
-
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        """Count the batch."""
-        self._add(outputs, batch)
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add up the counts of all processes."""
-        self._end()
+        self.matrix = self._metric.compute().cpu().numpy() if self._metric is not None else None
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Add up the counts of all processes."""
-        self._end()
+    on_test_start, on_test_batch_end, on_test_end = on_validation_start, on_validation_batch_end, on_validation_end
 
 
 def class_rows(matrix: np.ndarray, names: Sequence[str]) -> list[ClassRow]:
@@ -165,3 +156,64 @@ def _draw(path: Path, matrix: np.ndarray, names: Sequence[str]) -> None:
         axes.set_yticks(range(len(names)), names)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
+
+
+class PredictionsCSV(BasePredictionWriter):
+    """Write `file,label,probability,label2,probability2,...`, one row per image, in the order of file names.
+
+    Args:
+        path: The CSV file.
+        top_k: Number of labels per image, best first; all of them if there are fewer classes.
+    """
+
+    def __init__(self, path: Path, top_k: int = 5) -> None:
+        super().__init__(write_interval="batch")
+        self.path = path
+        self.top_k = top_k
+        self._rows: list[Row] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Keep the best labels of a batch.
+
+        Raises:
+            NonFiniteError: If a probability is not finite; it names the file.
+        """
+        paths, probabilities = prediction
+        names = cast("list[str] | None", pl_module.class_names)
+        if not (finite := probabilities.isfinite().all(-1)).all():
+            raise NonFiniteError(f"the prediction of {paths[finite.tolist().index(False)]} is not finite")
+        best = probabilities.topk(min(self.top_k, probabilities.shape[-1]))
+        for path, values, classes in zip(paths, best.values.tolist(), best.indices.tolist(), strict=True):
+            self._rows.append((path, [names[i] if names else str(i) for i in classes], values))
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Collect the rows of all processes, and write the file."""
+        parts: list[list[Row]] = [self._rows]
+        if trainer.world_size > 1:
+            parts = [[] for _ in range(trainer.world_size)]
+            dist.all_gather_object(parts, self._rows)
+        if trainer.is_global_zero:
+            rows = sorted(row for part in parts for row in part)
+            write_predictions(self.path, rows)
+            print(f"wrote {len(rows)} predictions to {self.path}")
+
+
+def write_predictions(path: Path, rows: list[Row]) -> None:
+    """Write rows of file name, labels and probabilities, the best label first."""
+    count = len(rows[0][1]) if rows else 1
+    columns = [f"{name}{k if k > 1 else ''}" for k in range(1, count + 1) for name in ("label", "probability")]
+    with atomic_path(path) as temporary, temporary.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["file", *columns])
+        for name, labels, values in rows:
+            cells = [cell for pair in zip(labels, (f"{v:.6f}" for v in values), strict=True) for cell in pair]
+            writer.writerow([name, *cells])

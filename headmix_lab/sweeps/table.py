@@ -89,7 +89,7 @@ def _remarks(rows: Sequence[Row], runs: Runs) -> str:
 
 
 def _falls(table: ResultTable, runs: Runs) -> str:
-    """Say where the accuracy of each line falls more than two standard errors below its best."""
+    """Describe where the accuracy of each line falls more than two standard errors below its best."""
     said = []
     for line, variants in lines_of(runs.request.sweep.variants).items():
         found = [(one.x, values(runs.rows(table, one.name), runs.accuracy)) for one in variants]

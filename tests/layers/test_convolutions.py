@@ -1,4 +1,4 @@
-"""Convolutions on the token grid: what they share with the modules that hold their weights."""
+"""Convolutions on the token grid, what they share with the modules that hold their weights, and those of patches."""
 
 import copy
 
@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from headmix_vision.layers.grid_convolution import ConvPositionEncoding, FactorisedPositionEncoding, GridConvolution
+from headmix_vision.layers.convolutions import (
+    ConvPositionEncoding,
+    FactorisedPositionEncoding,
+    GridConvolution,
+    PatchConv2d,
+    PatchConv3d,
+)
 from headmix_vision.ops import TokenGrid
 
 GRID = TokenGrid((3, 4, 2), 2)
@@ -74,3 +80,23 @@ def test_gradients_of_clips_do_not_depend_on_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         (found,) = torch.autograd.grad(out, x)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "plain", "patch", "sizes"),
+    [(PatchConv2d, nn.Conv2d, (2, 3), (8, 6)), (PatchConv3d, nn.Conv3d, (1, 2, 3), (3, 4, 9))],
+)
+def test_patches_have_output_and_gradients_of_the_convolution(kind, plain, patch, sizes, bias):
+    torch.manual_seed(0)
+    product = kind(5, 7, patch, patch, bias=bias, dtype=torch.float64)
+    convolution = plain(5, 7, patch, patch, bias=bias, dtype=torch.float64)
+    convolution.load_state_dict(product.state_dict())
+    x = torch.randn(2, *sizes, 5, dtype=torch.float64).movedim(-1, 1).requires_grad_()  # not contiguous
+    results = []
+    for module in (product, convolution):
+        out = module(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert results[0][0].flatten(2).transpose(1, 2).is_contiguous()

@@ -1,4 +1,7 @@
-"""Run depthwise convolutions on the token grid."""
+"""Run depthwise convolutions on the token grid, and convolutions of patches that do not overlap.
+
+B batch, N tokens, C channels, D width, P numbers of a patch.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.fx
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
-from headmix_vision.layers.bare_modules import is_bare
-from headmix_vision.ops import TokenGrid, TokenRanks, grid_conv
+from headmix_vision.ops import TokenGrid, TokenRanks
+from headmix_vision.ops.grid_conv.api import bind_grid_conv
 from headmix_vision.ops.grid_conv.torch_impl import convolve_grid
 from headmix_vision.ops.token_ranks import flatten_tokens, unflatten_tokens
 
@@ -58,16 +62,9 @@ class GridConvolution(nn.Module):
         self.proj = conv(dim, dim, kernel_size, padding=padding, groups=dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor | Sequence[Tensor], grid: TokenGrid) -> Any:
-        options: dict[str, Any] = {"residual": self.residual, "silu": self.silu, "impl": self.impl}
         if isinstance(x, (tuple, list)):
-            count = range(len(x))  # torch.fx does not iterate over chunks
-            if _is_plain(self.proj):
-                assert self.proj.bias is None
-                weights = self.proj.weight.chunk(len(x))
-                return [_grid_conv(x[i], weights[i], None, grid, **options) for i in count]
-            parts = _convolve(torch.cat(x, -1), self.proj, grid, **options).chunk(len(x), -1)
-            return [parts[i] for i in count]
-        return _convolve(cast(Tensor, x), self.proj, grid, **options)
+            return _convolve(x, self.proj, grid, self.residual, self.silu, self.impl)
+        return _convolve([cast(Tensor, x)], self.proj, grid, self.residual, self.silu, self.impl)[0]
 
     def of_rank(self, x: Tensor, grid: TokenGrid, ranks: TokenRanks) -> Tensor:
         """Convolve the tokens [B, n, C] of a rank, where several share a grid: [B, n, C].
@@ -80,7 +77,7 @@ class GridConvolution(nn.Module):
         held, axis = ranks.local(grid), 1 + ranks.axis
         spans = [ranks.span(grid, rank) for rank in range(ranks.size)]
         fewest = min(end - first for first, end in spans)
-        reach = cast(nn.Conv2d, self.proj).kernel_size[ranks.axis] // 2
+        reach = self.reach(ranks.axis)
         if fewest < reach:
             raise InputError(
                 f"{grid} over {ranks.size} ranks: one has {fewest} tokens along axis {ranks.axis}, the kernel reaches"
@@ -92,10 +89,28 @@ class GridConvolution(nn.Module):
         prefix, out = unflatten_tokens(self(flatten_tokens(prefix, wide, 1), wide_grid), wide_grid, 1)
         return flatten_tokens(prefix, out.narrow(axis, reach * (ranks.rank > 0), places.shape[axis]), 1)
 
+    def reach(self, axis: int) -> int:
+        """Return how many tokens away the kernel reads along an axis."""
+        return cast(nn.Conv2d, self.proj).kernel_size[axis] // 2
+
     def flops(self, grid: TokenGrid) -> int:
         """Return the operations for the tokens of one image, multiply and add as two."""
         weights = sum(weight.numel() for name, weight in self.named_parameters() if name.endswith("weight"))
         return 2 * grid.repeats * grid.num_grid_tokens * weights
+
+
+def is_bare(module: nn.Module, *types: type[nn.Module]) -> bool:
+    """Return whether a module of one of these types is its weight and bias alone, which others may then apply.
+
+    Adapters, hooks and a replaced ``forward`` act when the module is called: pruning and offloading make weights there.
+    """
+    hooks = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return type(module) in types and "forward" not in vars(module) and not any(hooks)
 
 
 def _is_plain(conv: nn.Module) -> bool:
@@ -103,24 +118,43 @@ def _is_plain(conv: nn.Module) -> bool:
     if not is_bare(conv, *CONVOLUTIONS):
         return False
     options = cast(nn.Conv2d, conv)
-    centred = options.padding == tuple(extent // 2 for extent in options.kernel_size)
+    centred = options.padding == tuple([extent // 2 for extent in options.kernel_size])
     return centred and options.padding_mode == "zeros" and {*options.stride, *options.dilation} == {1}
 
 
 def _convolve(
-    x: Tensor, conv: nn.Module, grid: TokenGrid, residual: bool = False, silu: bool = False, impl: str = "auto"
-) -> Tensor:
+    parts: Sequence[Tensor],
+    conv: nn.Module,
+    grid: TokenGrid,
+    residual: bool = False,
+    silu: bool = False,
+    impl: str = "auto",
+) -> list[Tensor]:
     if _is_plain(conv):
-        return _grid_conv(x, cast(Tensor, conv.weight), cast("Tensor | None", conv.bias), grid, residual, silu, impl)
-    return convolve_grid(x, conv, grid, residual, silu)
+        weight, bias = cast(Tensor, conv.weight), cast("Tensor | None", conv.bias)
+        out = _grid_conv(parts, weight, bias, grid, residual, silu, impl)
+    else:
+        x = torch.cat(list(parts), -1) if len(parts) > 1 else parts[0]
+        out = convolve_grid(x, conv, grid, residual, silu).chunk(len(parts), -1)
+    return [out[i] for i in range(len(parts))]  # torch.fx does not iterate over chunks
 
 
 @torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
 def _grid_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool, impl: str
-) -> Tensor:
-    x = x if residual else in_autocast_type(x)  # what a residual adds keeps its digits
-    return grid_conv(x, weight, bias, grid=grid, residual=residual, silu=silu, impl=impl)
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    grid: TokenGrid,
+    residual: bool,
+    silu: bool,
+    impl: str,
+) -> Sequence[Tensor]:
+    assert bias is None or len(parts) == 1
+    call = bind_grid_conv(grid, residual=residual, silu=silu, impl=impl)
+    parts = parts if residual else [in_autocast_type(x) for x in parts]  # what a residual adds keeps its digits
+    weights = weight.chunk(len(parts)) if len(parts) > 1 else (weight,)
+    runs = [call.planned(x, w, bias) for x, w in zip(parts, weights, strict=True)]
+    return [run(x, w, bias) for run, x, w in zip(runs, parts, weights, strict=True)]
 
 
 def in_autocast_type(x: Tensor) -> Tensor:
@@ -154,18 +188,17 @@ class FactorisedPositionEncoding(ConvPositionEncoding):
             nn.init.zeros_(self.time.weight)[:, :, 1] = 1
             nn.init.zeros_(cast(Tensor, self.time.bias))
 
-    @property
-    def reach(self) -> int:
-        return self.time.kernel_size[0] // 2
+    def reach(self, axis: int) -> int:
+        return super().reach(axis - 1) if axis else self.time.kernel_size[0] // 2
 
     def forward(self, x: Any, grid: TokenGrid) -> Any:
         T, H, W = grid.shape
         first = grid.repeats * grid.num_prefix_tokens
         tokens = x[:, first:]
         frames = tokens.unflatten(1, (T, -1)).flatten(0, 1)
-        convolved = _convolve(frames, self.proj, TokenGrid((H, W), 0, grid.repeats))
+        (convolved,) = _convolve([frames], self.proj, TokenGrid((H, W), 0, grid.repeats))
         clips = convolved.unflatten(0, (-1, T)).flatten(1, 2)
-        tokens = tokens + _convolve(clips, self.time, TokenGrid((T, H * W), 0, grid.repeats))
+        tokens = tokens + _convolve([clips], self.time, TokenGrid((T, H * W), 0, grid.repeats))[0]
         return torch.cat([x[:, :first], tokens], 1) if first else tokens
 
 
@@ -173,3 +206,33 @@ POSITION_ENCODINGS: dict[bool | str, type[ConvPositionEncoding]] = {
     True: ConvPositionEncoding,
     "factorised": FactorisedPositionEncoding,
 }
+
+
+class PatchConv2d(nn.Conv2d):
+    """Compute a convolution whose stride is its kernel, without padding, dilation and groups, as a matrix product.
+
+    cuDNN's gradient of the weights is slow for so few channels. The output lies channels last: tokens are contiguous.
+
+    Shape:
+        [B, C, \\*sizes], multiples of the kernel -> [B, D, \\*grid].
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _project_patches(x, self.weight, self.bias)
+
+
+class PatchConv3d(nn.Conv3d):
+    """Compute :class:`PatchConv2d` of clips."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _project_patches(x, self.weight, self.bias)
+
+
+@torch.fx.wrap  # torch.fx records the call whole
+def _project_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    patch = weight.shape[2:]
+    for axis, size in enumerate(patch):
+        x = x.unflatten(2 + 2 * axis, (-1, size))
+    grid, within = range(2, x.ndim, 2), range(3, x.ndim, 2)
+    rows = x.permute(0, *grid, 1, *within).flatten(-1 - len(patch))  # [B, *grid, P]
+    return F.linear(rows, weight.flatten(1), bias).movedim(-1, 1)

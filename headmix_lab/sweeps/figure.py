@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from headmix_lab.sweeps.kinds import ACCURACY, SWEEPS
-from headmix_lab.sweeps.report import LABELS, lines_of, values
+from headmix_lab.sweeps.table import LABELS, lines_of, values
 from headmix_vision.analysis.line_charts import LINEAR, MHLA, OKABE_ITO, SOFTMAX, label_ends, line_figure
 from headmix_vision.files.result_table import Row
 
