@@ -292,7 +292,7 @@ def tests_for(slip: DrawnSlip) -> tuple[list[str], Callable[[Any], Any]]:
     names = _reached_by(slip)
     named = re.compile(rf"\b({'|'.join(sorted(names))})\b")
     words = {file: _words(file) for file in (slip.file, *_users(slip.file, names))}
-    words[slip.file] |= _words("_".join(names))
+    words[slip.file] |= _words("_".join([*names, slip.before]))
     if any(CHECK.match(name) for name in (*slip.names, slip.before)):
         words[slip.file] |= REFUSING
     tests = [*(ROOT / "tests").rglob("test_*.py")]

@@ -3,6 +3,9 @@
 python tests/slips.py                       # the known ones, some minutes
 python tests/slips.py sampling              # those whose behaviour or file holds this word
 python tests/slips.py --draw 60 --seed 1    # mistakes that are drawn, an hour
+
+What is never drawn, since a mistake there changes no result, is listed in `slip_drawing.py`. On a busy machine give
+tests more time by ``--limit``: a run that ends at its limit has noticed nothing.
 """
 
 import argparse

@@ -43,7 +43,7 @@ def test_data_and_finished_runs_are_read_without_lightning() -> None:
         f"{package.__name__}.{module.name}" for package in packages for module in pkgutil.iter_modules(package.__path__)
     ]
     assert len(modules) > 12
-    data = ("datasets", "seeding", "center_crop", "cache_latents", "loading", "augmentation")
+    data = ("datasets", "seeding", "fitting", "latent_cache", "batches", "augmentation")
     modules += [f"headmix_vision.data.{name}" for name in data]
     code = (
         f"import sys, importlib; [importlib.import_module(name) for name in {modules}];"
