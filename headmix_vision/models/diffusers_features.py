@@ -21,6 +21,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.layers import MixingMatrix
 
 C = TypeVar("C", bound=type)
+ABSENT_NOTE = "An error occurred while trying to fetch"
 MISSING_NOTE, UNKNOWN_NOTE = "are newly initialized:", "were not used when initializing"
 
 
@@ -84,7 +85,7 @@ class FeaturedModel(ModelMixin, ConfigMixin, PeftAdapterMixin, CacheMixin):
             InputError: if weights are missing or unknown.
         """
         wants_info = kwargs.pop("output_loading_info", False)
-        with without_notes(MISSING_NOTE, UNKNOWN_NOTE):  # an error says it in one line
+        with without_notes(ABSENT_NOTE, MISSING_NOTE, UNKNOWN_NOTE):  # an error says it in one line
             model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
         # buffers of a later version are for their modules to make up
         missing = set(info["missing_keys"]) & dict(model.named_parameters()).keys()
