@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.columns import Column
 from headmix_vision.ops import TokenBlocks, mhla
-from headmix_vision.ops.mhla.settings import apply_feature_map
+from headmix_vision.ops.mhla.torch_impl import apply_feature_map
 
 DTYPE = torch.bfloat16
 EPS = 1e-6

@@ -22,18 +22,23 @@ class MissingExtraError(ImportError, InputError):
     """A package of an extra is not installed; the message is the command that installs it."""
 
 
-def imported_when_used(package: str, module: str, names: Collection[str]) -> Callable[[str], Any]:
+def imported_when_used(
+    package: str, module: str, names: Collection[str], extra: str | None = None
+) -> Callable[[str], Any]:
     """Make the `__getattr__` of a package whose names come from a module that is slow to import.
 
     Args:
         package: The package.
         module: A module in it.
         names: What the package offers.
+        extra: The extra that they need; None where the package itself requires it.
     """
 
     def get(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if extra is not None:
+            require_extra(extra, name)
         return getattr(import_module(f"{package}.{module}"), name)
 
     return get

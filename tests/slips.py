@@ -241,18 +241,14 @@ SLIPS = [
         "tests/training/test_resume.py -k second_signal",
     ),
     # diffusion
-    Slip("shift reaches Euler", "diffusion/schedulers.py", "shift=objective.shift)", "shift=1.0)", PIPELINE),
+    Slip("shift reaches Euler", "diffusion/denoising.py", "shift=objective.shift)", "shift=1.0)", PIPELINE),
     Slip(
-        "shift reaches DPM++", "diffusion/schedulers.py", '"flow_shift": objective.shift', '"flow_shift": 1.0', PIPELINE
+        "shift reaches DPM++", "diffusion/denoising.py", '"flow_shift": objective.shift', '"flow_shift": 1.0', PIPELINE
     ),
-    Slip("betas reach the sampler", "diffusion/schedulers.py", ": objective.beta_start", ": 1e-4", PIPELINE),
-    Slip("betas reach the sampler", "diffusion/schedulers.py", ": objective.beta_end", ": 0.02", PIPELINE),
-    Slip(
-        "v-prediction", "diffusion/schedulers.py", '"v_prediction" if objective.prediction == "v" else ', "", PIPELINE
-    ),
-    Slip(
-        "clipping of pixels", "diffusion/schedulers.py", '["clip_sample"] = clip', '["clip_sample"] = False', PIPELINE
-    ),
+    Slip("betas reach the sampler", "diffusion/denoising.py", ": objective.beta_start", ": 1e-4", PIPELINE),
+    Slip("betas reach the sampler", "diffusion/denoising.py", ": objective.beta_end", ": 0.02", PIPELINE),
+    Slip("v-prediction", "diffusion/denoising.py", '"v_prediction" if objective.prediction == "v" else ', "", PIPELINE),
+    Slip("clipping of pixels", "diffusion/denoising.py", '["clip_sample"] = clip', '["clip_sample"] = False', PIPELINE),
     Slip("clipping of pixels alone", "diffusion/pipeline.py", "clip=self.vae is None", "clip=True", PIPELINE),
     Slip("clipping of pixels", "diffusion/pipeline.py", "clip=self.vae is None", "clip=False", PIPELINE),
     Slip("clipping of a run's pixels", "runs/pipelines.py", "objective, clip=", "objective, clip=False and ", RUNS),
@@ -263,10 +259,10 @@ SLIPS = [
         "create_scheduler(None, ObjectiveConfig(kind=objective.kind)",
         RUNS,
     ),
-    Slip("DDIM steps to the next time", "diffusion/schedulers.py", "if isinstance(scheduler, _DDIM)", "if 0", GAUSSIAN),
-    Slip("no time below 0", "diffusion/schedulers.py", ".round()[:num_steps]", ".round()", GAUSSIAN),
-    Slip("equal first times", "diffusion/schedulers.py", "scheduler.set_begin_index(0)", "pass", GAUSSIAN),
-    Slip("Heun shifts once", "diffusion/schedulers.py", "scheduler.sigma_min = 1 / NUM_TIMESTEPS", "pass", GAUSSIAN),
+    Slip("DDIM steps to the next time", "diffusion/denoising.py", "if isinstance(scheduler, _DDIM)", "if 0", GAUSSIAN),
+    Slip("no time below 0", "diffusion/denoising.py", ".round()[:num_steps]", ".round()", GAUSSIAN),
+    Slip("equal first times", "diffusion/denoising.py", "scheduler.set_begin_index(0)", "pass", GAUSSIAN),
+    Slip("Heun shifts once", "diffusion/denoising.py", "scheduler.sigma_min = 1 / NUM_TIMESTEPS", "pass", GAUSSIAN),
     Slip("first step of the bound", "diffusion/objectives.py", "posterior[0] = posterior[1]", "pass", OBJECTIVES),
     Slip(
         "first step of the bound",
@@ -296,13 +292,13 @@ SLIPS = [
     # models
     Slip(
         "label dropout",
-        "layers/embeddings.py",
+        "models/dit_blocks.py",
         "device=y.device) < self.dropout",
         "device=y.device) > self.dropout",
         DIT,
     ),
-    Slip("initial scale of times and labels", "layers/embeddings.py", "parameter, std=0.02", "parameter, std=0.2", DIT),
-    Slip("initial scale of times and labels", "layers/embeddings.py", "table.weight, std=0.02", "table.weight", DIT),
+    Slip("initial scale of times and labels", "models/dit_blocks.py", "parameter, std=0.02", "parameter, std=0.2", DIT),
+    Slip("initial scale of times and labels", "models/dit_blocks.py", "table.weight, std=0.02", "table.weight", DIT),
     Slip("initial scale of patches", "models/headmix_dit.py", "proj.weight.flatten(1))", "proj.weight)", DIT),
     Slip(
         "initial scale of times and labels", "models/headmix_dit.py", "self.t_embedder.reset_parameters()", "pass", DIT
@@ -542,9 +538,9 @@ SLIPS = [
         HALF,
     ),
     Slip("eps of Wan", "models/convert_wan.py", '"eps": self.eps}', '"eps": 1e-6}', WAN),
-    Slip("first time", "diffusion/schedulers.py", "highest - NUM_TIMESTEPS / num_steps)", "highest - 1000)", TIMES),
-    Slip("last time", "diffusion/schedulers.py", "times[-1] > 0 and takes", "times[-1] > 1 and takes", TIMES),
-    Slip("offset of times", "diffusion/schedulers.py", "times + scheduler.config.steps_offset", "times", TIMES),
+    Slip("first time", "diffusion/denoising.py", "highest - NUM_TIMESTEPS / num_steps)", "highest - 1000)", TIMES),
+    Slip("last time", "diffusion/denoising.py", "times[-1] > 0 and takes", "times[-1] > 1 and takes", TIMES),
+    Slip("offset of times", "diffusion/denoising.py", "times + scheduler.config.steps_offset", "times", TIMES),
     Slip(
         "scale of a sampler's noise",
         "diffusion/denoising.py",

@@ -15,8 +15,7 @@ from headmix_vision.console.arguments import OneLineParser
 from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.datasets.latents import STORES
 from headmix_vision.data.latent_cache import DTYPES
-from headmix_vision.diffusion.denoising import CHANNELS
-from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, SPACINGS
+from headmix_vision.diffusion.denoising import CHANNELS, SCHEDULER_NAMES, SPACINGS
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation import FvdRequest, ScoreRequest, evaluate
 from headmix_vision.evaluation.fvd import PROTOCOLS

@@ -18,10 +18,9 @@ from headmix_vision.doctor import examination, workers
 from headmix_vision.doctor.attention_times import MHLA, SOFTMAX, Times, TokenTimes, attention_calls, batch_of
 from headmix_vision.doctor.examination import Request, examine
 from headmix_vision.doctor.judging import Error
-from headmix_vision.doctor.known_gpus import COMPILED, MEASURED, UNKNOWN, known_gpu
-from headmix_vision.doctor.machine import Gpu, Machine, find_ptxas, read_machine
+from headmix_vision.doctor.lines import judge_findings
+from headmix_vision.doctor.machine import COMPILED, MEASURED, UNKNOWN, Gpu, Machine, find_ptxas, known_gpu, read_machine
 from headmix_vision.doctor.report import FamilyFinding, Report, WrongCase
-from headmix_vision.doctor.verdict import judge_findings
 from headmix_vision.doctor.workers import Failure, Task, Workers, without_names
 from headmix_vision.ops import dispatch
 

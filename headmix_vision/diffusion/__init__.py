@@ -4,10 +4,9 @@ from headmix_vision.extras import require_extra
 
 require_extra("diffusion", __name__)
 
-from headmix_vision.diffusion.denoising import Guidance, denoise
+from headmix_vision.diffusion.denoising import SCHEDULER_NAMES, Guidance, create_scheduler, denoise
 from headmix_vision.diffusion.objectives import Objective, ObjectiveConfig, create_objective
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline, HeadMixVideoDiTPipeline, VideoPipelineOutput
-from headmix_vision.diffusion.schedulers import SCHEDULER_NAMES, create_scheduler
 
 __all__ = [
     "SCHEDULER_NAMES",

@@ -19,13 +19,21 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.diffusion.denoising import Generators, Guidance, Network, NonFiniteSamplesError, denoise
+from headmix_vision.diffusion.denoising import (
+    Generators,
+    Guidance,
+    Network,
+    NonFiniteSamplesError,
+    check_scheduler,
+    create_scheduler,
+    denoise,
+    is_flow,
+)
 from headmix_vision.diffusion.objectives import ObjectiveConfig
-from headmix_vision.diffusion.schedulers import check_scheduler, create_scheduler, is_flow
 from headmix_vision.diffusion.sizes import SampleSizes, latent_channels
 from headmix_vision.errors import InputError
 from headmix_vision.files.sums import check_sums, write_sums
-from headmix_vision.models.autoencoders import latent_scale
+from headmix_vision.models.autoencoders import decode, encode, latent_scale
 from headmix_vision.models.diffusers_features import found_by_diffusers
 from headmix_vision.models.headmix_dit import ClipState
 
@@ -40,6 +48,17 @@ class VideoPipelineOutput(BaseOutput):
     """Videos: float32 [B, T, H, W, C] (`np`), [B, T, C, H, W] (`pt`), lists of images (`pil`), or latents."""
 
     frames: np.ndarray | Tensor | list[list[Image.Image]]
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """What holds for all that one call of a pipeline draws; see `HeadMixDiTPipeline.__call__`."""
+
+    labels: Tensor | None
+    num_steps: int
+    generator: Generators
+    callback: StepCallback | None
+    tensor_inputs: Sequence[str]
 
 
 class HeadMixDiTPipeline(SampleSizes):
@@ -207,19 +226,16 @@ class HeadMixDiTPipeline(SampleSizes):
         if prefix is not None:
             encoded = self._encode(self._check_prefix(prefix, count, self.clip_size(num_frames, height, width)))
         noise = self._start_noise((count, self.transformer.config.in_channels, *grid), generator, latents)
-
-        def draw(noise: Tensor, guidance: Guidance, network: Network, prefix: Tensor | None = None) -> Tensor:
-            callback = callback_on_step_end, inputs
-            return self._denoise(noise, labels, guidance, num_inference_steps, generator, *callback, network, prefix)
+        drawing = _Drawing(labels, num_inference_steps, generator, callback_on_step_end, inputs)
 
         def network(x: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
             rates = () if rate is None else (rate,)
             return self.transformer(x.to(self.transformer.dtype), t, y, *rates).float()
 
         if self.transformer.block_frames is None:
-            latents = draw(noise, guidance, network, encoded)
+            latents = self._denoise(noise, guidance, network, drawing, encoded)
         else:
-            latents = self._draw_blocks(noise, labels, guidance, later, cast(float, rate), encoded, draw)
+            latents = self._draw_blocks(noise, guidance, later, cast(float, rate), encoded, drawing)
         samples: Any = latents if output_type == "latent" else self._decode(latents, output_type)
         self.maybe_free_model_hooks()
         if not return_dict:
@@ -227,31 +243,24 @@ class HeadMixDiTPipeline(SampleSizes):
         return VideoPipelineOutput(frames=samples) if self.draws_videos else ImagePipelineOutput(images=samples)
 
     def _draw_blocks(
-        self,
-        noise: Tensor,
-        labels: Tensor | None,
-        guidance: Guidance,
-        later: Guidance,
-        frame_rate: float,
-        prefix: Tensor | None,
-        draw: Callable[[Tensor, Guidance, Network], Tensor],
+        self, noise: Tensor, guidance: Guidance, later: Guidance, rate: float, prefix: Tensor | None, drawing: _Drawing
     ) -> Tensor:
         """Turn noise [B, C, T, H, W] into clips block by block, each on the state of the clean ones before it.
 
         Where there is guidance, the state is that of all clips with their class, and once more without.
 
         Args:
-            noise, labels: Of all frames.
+            noise: Of all frames.
             guidance, later: Of the blocks that begin within as many frames as in training, and of those after them.
-            frame_rate: Latent frames a second.
+            rate: Latent frames a second.
             prefix: Latents of the prefix, whole blocks.
-            draw: Turns the noise of a block into data, by a network.
+            drawing: The rest of the call.
         """
         model, count = self.transformer, len(noise)
         if not is_flow(self.scheduler):
             raise InputError("block by block needs a model trained by flow matching: DDPM has no noise level 0")
-        both = labels is not None and (guidance.enabled or later.enabled)
-        labels = None if labels is None else labels.to(noise.device)
+        both = drawing.labels is not None and (guidance.enabled or later.enabled)
+        labels = None if drawing.labels is None else drawing.labels.to(noise.device)
         if labels is not None and both:
             labels = torch.cat([labels, torch.full_like(labels, model.num_classes)])
         state: ClipState | None = None
@@ -260,7 +269,7 @@ class HeadMixDiTPipeline(SampleSizes):
             before = state
             if before is not None and y is not None and len(x) < len(cast(Tensor, labels)):  # with class, or without
                 before = before.of(torch.arange(count, device=x.device) + count * (y == model.num_classes))
-            return model.stream(x.to(model.dtype), t, y, frame_rate, state=before)[0].float()
+            return model.stream(x.to(model.dtype), t, y, rate, state=before)[0].float()
 
         blocks: list[Tensor] = []
         for block in noise.split(model.block_frames, dim=2):
@@ -268,11 +277,11 @@ class HeadMixDiTPipeline(SampleSizes):
             if prefix is not None and first < prefix.shape[2]:
                 clean = prefix[:, :, first : first + model.block_frames].to(noise).expand_as(block)
             else:
-                clean = draw(block, guidance if first < model.input_size[0] else later, network)
+                clean = self._denoise(block, guidance if first < model.input_size[0] else later, network, drawing)
             blocks.append(clean)
             if first + model.block_frames < noise.shape[2]:
                 pushed = torch.cat([clean, clean]) if both else clean
-                _, state = model.stream(pushed.to(model.dtype), 0.0, labels, frame_rate, state=state)
+                _, state = model.stream(pushed.to(model.dtype), 0.0, labels, rate, state=state)
         return torch.cat(blocks, dim=2)
 
     def _start_noise(self, shape: tuple[int, ...], generator: Generators, latents: Tensor | None) -> Tensor:
@@ -286,16 +295,7 @@ class HeadMixDiTPipeline(SampleSizes):
         return latents.to(self._execution_device, torch.float32)
 
     def _denoise(
-        self,
-        noise: Tensor,
-        labels: Tensor | None,
-        guidance: Guidance,
-        num_steps: int,
-        generator: Generators,
-        callback: StepCallback | None,
-        tensor_inputs: Sequence[str],
-        network: Network,
-        prefix: Tensor | None,
+        self, noise: Tensor, guidance: Guidance, network: Network, drawing: _Drawing, prefix: Tensor | None = None
     ) -> Tensor:
         """Turn noise [B, C, *grid] into data by a network."""
         check_scheduler(self.scheduler, self.objective)
@@ -311,10 +311,10 @@ class HeadMixDiTPipeline(SampleSizes):
             return self.progress_bar(times)
 
         def step_end(i: int, t: Any, latents: Tensor) -> Tensor:
-            if callback is None:
+            if drawing.callback is None:
                 return latents
-            tensors = {name: latents for name in tensor_inputs}
-            returned = callback(self, i, t, tensors)
+            tensors = {name: latents for name in drawing.tensor_inputs}
+            returned = drawing.callback(self, i, t, tensors)
             if self._guidance_scale != guidance.scale:
                 raise InputError(
                     f"a callback set _guidance_scale to {self._guidance_scale}, which does not act: give"
@@ -330,11 +330,11 @@ class HeadMixDiTPipeline(SampleSizes):
             predict,
             noise,
             self.scheduler,
-            num_steps,
-            labels=None if labels is None else labels.to(noise.device),
+            drawing.num_steps,
+            labels=None if drawing.labels is None else drawing.labels.to(noise.device),
             null_label=self.transformer.num_classes,
             guidance=guidance,
-            generator=generator,
+            generator=drawing.generator,
             prefix=prefix,
             step_end=step_end,
             progress=progress,
@@ -378,9 +378,7 @@ class HeadMixDiTPipeline(SampleSizes):
             return clips
         latents = []
         for clip in clips.to(self.vae.dtype):
-            encoded = self.vae.encode(clip.transpose(0, 1) if self._is_frame_by_frame else clip[None])
-            distribution = getattr(encoded, "latent_dist", None)
-            one = (encoded.latent if distribution is None else distribution.mean).float()
+            one, _ = encode(self.vae, clip.transpose(0, 1) if self._is_frame_by_frame else clip[None])
             latents.append(one.transpose(0, 1) if self._is_frame_by_frame else one[0])
         return latent_scale(self.vae).apply(torch.stack(latents))
 
@@ -390,15 +388,12 @@ class HeadMixDiTPipeline(SampleSizes):
         to_type = processor.postprocess_video if self.draws_videos else processor.postprocess
         if self.vae is None:
             return to_type(latents, output_type)
-        latents, options = latent_scale(self.vae).undo(latents).to(self.vae.dtype), {}
-        if self.vae.config.get("timestep_conditioning"):  # of LTX from 0.9.1 on: it may denoise while it decodes
-            options["temb"] = torch.zeros(1, dtype=self.vae.dtype, device=latents.device)
+        latents = latent_scale(self.vae).undo(latents).to(self.vae.dtype)
         if not self.draws_videos:
-            return to_type(require_finite(self.vae.decode(latents, **options).sample.float()), output_type)
+            return to_type(require_finite(decode(self.vae, latents)), output_type)
         decoded = []
         for one in latents:
-            clip = self.vae.decode(one.transpose(0, 1) if self._is_frame_by_frame else one[None], **options)
-            frames = clip.sample.float()
+            frames = decode(self.vae, one.transpose(0, 1) if self._is_frame_by_frame else one[None])
             decoded.append(frames.transpose(0, 1) if self._is_frame_by_frame else frames[0])
         return to_type(require_finite(torch.stack(decoded)), output_type)
 

@@ -16,12 +16,18 @@ import torch
 from torch import Tensor
 
 from headmix_vision.checks import check_choice
-from headmix_vision.doctor.drawing import HEAD_DIMS, Options
-from headmix_vision.doctor.head_in_head_family import draw_head_in_head, pose_head_in_head
+from headmix_vision.doctor.drawing import HEAD_DIMS, Numbers, Options, Problem
+from headmix_vision.doctor.families import (
+    draw_grid_conv,
+    draw_head_in_head,
+    draw_mhla,
+    draw_mix_heads,
+    pose_grid_conv,
+    pose_head_in_head,
+    pose_mhla,
+    pose_mix_heads,
+)
 from headmix_vision.doctor.judging import LIMITS, Error, judge
-from headmix_vision.doctor.mhla_family import draw_mhla, pose_mhla
-from headmix_vision.doctor.other_families import draw_grid_conv, draw_mix_heads, pose_grid_conv, pose_mix_heads
-from headmix_vision.doctor.problem import Numbers, Problem
 from headmix_vision.errors import InputError
 
 _FAMILIES: dict[str, tuple[Callable[..., Options], Callable[..., Problem]]] = {

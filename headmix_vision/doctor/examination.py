@@ -23,9 +23,9 @@ from headmix_vision.doctor.attention_times import (
 )
 from headmix_vision.doctor.cases import CASES_OF_A_KERNEL, FAMILIES, Case, check, draw
 from headmix_vision.doctor.judging import Error
+from headmix_vision.doctor.lines import judge_findings
 from headmix_vision.doctor.machine import Machine, read_machine
 from headmix_vision.doctor.report import FamilyFinding, Report, WrongCase
-from headmix_vision.doctor.verdict import judge_findings
 from headmix_vision.doctor.workers import Failure, Task, Workers
 from headmix_vision.files.limits import num_cores
 

@@ -1,4 +1,4 @@
-"""The machine that is examined: versions, the compiler of the kernels, and the GPU."""
+"""The machine that is examined: versions, the compiler of the kernels, the GPU, and the evidence for such GPUs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import headmix_vision
-from headmix_vision.doctor.known_gpus import known_gpu
 from headmix_vision.ops.dispatch import why_no_kernel_takes
 from headmix_vision.ops.runtime import default_assembler, find_assembler
 
@@ -30,6 +29,49 @@ _SETTINGS = (
     "TRITON_PTXAS_BLACKWELL_PATH",
     "TRITON_PTXAS_PATH",
 )
+
+
+MEASURED = "measured"
+COMPILED = "compiled, not run"
+UNKNOWN = "unknown"
+
+
+class KnownGpu(NamedTuple):
+    """Evidence for one architecture.
+
+    Attributes:
+        status: `MEASURED`, `COMPILED` or `UNKNOWN`.
+        cards: GPUs of this architecture.
+    """
+
+    status: str
+    cards: str
+
+
+KNOWN_GPUS = {
+    "9.0": KnownGpu(MEASURED, "H100, H200"),
+    "8.0": KnownGpu(COMPILED, "A100"),
+    "8.6": KnownGpu(COMPILED, "RTX 30"),
+    "8.9": KnownGpu(COMPILED, "RTX 40, L40S"),
+    "10.0": KnownGpu(COMPILED, "B200"),
+    "10.3": KnownGpu(COMPILED, "B300"),
+    "11.0": KnownGpu(COMPILED, "Thor"),
+    "12.0": KnownGpu(COMPILED, "RTX 50"),
+    "12.1": KnownGpu(COMPILED, "DGX Spark"),
+    "gfx942": KnownGpu(COMPILED, "MI300"),
+    "gfx950": KnownGpu(COMPILED, "MI350"),
+    "gfx1100": KnownGpu(COMPILED, "RX 7900"),
+}
+MEANINGS = {
+    MEASURED: "the kernels are tested and timed on such a GPU",
+    COMPILED: "the kernels compile for such a GPU, and nobody has reported a run",
+    UNKNOWN: "the kernels have neither been run on nor compiled for such a GPU",
+}
+
+
+def known_gpu(architecture: str) -> KnownGpu:
+    """Return what is known of an architecture, as "9.0" or "gfx942"."""
+    return KNOWN_GPUS.get(architecture, KnownGpu(UNKNOWN, ""))
 
 
 @dataclass(frozen=True)
@@ -57,7 +99,7 @@ class Gpu:
         shared_memory_kib: largest shared memory of a program, where PyTorch tells it.
         processors: number of multiprocessors.
         memory_gib: memory of the device.
-        status: what is known of the kernels on such GPUs, see `known_gpus`.
+        status: what is known of the kernels on such GPUs, see `KNOWN_GPUS`.
         cards: GPUs of the same architecture.
     """
 

@@ -5,8 +5,8 @@ from headmix_vision.layers.block_mixing import MixingMatrix, resample_mixing
 from headmix_vision.layers.convolutions import ConvPositionEncoding
 from headmix_vision.layers.cores import CORES, AttentionCore, HeadInHeadCore, LinearCore, MHLACore, SoftmaxCore
 from headmix_vision.layers.cores.base import LayerSpec
+from headmix_vision.layers.cores.head_in_head import SubHeadMask
 from headmix_vision.layers.head_mixes import HEAD_MIXES, ExplicitHeads, HeadMix, InterleavedHeads
-from headmix_vision.layers.sub_head_mask import SubHeadMask
 
 __all__ = [
     "CORES",

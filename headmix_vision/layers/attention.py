@@ -24,6 +24,7 @@ from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.layers.positions import Rotation
 from headmix_vision.ops import TokenGrid, TokenRanks
 from headmix_vision.ops.dispatch import as_axes
+from headmix_vision.ops.token_grid import repeated, with_shape
 
 
 class HeadMixAttention(nn.Module):
@@ -223,10 +224,10 @@ class HeadMixAttention(nn.Module):
         grid: tuple[int, ...] | None = None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        tokens = self.grid if grid is None else self.grid.of_shape(tuple(grid))
+        tokens = self.grid if grid is None else with_shape(self.grid, tuple(grid))
         x = self._encode(x, tokens)
         q, k, v = self._project(x)
-        places = tokens if self.repeats == 1 else tokens.repeat(self.repeats)
+        places = tokens if self.repeats == 1 else repeated(tokens, self.repeats)
         out = self.core(q, k, v, places, **self._core_arguments(x, attn_mask, is_causal, rotation))
         return self._finish(x, out, None if self.lepe is None else self._convolve_values(v.flatten(2), tokens))
 
@@ -274,7 +275,7 @@ class HeadMixAttention(nn.Module):
         Raises:
             InputError: if the core is not causal, or the tokens do not end with a row of blocks along the first axis.
         """
-        tokens = self.grid if grid is None else self.grid.of_shape(tuple(grid))
+        tokens = self.grid if grid is None else with_shape(self.grid, tuple(grid))
         rotated: dict[str, Any] = {}
         if rotation is not None:
             self.core.check_rotation()
@@ -303,17 +304,17 @@ class HeadMixAttention(nn.Module):
         return self.proj_drop(self.proj(self.norm(out)))
 
 
-def attention_of_layer(
-    index: int,
+def attention_of_layers(
     depth: int,
-    global_every: int,
+    *,
+    core: str,
+    core_args: dict[str, Any] | None,
     head_mix: str | None,
     head_mix_args: dict[str, Any] | None,
-    core_args: dict[str, Any] | None,
-    core: str,
+    global_every: int,
     softmax_every: int = 0,
-) -> dict[str, Any]:
-    """Return the head mix, the core and its options of a layer.
+) -> list[dict[str, Any]]:
+    """Choose core, head mix and their options for each layer of a model.
 
     With ``global_every`` k the last of each k layers is the core alone, without head mix and window. The paper of IHA
     (arXiv 2602.21371) so follows four windowed layers of IHA by one of plain global attention, k = 5.
@@ -322,10 +323,9 @@ def attention_of_layer(
     hybrid, with k = 3 that of MHLA's paper on video (arXiv 2601.07832).
 
     Args:
-        index: of the layer, from 0.
         depth: layers of the model.
+        core, core_args, head_mix, head_mix_args: of the other layers.
         global_every: k, from 2 to the depth, or 0 for layers that are all alike.
-        head_mix, head_mix_args, core_args, core: of the other layers.
         softmax_every: k, from 2 to the depth, or 0 for one core.
 
     Raises:
@@ -346,18 +346,21 @@ def attention_of_layer(
             f"softmax_every={softmax_every} cannot be joined with causal={options['causal']!r}: softmax layers see all"
             " tokens."
         )
-    layer = {"head_mix": head_mix, "head_mix_args": head_mix_args, "core": core, "core_args": core_args}
-    if global_every and (index + 1) % global_every == 0:
-        plain = {name: value for name, value in options.items() if name != "window"}
-        layer |= {"head_mix": None, "head_mix_args": None, "core_args": plain}
     check_counts(0, softmax_every=softmax_every)
     if softmax_every == 1 or softmax_every > depth:
         raise InputError(f"softmax_every must be 0, or from 2 to the depth {depth}, got {softmax_every}.")
     if softmax_every and core == "softmax":
         raise InputError(f"softmax_every={softmax_every} needs another core than softmax.")
-    if softmax_every and index % softmax_every == 0:
-        layer |= {"core": "softmax", "core_args": None}
-    return layer
+    layers = []
+    for index in range(depth):
+        layer = {"head_mix": head_mix, "head_mix_args": head_mix_args, "core": core, "core_args": core_args}
+        if global_every and (index + 1) % global_every == 0:
+            plain = {name: value for name, value in options.items() if name != "window"}
+            layer |= {"head_mix": None, "head_mix_args": None, "core_args": plain}
+        if softmax_every and index % softmax_every == 0:
+            layer |= {"core": "softmax", "core_args": None}
+        layers.append(layer)
+    return layers
 
 
 def undecayed_parameters(model: nn.Module) -> set[str]:

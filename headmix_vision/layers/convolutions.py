@@ -150,9 +150,9 @@ def _grid_conv(
     impl: str,
 ) -> Sequence[Tensor]:
     assert bias is None or len(parts) == 1
-    call = bind_grid_conv(grid, residual=residual, silu=silu, impl=impl)
     parts = parts if residual else [in_autocast_type(x) for x in parts]  # what a residual adds keeps its digits
     weights = weight.chunk(len(parts)) if len(parts) > 1 else (weight,)
+    call = bind_grid_conv(grid, residual=residual, silu=silu, impl=impl)
     runs = [call.planned(x, w, bias) for x, w in zip(parts, weights, strict=True)]
     return [run(x, w, bias) for run, x, w in zip(runs, parts, weights, strict=True)]
 

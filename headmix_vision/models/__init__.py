@@ -1,8 +1,8 @@
 """Models, registered with timm."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from headmix_vision.extras import require_extra
+from headmix_vision.extras import imported_when_used, require_extra
 
 require_extra("models", __name__)
 
@@ -14,12 +14,4 @@ if TYPE_CHECKING:
     from headmix_vision.models.headmix_dit import HeadMixDiT, HeadMixVideoDiT
 
 __all__ = ["HeadMixDiT", "HeadMixVideoDiT", "HeadMixVisionTransformer", "compress_heads"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("HeadMixDiT", "HeadMixVideoDiT"):  # loads diffusers
-        require_extra("diffusion", name)
-        from headmix_vision.models.headmix_dit import HeadMixDiT
-
-        return HeadMixDiT
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = imported_when_used(__name__, "headmix_dit", ("HeadMixDiT", "HeadMixVideoDiT"), "diffusion")

@@ -138,25 +138,18 @@ class Autoencoder:
             return pixels.float(), None
         if self.time_downsampling is None:
             if pixels.ndim == 4:
-                return self._encode(pixels)
-            mean, std = self._encode(pixels.transpose(1, 2).flatten(0, 1))
+                return encode(self.module, pixels)
+            mean, std = encode(self.module, pixels.transpose(1, 2).flatten(0, 1))
             return _to_clips(mean, len(images)), None if std is None else _to_clips(std, len(images))
         pixels = pixels[:, :, None] if pixels.ndim == 4 else pixels
         self.check_frames(pixels.shape[2])
-        mean, std = self._encode(pixels)
+        mean, std = encode(self.module, pixels)
         if mean.shape[2] != self.latent_frames(pixels.shape[2]):
             raise InputError(
                 f"autoencoder {self.source!r} makes {mean.shape[2]} latent frames of {pixels.shape[2]}, a causal one"
                 f" {self.latent_frames(pixels.shape[2])}: it is not supported"
             )
         return mean, std
-
-    def _encode(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        encoded = self.module.encode(pixels)  # type: ignore[union-attr]
-        distribution = getattr(encoded, "latent_dist", None)
-        if distribution is None:
-            return encoded.latent.float(), None
-        return distribution.mean.float(), distribution.std.float()
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
@@ -170,17 +163,27 @@ class Autoencoder:
         """
         x = self.scale.undo(latents.to(self.device, torch.float32))
         if self.module is not None:
-            x = self._decode(x.to(self.dtype)).float()
+            by_frame, count = x.ndim == 5 and self.time_downsampling is None, len(x)
+            x = decode(self.module, (x.transpose(1, 2).flatten(0, 1) if by_frame else x).to(self.dtype))
+            x = _to_clips(x, count) if by_frame else x
         return (x / 2 + 0.5).clamp(0, 1)
 
-    def _decode(self, latents: Tensor) -> Tensor:
-        module: Any = self.module
-        if latents.ndim == 5 and self.time_downsampling is None:
-            return _to_clips(module.decode(latents.transpose(1, 2).flatten(0, 1)).sample, len(latents))
-        arguments = {}
-        if module.config.get("timestep_conditioning"):  # of LTX from 0.9.1 on: it may denoise while it decodes
-            arguments["temb"] = torch.zeros(len(latents), dtype=latents.dtype, device=latents.device)
-        return module.decode(latents, **arguments).sample
+
+def encode(module: Any, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Encode pixels in [-1, 1] by a module of diffusers: float32 mean and, where it has one, standard deviation."""
+    encoded = module.encode(pixels)
+    distribution = getattr(encoded, "latent_dist", None)
+    if distribution is None:
+        return encoded.latent.float(), None
+    return distribution.mean.float(), distribution.std.float()
+
+
+def decode(module: Any, latents: Tensor) -> Tensor:
+    """Decode latents that are not scaled by a module of diffusers: float32 pixels in [-1, 1]."""
+    arguments = {}
+    if module.config.get("timestep_conditioning"):  # of LTX from 0.9.1 on: it may denoise while it decodes
+        arguments["temb"] = torch.zeros(len(latents), dtype=latents.dtype, device=latents.device)
+    return module.decode(latents, **arguments).sample.float()
 
 
 def load_autoencoder(

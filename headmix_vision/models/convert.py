@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import importlib
 import math
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.models.convert_mhla import is_released_mhla, rename_released_mhla
-from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
-from headmix_vision.models.stored_positions import carry_over, find_grid, named_grid, refuse_grid, state_dict_in
+from headmix_vision.models.headmix_vit import (
+    HeadMixVisionTransformer,
+    carry_over,
+    find_grid,
+    named_grid,
+    refuse_grid,
+    state_dict_in,
+)
 
 
 class Conversion(NamedTuple):
@@ -72,9 +79,7 @@ def convert_state_dict(
         grid = grid or (side, side)
     if "patch_embed.proj.weight" not in source or "blocks.0.attn.qkv.weight" not in source:
         raise InputError("state_dict has no patch_embed.proj.weight and blocks.0.attn.qkv.weight: not a timm ViT.")
-    depth = len({name.split(".")[1] for name in source if name.startswith("blocks.")})
-    if depth != len(model.blocks):
-        raise InputError(f"the source has {depth} blocks, the model {len(model.blocks)}.")
+    check_depth(source, model)
     unused: list[str] = []
 
     old_norm, new_norm = ("norm", "fc_norm") if isinstance(model.norm, nn.Identity) else ("fc_norm", "norm")
@@ -86,13 +91,7 @@ def convert_state_dict(
     if "pos_embed" in source and model.pos_embed is not None:
         source["pos_embed"] = _convert_positions(source, model, grid)
 
-    target = model.state_dict()
-    for name in [name for name in source if name not in target]:
-        unused.append(name)
-        del source[name]
-    for name, value in source.items():
-        check_shape(name, value, target[name], "width, depth, patch size and input channels must agree")
-    return merge(source, target, unused)
+    return fit(source, model, lambda name: "width, depth, patch size and input channels must agree", unused)
 
 
 _ATTENTION_HINTS = {
@@ -101,22 +100,47 @@ _ATTENTION_HINTS = {
 }
 
 
-def check_shape(name: str, value: Tensor, wanted: Tensor, hint: str) -> None:
-    """Raise InputError for a weight of another shape than the model's, with a hint to what must agree."""
-    if value.shape == wanted.shape:
-        return
+def check_depth(source: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raise InputError unless the weights have as many transformer blocks as the model."""
+    depth, own = (
+        len({name.split(".")[1] for name in source if name.startswith("blocks.")}),
+        len(cast(Any, model).blocks),
+    )
+    if depth != own:
+        raise InputError(f"the source has {depth} blocks, the model {own}.")
+
+
+def fit(
+    source: Mapping[str, Tensor], model: nn.Module, hint: Callable[[str], str], unused: Iterable[str] = ()
+) -> Conversion:
+    """Complete renamed weights by those of the model, and leave out what it has no place for.
+
+    Args:
+        source: weights under the model's names.
+        model: the model to fill; it is not changed.
+        hint: tells what must agree for a weight to have the shape of the model's.
+        unused: names that have been left out before.
+
+    Raises:
+        InputError: for a weight of another shape than the model's.
+    """
+    target = model.state_dict()
+    for name, value in source.items():
+        if name in target and value.shape != target[name].shape:
+            _refuse_shape(name, value, target[name], hint(name))
+    # integers, as sizes, are no weights
+    new = [name for name, value in target.items() if name not in source and value.is_floating_point()]
+    left_out = [*unused, *(name for name in source if name not in target)]
+    target.update({name: value for name, value in source.items() if name in target})
+    return Conversion(target, new, left_out)
+
+
+def _refuse_shape(name: str, value: Tensor, wanted: Tensor, hint: str) -> NoReturn:
     for part, of_attention in _ATTENTION_HINTS.items():
         hint = of_attention if part in name else hint
     if ".attn.qkv." in name and value.shape[1:] == wanted.shape[1:] and len(value) > len(wanted):
         hint = "fewer component_heads are for headmix_vision.models.compress_heads, which computes them"
     raise InputError(f"{name} has shape {tuple(value.shape)}, the model needs {tuple(wanted.shape)}: {hint}.")
-
-
-def merge(source: dict[str, Tensor], target: dict[str, Tensor], unused: list[str]) -> Conversion:
-    """Complete converted weights by those of the model, and name the new ones; integers, as sizes, are no weights."""
-    new = [name for name, value in target.items() if name not in source and value.is_floating_point()]
-    target.update(source)
-    return Conversion(target, new, unused)
 
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")  # in the order in which timm puts them before the patches

@@ -22,11 +22,11 @@ from headmix_vision.errors import InputError
 from headmix_vision.files.weights import check_weights, load_plain, read_weights
 from headmix_vision.layers import MixingMatrix
 from headmix_vision.layers.block_mixing import locality_weights
-from headmix_vision.layers.embeddings import sincos_positions
-from headmix_vision.models.convert import Conversion, check_shape, merge
+from headmix_vision.models.convert import Conversion, check_depth, fit
 from headmix_vision.models.convert_mhla import is_released_mhla, rename_released_mhla
+from headmix_vision.models.dit_blocks import sincos_positions
 from headmix_vision.models.headmix_dit import HeadMixDiT
-from headmix_vision.models.stored_positions import state_dict_in
+from headmix_vision.models.headmix_vit import state_dict_in
 from headmix_vision.ops import TokenBlocks
 
 # Fixed sine-cosine positions, which the official model stores and ours computes.
@@ -130,18 +130,10 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT, sit
         _turn_sit(source, model, noted if sit is None else sit)
     if len(model.patch_size) == 3 and source["x_embedder.proj.weight"].ndim == 4:
         source = inflate_dit(source, model)
-    depth = len({name.split(".")[1] for name in source if name.startswith("blocks.")})
-    if depth != len(model.blocks):
-        raise InputError(f"the source has {depth} blocks, the model {len(model.blocks)}.")
+    check_depth(source, model)
     if _POSITIONS in source:
         _check_positions(source.pop(_POSITIONS), model)
-    target = model.state_dict()
-    unused = [name for name in source if name not in target]
-    for name in unused:
-        del source[name]
-    for name, value in source.items():
-        check_shape(name, value, target[name], _HINTS.get(name.rpartition(".")[0], "width and MLP width must agree"))
-    return merge(source, target, unused)
+    return fit(source, model, lambda name: _HINTS.get(name.rpartition(".")[0], "width and MLP width must agree"))
 
 
 _OF_LIGHTNING = {".mlp.w12.": "SwiGLU", "feat_rope.": "rotary positions", ".norm1.weight": "RMSNorm with weights"}

@@ -5,7 +5,6 @@ B batch, N = H * W tokens, C width, M blocks.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -161,8 +160,4 @@ def sana_to_mhla(
         processor = transformer.transformer_blocks[index].attn1.processor
         if type(processor) is not SanaLinearAttnProcessor2_0:
             raise InputError(f"transformer_blocks.{index}.attn1 has a {type(processor).__name__}, not diffusers' own.")
-    model = copy.deepcopy(transformer)
-    model.__class__ = SanaMHLATransformer2DModel
-    model.register_to_config(**options)
-    model._install()
-    return model
+    return SanaMHLATransformer2DModel.copy_of(transformer, options)

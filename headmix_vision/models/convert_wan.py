@@ -5,7 +5,6 @@ B batch, N = T * H * W tokens, C width, H heads, D head dim, M blocks.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -24,10 +23,10 @@ from headmix_vision.checks import check_choice, check_flags, check_numbers
 from headmix_vision.errors import InputError
 from headmix_vision.layers.block_mixing import LOWER, UPPER
 from headmix_vision.layers.cores.mhla import bind_mhla_core
-from headmix_vision.models.convert import Conversion, check_shape, merge
+from headmix_vision.models.convert import Conversion, fit
 from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
 from headmix_vision.models.diffusers_features import found_by_diffusers
-from headmix_vision.models.stored_positions import state_dict_in
+from headmix_vision.models.headmix_vit import state_dict_in
 from headmix_vision.ops import TokenBlocks, TokenGrid
 from headmix_vision.ops.dispatch import as_axes
 
@@ -70,35 +69,22 @@ class WanMHLAProcessor(nn.Module):
     layer's input.
 
     Args:
-        dim, heads: C and H.
-        block_grid, token_grid: blocks along (T, H, W), and the tokens for whose blocks the mixing matrix is drawn.
-        normalizer: ``"paper"`` divides by the denominator of unrotated features, None does not divide.
-        output_gate: as described; a new gate is open, that is 1.
-        clip_mixing: keep mixing weights in (0, 1); False takes any, as the released code does.
-        eps: of the features and the norm.
-        like: a weight of the layer, whose device and type the new ones take; mixing weights are float32 at least.
+        attn: the layer. New weights take its device and type; mixing weights are float32 at least.
+        config: of the model, see :class:`WanMHLATransformer3DModel`. Its ``eps`` is that of the features and the norm.
 
     Shape:
         ``hidden_states`` [B, N, C] -> [B, N, C]; ``rotary_emb`` as from :class:`GridRotary`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        block_grid: tuple[int, ...],
-        token_grid: tuple[int, ...],
-        normalizer: str | None,
-        output_gate: bool,
-        clip_mixing: bool,
-        eps: float,
-        like: Tensor,
-    ) -> None:
+    def __init__(self, attn: Any, config: Any) -> None:
         super().__init__()
-        self.normalizer, self.eps = normalizer, eps
-        self.mixing = new_mixing(block_grid, token_grid, "locality", like, clip_mixing)
-        self.norm = nn.RMSNorm(dim // heads, eps=eps, device=like.device, dtype=like.dtype)
-        self.gate = nn.Linear(dim, dim, device=like.device, dtype=like.dtype) if output_gate else None
+        like, dim = attn.to_out[0].weight, attn.inner_dim
+        factory = {"device": like.device, "dtype": like.dtype}
+        self.normalizer, self.eps = config.normalizer, config.eps
+        grids = tuple(config.block_grid), tuple(config.token_grid)
+        self.mixing = new_mixing(*grids, "locality", like, config.clip_mixing)
+        self.norm = nn.RMSNorm(dim // attn.heads, eps=config.eps, **factory)
+        self.gate = nn.Linear(dim, dim, **factory) if config.output_gate else None
         if self.gate is not None:
             nn.init.zeros_(self.gate.weight)
             nn.init.constant_(self.gate.bias, _OPEN_GATE)
@@ -140,7 +126,9 @@ class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
     Args:
         block_grid: blocks along time, height and width.
         mhla_layers: layers with MHLA, from 0; all for None.
-        normalizer, output_gate, clip_mixing: see :class:`WanMHLAProcessor`.
+        normalizer: ``"paper"`` divides by the denominator of unrotated features, None does not divide.
+        output_gate: multiply outputs by SiLU of a projection of the layer's input; a new gate is open, that is 1.
+        clip_mixing: keep mixing weights in (0, 1); False takes any, as the released code does.
         token_grid: the tokens (T, H, W) for whose blocks new mixing matrices are drawn.
         wan: arguments of ``diffusers.WanTransformer3DModel``.
 
@@ -178,21 +166,9 @@ class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
         layers = _check_options(config, len(self.blocks))
         for index, block in enumerate(self.blocks):
             attn = block.attn1
+            processor: Any = WanMHLAProcessor(attn, config) if index in layers else WanSoftmaxProcessor()
             if index not in layers:
-                processor: Any = WanSoftmaxProcessor()
                 processor._attention_backend = attn.processor._attention_backend
-            else:
-                processor = WanMHLAProcessor(
-                    attn.inner_dim,
-                    attn.heads,
-                    tuple(config.block_grid),
-                    tuple(config.token_grid),
-                    config.normalizer,
-                    config.output_gate,
-                    config.clip_mixing,
-                    config.eps,
-                    like=attn.to_out[0].weight,
-                )
             attn.set_processor(processor)
 
 
@@ -249,11 +225,7 @@ def wan_to_mhla(
     for index, block in enumerate(transformer.blocks):
         if type(block.attn1.processor) is not WanAttnProcessor:
             raise InputError(f"blocks.{index}.attn1 has a {type(block.attn1.processor).__name__}, not diffusers' own.")
-    model = copy.deepcopy(transformer)
-    model.__class__ = WanMHLATransformer3DModel
-    model.register_to_config(**options)
-    model._install()
-    return model
+    return WanMHLATransformer3DModel.copy_of(transformer, options)
 
 
 _PUBLISHED = {
@@ -290,7 +262,7 @@ def convert_wan_mhla_state_dict(state_dict: Mapping[str, Any], model: WanMHLATra
     if any(".self_attn." in name for name in source):
         source = convert_wan_transformer_to_diffusers(source)
     source = dict(_rename(name, value) for name, value in source.items())
-    target, config = model.state_dict(), cast(Any, model.config)
+    config = cast(Any, model.config)
     layers = sorted(int(name.split(".")[1]) for name in source if name.endswith(".processor.mixing.weight"))
     own = [index for index, block in enumerate(model.blocks) if isinstance(block.attn1.processor, WanMHLAProcessor)]
     if layers != own:
@@ -298,18 +270,15 @@ def convert_wan_mhla_state_dict(state_dict: Mapping[str, Any], model: WanMHLATra
     gated = any(".processor.gate." in name for name in source)
     if gated != config.output_gate:
         raise InputError(f"the weights have {'a' if gated else 'no'} gate: make the model with output_gate={gated}.")
-    unused = [name for name in source if name not in target]
-    for name in unused:
-        del source[name]
+    hints = ("the options of Wan must agree", "block_grid must agree")
+    converted = fit(source, model, lambda name: hints[".mixing." in name])
     for name, value in source.items():
-        hint = "block_grid must agree" if ".mixing." in name else "the options of Wan must agree"
-        check_shape(name, value, target[name], hint)
         if config.clip_mixing and ".mixing.weight" in name and not ((value >= LOWER) & (value <= UPPER)).all():
             raise InputError(
                 f"{name} has weights from {value.min():.2g} to {value.max():.2g}: make the model with"
                 " clip_mixing=False."
             )
-    return merge(source, target, unused)
+    return converted
 
 
 def _rename(name: str, value: Tensor) -> tuple[str, Tensor]:

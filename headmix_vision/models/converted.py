@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,15 @@ class ConvertedModel:
         """Name all arguments that a configuration may hold, those of the class of diffusers too (diffusers' hook)."""
         classes = [base for base in input_class.__mro__ if issubclass(base, ConfigMixin) and "__init__" in vars(base)]
         return {name for base in classes for name in inspect.signature(vars(base)["__init__"]).parameters}
+
+    @classmethod
+    def copy_of(cls, transformer: Any, options: dict[str, Any]) -> Any:
+        """Copy a model of diffusers, and put in the attention that the options ask for (``_install``)."""
+        model = copy.deepcopy(transformer)
+        model.__class__ = cls
+        model.register_to_config(**options)
+        model._install()
+        return model
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:

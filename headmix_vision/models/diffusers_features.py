@@ -13,7 +13,6 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.hooks import FirstBlockCacheConfig
 from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.cache_utils import CacheMixin
-from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 
@@ -50,13 +49,6 @@ def without_notes(*texts: str) -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(keep)
-
-
-def as_output(sample: Tensor, return_dict: bool | None) -> Any:
-    """Return a tensor as it is for None, in diffusers' output for True, in a tuple for False."""
-    if return_dict is None:
-        return sample
-    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
 class FeaturedModel(ModelMixin, ConfigMixin, PeftAdapterMixin, CacheMixin):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from diffusers.configuration_utils import register_to_config
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeline looks for it beside the class
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from einops import rearrange
@@ -31,12 +32,18 @@ from headmix_vision.checks import (
 )
 from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
-from headmix_vision.layers.attention import attention_of_layer
+from headmix_vision.layers.attention import attention_of_layers
 from headmix_vision.layers.cores.mhla import MHLACore
-from headmix_vision.layers.embeddings import LabelEmbedding, TimestepEmbedding, sincos_positions
 from headmix_vision.layers.positions import Rotation, check_rotary, rotary_tables
-from headmix_vision.models.diffusers_features import FeaturedModel, as_output, found_by_diffusers
-from headmix_vision.models.dit_blocks import DiTBlock, FinalLayer, PatchEmbedding
+from headmix_vision.models.diffusers_features import FeaturedModel, found_by_diffusers
+from headmix_vision.models.dit_blocks import (
+    DiTBlock,
+    FinalLayer,
+    LabelEmbedding,
+    PatchEmbedding,
+    TimestepEmbedding,
+    sincos_positions,
+)
 from headmix_vision.ops import MHLAState, TokenGrid, TokenRanks
 from headmix_vision.ops.token_ranks import even_axis
 
@@ -181,6 +188,15 @@ class HeadMixDiT(FeaturedModel):
         self.t_embedder = TimestepEmbedding(embed_dim, sit_time=sit_time, **factory)
         labels = LabelEmbedding(num_classes, embed_dim, class_dropout, **factory) if num_classes else None
         self.y_embedder = labels
+        layers = attention_of_layers(
+            depth,
+            core=core,
+            core_args=core_args,
+            head_mix=head_mix,
+            head_mix_args=head_mix_args,
+            global_every=global_every,
+            softmax_every=softmax_every,
+        )
         self.blocks = nn.ModuleList(
             DiTBlock(
                 embed_dim,
@@ -188,9 +204,7 @@ class HeadMixDiT(FeaturedModel):
                 HeadMixAttention(
                     embed_dim,
                     num_heads,
-                    **attention_of_layer(
-                        index, depth, global_every, head_mix, head_mix_args, core_args, core, softmax_every
-                    ),
+                    **layer,
                     grid=self.base_grid,
                     block_grid=per_axis("block_grid", block_grid, axes),
                     qk_norm=qk_norm,
@@ -204,7 +218,7 @@ class HeadMixDiT(FeaturedModel):
                 ),
                 **factory,
             )
-            for index in range(depth)
+            for layer in layers
         )
         self.head_dim = embed_dim // num_heads
         if positions == "rope":
@@ -269,16 +283,16 @@ class HeadMixDiT(FeaturedModel):
         self._check_input(x)
         grid = self._grid(tuple(x.shape[2:]))
         c = self._condition(x, t, y)
-        ranks, tokens = self.ranks, TokenGrid(grid)
+        ranks = self.ranks
         if ranks is not None:
-            (first, end), patch = ranks.span(tokens, ranks.rank), self.patch_size[ranks.axis]
+            (first, end), patch = ranks.span(TokenGrid(grid), ranks.rank), self.patch_size[ranks.axis]
             x = x.narrow(2 + ranks.axis, first * patch, (end - first) * patch)
             c = c[:, first:end] if c.ndim == 3 and ranks.axis == 0 else c  # of each frame
         x = self.x_embedder(x)
         added, rotation = self._positions(grid, self._time_step(frame_rate), x)
         if ranks is not None:
-            added = None if added is None else ranks.split(added, tokens, dim=0)
-            rotation = rotation and (ranks.split(rotation[0], tokens, dim=0), ranks.split(rotation[1], tokens, dim=0))
+            added = None if added is None else ranks.split(added, TokenGrid(grid), dim=0)
+            rotation = rotation and cast(Rotation, tuple(ranks.split(y, TokenGrid(grid), dim=0) for y in rotation))
         x = x if added is None else x + added
         for block in self.blocks:
             if torch.is_grad_enabled() and self.gradient_checkpointing:
@@ -286,7 +300,10 @@ class HeadMixDiT(FeaturedModel):
             else:
                 x = block(x, c, grid, rotation)
         x = self.final_layer(x, c)
-        return as_output(self._unpatch(x if ranks is None else ranks.gather(x, tokens), grid), return_dict)
+        sample = self._unpatch(x if ranks is None else ranks.gather(x, TokenGrid(grid)), grid)
+        if return_dict is None:
+            return sample
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
     @apply_forward_hook  # of offloading, which knows forward alone
     def stream(

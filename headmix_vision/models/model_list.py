@@ -1,4 +1,4 @@
-"""The list of the models of the package."""
+"""The list of the models of the package, with their parameters and operations."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,15 @@ from typing import NamedTuple
 import timm
 import torch
 from timm.models import get_pretrained_cfg, is_model_pretrained
+from torch import nn
 
 from headmix_vision.checks import suggest
 from headmix_vision.errors import InputError
-from headmix_vision.models.flops import count_flops
+from headmix_vision.layers import HeadMixAttention
 from headmix_vision.models.names import FAMILIES
+
+# Modules, or what they belong to, that see one vector for each image, not one for each token.
+_ONCE = {"head", "t_embedder", "adaLN_modulation"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class Listed(NamedTuple):
     Args:
         name: Its name in timm.
         parameters: Their number.
-        flops: Operations of a forward pass for one input, see `headmix_vision.models.flops`.
+        flops: Operations of a forward pass for one input, see `count_flops`.
         input_size: Channels, height and width of images or latents; of clips channels, frames, height and width.
         pretrained: Whether weights come with the package.
     """
@@ -84,3 +88,24 @@ def describe(names: Sequence[str]) -> Iterator[Listed]:
             sizes[model_of_size] = sum(p.numel() for p in model.parameters()), count_flops(model)
         size = (cfg.input_size[0], *clips[name]) if name in clips else cfg.input_size
         yield Listed(name, *sizes[model_of_size], size, is_model_pretrained(name))
+
+
+def count_flops(model: nn.Module) -> int:
+    """Return the operations of a forward pass for one image of the model's size, multiply and add as two.
+
+    Counted are the attention layers, as :meth:`headmix_vision.layers.HeadMixAttention.flops` does it, and all other
+    projections and convolutions; norms, activations and other work on single numbers are not. A diffusion transformer
+    is called once for each step.
+
+    Args:
+        model: a model of this package, of any device, whose classifier reads one pooled token.
+    """
+    layers = [module for module in model.modules() if isinstance(module, HeadMixAttention)]
+    inside = {module for layer in layers for module in layer.modules()}
+    tokens = layers[0].grid
+    total = sum(layer.flops() for layer in layers)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)) and module not in inside:
+            places = tokens.num_grid_tokens if isinstance(module, (nn.Conv2d, nn.Conv3d)) else tokens.num_tokens
+            total += 2 * module.weight.numel() * (1 if _ONCE & {*name.split(".")} else places)
+    return total

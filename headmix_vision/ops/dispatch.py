@@ -58,6 +58,19 @@ def check_tensors(**tensors: object) -> None:
             raise InputError(f"{name} must be a tensor, got {type(value).__name__}.")
 
 
+def check_features(q: Tensor, k: Tensor, v: Tensor, dim: str) -> None:
+    """Raise InputError unless queries, keys and values are of heads; ``dim`` is the name of the head dim of queries."""
+    if q.ndim != 4:
+        raise InputError(f"q must be [B, N, H, {dim}], got shape {tuple(q.shape)}.")
+    if k.shape != q.shape:
+        raise InputError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}.")
+    if v.ndim != 4 or v.shape[:3] != q.shape[:3]:
+        raise InputError(f"v must be [B, N, H, Dv] with q's {tuple(q.shape[:3])}, got shape {tuple(v.shape)}.")
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] < 1:
+            raise InputError(f"{name} must have a head dim of at least 1, got shape {tuple(x.shape)}.")
+
+
 def check_types(same_type: dict[str, torch.Tensor], any_type: dict[str, torch.Tensor]) -> None:
     """Raise InputError unless tensors have floating types, and the device of the first, some of them its type too."""
     first_name, first = next(iter(same_type.items()))

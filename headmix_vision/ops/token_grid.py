@@ -55,11 +55,7 @@ class TokenGrid:
 
     def repeat(self, times: int) -> TokenGrid:
         """Return the grid with ``times`` pseudo-tokens in the place of each."""
-        return self if times == 1 else _repeated(self, times)
-
-    def of_shape(self, shape: tuple[int, ...]) -> TokenGrid:
-        """Return the grid of another shape with the same prefix tokens and repeats."""
-        return _reshaped(self, shape)
+        return self if times == 1 else repeated(self, times)
 
     def __str__(self) -> str:
         prefix = f" plus {self.num_prefix_tokens} prefix tokens" if self.num_prefix_tokens else ""
@@ -69,10 +65,12 @@ class TokenGrid:
 
 # Functions of a module, as torch.compile does not read the closures of methods.
 @kept
-def _repeated(grid: TokenGrid, times: int) -> TokenGrid:
+def repeated(grid: TokenGrid, times: int) -> TokenGrid:
+    """Return the grid with ``times`` pseudo-tokens in the place of each."""
     return replace(grid, repeats=grid.repeats * times)
 
 
 @kept
-def _reshaped(grid: TokenGrid, shape: tuple[int, ...]) -> TokenGrid:
+def with_shape(grid: TokenGrid, shape: tuple[int, ...]) -> TokenGrid:
+    """Return the grid of another shape with the same prefix tokens and repeats."""
     return replace(grid, shape=shape)

@@ -6,6 +6,7 @@ N tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.ops.dispatch import is_plain
 from headmix_vision.ops.runtime import cached_tables
-from headmix_vision.ops.token_gather import gather
 from headmix_vision.ops.token_grid import TokenGrid
 
 SCAN_ORDERS = ("row_major", "column_major")
@@ -29,13 +29,12 @@ class ScanTables:
 
     def __init__(self, order: Tensor, inverse: Tensor | None = None) -> None:
         self.order = order
-        self._inverse = inverse
+        if inverse is not None:
+            self.inverse = inverse
 
-    @property
+    @cached_property
     def inverse(self) -> Tensor:
-        if self._inverse is None:
-            self._inverse = self.order.argsort()
-        return self._inverse
+        return self.order.argsort()
 
 
 @dataclass(frozen=True)
@@ -103,16 +102,6 @@ class TokenScan:
     def tables(self, like: Tensor) -> ScanTables:
         """Return the index tables on the device of ``like``, cached for plain tensors as those of ``TokenBlocks``."""
         return _cached_tables(self, like.device) if is_plain(like) else _build_tables(self, like.device)
-
-
-def reorder(tables: ScanTables, *tensors: Tensor) -> list[Tensor]:
-    """Put the tokens of tensors [B, N, ...] into the order of the scan."""
-    return gather(tensors, 1, tables.order, None, tables.inverse)
-
-
-def restore(tables: ScanTables, x: Tensor) -> Tensor:
-    """Put the tokens of [B, N, ...] from the order of the scan back into raster order."""
-    return gather((x,), 1, tables.inverse, None, tables.order)[0]
 
 
 def _build_tables(scan: TokenScan, device: torch.device) -> ScanTables:

@@ -21,9 +21,9 @@ from headmix_vision.files.tensor_files import header_of
 from headmix_vision.files.texts import parse_json
 from headmix_vision.files.weights import one_line_damage, read_weights
 from headmix_vision.models.building import building
+from headmix_vision.models.headmix_vit import name_grid
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
 from headmix_vision.models.names import FAMILIES
-from headmix_vision.models.stored_positions import name_grid
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,

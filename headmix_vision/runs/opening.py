@@ -12,7 +12,7 @@ from headmix_vision.files.fields import check_fields
 from headmix_vision.files.hashes import state_sha256
 from headmix_vision.files.tensor_files import header_of
 from headmix_vision.files.texts import parse_json, read_json
-from headmix_vision.models.pretrained import CORRECT
+from headmix_vision.models.names import CORRECT
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint
 from headmix_vision.runs.networks import create_network, export_arguments, load_network

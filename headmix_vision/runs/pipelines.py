@@ -10,9 +10,9 @@ import diffusers
 from diffusers import SchedulerMixin
 from safetensors import SafetensorError
 
+from headmix_vision.diffusion.denoising import check_scheduler_class, check_scheduler_config, create_scheduler
 from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
-from headmix_vision.diffusion.schedulers import check_scheduler_class, check_scheduler_config, create_scheduler
 from headmix_vision.diffusion.sizes import latent_channels
 from headmix_vision.errors import InputError
 from headmix_vision.files.fields import check_fields

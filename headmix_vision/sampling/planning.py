@@ -12,9 +12,8 @@ from PIL import Image
 
 from headmix_vision.checks import check_counts
 from headmix_vision.console.notes import say
-from headmix_vision.diffusion.denoising import Guidance
+from headmix_vision.diffusion.denoising import Guidance, scheduler_name, set_steps
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
-from headmix_vision.diffusion.schedulers import scheduler_name, set_steps
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding, readable
 from headmix_vision.files.png import read_png

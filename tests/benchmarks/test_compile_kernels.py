@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import machine_code
-from headmix_vision.doctor.known_gpus import KNOWN_GPUS
+from headmix_vision.doctor.machine import KNOWN_GPUS
 
 REPOSITORY = Path(__file__).parents[2]
 WRONG_CODE = """

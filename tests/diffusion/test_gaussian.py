@@ -25,7 +25,7 @@ from headmix_vision.diffusion import (
     create_scheduler,
     denoise,
 )
-from headmix_vision.diffusion.schedulers import set_steps, spaced_times
+from headmix_vision.diffusion.denoising import set_steps, spaced_times
 from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
 
 MEAN, STD = {0: 0.4, 1: -0.2}, {0: 0.3, 1: 0.5}  # by class, of which 1 is the null class

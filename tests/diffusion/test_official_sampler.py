@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.diffusion import Guidance, HeadMixDiTPipeline, ObjectiveConfig, create_scheduler, denoise
-from headmix_vision.diffusion.schedulers import spaced_times
+from headmix_vision.diffusion.denoising import spaced_times
 from headmix_vision.models import HeadMixDiT
 
 OBJECTIVE = ObjectiveConfig(kind="ddpm", learned_variance=True)

@@ -15,8 +15,8 @@ from headmix_vision.diffusion import (
     create_objective,
     create_scheduler,
 )
+from headmix_vision.diffusion.denoising import check_scheduler_config, set_steps
 from headmix_vision.diffusion.objectives import shifted
-from headmix_vision.diffusion.schedulers import check_scheduler_config, set_steps
 from headmix_vision.errors import InputError
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import load_autoencoder

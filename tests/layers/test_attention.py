@@ -9,6 +9,7 @@ import torch._inductor.config
 from headmix_vision.layers import CORES, ConvPositionEncoding, HeadMixAttention
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenWindow, mhla
 from headmix_vision.ops.runtime import NO_KERNELS
+from headmix_vision.ops.token_grid import with_shape
 
 CORE_NAMES = tuple(CORES)
 
@@ -158,7 +159,7 @@ def test_a_core_is_bound_once_for_each_grid(core):
     names, bound = [*layer.state_dict()], layer.core.bind(layer.grid)
     out = layer(x)
     assert make_layer(core).core.bind(TokenGrid(layer.grid.shape)) is bound  # layers share it
-    assert layer.core.bind(layer.grid.of_shape((6, 5))) is not bound
+    assert layer.core.bind(with_shape(layer.grid, (6, 5))) is not bound
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert again.core.bind(again.grid) is bound and [*again.state_dict()] == names
         assert torch.equal(again(x), out)

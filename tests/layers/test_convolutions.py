@@ -100,3 +100,7 @@ def test_patches_have_output_and_gradients_of_the_convolution(kind, plain, patch
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected)
     assert results[0][0].flatten(2).transpose(1, 2).is_contiguous()
+
+
+def test_a_factorised_kernel_reaches_one_token_along_each_axis():
+    assert [FactorisedPositionEncoding(6).reach(axis) for axis in range(3)] == [1, 1, 1]

@@ -12,9 +12,9 @@ import timm.optim
 import torch
 
 from headmix_vision.diffusion import HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
-from headmix_vision.layers.embeddings import sincos_positions
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
+from headmix_vision.models.dit_blocks import sincos_positions
 from headmix_vision.models.names import FAMILIES
 
 SMALL = {"input_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5}

@@ -5,7 +5,7 @@ import timm
 import torch
 
 from headmix_vision.ops import token_blocks, token_scan, token_window
-from headmix_vision.ops.head_in_head.chunks import invert_unit_lower
+from headmix_vision.ops.head_in_head.torch_impl import invert_unit_lower
 
 
 def network(name):

@@ -4,8 +4,7 @@ import pytest
 import timm
 
 from headmix_vision.cli.models import main
-from headmix_vision.models.flops import count_flops
-from headmix_vision.models.model_list import describe, find_names
+from headmix_vision.models.model_list import count_flops, describe, find_names
 from headmix_vision.models.names import FAMILIES
 
 

@@ -7,7 +7,7 @@ import torch
 
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.errors import InputError
-from headmix_vision.models.pretrained import CORRECT, FOLDER, HELD_OUT
+from headmix_vision.models.names import CORRECT, FOLDER, HELD_OUT
 
 
 def test_each_file_has_a_card_and_is_small():

@@ -9,8 +9,7 @@ import timm
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from headmix_vision.models.flops import count_flops
-from headmix_vision.models.model_list import describe
+from headmix_vision.models.model_list import count_flops, describe
 from headmix_vision.models.table import main, rows
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "using_models.md"

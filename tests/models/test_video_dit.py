@@ -7,11 +7,11 @@ import torch.nn.functional as F
 
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.layers.convolutions import FactorisedPositionEncoding
-from headmix_vision.layers.embeddings import sincos_positions
 from headmix_vision.layers.positions import rotary_tables, rotate
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.models.convert_dit import convert_dit_state_dict
-from headmix_vision.models.flops import count_flops
+from headmix_vision.models.dit_blocks import sincos_positions
+from headmix_vision.models.model_list import count_flops
 from headmix_vision.models.names import FAMILIES, attentions
 from headmix_vision.ops import TokenGrid
 from headmix_vision.runs.networks import create_generator

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from headmix_vision import ops
 from headmix_vision.ops import grid_conv, mhla, mix_heads
-from headmix_vision.ops.mhla.settings import apply_feature_map
+from headmix_vision.ops.mhla.torch_impl import apply_feature_map
 
 HEAD_IN_HEAD_NAMES = ("q", "k", "v", "beta", "log_decay", "mask", "initial_state")
 

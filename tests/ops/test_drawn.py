@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headmix_vision.doctor import mhla_family
+from headmix_vision.doctor import families
 from headmix_vision.doctor.cases import CASES_OF_A_KERNEL, DTYPES, FAMILIES, check, draw, numbered, read
 from headmix_vision.doctor.drawing import GRADIENT_LAYOUTS, HEAD_DIMS, LAYOUTS, head_dim_range
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, mhla
-from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS
+from headmix_vision.ops.mhla.torch_impl import FEATURE_MAPS, NORMALIZERS
 
 from . import fuzz
 from .test_drawn_gpu import CASES, STEP
@@ -103,7 +103,7 @@ def wrong_gradient(out, q):
     ],
 )
 def test_wrong_results_are_bad(wrong, bad, monkeypatch):
-    monkeypatch.setattr(mhla_family, "mhla", lambda q, *args, **options: wrong(mhla(q, *args, **options), q))
+    monkeypatch.setattr(families, "mhla", lambda q, *args, **options: wrong(mhla(q, *args, **options), q))
     assert {error.name for error in check(read(SMALL), CPU, "torch") if error.bad} == bad
 
 
@@ -121,7 +121,7 @@ def test_gradients_that_are_zero_are_judged_by_rounding(options, zero, dtype, mo
         x = {"dq": q, "dmixing": mixing}[zero]
         return mhla(q, k, v, mixing, *args, **settings) * (1 + (x - x.detach()).sum().to(v.dtype))
 
-    monkeypatch.setattr(mhla_family, "mhla", wrong)
+    monkeypatch.setattr(families, "mhla", wrong)
     assert {error.name for error in check(case, CPU, "torch") if error.bad} == {zero}
 
 
@@ -133,7 +133,7 @@ def test_formula_over_all_pairs_is_the_reference(normalizer, causal):
     q, k, v = torch.randn(3, 2, blocks.num_tokens, 3, 4, generator=generator, dtype=torch.float64)
     mixing = torch.rand(3, blocks.num_blocks, blocks.num_blocks, generator=generator, dtype=torch.float64)
     options = {"normalizer": normalizer, "feature_map": "elu1", "eps": 0.1, "causal": causal}
-    (found,) = mhla_family._dense((q, k, v, mixing), blocks, options)
+    (found,) = families._dense((q, k, v, mixing), blocks, options)
     torch.testing.assert_close(found, mhla(q, k, v, mixing, blocks, **options, impl="reference"))
 
 

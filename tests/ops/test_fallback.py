@@ -9,10 +9,10 @@ from torch import Tensor
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, dispatch, runtime
 from headmix_vision.ops.grid_conv import api as grid_conv
 from headmix_vision.ops.head_in_head import api as head_in_head
-from headmix_vision.ops.head_in_head.inputs import Inputs
+from headmix_vision.ops.head_in_head.torch_impl import Inputs
 from headmix_vision.ops.mhla import api as mhla
 from headmix_vision.ops.mhla import triton_ranks
-from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.mix_heads import api as mix_heads
 from headmix_vision.ops.runtime import KernelFailed, Launch
 
@@ -85,7 +85,7 @@ def _call(case: str, impl: str) -> list[Tensor]:
         outputs = grid_conv.IMPLEMENTATIONS[impl](*inputs, TokenGrid((4, 5), 1), True, True)
     else:
         inputs = [*(draw(2, 5, 2, 16) for _ in range(3)), draw(3, 4, 2)]
-        outputs = mix_heads.IMPLEMENTATIONS[impl](tuple(inputs[:3]), inputs[3])
+        outputs = mix_heads.IMPLEMENTATIONS[impl](*inputs[:4])
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     return outputs + list(torch.autograd.grad(sum(x.square().sum() for x in outputs), inputs))
 

@@ -9,7 +9,7 @@ import torch
 from headmix_vision.ops import TokenBlocks, dispatch, mhla, runtime
 from headmix_vision.ops.mhla import triton_tuning
 from headmix_vision.ops.mhla.hopper import launch as gluon_launch
-from headmix_vision.ops.mhla.settings import NORMALIZERS, Settings
+from headmix_vision.ops.mhla.torch_impl import NORMALIZERS, Settings
 from headmix_vision.ops.mhla.triton_launch import Backward, Forward, Saved
 from headmix_vision.ops.mhla.triton_op import plan_triton
 from headmix_vision.ops.mhla.triton_pairwise import pairwise_backward, pairwise_forward

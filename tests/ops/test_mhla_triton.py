@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headmix_vision.ops import TokenBlocks, TokenGrid, mhla, runtime
 from headmix_vision.ops.mhla import regimes, triton_launch, triton_pairwise, triton_summary, triton_tuning
-from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, Settings, unpack
+from headmix_vision.ops.mhla.torch_impl import FEATURE_MAPS, NORMALIZERS, Settings, unpack
 from headmix_vision.ops.runtime import forget_plans, why_no_kernels
 
 from .helpers import make_inputs, relative_error, run

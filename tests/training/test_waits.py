@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headmix_vision.layers import embeddings
+from headmix_vision.models import dit_blocks
 from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import Later, Latest
 from headmix_vision.training.classifier import ImageClassifier
@@ -107,7 +107,7 @@ def reads_of(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **optio
 
     monkeypatch.setattr(module, "training_step", watched_step)
     monkeypatch.setattr(torch.Tensor, "tolist", watched_list)
-    monkeypatch.setattr(embeddings, "check_labels", lambda *_: None)  # reads the labels, of a CPU alone
+    monkeypatch.setattr(dit_blocks, "check_labels", lambda *_: None)  # reads the labels, of a CPU alone
     for name, watched in (("__init__", watched_send), ("get", watched_get), ("is_here", False)):
         monkeypatch.setattr(Later, name, watched)
     once = {"trainer__max_epochs": 1, "trainer__limit_val_batches": 0, **options}

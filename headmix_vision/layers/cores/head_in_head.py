@@ -20,10 +20,11 @@ from headmix_vision.layers.block_mixing import clip_keep_inward_gradient
 from headmix_vision.layers.convolutions import GridConvolution
 from headmix_vision.layers.cores.base import CORES, AttentionCore, LayerSpec
 from headmix_vision.layers.positions import Rotation, rotate
-from headmix_vision.layers.sub_head_mask import SubHeadMask
 from headmix_vision.ops import TokenGrid, TokenScan
 from headmix_vision.ops.dispatch import Bound, kept
-from headmix_vision.ops.head_in_head.api import bind_head_in_head, check_impl
+from headmix_vision.ops.head_in_head.api import IMPL_NAMES, plan_head_in_head
+from headmix_vision.ops.head_in_head.torch_impl import Inputs
+from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 
 torch.fx.wrap("clip_keep_inward_gradient")  # of the module that calls it
 
@@ -83,7 +84,7 @@ class HeadInHeadCore(AttentionCore):
         impl: str = "auto",
     ) -> None:
         super().__init__(spec)
-        check_impl(impl)
+        check_choice("impl", impl, IMPL_NAMES)
         check_choice("mask", mask, MASKS)
         check_choice("scans", scans, tuple(SCANS))
         check_counts(1, num_sub_heads=num_sub_heads)
@@ -131,7 +132,8 @@ class HeadInHeadCore(AttentionCore):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, x: Tensor, rotation: Rotation | None = None
     ) -> Tensor:
-        out: Tensor = self.bind(grid)(*self._scanned(q, k, v, grid, x, rotation))
+        scanned = self._scanned(q, k, v, grid, x, rotation)
+        out: Tensor = self.bind(grid)(*scanned)
         return out
 
     def bind(self, grid: TokenGrid) -> Bound:
@@ -150,10 +152,10 @@ class HeadInHeadCore(AttentionCore):
         """Make queries, keys, values, strengths, decays and masks of the scans."""
         if self.conv is not None:
             parts = self.conv([y.flatten(2) for y in (q, k, v)], grid)
-            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in parts)
+            q, k, v = [y.unflatten(-1, (-1, self.head_dim)) for y in parts]
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        q, k = (F.normalize(y, dim=-1, eps=1e-6).type_as(v) for y in (q, k))
+        q, k = [F.normalize(y, dim=-1, eps=1e-6).type_as(v) for y in (q, k)]
         if rotation is not None:
             q, k = (rotate(y, rotation, grid).type_as(v) for y in (q, k))
         beta = self.beta_max * torch.sigmoid(self.beta(x))
@@ -181,15 +183,92 @@ class HeadInHeadCore(AttentionCore):
 @kept
 def bind_scans(grid: TokenGrid, scans: str, impl: str) -> Bound:
     """Bind the scans of a grid, whose outputs are summed."""
-    calls = [bind_head_in_head(TokenScan(grid, order, reverse), impl) for order, reverse in SCANS[scans]]
+    orders = [TokenScan(grid, order, reverse) for order, reverse in SCANS[scans]]
 
-    def plan(*tensors: Tensor) -> Callable[..., Tensor]:
-        runs = [call.planned(*tensors, None) for call in calls]
+    def plan(*tensors: Any) -> Callable[..., Tensor]:
+        runs = [plan_head_in_head(Inputs._make((*tensors, None)), scan, impl) for scan in orders]
 
-        def run(*tensors: Tensor) -> Tensor:
-            outputs: list[Tensor] = [run(*tensors, None)[0] for run in runs]
+        def run(*tensors: Any) -> Tensor:
+            inputs = Inputs._make((*tensors, None))
+            outputs = [scan(inputs)[0] for scan in runs]
             return sum(outputs[1:], outputs[0])
 
         return run
 
     return Bound(plan)
+
+
+class SubHeadMask(nn.Module):
+    """Compute r x r masks A Aᵀ; A holds the absolute weights, its rows scaled to norm 1.
+
+    They are symmetric and positive semidefinite, with ones on the diagonal and entries in [0, 1], so that the
+    transition of :func:`headmix_vision.ops.head_in_head` cannot grow the state. One sub-head has the mask 1 and no
+    weights.
+
+    Args:
+        num_heads: H.
+        num_sub_heads: r.
+        dim: None for one mask per head, a parameter drawn uniformly around zero; the width C of the tokens for masks
+            which are a linear projection of each token.
+
+    Shape:
+        ``x`` [B, N, C] -> [H, r, r], or [B, N, H, r, r] with ``dim``; in float32 or float64.
+
+    Raises:
+        InputError: if there is no sub-head.
+    """
+
+    undecayed = ("weight",)  # weight decay would pull weights towards zero for no reason
+    ones: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_sub_heads: int,
+        dim: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_counts(1, num_sub_heads=num_sub_heads)
+        self.num_heads, self.num_sub_heads = num_heads, num_sub_heads
+        shape = (num_heads, num_sub_heads, num_sub_heads)
+        self.proj: nn.Linear | None = None
+        if num_sub_heads == 1:
+            self.register_buffer("ones", torch.ones(shape, device=device, dtype=dtype), persistent=False)
+        elif dim is None:
+            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.reset_parameters()
+        else:
+            self.proj = nn.Linear(dim, num_heads * num_sub_heads**2, bias=False, device=device, dtype=dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.num_sub_heads == 1:
+            self.ones.fill_(1)
+        elif self.proj is None:
+            bound = self.num_sub_heads**-0.5  # the bound of a linear map of r inputs; the rows are normalised anyway
+            self.weight.uniform_(-bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.num_sub_heads == 1:
+            return self.ones
+        if self.proj is None:
+            return normalize_mask(self.weight)
+        return normalize_mask(self.proj(x).unflatten(-1, (self.num_heads, self.num_sub_heads, self.num_sub_heads)))
+
+    @property
+    def per_token(self) -> bool:
+        """Return whether each token has masks of its own."""
+        return self.proj is not None
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, num_sub_heads={self.num_sub_heads}"
+
+
+@torch.fx.wrap
+def normalize_mask(weight: Tensor) -> Tensor:
+    """Compute A Aᵀ, A = |weight| with rows of norm 1: [..., r, r] of any floating type -> float32 or float64."""
+    with autocast_off(weight):
+        rows = F.normalize(weight.to(accumulation_dtype(weight.dtype)).abs(), dim=-1)
+        return rows @ rows.transpose(-1, -2)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from headmix_vision.checks import check_choice
 from headmix_vision.layers.cores.base import LayerSpec
-from headmix_vision.ops import TokenGrid, mix_heads
-from headmix_vision.ops.mix_heads.api import IMPL_NAMES
+from headmix_vision.ops import TokenGrid
+from headmix_vision.ops.mix_heads.api import IMPL_NAMES, bind_mix_heads
 from headmix_vision.registry import Registry
 
 
@@ -85,4 +85,5 @@ HEAD_MIXES: Registry[type[HeadMix]] = Registry()
 
 @torch.fx.wrap  # torch.fx records the call whole: the checks inside need real arguments
 def _mix_heads(inputs: tuple[Tensor, ...], weights: Tensor, impl: str) -> tuple[Tensor, ...]:
-    return mix_heads(inputs, weights, impl=impl)
+    mixed: tuple[Tensor, ...] = bind_mix_heads(impl)(*inputs, weights)
+    return mixed

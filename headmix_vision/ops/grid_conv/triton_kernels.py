@@ -166,10 +166,6 @@ PART_ITEMS = 4  # segments of images whose weight gradients a program sums, what
 SUM_ROWS, SUM_CHANNELS = 64, 32
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 class Planes(NamedTuple):
     """A grid as T planes of H rows of W places, and the extents of the kernel along them.
 
@@ -197,17 +193,17 @@ class Planes(NamedTuple):
     def tiling(self, dtype: torch.dtype) -> tuple[int, tuple[int, int], dict[str, Any]]:
         """Return segments of T, tiles of a plane and of its rows, and constants of the kernels."""
         (T, H, W), (KT, KH, KW) = self.sizes, self.extents
-        segments = _ceil(T, MOST_STEPS)
+        segments = triton.cdiv(T, MOST_STEPS)
         BH = 4 if H > 1 else 1
         BW = TOKENS // BH
-        tiles_w = _ceil(W, BW)
+        tiles_w = triton.cdiv(W, BW)
         constants = dict(
-            KT=KT, KH=KH, KW=KW, REPEATS=self.repeats, STEPS=_ceil(T, segments), BH=BH, BW=BW, BC=CHANNELS,
+            KT=KT, KH=KH, KW=KW, REPEATS=self.repeats, STEPS=triton.cdiv(T, segments), BH=BH, BW=BW, BC=CHANNELS,
             num_warps=WARPS,
         )  # fmt: skip
         if dtype != torch.float32 and max(self.extents) <= 3:
             constants |= REGISTERS
-        return segments, (_ceil(H, BH) * tiles_w, tiles_w), constants
+        return segments, (triton.cdiv(H, BH) * tiles_w, tiles_w), constants
 
 
 def _strides(align: int, *tensors: Layout) -> list[int]:
@@ -233,7 +229,7 @@ def _conv(
     B, _, C = x.shape
     segments, tiles, constants = planes.tiling(x.dtype)
     align = alignment(x, d_out, out)
-    grid = (_ceil(C, constants["BC"]) * tiles[0] * segments * B,)
+    grid = (triton.cdiv(C, constants["BC"]) * tiles[0] * segments * B,)
     numbers = (*_strides(align, x, d_out, out), *planes.sizes, segments, *tiles)
     constants |= dict(C=C, RESIDUAL=residual, SILU=silu, FLIP=flip, ALIGN=align)
     return Launch(conv_kernel, grid, numbers, constants)
@@ -264,16 +260,16 @@ def _weight_gradient(d_out: Layout, x: Layout, planes: Planes, weight: torch.dty
     B, _, C = x.shape
     segments, tiles, constants = planes.tiling(x.dtype)
     items = B * segments
-    per_part = _ceil(items, _ceil(items, PART_ITEMS))
-    parts = _ceil(items, per_part)
+    per_part = triton.cdiv(items, triton.cdiv(items, PART_ITEMS))
+    parts = triton.cdiv(items, per_part)
     align = alignment(d_out, x)
-    grid = (_ceil(C, constants["BC"]) * planes.extents[1] * tiles[0] * parts,)
+    grid = (triton.cdiv(C, constants["BC"]) * planes.extents[1] * tiles[0] * parts,)
     numbers = (*_strides(align, d_out, x), *planes.sizes, segments, *tiles, items, parts, per_part)
     launch = Launch(weight_gradient_kernel, grid, numbers, constants | dict(C=C, ALIGN=align))
     rows, K = parts * tiles[0], planes.taps
     total = Launch(
         sum_parts_kernel,
-        (_ceil(C, SUM_CHANNELS), K + 1),
+        (triton.cdiv(C, SUM_CHANNELS), K + 1),
         (rows, C),
         dict(K=K, BR=SUM_ROWS, BC=SUM_CHANNELS, num_warps=4),
     )

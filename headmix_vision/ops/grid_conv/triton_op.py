@@ -23,7 +23,7 @@ from headmix_vision.ops.token_grid import TokenGrid
 def grid_conv_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool, fallback: bool = False
 ) -> Tensor:
-    """Compute :func:`headmix_vision.ops.grid_conv` in kernels; for ``fallback`` see ``mhla_triton``."""
+    """Compute :func:`headmix_vision.ops.grid_conv` in kernels; for ``fallback`` see ``plan_triton`` of MHLA."""
     shape = [*grid.shape]
     out: Tensor = _call_forward(x, weight, bias, shape, grid.num_prefix_tokens, grid.repeats, residual, silu, fallback)
     return out

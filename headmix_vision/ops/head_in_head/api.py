@@ -10,12 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from headmix_vision.checks import check_choice
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import Bound, check_tensors, check_types, is_plain, kept, select, why_not_triton
-from headmix_vision.ops.head_in_head.inputs import Inputs, RWKV7Inputs
+from headmix_vision.ops.dispatch import (
+    Bound,
+    check_features,
+    check_tensors,
+    check_types,
+    is_plain,
+    kept,
+    select,
+    why_not_triton,
+)
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
-from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
-from headmix_vision.ops.head_in_head.torch_rwkv7 import head_in_head_rwkv7_torch
+from headmix_vision.ops.head_in_head.torch_impl import Inputs, RWKV7Inputs, head_in_head_rwkv7_torch, head_in_head_torch
 from headmix_vision.ops.runtime import NO_KERNELS
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
 
@@ -25,7 +33,7 @@ RWKV7_IMPL_NAMES = IMPL_NAMES[:3]
 
 def validate_head_in_head(inputs: Inputs, scan: TokenScan | Tensor | None, impl: str) -> None:
     """Raise InputError, naming the argument, unless ``head_in_head`` can run on these arguments."""
-    check_impl(impl)
+    check_choice("impl", impl, IMPL_NAMES)
     q, k, v, beta, log_decay, mask, initial_state = inputs
     check_tensors(q=q, k=k, v=v, beta=beta, log_decay=log_decay, mask=mask)
     _check_features(q, k, v)
@@ -38,7 +46,7 @@ def validate_head_in_head(inputs: Inputs, scan: TokenScan | Tensor | None, impl:
 
 def validate_head_in_head_rwkv7(inputs: RWKV7Inputs, scan: TokenScan | Tensor | None, impl: str) -> None:
     """Raise InputError, naming the argument, unless ``head_in_head_rwkv7`` can run on these arguments."""
-    check_impl(impl, RWKV7_IMPL_NAMES)
+    check_choice("impl", impl, RWKV7_IMPL_NAMES)
     q, k, v, a, b, log_decay, mask, initial_state = inputs
     check_tensors(q=q, k=k, v=v, a=a, b=b, log_decay=log_decay, mask=mask)
     _check_features(q, k, v)
@@ -49,24 +57,10 @@ def validate_head_in_head_rwkv7(inputs: RWKV7Inputs, scan: TokenScan | Tensor | 
     _check_common(q, v, mask, initial_state, scan)
 
 
-def check_impl(impl: str, names: tuple[str, ...] = IMPL_NAMES) -> None:
-    """Raise InputError for the name of an implementation that the op does not have."""
-    if impl not in names:
-        raise InputError(f"impl must be one of {names}, got {impl!r}.")
-
-
 def _check_features(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.ndim != 4:
-        raise InputError(f"q must be [B, N, H, Dk], got shape {tuple(q.shape)}.")
-    if k.shape != q.shape:
-        raise InputError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}.")
-    if v.ndim != 4 or v.shape[:3] != q.shape[:3]:
-        raise InputError(f"v must be [B, N, H, Dv] with q's {tuple(q.shape[:3])}, got shape {tuple(v.shape)}.")
+    check_features(q, k, v, "Dk")
     if q.shape[1] < 1:
         raise InputError(f"q must have at least one token, got shape {tuple(q.shape)}.")
-    for name, x in (("q", q), ("v", v)):
-        if x.shape[-1] < 1:
-            raise InputError(f"{name} must have a head dim of at least 1, got shape {tuple(x.shape)}.")
 
 
 def _check_common(
@@ -181,13 +175,14 @@ def bind_head_in_head(scan: TokenScan | None, impl: str) -> Bound:
     """
 
     def plan(*tensors: Any) -> Callable[..., State]:
-        run = _plan(Inputs(*tensors), scan, impl)
+        run = plan_head_in_head(Inputs(*tensors), scan, impl)
         return lambda *tensors: run(Inputs(*tensors))
 
     return Bound(plan)
 
 
-def _plan(inputs: Inputs, scan: TokenScan | Tensor | None, impl: str) -> Callable[[Inputs], State]:
+def plan_head_in_head(inputs: Inputs, scan: TokenScan | Tensor | None, impl: str) -> Callable[[Inputs], State]:
+    """Check the tensors of a call, and return what computes all calls with tensors of their kinds."""
     validate_head_in_head(inputs, scan, impl)
     q, _, v, _, _, mask, _ = inputs
     name = select(impl, q.is_cuda, lambda: _why_not_triton(q, v, mask))
@@ -255,7 +250,7 @@ def head_in_head(
     """
     inputs = Inputs(q, k, v, beta, log_decay, mask, initial_state)
     if isinstance(scan, Tensor):  # its values are read: each call has a plan of its own
-        run = partial(_plan(inputs, scan, impl), inputs)
+        run = partial(plan_head_in_head(inputs, scan, impl), inputs)
     else:
         run = partial(bind_head_in_head(scan, impl).planned(*inputs), *inputs)
     _check_decay(log_decay)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmix_vision.ops.head_in_head.inputs import Inputs
+from headmix_vision.ops.head_in_head.torch_impl import Inputs
 from headmix_vision.ops.head_in_head.triton_tiles import (
     LEAST_LOG_DECAY,
     decay_between,

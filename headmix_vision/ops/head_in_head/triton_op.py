@@ -14,14 +14,13 @@ from torch import Tensor
 
 from headmix_vision.ops.dispatch import FAILED, as_function, gradients_of, stand_in, without_dispatcher
 from headmix_vision.ops.head_in_head import triton_kernels as launch
-from headmix_vision.ops.head_in_head.inputs import Inputs
-from headmix_vision.ops.head_in_head.torch_impl import head_in_head_torch
+from headmix_vision.ops.head_in_head.torch_impl import Inputs, head_in_head_torch
 from headmix_vision.ops.runtime import KernelFailed
 from headmix_vision.ops.token_scan import ScanTables
 
 
 def head_in_head_triton(inputs: Inputs, scan: ScanTables | None, fallback: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute :func:`headmix_vision.ops.head_in_head` in kernels; for ``fallback`` see ``mhla_triton``."""
+    """Compute :func:`headmix_vision.ops.head_in_head` in kernels; for ``fallback`` see ``plan_triton`` of MHLA."""
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     out, final, *_ = _call_forward(*inputs, None if scan is None else scan.order, save, fallback)
     return out, final

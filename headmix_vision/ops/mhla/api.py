@@ -8,12 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headmix_vision.checks import check_flags, check_numbers
+from headmix_vision.checks import check_choice, check_flags, check_numbers
 from headmix_vision.errors import InputError
-from headmix_vision.ops.dispatch import Bound, check_tensors, check_types, kept, select, why_not_triton
+from headmix_vision.ops.dispatch import Bound, check_features, check_tensors, check_types, kept, select, why_not_triton
 from headmix_vision.ops.mhla.reference import mhla_reference
-from headmix_vision.ops.mhla.settings import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings
-from headmix_vision.ops.mhla.torch_impl import mhla_torch
+from headmix_vision.ops.mhla.torch_impl import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings, mhla_torch
 from headmix_vision.ops.runtime import NO_KERNELS, is_amd
 from headmix_vision.ops.token_blocks import BlocksOfRank, TokenBlocks
 
@@ -22,13 +21,9 @@ IMPL_NAMES = ("auto", "reference", "torch", "triton", *(f"triton_{regime}" for r
 
 def check_options(normalizer: str | None, feature_map: str, impl: str) -> None:
     """Raise InputError, naming the option, for a name that ``mhla`` does not know."""
-    for name, value, allowed in (
-        ("normalizer", normalizer, NORMALIZERS),
-        ("feature_map", feature_map, tuple(FEATURE_MAPS)),
-        ("impl", impl, IMPL_NAMES),
-    ):
-        if value not in allowed:
-            raise InputError(f"{name} must be one of {allowed}, got {value!r}.")
+    check_choice("normalizer", normalizer, NORMALIZERS)
+    check_choice("feature_map", feature_map, tuple(FEATURE_MAPS))
+    check_choice("impl", impl, IMPL_NAMES)
 
 
 def validate_mhla(
@@ -50,15 +45,7 @@ def validate_mhla(
     check_tensors(q=q, k=k, v=v, mixing=mixing)
     if not isinstance(settings.blocks, TokenBlocks):
         raise InputError(f"blocks must be a TokenBlocks, got {settings.blocks!r}.")
-    if q.ndim != 4:
-        raise InputError(f"q must be [B, N, H, D], got shape {tuple(q.shape)}.")
-    if k.shape != q.shape:
-        raise InputError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}.")
-    if v.ndim != 4 or v.shape[:3] != q.shape[:3]:
-        raise InputError(f"v must be [B, N, H, Dv] with q's {tuple(q.shape[:3])}, got shape {tuple(v.shape)}.")
-    for name, x in (("q", q), ("v", v)):
-        if x.shape[-1] < 1:
-            raise InputError(f"{name} must have a head dim of at least 1, got shape {tuple(x.shape)}.")
+    check_features(q, k, v, "D")
     blocks = settings.blocks
     if taken is not None:
         left = blocks.num_tokens - taken

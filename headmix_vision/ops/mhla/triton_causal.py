@@ -17,12 +17,11 @@ from torch import Tensor
 
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tuning as tuning
-from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.mhla.triton_launch import (
     Backward,
     Forward,
     Gradients,
-    ceil,
     choose_tiles,
     gradient,
     kernel_constants,
@@ -273,7 +272,7 @@ def _plan(
     t = parts(settings.blocks, summary.parts_of_a_block(settings), q.device)
     c = choose_tiles(tuning.CAUSAL, q, v)
     C, size = t.shape
-    tiles = ceil(size, c["BT"])
+    tiles = triton.cdiv(size, c["BT"])
     align = alignment(*rows)
     sizes = (N, H, C, tiles, size) if by_tile else (N, H, C, size)
     numbers = (*row_strides(align, *rows), *(() if own_stride is None else (own_stride,)), *sizes, settings.eps)

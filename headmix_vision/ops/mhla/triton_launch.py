@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from headmix_vision.ops.mhla import triton_tiles as shared
 from headmix_vision.ops.mhla import triton_tuning as tuning
-from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.runtime import Launch, Layout, cached_tables, numerics, planned
 from headmix_vision.ops.token_blocks import TokenBlocks
 
@@ -159,10 +160,6 @@ def pack_size(packed: Tensor | None) -> int:
     return 1 if packed is None else packed.shape[2]
 
 
-def ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def row_strides(align: int, *tensors: Layout) -> list[int]:
     return [s for x in tensors for s in (*(stride // align for stride in x.strides[:-1]), x.strides[-1])]
 
@@ -191,10 +188,10 @@ class RowSum(NamedTuple):
 
 @planned
 def _sum_rows(rows: int, columns: int, device: torch.device) -> RowSum:  # compiled for each device
-    column_tiles = ceil(columns, 32)
-    shares = 1 if rows <= 64 else min(ceil(rows, 64), max(1, 264 // column_tiles))
-    share = ceil(rows, shares)
-    shares = ceil(rows, share)
+    column_tiles = triton.cdiv(columns, 32)
+    shares = 1 if rows <= 64 else min(triton.cdiv(rows, 64), max(1, 264 // column_tiles))
+    share = triton.cdiv(rows, shares)
+    shares = triton.cdiv(rows, share)
     constants = dict(BR=64, BC=32, num_warps=4)
     return RowSum(Launch(shared.sum_rows_kernel, (column_tiles, shares), (rows, columns, share), constants), shares)
 

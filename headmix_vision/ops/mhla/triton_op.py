@@ -27,13 +27,19 @@ from headmix_vision.ops.mhla import triton_causal as causal
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla.regimes import choose_regime
-from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, needs_output, unpack, unpack_cached
-from headmix_vision.ops.mhla.torch_impl import mhla_torch, source_block_denominator
+from headmix_vision.ops.mhla.torch_impl import (
+    Settings,
+    apply_feature_map,
+    mhla_torch,
+    needs_output,
+    source_block_denominator,
+    unpack,
+    unpack_cached,
+)
 from headmix_vision.ops.mhla.triton_launch import Backward, Forward, Gradients, Saved, gradient
 from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
 from headmix_vision.ops.runtime import KernelFailed, autocast_off, storage_dtype
-from headmix_vision.ops.token_blocks import BlocksOfRank
-from headmix_vision.ops.token_gather import to_blocks
+from headmix_vision.ops.token_blocks import BlocksOfRank, to_blocks
 
 
 def plan_triton(

@@ -19,14 +19,13 @@ from torch import Tensor
 from headmix_vision.ops.mhla import triton_tiles as shared
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.hopper import launch as hopper
-from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.mhla.triton_launch import (
     Backward,
     Forward,
     Gradients,
     Places,
     block_of_token,
-    ceil,
     choose_tiles,
     gradient,
     kernel_constants,
@@ -482,7 +481,7 @@ class RunWeights:
             self.strides = mixing.strides
         else:
             numbers = (len(t.blocks), runs, *mixing_strides(mixing.strides))
-            programs = heads.numel() * ceil(runs, RUN_TILE) ** 2
+            programs = heads.numel() * triton.cdiv(runs, RUN_TILE) ** 2
             self._launch = Launch(shared.expand_runs_kernel, (programs,), numbers, dict(TILE=RUN_TILE))
 
     def __call__(self, mixing: Tensor) -> Tensor:
@@ -534,10 +533,10 @@ def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings:
     numbers = (*row_strides(align, q, k, v), *mixing_strides(weights.strides), *sizes, settings.eps)
     constants = _pairwise_constants(q, v, settings, align, t, c)
     if resident:
-        constants |= dict(TILES=ceil(t.num_places, c["BK"]), PREFETCH=t.run >= tuning.PREFETCH_RUN)
+        constants |= dict(TILES=triton.cdiv(t.num_places, c["BK"]), PREFETCH=t.run >= tuning.PREFETCH_RUN)
         launch = Launch(resident_forward_kernel, (B * H,), numbers, constants)
     else:
-        programs, constants = B * H * ceil(t.num_places, c["BQ"]), constants | dict(CAUSAL=settings.causal)
+        programs, constants = B * H * triton.cdiv(t.num_places, c["BQ"]), constants | dict(CAUSAL=settings.causal)
         launch = Launch(pairwise_forward_kernel, (programs,), numbers, constants)
     return ForwardPlan(weights, t.tokens, launch)
 
@@ -583,7 +582,7 @@ def _pairwise_backward_query(
     M = settings.blocks.num_blocks
     c = choose_tiles(tuning.PAIRWISE_BACKWARD_QUERY, q, v)
     t, weights = _pairwise_tables(c, q, mixing, settings)
-    query_tiles, key_tiles = ceil(t.num_places, c["BQ"]), ceil(t.num_places, c["BK"])
+    query_tiles, key_tiles = triton.cdiv(t.num_places, c["BQ"]), triton.cdiv(t.num_places, c["BK"])
     sums = (query_tiles * c["BQ"] // t.run, key_tiles * c["BK"] // t.run)
     align = alignment(q, k, v, out, d_out)
     numbers = (
@@ -594,7 +593,7 @@ def _pairwise_backward_query(
     at_once = max(1, MIXING_GRADIENT_BYTES // (4 * H * sums[0] * sums[1]))
     fold = None
     if len(t.blocks) != M:
-        programs = mixing.shape[:-2].numel() * ceil(M, 16) ** 2
+        programs = mixing.shape[:-2].numel() * triton.cdiv(M, 16) ** 2
         constants = dict(TILE=64, BM=16, num_warps=4)
         fold = Launch(shared.fold_runs_kernel, (programs,), (len(t.blocks), *sums, M), constants)
     return QueryPlan(t, weights, launch, sums, at_once, fold)
@@ -640,10 +639,10 @@ def _pairwise_backward_key(
     numbers = (*row_strides(align, q, k, v, d_out), *mixing_strides(weights.strides), *sizes, settings.eps)
     constants = _pairwise_constants(q, v, settings, align, t, c) | dict(PACK=pack)
     if resident:
-        constants |= dict(TILES=ceil(t.num_places, c["BQ"]))
+        constants |= dict(TILES=triton.cdiv(t.num_places, c["BQ"]))
         launch = Launch(resident_backward_key_kernel, (B * H,), numbers, constants)
     else:
-        programs, constants = B * H * ceil(t.num_places, c["BK"]), constants | dict(CAUSAL=settings.causal)
+        programs, constants = B * H * triton.cdiv(t.num_places, c["BK"]), constants | dict(CAUSAL=settings.causal)
         launch = Launch(pairwise_backward_key_kernel, (programs,), numbers, constants)
     return PairwisePlan(t, weights, launch)
 

@@ -15,10 +15,9 @@ from torch import Tensor
 from headmix_vision.ops.dispatch import FAILED, as_function, gradients_of, stand_in, without_dispatcher
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
-from headmix_vision.ops.mhla.settings import Settings, apply_feature_map, unpack
+from headmix_vision.ops.mhla.torch_impl import Settings, apply_feature_map, unpack
 from headmix_vision.ops.runtime import KernelFailed, storage_dtype
-from headmix_vision.ops.token_blocks import BlocksOfRank
-from headmix_vision.ops.token_gather import to_blocks, to_tokens
+from headmix_vision.ops.token_blocks import BlocksOfRank, to_blocks, to_tokens
 from headmix_vision.ops.token_ranks import TokenRanks
 
 

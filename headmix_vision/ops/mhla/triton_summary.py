@@ -18,11 +18,10 @@ from torch import Tensor
 
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.regimes import PART_TOKENS
-from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.mhla.triton_launch import (
     Backward,
     Gradients,
-    ceil,
     choose_tiles,
     gradient,
     kernel_constants,
@@ -469,7 +468,7 @@ class MixingGradients(NamedTuple):
 
 def parts_of_a_block(settings: Settings) -> int:
     """Count the parts of each block."""
-    return ceil(settings.blocks.max_block_size, PART_TOKENS)
+    return -(-settings.blocks.max_block_size // PART_TOKENS)
 
 
 def _summed_parts(settings: Settings) -> int:
@@ -495,7 +494,7 @@ def _token_constants(
 
 def _token_parts(q: Layout, settings: Settings, c: tuning.Tiles) -> tuple[Tensor, int]:
     """Return the parts of blocks for kernels that compute each token by itself, and how many a block has."""
-    split = ceil(settings.blocks.max_block_size, c["BT"]) if c.get("ONE_TILE") else parts_of_a_block(settings)
+    split = triton.cdiv(settings.blocks.max_block_size, c["BT"]) if c.get("ONE_TILE") else parts_of_a_block(settings)
     return parts(settings.blocks, split, q.device), split
 
 
@@ -551,8 +550,8 @@ def _mix(matrix: Layout, vector: Layout, mixing: Layout, transposed: bool, setti
     B, H, M = matrix.shape[:3]
     size = matrix.shape[3:].numel()
     c = tuning.mix_tiles(M, matrix.dtype)
-    row_tiles, column_tiles, chunks = ceil(M, c["BM"]), ceil(size, c["BF"]), ceil(M, c["BC"])
-    shares = max(ceil(column_tiles, c["per"]), ceil(vector.shape[-1], VECTOR_TILE))
+    row_tiles, column_tiles, chunks = triton.cdiv(M, c["BM"]), triton.cdiv(size, c["BF"]), triton.cdiv(M, c["BC"])
+    shares = max(triton.cdiv(column_tiles, c["per"]), triton.cdiv(vector.shape[-1], VECTOR_TILE))
     *head, row, source = mixing.strides
     strides = mixing_strides((*head, source, row) if transposed else mixing.strides)
     compute, precision = numerics(matrix.dtype, mixing.gpu)
@@ -648,8 +647,8 @@ def _mixing_gradient(R: Layout, r: Layout, mixing: Layout, settings: Settings) -
     B, H, M = R.shape[:3]
     size = R.shape[3:].numel()
     c = tuning.mixing_gradient_tiles(M, R.dtype, R.gpu.shared_memory)
-    row_tiles = ceil(M, c["BM"])
-    splits = max(1, min(ceil(size, c["BF"] * 4), 1024 // (B * H * row_tiles * row_tiles)))
+    row_tiles = triton.cdiv(M, c["BM"])
+    splits = max(1, min(triton.cdiv(size, c["BF"] * 4), 1024 // (B * H * row_tiles * row_tiles)))
     compute, precision = numerics(R.dtype, R.gpu)
     together = row_tiles == 1
     *head, row, column = mixing.strides

@@ -86,11 +86,7 @@ def bind_mix_heads(impl: str) -> Bound:
     def plan(*tensors: Tensor) -> Callable[..., tuple[Tensor, ...]]:
         *inputs, weights = tensors
         validate_mix_heads(inputs, weights, impl)
-        form = IMPLEMENTATIONS[select(impl, inputs[0].is_cuda, lambda: _why_not_triton(inputs[0]))]
-        return lambda *tensors: form(tensors[:-1], tensors[-1])
+        x, names = inputs[0], ("inputs[0]", "inputs[0]")
+        return IMPLEMENTATIONS[select(impl, x.is_cuda, lambda: why_not_triton(x, x, names))]
 
     return Bound(plan)
-
-
-def _why_not_triton(x: Tensor) -> str | None:
-    return why_not_triton(x, x, ("inputs[0]", "inputs[0]"))

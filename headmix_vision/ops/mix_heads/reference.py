@@ -11,8 +11,9 @@ from torch import Tensor
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 
 
-def mix_heads_reference(inputs: tuple[Tensor, ...], weights: Tensor) -> tuple[Tensor, ...]:
-    """Compute :func:`headmix_vision.ops.mix_heads` head by head."""
+def mix_heads_reference(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Compute :func:`headmix_vision.ops.mix_heads` of inputs and, last, weights head by head."""
+    *inputs, weights = tensors
     first = inputs[0]
     dtype = accumulation_dtype(first.dtype)
     with autocast_off(first):

@@ -208,16 +208,9 @@ def _tiles(table: tuple[Tiles, Tiles, Tiles], weights: Layout, dtype: torch.dtyp
     few = min(G, H) <= FEW_HEADS
     most = table[2 if dtype == EXACT else 0 if few else 1]
     shares = max(1, LEAST_ROWS // max(G, H))
-    rows = {name: min(most[name], max(LEAST_ROWS, _power_of_two(shares * n))) for name, n in (("BG", G), ("BH", H))}
+    needed = {name: max(LEAST_ROWS, triton.next_power_of_2(shares * n)) for name, n in (("BG", G), ("BH", H))}
+    rows = {name: min(most[name], n) for name, n in needed.items()}
     return most | rows | Tiles(SHARES=shares)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _three(tensors: Sequence[T]) -> list[T]:
@@ -244,7 +237,7 @@ def _constants(x: Layout, weights: Layout, align: int, tiles: Tiles) -> dict[str
 def _mix(inputs: tuple[Layout, ...], weights: Layout) -> Launch:
     B, N, H, D = inputs[0].shape
     tiles = _tiles(FORWARD, weights, inputs[0].dtype)
-    per_image = _ceil(N * D, tiles["SHARES"] * tiles["COLUMNS"])
+    per_image = triton.cdiv(N * D, tiles["SHARES"] * tiles["COLUMNS"])
     align = alignment(*inputs)
     numbers = (*_strides(align, inputs), *weights.strides, N, per_image)
     constants = _constants(inputs[0], weights, align, tiles)
@@ -272,11 +265,11 @@ def _mix_backward(d_outs: tuple[Layout, ...], inputs: tuple[Layout, ...], weight
     (B, N, H, D), G = inputs[0].shape, weights.shape[1]
     tiles = _tiles(BACKWARD, weights, inputs[0].dtype)
     S = tiles["SHARES"]
-    per_image = _ceil(N * D, S * tiles["COLUMNS"])
+    per_image = triton.cdiv(N * D, S * tiles["COLUMNS"])
     whole = S * G <= tiles["BG"] and S * H <= tiles["BH"]
     # Parts of equal length; long sums of float32 would lose digits.
-    per_part = _ceil(per_image, max(1, per_image // PART_TILES)) if whole and inputs[0].dtype != EXACT else 1
-    parts = _ceil(per_image, per_part)
+    per_part = triton.cdiv(per_image, max(1, per_image // PART_TILES)) if whole and inputs[0].dtype != EXACT else 1
+    parts = triton.cdiv(per_image, per_part)
     align = alignment(*inputs, *d_outs)
     strides = (*_strides(align, d_outs), *_strides(align, inputs), *weights.strides)
     numbers = (*strides, N, per_image, parts, per_part)
@@ -309,9 +302,9 @@ def mix_backward(
 def _sum_rows(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> tuple[Launch, int]:
     """Plan a sum of rows into a type, and count its shares; it is compiled for each device and type."""
     C, rows, columns = shape
-    shares = _ceil(rows, SUM_SHARE)
+    shares = triton.cdiv(rows, SUM_SHARE)
     constants = dict(BR=SUM_ROWS, BC=SUM_COLUMNS, num_warps=4)
-    grid = (shares, _ceil(columns, SUM_COLUMNS), C)  # only the first may exceed 65,535
+    grid = (shares, triton.cdiv(columns, SUM_COLUMNS), C)  # only the first may exceed 65,535
     return Launch(sum_parts_kernel, grid, (rows, columns, SUM_SHARE), constants), shares
 
 

@@ -26,9 +26,9 @@ from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
 from headmix_vision.ops.runtime import KernelFailed
 
 
-def mix_heads_triton(inputs: tuple[Tensor, ...], weights: Tensor, fallback: bool = False) -> tuple[Tensor, ...]:
-    """Compute :func:`headmix_vision.ops.mix_heads` in kernels; for ``fallback`` see ``mhla_triton``."""
-    return tuple(_call_forward(list(inputs), weights, fallback))
+def mix_heads_triton(*tensors: Tensor, fallback: bool = False) -> tuple[Tensor, ...]:
+    """Compute :func:`headmix_vision.ops.mix_heads` in kernels; for ``fallback`` see ``plan_triton`` of MHLA."""
+    return tuple(_call_forward(list(tensors[:-1]), tensors[-1], fallback))
 
 
 # Cached compiled graphs do not notice a change of an op's gradients: when their arguments change, rename the ops.
@@ -44,7 +44,7 @@ def _forward(inputs: list[Tensor], weights: Tensor, fallback: bool) -> list[Tens
             return outs
         except KernelFailed as error:
             stand_in(error, fallback, *_kind(inputs, weights, fallback))
-    return [out.copy_(x) for out, x in zip(outs, mix_heads_torch(tuple(inputs), weights), strict=True)]
+    return [out.copy_(x) for out, x in zip(outs, mix_heads_torch(*inputs, weights), strict=True)]
 
 
 def _kind(inputs: list[Tensor], weights: Tensor, fallback: bool) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ def _fill_gradients(
                 return launch.mix_backward(d_outs, inputs, weights, d_inputs, pack)
         except KernelFailed as error:
             stand_in(error, fallback, *_kind(inputs, weights, fallback))
-    *computed, d_weights = gradients_of(lambda *x: mix_heads_torch(x[:-1], x[-1]), [*inputs, weights], d_outs)
+    *computed, d_weights = gradients_of(mix_heads_torch, [*inputs, weights], d_outs)
     for d_input, gradient in zip(d_inputs, computed, strict=True):
         d_input.copy_(gradient)
     return d_weights

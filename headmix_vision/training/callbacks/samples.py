@@ -13,10 +13,9 @@ from torch import Tensor
 
 from headmix_vision.console.processes import Processes
 from headmix_vision.data.batches import deal_batches
-from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError
+from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError, create_scheduler, set_steps
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
-from headmix_vision.diffusion.schedulers import create_scheduler, set_steps
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
 from headmix_vision.evaluation.frechet import Gaussian, Moments, frechet_distance

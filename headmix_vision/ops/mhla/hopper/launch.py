@@ -9,16 +9,16 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from headmix_vision.ops.dispatch import warn_once
 from headmix_vision.ops.mhla import triton_tuning as tuning
-from headmix_vision.ops.mhla.settings import Settings
+from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.mhla.triton_launch import (
     Backward,
     Gradients,
     block_of_token,
-    ceil,
     gradient,
     kernel_constants,
     mixing_strides,
@@ -173,7 +173,7 @@ def plan_backward(
     kernels = _kernels()
     assert kernels is not None
     launch = Launch(kernels.wide_backward if wide else kernels.backward, (programs,), numbers, constants)
-    passes = ceil(N, tiles["KEYS"])
+    passes = triton.cdiv(N, tiles["KEYS"])
     parts = ((B if per_head else programs) * passes, *mixing.shape[:-2], num_blocks, num_blocks)
     scratch = (programs, passes * tiles["KEYS"], tuning.HOPPER_WIDE_COLUMNS + num_blocks) if wide else None
     blocks = block_of_token(settings.blocks, q.device, 1 if tiles.get("PREFIX") else 0)
