@@ -130,11 +130,14 @@ def test_a_request_is_refused_when_it_is_made():
         ("fid", None): "fid needs real",
         ("is", "x"): "is does not take real",
         ("fvd", "x"): "fvd scores clips",
+        ("stats", "x"): "stats needs a file to write",
     }.items():
         with pytest.raises(InputError, match=message):
             ScoreRequest(metric=words[0], real=words[1], fake="y")
     with pytest.raises(InputError, match="kid has no option subset; did you mean subsets"):
         ScoreRequest(metric="kid", real="x", fake="y", options={"subset": 3})
+    with pytest.raises(InputError, match="kid reads no labels"):
+        ScoreRequest(metric="kid", real="x", fake="y", skip_unlabelled=True)
 
 
 def test_a_request_from_python_returns_its_result_and_prints_nothing(tmp_path, capsys):

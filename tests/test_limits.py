@@ -17,12 +17,15 @@ import pytest
 import torch
 from inputs import photo
 
+from headmix_lab.tables import ResultTable
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sources import NpzSamples, npz_array, npz_arrays
 from headmix_vision.files import reading
 from headmix_vision.files.pictures import Decoding, picture_formats, read_png, write_png
 from headmix_vision.files.reading import (
+    check_disk,
     check_file,
+    check_files,
     check_memory,
     check_nesting,
     check_workers,
@@ -30,10 +33,11 @@ from headmix_vision.files.reading import (
     memory_left,
     num_cores,
     parse_json,
+    parse_yaml,
     read_text,
 )
 from headmix_vision.files.tars import Member, list_members
-from headmix_vision.files.tensors import open_tensors, read_weights, write_tensors
+from headmix_vision.files.tensors import file_sha256, open_tensors, read_tensors, read_weights, write_tensors
 from headmix_vision.files.video import ClipInfo, is_whole_video, probe, probe_clip, read_clip, read_frames, write_video
 from headmix_vision.runs.checkpoints import read_checkpoint
 
@@ -77,6 +81,32 @@ def test_memory_and_workers_beyond_the_machine_are_refused() -> None:
         check_workers(**{"--workers": 100_000})
 
 
+SHARED_PART = [1] * 9  # ten values, of which a whole file may hold many copies
+
+
+@pytest.mark.parametrize(
+    "spend",
+    [
+        lambda count, place: check_memory(count, "x"),
+        lambda count, place: check_disk(place / "absent", count, "x"),
+        lambda count, place: ((place / "a").write_bytes(b"a" * count), read_text(place / "a")),
+        lambda count, place: check_yaml("- 1\n" * (count - 1)),
+        lambda count, place: check_nesting("x", [SHARED_PART] * 110 + [1] * (count - 1101)),
+    ],
+    ids=["memory", "disk", "text", "yaml", "values"],
+)
+def test_what_fills_a_limit_is_accepted(
+    spend: Callable[[int, Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_memory: None
+) -> None:
+    monkeypatch.setattr(reading, "memory_left", lambda: 1200)
+    monkeypatch.setattr(reading.shutil, "disk_usage", lambda place: reading.shutil._ntuple_diskusage(9, 9, 1200))
+    for name in ("MAX_TEXT_BYTES", "MAX_YAML_VALUES", "MAX_VALUES"):
+        monkeypatch.setattr(reading, name, 1200)
+    spend(1200, tmp_path)
+    with pytest.raises(InputError):
+        spend(1201, tmp_path)
+
+
 def special(folder: Path, name: str) -> Path:
     path = folder / name
     path.unlink(missing_ok=True)
@@ -95,6 +125,10 @@ def special(folder: Path, name: str) -> Path:
         ("x.npz", npz_arrays),
         ("x.json", read_text),
         ("x.safetensors", lambda path: open_tensors(path).__enter__()),
+        ("x.safetensors", read_tensors),
+        ("x.safetensors", file_sha256),
+        ("x.safetensors", lambda path: check_files(path.parent)),
+        ("x.csv", lambda path: ResultTable(path, ["a"], 1, str)),
     ],
 )
 def test_pipes_and_devices_are_not_opened(name: str, read: Callable[[Path], Any], tmp_path: Path) -> None:
@@ -124,7 +158,7 @@ def test_texts_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         read_text(path)
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, "{", "1" * 5000, b"\xff"])
+@pytest.mark.parametrize("text", ["[" * 200_000, "[" * 300 + "]" * 300, "{", "1" * 5000, b"\xff"])
 def test_json_that_is_damaged_or_deep(text: str | bytes) -> None:
     with pytest.raises(InputError, match=r"^the header is damaged: "):
         parse_json(text, "the header")
@@ -146,8 +180,8 @@ LAUGHS = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
 )
 def test_yaml_that_grows_is_refused_before_it_is_loaded(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_yaml(text)
-    check_yaml("a: &a {b: &b 1, c: [*b, *b]}\nd: *a\ne: {<<: *a}")
+        parse_yaml(text)
+    parse_yaml("a: &a {b: &b 1, c: [*b, *b]}\nd: *a\ne: {<<: *a}")
 
 
 def forge(path: Path, header: str, data: bytes = b"", name: str = "arr_0.npy", **details: Any) -> Path:

@@ -11,7 +11,8 @@ from PIL import Image
 
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.errors import InputError
-from headmix_vision.files.video import ClipInfo, probe, read_frames, read_video, write_video
+from headmix_vision.files.pictures import Decoding
+from headmix_vision.files.video import ClipInfo, probe, read_clip, read_frames, read_video, write_video
 
 COUNT = 24
 
@@ -130,6 +131,12 @@ def test_frames_are_chosen_by_their_times(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"it lasts .* s, a clip needs 5 s"):
             ClipConfig(8.0).frames(40, 42, info.frame_rate, 0.0, info.times)
         assert ClipConfig(frame_stride=2).frames(3, 42, info.frame_rate, 0.0, info.times) == [0, 2, 4]
+    assert ClipConfig(8.0).frames(4, 4, 8.0, 1.0, (0.0, 0.2, 0.3, 0.4, 0.5)) == [0, 1, 2, 3]
+    assert ClipConfig(100.0).frames(3, 3, 99.0, 1.0) == [0, 1, 2]
+    with pytest.raises(InputError, match="it states no frame rate: choose frames by a stride"):
+        ClipConfig(100.0).frames(3, 3, None, 1.0)
+    with pytest.raises(InputError, match=r"it has 98\.9 frames a second, fewer than the 100 of a clip"):
+        ClipConfig(100.0).frames(3, 3, 98.9, 1.0)
         whole, rate = read_video(path, 12)
         assert rate == 12 and abs(len(whole) - 48) <= 2 and (whole[12:14, 16, 24, 0] == whole[12, 16, 24, 0]).all()
     gif = [levels[0]] * 6 + [levels[9]] * 2
@@ -217,9 +224,14 @@ def test_transparent_pixels_of_a_gif_show_the_background(tmp_path: Path) -> None
     frames[0].save(
         tmp_path / "a.gif", save_all=True, append_images=frames[1:], transparency=2, disposal=2, duration=100
     )
+    (tmp_path / "frames").mkdir()
+    still = Image.new("RGBA", (16, 16), (200, 0, 0))
+    still.paste((0, 0, 0, 0), (0, 0, 8, 16))
+    still.save(tmp_path / "frames" / "0.png")
     for background, level in (("white", 255), ("black", 0)):
-        found = read_frames(tmp_path / "a.gif", [0, 1], background)
-        assert (found[:, :, :8] == level).all() and found[0, 0, 12].tolist() == [200, 0, 0]
+        clips = [read_clip(tmp_path / name, [0], Decoding(background=background)) for name in ("a.gif", "frames")]
+        for found in (read_frames(tmp_path / "a.gif", [0, 1], background), *map(np.stack, clips)):
+            assert (found[:, :, :8] == level).all() and found[0, 0, 12].tolist() == [200, 0, 0]
 
 
 def test_an_old_pyav_is_refused(frames: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def _read_network(folder: Path) -> HeadMixDiT:
             raise InputError(f"its network has the unknown option {name!r}")
     check_files(place)
     with building("its network", config):
-        return HeadMixDiT.from_pretrained(str(place), low_cpu_mem_usage=False)
+        return HeadMixDiT.from_pretrained(str(place), low_cpu_mem_usage=False, use_safetensors=True)
 
 
 def _read_scheduler(folder: Path, name: str, objective: ObjectiveConfig) -> SchedulerMixin:

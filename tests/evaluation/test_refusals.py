@@ -265,6 +265,7 @@ def test_damaged_labels(labels: bytes, message: str, tmp_path: Path) -> None:
         (lambda mu, sigma: {"mu": mu, "sigma": sigma * np.inf}, "not finite"),
         (lambda mu, sigma: {"mu": mu[None], "sigma": sigma}, "do not belong together"),
         (lambda mu, sigma: {"mu": mu[:0], "sigma": sigma[:0, :0]}, "do not belong together"),
+        (lambda mu, sigma: {"mu": mu.sum(), "sigma": sigma}, "do not belong together"),
         (lambda mu, sigma: {"mu": mu.astype(complex), "sigma": sigma}, "mu is complex128"),
         (lambda mu, sigma: {"mu": np.array([None] * 64), "sigma": sigma}, "holds Python objects, it must hold numbers"),
         (lambda mu, sigma: {}, "has no mu and sigma, it has none of them"),
@@ -328,6 +329,7 @@ def test_statistics_of_whole_numbers(statistics: Path, tmp_path: Path) -> None:
 def test_sources_that_are_none(source: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         open_samples(source, "L")
+    assert len(open_samples("digits[-1797:]", "L")) == len(open_samples("digits[:1797]", "L")) == 1797
 
 
 def test_a_link_to_nothing_is_an_image_that_cannot_be_read(tmp_path: Path) -> None:

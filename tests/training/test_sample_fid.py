@@ -185,6 +185,10 @@ def test_one_autoencoder_serves_all_callbacks(monkeypatch: pytest.MonkeyPatch) -
         sampler.open()
     assert loaded == ["some/vae"]
     assert sampler.image_shape(generator(input_size=4)) == (3, 32, 32)
+    autoencoder.module.config["out_channels"] = 1
+    clips = SimpleNamespace(net=SimpleNamespace(in_channels=2, input_size=(4, 8, 12)))
+    assert sampler.image_shape(clips) == (1, 64, 96)  # type: ignore[arg-type]
+    assert ImageSampler(None).image_shape(clips) == (2, 8, 12)  # type: ignore[arg-type]
 
 
 def test_samples_that_are_not_finite_stop_the_run() -> None:
