@@ -206,6 +206,21 @@ def test_every_command_reads_the_same_pixels(everywhere: tuple[Path, list[str]],
     assert torch.equal(((latents + 1) / 2 * 255).round().to(torch.uint8), scored)
 
 
+def test_a_changed_byte_of_a_png_changes_no_pixel_unnoticed() -> None:
+    file = encode(photo().convert("L").resize((8, 8)), "png")
+    right, noticed = pixels(file), 0
+    for place in range(len(file)):
+        changed = bytearray(file)
+        changed[place] ^= 0x80
+        try:
+            found = pixels(bytes(changed))
+        except Exception:  # as Pillow raises
+            noticed += 1
+        else:
+            assert np.array_equal(found, right), place
+    assert noticed > 0.9 * len(file)
+
+
 def test_what_is_not_a_picture_is_named_as_such(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
     with pytest.raises(ValueError, match="it is not a picture that Pillow reads"):

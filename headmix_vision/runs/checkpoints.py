@@ -38,7 +38,7 @@ from headmix_vision.errors import InputError, is_whole
 from headmix_vision.files.reading import check_fields, check_nesting
 from headmix_vision.files.tensors import check_archive, check_plain, file_sha256, is_archive, tensors_sha256
 from headmix_vision.files.writing import lock_holder
-from headmix_vision.runs.directory import CHECKPOINTS, LOCK, REPLACED, standing_file
+from headmix_vision.runs.directory import BEST, CHECKPOINTS, LAST, LOCK, REPLACED, standing_file
 
 DESCRIPTION_KEY = "headmix_vision"
 MODEL_PREFIX = "net."
@@ -98,23 +98,36 @@ def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Pa
     Args:
         run: A run directory, or a `.ckpt` file, which is the checkpoint itself.
         which: `best` or `last` of the run directory, or the path of a file; the best one when None, or the last one of
-            a run that keeps no best.
+            a run that has never had a best.
 
     Raises:
         InputError: If the file does not exist.
     """
     run = Path(run)
-    folder = run / CHECKPOINTS
-    if which is None:
-        which = "best" if os.path.lexists(folder / "best.ckpt") or not (folder / "last.ckpt").is_file() else "last"
-    path = folder / f"{which}.ckpt" if which in ("best", "last") else Path(which)
+    best, last = run / BEST, run / LAST
     if run.suffix == ".ckpt":
         path = run
+    elif which is None:
+        path = last if last.is_file() and not os.path.lexists(best) and not _has_had_best(last) else best
+    else:
+        path = {"best": best, "last": last}.get(which, Path(which))
     if not path.is_file():
-        earlier = run / REPLACED
-        hint = f"; the run that was to be replaced is a run directory still: {earlier}" if earlier.is_dir() else ""
-        raise InputError(f"no checkpoint at {path} (asked for {which}){hint}")
+        hint = ""
+        if (run / REPLACED).is_dir():
+            hint = f"; the run that was to be replaced is a run directory still: {run / REPLACED}"
+        elif path == best and last.is_file():
+            hint = f"; to use the last one, name it: {last}"
+        raise InputError(f"no checkpoint at {path} (asked for {which or 'best'}){hint}")
     return path
+
+
+def _has_had_best(checkpoint: Path) -> bool:
+    """Return whether the run of a checkpoint had a best one, by the states of its callbacks."""
+    callbacks = read_checkpoint(checkpoint, sharded=(), values=False).get("callbacks")
+    states = callbacks.values() if isinstance(callbacks, dict) else ()
+    return any(
+        isinstance(state, dict) and Path(str(state.get("best_model_path"))).name == Path(BEST).name for state in states
+    )
 
 
 def find_standing_checkpoint(run: Path, which: str) -> Path:

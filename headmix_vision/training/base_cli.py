@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
@@ -33,7 +34,7 @@ from headmix_vision.runs.checkpoints import (
     find_standing_checkpoint,
     read_checkpoint,
 )
-from headmix_vision.runs.directory import CHECKPOINTS, LAST, METRICS, check_links, standing_file
+from headmix_vision.runs.directory import BEST, CHECKPOINTS, LAST, METRICS, check_links, standing_file
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
 from headmix_vision.training.callbacks.checkpointing import EarlyStop, LastCheckpoint, TakeSignals
 from headmix_vision.training.callbacks.dry_run import DryRun
@@ -255,6 +256,8 @@ class RunCLI(LightningCLI):
         self.checkpoint = read_checkpoint(options.ckpt_path, sharded=(), values=False)
         check_entries(self.checkpoint, options.ckpt_path, resuming=training)
         check_description(self.checkpoint, options.model.name, options.model.num_classes)
+        if training:
+            self._check_best()
         if training and getattr(rank_zero_only, "rank", 0) == 0:
             before = stored_options(self.checkpoint, Path(options.ckpt_path))
             if changes := list_changes(before, self._plain_options()):
@@ -264,6 +267,18 @@ class RunCLI(LightningCLI):
             accuracy = "" if top1 is None else f", top-1 {100 * top1:.2f} % when it was saved"
             weights = "EMA" if "current_model_state" in self.checkpoint else "trained weights"
             print(f"checkpoint {options.ckpt_path} ({weights} of step {self.checkpoint['global_step']}{accuracy})")
+
+    def _check_best(self) -> None:
+        """Refuse to go on beside a best checkpoint that cannot be opened; its tensors are not read."""
+        best = standing_file(Path(self.options.run_dir), BEST)
+        try:
+            if best.is_file():
+                read_checkpoint(best, sharded=(), values=False)
+        except InputError as error:
+            raise InputError(
+                f"the best checkpoint of the run cannot be opened: {error}. Put it back, or delete {best} to go on"
+                " without it"
+            ) from None
 
     def _plain_options(self) -> dict[str, Any]:
         """Return the options that belong to the run, as plain values."""
@@ -325,6 +340,7 @@ class RunCLI(LightningCLI):
         trainer.callbacks.sort(key=lambda callback: not isinstance(callback, StartRun))  # type: ignore[attr-defined]
         if isinstance(trainer.strategy, DDPStrategy):  # else gradients are kept twice, and copied
             trainer.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+        _check_nodes(trainer)
         opt = options.model.optimizer.opt
         require(
             not isinstance(trainer.strategy, ShardedStrategy) or not any(name in opt.lower() for name in NOT_ON_SHARDS),
@@ -383,6 +399,17 @@ class RunCLI(LightningCLI):
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
         """Return the callbacks of the other subcommands."""
         return []
+
+
+def _check_nodes(trainer: Trainer) -> None:
+    """Refuse several nodes where nothing tells which of them this is: the process would wait for the others."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    known = not isinstance(environment, LightningEnvironment) or {"NODE_RANK", "GROUP_RANK"} & os.environ.keys()
+    require(
+        trainer.num_nodes == 1 or bool(known),
+        f"trainer.num_nodes={trainer.num_nodes}, but no launcher has started this process: start the command on each"
+        " node by torchrun or SLURM, set MASTER_ADDR, MASTER_PORT and NODE_RANK there, or set trainer.num_nodes=1",
+    )
 
 
 def _silence_what_does_not_apply() -> None:

@@ -17,8 +17,11 @@ from headmix_vision.diffusion import HeadMixVideoDiTPipeline, ObjectiveConfig
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.runs.checkpoints import find_checkpoint, read_checkpoint
+from headmix_vision.runs.exporting import ExportRequest, export_run
 from headmix_vision.runs.networks import create_generator, load_network, open_network
 from headmix_vision.runs.pipelines import load_pipeline
+
+ABOUT = {"name": "deit_mhla_digits", "num_classes": 10, "img_size": None, "model_args": {}}
 
 
 def averaged(value: torch.Tensor) -> torch.Tensor:
@@ -41,7 +44,7 @@ def test_data_and_finished_runs_are_read_without_lightning() -> None:
         f"{package.__name__}.{module.name}" for package in packages for module in pkgutil.iter_modules(package.__path__)
     ]
     assert len(modules) > 12
-    data = ("datasets", "seeding", "fitting", "latent_cache", "batches", "augmentation")
+    data = ("datasets", "seeding", "fitting", "latent_cache", "shard_index", "batches", "augmentation")
     modules += [f"headmix_vision.data.{name}" for name in data]
     code = (
         f"import sys, importlib; [importlib.import_module(name) for name in {modules}];"
@@ -54,11 +57,10 @@ def test_data_and_finished_runs_are_read_without_lightning() -> None:
 
 def test_checkpoints_become_networks(tmp_path: Path) -> None:
     classifier = timm.create_model("deit_mhla_digits")
-    about = {"name": "deit_mhla_digits", "num_classes": 10, "img_size": None, "model_args": {}}
     generator = timm.create_model("dit_linear_digits", depth=1)
     architecture = {name: value for name, value in generator.config.items() if not name.startswith("_")}
     for network, description in (
-        (classifier, about),
+        (classifier, ABOUT),
         (generator, {"name": "dit_linear_digits", "kind": "generator", "architecture": architecture, "objective": {}}),
     ):
         checkpoint = read_checkpoint(save_checkpoint(tmp_path / "one.ckpt", network, **description))
@@ -101,8 +103,7 @@ def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no checkpoint at .*best\.ckpt"):
         find_checkpoint(tmp_path)
     last, best = (tmp_path / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
-    last.parent.mkdir()
-    last.touch()
+    save_checkpoint(last, torch.nn.Linear(1, 1), **ABOUT)
     assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, "last") == find_checkpoint(last) == last
     best.touch()
     assert find_checkpoint(tmp_path) == best and find_checkpoint(tmp_path, str(last)) == last
@@ -112,6 +113,25 @@ def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
     best.symlink_to("nothing")
     with pytest.raises(ValueError, match=r"no checkpoint at .*best\.ckpt"):  # rather than the last one unasked
         find_checkpoint(tmp_path)
+
+
+def test_a_lost_best_checkpoint_is_not_replaced_by_the_last_one(tmp_path: Path) -> None:
+    network = timm.create_model(ABOUT["name"])
+    last = save_checkpoint(tmp_path / "checkpoints" / "last.ckpt", network, **ABOUT)
+    states = {"Best": {"best_model_path": "/elsewhere/run/checkpoints/best.ckpt"}, "Bar": {"best_model_path": ""}}
+    torch.save({**torch.load(last, weights_only=True), "callbacks": states}, last)
+    message = rf"no checkpoint at .*best\.ckpt .*; to use the last one, name it: {last}"
+    for use in (
+        lambda: open_network(tmp_path),
+        lambda: open_extractor(str(tmp_path)),
+        lambda: export_run(ExportRequest(run=tmp_path, out=tmp_path / "a.safetensors")),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()
+    assert find_checkpoint(tmp_path, "last") == last
+    states.pop("Best")  # as without a validation split
+    torch.save({**torch.load(last, weights_only=True), "callbacks": states}, last)
+    assert open_network(tmp_path)[1]["checkpoint"] == str(last)
 
 
 def test_a_generator_of_videos_is_opened_exported_and_refused_as_one_of_images(

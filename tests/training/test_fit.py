@@ -110,6 +110,21 @@ def test_a_run_keeps_to_what_its_best_checkpoint_is_of(
     assert (copied / "checkpoints" / "best.ckpt").read_bytes() == best
 
 
+def test_a_run_goes_on_without_its_best_checkpoint_but_not_beside_a_damaged_one(
+    reference_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = Path(shutil.copytree(reference_run, tmp_path / "run"))
+    best = copied / "checkpoints" / "best.ckpt"
+    best.write_bytes(best.read_bytes()[:-1000])
+    command = ("fit", "--run_dir", copied, "--ckpt_path", "last", "--trainer.max_epochs", 3)
+    assert run(*command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the best checkpoint of the run cannot be opened: ")
+    assert line.endswith(f"delete {best} to go on without it")
+    best.unlink()
+    assert run(*command, "--dry_run") == 0
+
+
 def test_curves_are_drawn_between_epochs_when_the_interval_is_over(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     rows = [{"step": 5.0, "epoch": 0.0, "train/loss": 1.0, "val/top1": 0.5}]

@@ -302,6 +302,16 @@ def test_devices_that_are_not_the_processes_of_torchrun_are_refused(
     assert "do not make the 2 processes, 2 of them here, that torchrun has started" in capsys.readouterr().err
 
 
+def test_several_nodes_are_refused_where_nothing_tells_which_this_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NODE_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    fit = ("fit", "-c", write_config(tmp_path / "tiny.yaml"), "--run_dir", tmp_path / "run")
+    assert run(*fit, "--trainer.num_nodes", 2) == 2
+    assert "trainer.num_nodes=2, but no launcher has started this process" in capsys.readouterr().err
+
+
 def test_batches_of_another_size_are_refused_within_an_epoch() -> None:
     saved = {"processes": 2, "size": 8}
     _check_batch(saved, {"processes": 2, "size": 4}, within_epoch=False)
@@ -410,6 +420,18 @@ def test_damaged_shards_are_refused(damage: Any, message: str, folder: Path, tmp
     damage(next(copy.glob("step=7.*.shards")))
     with pytest.raises(InputError, match=message):
         read_checkpoint(copy / "step=7.ckpt", sharded=())
+
+
+def test_a_run_does_not_go_on_beside_a_best_checkpoint_with_damaged_shards(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(folder / "two", tmp_path / "two")
+    (shards,) = (copy / "checkpoints").glob("best.*.shards")
+    (shards / ".metadata").unlink()
+    assert run("fit", "-c", folder / "one.yaml", "--run_dir", copy, "--ckpt_path", "last") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "the best checkpoint of the run cannot be opened" in line and "it lacks .metadata" in line
+    assert len([*shards.iterdir()]) == 2
 
 
 def forget_hashes(checkpoint: Path) -> None:
