@@ -45,8 +45,8 @@ from benchmarks.measuring import (
     times_ms,
     write_csv,
 )
-from headmix_vision.console.processes import end_without_others
-from headmix_vision.console.tables import markdown_table
+from headmix_lab.tables import markdown_table
+from headmix_vision.console import end_without_others
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.ops import TokenBlocks, TokenRanks, mhla

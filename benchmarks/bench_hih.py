@@ -51,7 +51,7 @@ from benchmarks.hih_cases import (
 from benchmarks.measuring import begin, release_memory, results_path, write_csv
 from benchmarks.mhla_cases import Shape
 from benchmarks.plots import draw_hih
-from headmix_vision.files.origins import installed_version
+from headmix_lab.tables import installed_version
 from headmix_vision.ops import head_in_head
 
 MAX_RELATIVE_ERROR = 0.01  # bf16 has 8 bits: rounding the result alone costs 0.002

@@ -24,7 +24,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from headmix_vision.console.tables import markdown_table
+from headmix_lab.tables import markdown_table
 from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, mhla, mix_heads, runtime
 from headmix_vision.ops.runtime import forget_plans
 

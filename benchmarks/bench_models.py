@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from benchmarks.measuring import add_options, environment, fill, open_device, release_memory, results_path, write_csv
 from benchmarks.model_families import check_spellings, family_of, make_model, read_spelling
-from headmix_vision.console.tables import markdown_table
+from headmix_lab.tables import markdown_table
 from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.training.base_module import compile_blocks
 

@@ -39,9 +39,9 @@ from benchmarks import bench_training
 from benchmarks.bench_training import Clock
 from benchmarks.measuring import REPOSITORY, add_options, environment, fill, open_device, results_path, write_csv
 from benchmarks.model_families import family_of, read_spelling
-from headmix_vision.console.scripts import run_python
-from headmix_vision.console.tables import markdown_table
-from headmix_vision.files.atomic import atomic_path
+from headmix_lab.scripts import run_python
+from headmix_lab.tables import markdown_table
+from headmix_vision.files.writing import atomic_path
 
 HEADER = ("model", "batch", "what", "GPUs", "images/s", "ratio", "GiB")
 LOSS_HEADER = ("model", "what", "GPUs", "first loss", "last loss", "largest difference")

@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.bench_models import Contestant
 from benchmarks.measuring import add_options, environment, fill, open_device, release_memory, results_path, write_csv
 from benchmarks.model_families import check_spellings, family_of, read_spelling
+from headmix_lab.tables import markdown_table
 from headmix_vision.cli.training import run_command_line
-from headmix_vision.console.tables import markdown_table
 from headmix_vision.data.batches import as_it_is
 from headmix_vision.data.classification import ClassificationData
 from headmix_vision.data.generation import GenerationData

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.measuring import add_options, environment, open_device, release_memory, results_path, write_csv
-from headmix_vision.console.tables import markdown_table
-from headmix_vision.files.origins import installed_version
+from headmix_lab.tables import installed_version, markdown_table
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
 
 WAN = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # Wan2.1-1.3B

@@ -34,7 +34,7 @@ from benchmarks.measuring import (
     release_memory,
     time_calls,
 )
-from headmix_vision.console.tables import markdown_table
+from headmix_lab.tables import markdown_table
 
 COLD_BYTES = 2**28  # all copies of the inputs together: several times the L2 of any GPU of today
 BACKWARD_OVER_FORWARD = 3  # a guess at forward with backward from forward alone, to skip what would take too long

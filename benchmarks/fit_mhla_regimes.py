@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 from benchmarks.columns import run_checks
 from benchmarks.measuring import open_device, release_memory, time_calls
 from benchmarks.mhla_cases import Shape, raster_inputs, run_mhla
-from headmix_vision.console.tables import markdown_table
+from headmix_lab.tables import markdown_table
 from headmix_vision.ops.mhla import regimes
 
 GRIDS = ((8, 8), (14, 14), (16, 16), (20, 20), (24, 24), (32, 32))

@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from headmix_vision.files.origins import installed_version
-from headmix_vision.files.result_table import write_table
+from headmix_lab.tables import installed_version, write_table
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"

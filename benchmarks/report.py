@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks import plan_scale, plots
 from benchmarks.measuring import RESULTS, read_csv
-from headmix_vision.console.tables import markdown_table
+from headmix_lab.tables import markdown_table
 from headmix_vision.doctor.machine import COMPILED, KNOWN_GPUS, MEASURED
 
 FOLDER = RESULTS

@@ -24,8 +24,7 @@ from typing import Any
 from benchmarks import report as benchmarks_report
 from benchmarks.measuring import REPOSITORY, numbers
 from benchmarks.report import ms
-from headmix_vision.console.tables import markdown_table, mean_and_deviation
-from headmix_vision.files.origins import ORIGINS, origins_of
+from headmix_lab.tables import ORIGINS, markdown_table, mean_and_deviation, origins_of
 
 HERE = Path(__file__).parent
 REPORTS: list[Any] = [

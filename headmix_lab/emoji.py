@@ -25,13 +25,12 @@ from typing import Any
 
 from PIL import Image
 
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.console.progress import progress
+from headmix_vision.console import OneLineParser, one_line_errors, progress
 from headmix_vision.data.datasets.image_tables import TABLE
-from headmix_vision.errors import InputError, one_line_errors
-from headmix_vision.files.atomic import atomic_folder, check_place
+from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding, readable
-from headmix_vision.files.texts import parse_json
+from headmix_vision.files.reading import parse_json
+from headmix_vision.files.writing import atomic_folder, check_place
 
 SIZE = 64
 SPLITS = ("train", "test", "validation", "train", "train")

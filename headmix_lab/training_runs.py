@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.console.scripts import run_python
+from headmix_lab.scripts import run_python
 from headmix_vision.runs.directory import CONFIG, FINISHED, LAST
 
 

@@ -18,7 +18,7 @@ __version__ = "0.2.0"
 if sys.modules.get("timm") is not None:
     import_module("headmix_vision.models")
 else:
-    from headmix_vision.registration import register_after_timm
+    from headmix_vision.registry import register_after_timm
 
     register_after_timm()
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from headmix_vision.cli import COMMANDS, main
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.console import one_line_errors
+from headmix_vision.errors import InputError
 
 
 def run_script() -> None:

@@ -1,20 +1,28 @@
-"""Errors that a user can mend, and how command lines end on them."""
+"""Wrong input: checks before any work, the errors that a user can mend, and missing extras."""
 
-import os
-import re
-import signal
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from numbers import Integral, Real
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-_PATIENCE_S = 10
-_PARENT = os.getppid()  # of processes that share a job: torchrun, or the first of them if Lightning started the others
-_WORKER_IS_GONE = re.compile(r"DataLoader worker \(pid[^)]*\)[^.\n]*")
-_LOOP = "Symlink loop from"  # of `Path.resolve`, up to Python 3.12
-_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo, gloo, NCCL
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+# By extra, the packages whose lack keeps its part from being imported.
+PACKAGES = {
+    "models": ("timm", "safetensors"),
+    "diffusion": ("timm", "safetensors", "diffusers", "rich"),
+    "video": ("timm", "safetensors", "diffusers", "rich", "av"),
+    "analysis": ("timm", "safetensors", "matplotlib", "scipy", "sklearn"),
+    "train": ("timm", "diffusers", "jsonargparse", "lightning", "matplotlib", "sklearn", "tensorboard", "torchmetrics"),
+    "eval": ("timm", "safetensors", "rich", "sklearn", "torch_fidelity"),
+}
 
 
 class InputError(ValueError):
@@ -36,67 +44,183 @@ def explain(error: Exception) -> str:
     return str(error) if enough else f"{type(error).__name__}: {error}"
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """End the process with status 2 and one line, with the rank unless it is 0, for input or a system that refuses.
-
-    An interrupt ends it with one line too, and with the status that shells give it; another one then ends it at once.
-    What is refused on all processes of a job is said by the first alone. A data loader's worker that was killed ends
-    it with status 1.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        let_signals_end()
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        # the reader of our output, such as `head`, has gone: there is nobody to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except (InputError, OSError, MemoryError) as error:
-        # A data loader's worker hands its error on with the traceback in front of the message.
-        end(message_of(error).rpartition(f"{__name__}.InputError: ")[2])
-    except RuntimeError as error:
-        if worker := _WORKER_IS_GONE.search(str(error)):
-            end(f"{worker[0]}: a process that reads data has ended, as where the memory does not suffice", status=1)
-        if str(error).startswith(_LOOP):
-            end(str(error))
-        if not any(words in str(error) for words in _PEER_IS_GONE):
-            raise
-        end("another process has ended, see its message")
-
-
-def let_signals_end() -> None:
-    """Let a further Ctrl-C end the process at once, whose end is being cleaned up: Python would print a traceback."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def launched_rank() -> str:
-    """Name the rank that a launcher has given this process, "0" without one; Lightning's sets the local one alone."""
-    return os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")
-
-
-def end(message: str, status: int = 2) -> NoReturn:
-    """End the process with one line; what all processes of a job say is said by the first alone."""
-    rank = launched_rank()
-    who = "error" if rank == "0" else f"error (rank {rank})"
-    if rank != "0" and ("TORCHELASTIC_RUN_ID" in os.environ or "RANK" not in os.environ):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        deadline = time.monotonic() + _PATIENCE_S  # if the first process says it, this one is told to end
-        while os.getppid() == _PARENT and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if os.getppid() != _PARENT:  # it has said it, and ended
-            sys.exit(status)
-    # in one piece, as several processes write to one terminal: print, unbuffered, writes the end of the line by itself
-    sys.stderr.write(f"{who}: {' '.join(message.split())}\n")
-    sys.exit(status)
-
-
 def message_of(error: Exception) -> str:
     """Say on one line, without its type, what a user can mend or the system refuses."""
     if isinstance(error, OSError) and error.strerror is not None:
         path = "" if error.filename is None else f": {error.filename}"
         return f"{error.strerror}{path}"
     return f"the memory does not suffice {error}" if isinstance(error, MemoryError) else str(error)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Tell whether a value is a whole number, of whatever type but a truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_counts(least: int, most: float = math.inf, /, **counts: object) -> None:
+    """Raise InputError for what is no whole number from ``least`` to ``most``."""
+    for name, value in counts.items():
+        if not (is_whole(value) and least <= value <= most):
+            limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise InputError(f"{name} must be a whole number {limits}, got {value!r}.")
+
+
+def check_numbers(least: float, most: float = math.inf, /, **numbers: object) -> None:
+    """Raise InputError for what is no finite number from ``least`` to ``most``."""
+    for name, value in numbers.items():
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        if not least <= number <= most or number == math.inf:  # a tracer can compare, but not `isinf`
+            limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise InputError(f"{name} must be a finite number {limits}, got {value!r}.")
+
+
+def check_positive(**numbers: object) -> None:
+    """Raise InputError for what is no finite number above 0."""
+    for name, value in numbers.items():
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        if not 0 < number < math.inf:
+            raise InputError(f"{name} must be a finite number above 0, got {value!r}.")
+
+
+def check_flags(**flags: object) -> None:
+    """Raise InputError for what is neither True nor False: the text "false" counts as true elsewhere."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name} must be true or false, got {value!r}.")
+
+
+def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise InputError for a value that is none of the allowed ones."""
+    if value not in allowed:
+        raise InputError(f"{name} must be one of {allowed}, got {value!r}.")
+
+
+def per_axis(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
+    """Return one whole number for each of two or three axes: the given ones, or a single one for all axes.
+
+    Raises:
+        InputError: if there are more or fewer, or a number is below ``least``.
+    """
+    numbers = tuple(value) if isinstance(value, (tuple, list)) else (value,) * axes
+    if len(numbers) != axes:
+        raise InputError(f"{name} must be one whole number or {('two', 'three')[axes - 2]}, got {value!r}.")
+    for number in numbers:
+        check_counts(least, **{name: number})
+    return numbers
+
+
+def pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
+    """Return two whole numbers, of height and width, see :func:`per_axis`."""
+    height, width = per_axis(name, value, 2, least)
+    return height, width
+
+
+def keywords(owner: type, leave_out: tuple[str, ...] = ()) -> list[str]:
+    """List the arguments that a class takes by name; those of its base where it hands on what it does not know."""
+    names: list[str] = []
+    for cls in owner.__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        parameters = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
+        names += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            break
+    return [name for name in dict.fromkeys(names) if name not in leave_out]
+
+
+def suggest(given: str, known: Iterable[str], otherwise: str = "", *, most: int = 1) -> str:
+    """End a message about an unknown name with the names that are nearest to it.
+
+    Args:
+        given: The unknown name.
+        known: What it could be; of a mapping its keys, and their values are shown.
+        otherwise: What to say when none is near.
+        most: The number of names to show.
+
+    Returns:
+        `; did you mean a or b?`, or `otherwise` behind a semicolon, or nothing.
+    """
+    known = known if isinstance(known, Mapping) else {name: name for name in known}
+    close = dict.fromkeys(known[name] for name in difflib.get_close_matches(given, known, n=most))
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return otherwise and f"; {otherwise}"
+
+
+def unknown_keyword(what: str, name: str, known: list[str]) -> str:
+    """Say that there is no such argument, which one is near, and which there are."""
+    return f"{what} has no {name!r}{suggest(name, known)}; it takes {', '.join(known) or 'nothing'}."
+
+
+def check_keywords(what: str, given: object, known: list[str]) -> None:
+    """Raise InputError for arguments that are no mapping, and UnknownKeywordError, which is one, for unknown names."""
+    if not isinstance(given, Mapping):
+        raise InputError(f"{what} must be a mapping of names to values, got {given!r}.")
+    for name in given:
+        if name not in known:
+            raise UnknownKeywordError(unknown_keyword(what, str(name), known))
+
+
+def literals(request: Any, name: str) -> tuple[str, ...]:
+    """List the texts that a field of a request may hold, as its `Literal` type names them."""
+    hint = _hints(request)[name]
+    hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return tuple(text for one in hints if get_origin(one) is Literal for text in get_args(one))
+
+
+def check_request(request: Any) -> None:
+    """Check the fields of a request, a frozen dataclass, and turn texts into the paths that its types name.
+
+    Raises:
+        InputError: A text that is none of those that the type of its field names.
+    """
+    hints = _hints(type(request))
+    for field in fields(request):
+        value, allowed = getattr(request, field.name), literals(type(request), field.name)
+        if allowed and isinstance(value, str) and value not in allowed:
+            raise InputError(f"{field.name} must be one of {', '.join(allowed)}, got {value!r}")
+        if isinstance(value, str) and (hints[field.name] is Path or Path in get_args(hints[field.name])):
+            object.__setattr__(request, field.name, Path(value))
+
+
+class MissingExtraError(ImportError, InputError):
+    """A package of an extra is not installed; the message is the command that installs it."""
+
+
+def imported_when_used(
+    package: str, module: str, names: Collection[str], extra: str | None = None
+) -> Callable[[str], Any]:
+    """Make the `__getattr__` of a package whose names come from a module that is slow to import.
+
+    Args:
+        package: The package.
+        module: A module in it.
+        names: What the package offers.
+        extra: The extra that they need; None where the package itself requires it.
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if extra is not None:
+            require_extra(extra, name)
+        return getattr(import_module(f"{package}.{module}"), name)
+
+    return get
+
+
+def require_extra(extra: str, what: str) -> None:
+    """Tell what to install, unless the packages of an extra are there; none of them is loaded.
+
+    Args:
+        extra: One of `PACKAGES`.
+        what: What needs them, to begin the message.
+
+    Raises:
+        MissingExtraError: The first package that is missing.
+    """
+    for package in PACKAGES[extra]:
+        if find_spec(package) is None:
+            raise MissingExtraError(
+                f"{what} needs the package {package}: pip install 'headmix_vision[{extra}]'", name=package
+            )

@@ -1,4 +1,4 @@
-"""`python -m headmix_vision.export RUN --out TARGET`: see `headmix_vision.runs.export`."""
+"""`python -m headmix_vision.export RUN --out TARGET`: see `headmix_vision.runs.exporting`."""
 
 from headmix_vision.cli.export import main
 

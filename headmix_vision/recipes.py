@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from headmix_vision.checks import suggest
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, suggest
 
 FOLDER = Path(__file__).parent / "configs"  # a link to the folder of the repository, a copy of it in the wheel
 DEFAULT = "digits"

@@ -51,7 +51,7 @@ from hostile_lines import LINES, OURS, VALUES, WORDS, Line, make_kit
 from training import helpers
 
 from headmix_vision.cli import COMMANDS
-from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console import OneLineParser
 from headmix_vision.training.base_cli import RunCLI
 
 MEMORY_BYTES, FILE_BYTES, PROCESSES = 12 << 30, 1 << 28, 40
@@ -63,8 +63,8 @@ WORK = {  # modules that do the work of a command
     "doctor": ("doctor.examination", "doctor.lines"),
     "models": ("models.model_list",),
     "sample": ("sampling.sample_job",),
-    "evaluate": ("evaluation.score_job", "evaluation.clip_score_job"),
-    "export": ("runs.export", "runs.pipelines"),
+    "evaluate": ("evaluation.scores", "evaluation.clip_scores"),
+    "export": ("runs.exporting", "runs.pipelines"),
     "analyze": ("analysis.analysis_job",),
     "cache-latents": ("data.latent_cache",),
     "index-shards": ("data.shard_index",),

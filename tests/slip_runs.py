@@ -128,7 +128,7 @@ class Copy:
     def failing(self, tests: list[str], limit_s: float) -> set[str]:
         """Run tests to the end, and name those that do not pass."""
         messages = list(self._messages(tests, limit_s)) if tests else []
-        return {rest[0] for kind, *rest in messages if kind in ("failed", "broken")}
+        return {rest[0] for kind, *rest in messages if kind in ("failed", "broken")} - {""}
 
     def _messages(
         self, arguments: list[str], limit_s: float, order: Order | None = None, module: str = ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import atomic_folder, atomic_path, check_place
+from headmix_vision.files.writing import atomic_folder, atomic_path, check_place
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])

@@ -1,28 +1,31 @@
 """The front door: `headmix COMMAND` answers at once, in one spelling."""
 
+import argparse
 import os
 import pty
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 import headmix_vision
 from headmix_vision.analysis import ProfileRequest, analyze
-from headmix_vision.checks import literals
-from headmix_vision.console.arguments import OneLineParser
+from headmix_vision.console import OneLineParser, add_options
 from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.datasets.latents import STORES
 from headmix_vision.data.latent_cache import DTYPES
 from headmix_vision.diffusion.denoising import CHANNELS, SCHEDULER_NAMES, SPACINGS
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, literals
 from headmix_vision.evaluation import FvdRequest, ScoreRequest, evaluate
-from headmix_vision.evaluation.fvd import PROTOCOLS
+from headmix_vision.evaluation.clip_scores import PROTOCOLS
 from headmix_vision.sampling.folder import FORMATS
 from headmix_vision.sampling.sample_request import SCHEDULERS, SampleRequest
 
-START = "from headmix_vision.cli.starting import importing\nwith importing('sample'): pass"
+START = "from headmix_vision.console import importing\nwith importing('sample'): pass"
 
 
 def test_a_terminal_gets_a_first_line_before_the_imports_and_a_log_does_not():
@@ -80,6 +83,42 @@ def test_options_come_with_hyphens_or_underscores():
     assert (options.batch_size, options.run_dir) == (3, "a_b")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request.
+
+    Args:
+        place: Folder to read.
+        count: Number of `things`, 3 % (`COUNT`) of all when None, each
+            of them once.
+        sizes: Their sizes.
+        form: What they are.
+        raw: Take them as they are.
+    """
+
+    place: Path
+    count: int | None = None
+    sizes: tuple[float, ...] = (1.0, 2.0)
+    form: Literal["a", "b"] = "a"
+    raw: bool = False
+
+
+def test_the_fields_of_a_request_become_options(capsys: pytest.CaptureFixture[str]):
+    parser = OneLineParser(formatter_class=partial(argparse.HelpFormatter, width=200))
+    add_options(parser, Asked, form={"metavar": "FORM"})
+    words = ["--place", "x", "--count", "3", "--sizes", "1", "2.5", "--form", "b", "--raw"]
+    given = {"place": "x", "count": 3, "sizes": [1.0, 2.5], "form": "b", "raw": True}
+    assert vars(parser.parse_args(words)) == given
+    assert Asked(**vars(parser.parse_args(["--place", "x"]))) == Asked(place="x")
+    for wrong in ([], ["--place", "x", "--form", "c"], ["--place", "x", "--count", "1.5"]):
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args(wrong)
+    text = parser.format_help()
+    assert "Number of things, 3 % of all when left out, each of them once\n" in text
+    assert "Their sizes (1.0,2.0)\n" in text and "--form FORM" in text and "What they are (a)\n" in text
+    assert "Take them as they are\n" in text and len(capsys.readouterr().err.splitlines()) == 3
+
+
 def test_a_request_is_refused_when_it_is_made():
     assert SampleRequest(model="runs/a").model == Path("runs/a")
     with pytest.raises(InputError, match="dtype must be one of float32, bfloat16, float16, got 'int8'"):
@@ -91,11 +130,14 @@ def test_a_request_is_refused_when_it_is_made():
         ("fid", None): "fid needs real",
         ("is", "x"): "is does not take real",
         ("fvd", "x"): "fvd scores clips",
+        ("stats", "x"): "stats needs a file to write",
     }.items():
         with pytest.raises(InputError, match=message):
             ScoreRequest(metric=words[0], real=words[1], fake="y")
     with pytest.raises(InputError, match="kid has no option subset; did you mean subsets"):
         ScoreRequest(metric="kid", real="x", fake="y", options={"subset": 3})
+    with pytest.raises(InputError, match="kid reads no labels"):
+        ScoreRequest(metric="kid", real="x", fake="y", skip_unlabelled=True)
 
 
 def test_a_request_from_python_returns_its_result_and_prints_nothing(tmp_path, capsys):

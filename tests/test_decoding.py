@@ -20,11 +20,12 @@ from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.shard_index import write_index
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_samples
-from headmix_vision.files.clip_files import probe_clip, read_clip
 from headmix_vision.files.pictures import Decoding, is_clip
+from headmix_vision.files.video import probe_clip, read_clip
 from headmix_vision.sampling.planning import _read_image
 
 SIZE = 24
+BACKGROUND = "#102030"
 
 
 def pixels(file: Any, **options: str) -> np.ndarray:
@@ -126,17 +127,18 @@ def readers(root: Path) -> dict[str, Callable[[], list[np.ndarray]]]:
 
     def source(name: str, place: Path) -> Callable[[], list[np.ndarray]]:
         def read() -> list[np.ndarray]:
-            opened = open_source(SplitRequest(name, "train", (3,), "scoring", root=str(place)))
+            request = SplitRequest(name, "train", (3,), "scoring", root=str(place), background=BACKGROUND)
+            opened = open_source(request)
             return [np.asarray(opened.read(index)[0]) for index in range(len(opened))]
 
         return read
 
     def predicted() -> list[np.ndarray]:
-        files = ImageFiles(find_images(str(root / "folder" / "train"), "--images"), Decoding())
+        files = ImageFiles(find_images(str(root / "folder" / "train"), "--images"), Decoding(background=BACKGROUND))
         return [np.asarray(files.read(index)[0]) for index in range(len(files))]
 
     def scored() -> list[np.ndarray]:
-        pictures = open_samples(str(root / "folder" / "train"), "RGB", SIZE)
+        pictures = open_samples(str(root / "folder" / "train"), "RGB", SIZE, background=BACKGROUND)
         return [np.asarray(item) for _, item in pictures.read(range(len(pictures)))]
 
     def first_frames() -> list[np.ndarray]:
@@ -186,17 +188,20 @@ def everywhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
 
 def test_every_command_reads_the_same_pixels(everywhere: tuple[Path, list[str]], tmp_path: Path) -> None:
     root, names = everywhere
-    expected = dict(zip(names, (pixels((root / "folder/train/a" / name).read_bytes()) for name in names), strict=True))
+    files = [(root / "folder/train/a" / name).read_bytes() for name in names]
+    expected = {
+        background: [pixels(data, background=background) for data in files] for background in ("white", BACKGROUND)
+    }
     for reader, read in readers(root).items():
-        found = read()
-        assert len(found) == len(names)
-        for name, picture in zip(names, found, strict=True):
-            assert np.array_equal(picture, expected[name]), (reader, name)
+        background = "white" if reader == "first frame" else BACKGROUND
+        for name, found, picture in zip(names, read(), expected[background], strict=True):
+            assert np.array_equal(found, picture), (reader, name)
     arguments = ("--images", root / "folder" / "train", "--vae", "none", "--image-size", SIZE, "--out", tmp_path / "x")
-    cache_latents.main([str(argument) for argument in (*arguments, "--workers", 0, "--device", "cpu")])
+    options = ("--background", BACKGROUND, "--workers", 0, "--device", "cpu")
+    cache_latents.main([str(argument) for argument in (*arguments, *options)])
     cached = LatentShards(tmp_path / "x")
-    assert cached.manifest["background"] == "white"
-    scored = torch.cat([*open_samples(str(root / "folder" / "train"), "RGB", SIZE).batches(4)])
+    assert cached.manifest["background"] == BACKGROUND
+    scored = torch.cat([*open_samples(str(root / "folder" / "train"), "RGB", SIZE, background=BACKGROUND).batches(4)])
     latents = torch.stack([cached[index][0] for index in range(len(cached))])
     assert torch.equal(((latents + 1) / 2 * 255).round().to(torch.uint8), scored)
 

@@ -100,7 +100,7 @@ def parse(words: list[str]) -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
         patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
-        patch.setattr("headmix_vision.console.arguments.OneLineParser.parse_args", parsed)
+        patch.setattr("headmix_vision.console.OneLineParser.parse_args", parsed)
         patch.setattr("sys.argv", words[2:])
         main() if program == "python" else main(args)
 

@@ -10,7 +10,7 @@ import timm
 
 import headmix_vision
 from headmix_vision.cli import COMMANDS
-from headmix_vision.extras import PACKAGES, MissingExtraError
+from headmix_vision.errors import PACKAGES, MissingExtraError
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,7 +28,7 @@ mhla(q, q, q, torch.eye(4), TokenBlocks.from_grid((4, 4), (2, 2))).sum().backwar
 assert HeadMixAttention(24, 3, core="hih", grid=(4, 4))(torch.randn(2, 16, 24)).shape == (2, 16, 24)
 
 import importlib
-from headmix_vision.extras import MissingExtraError
+from headmix_vision.errors import MissingExtraError
 for part in "models", "runs", "diffusion", "sampling", "evaluation", "training":
     try:
         importlib.import_module(f"headmix_vision.{{part}}")

@@ -12,8 +12,7 @@ from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.folders import find_images, open_class_folders, open_folder
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_samples
-from headmix_vision.files.listing import describe_left_out, find_clips, find_frames, find_pictures
-from headmix_vision.files.png import write_png
+from headmix_vision.files.pictures import describe_left_out, find_clips, find_frames, find_pictures, write_png
 from headmix_vision.files.video import write_video
 
 REQUEST = SplitRequest("folder", "train", (3,), "classification")
@@ -70,8 +69,8 @@ def test_links_are_followed_and_each_file_is_listed_once(tmp_path: Path) -> None
 
 
 def test_folders_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headmix_vision.files.listing._MAX_VISITS", 50)
-    monkeypatch.setattr("headmix_vision.files.listing._MAX_DEPTH", 40)
+    monkeypatch.setattr("headmix_vision.files.pictures._MAX_VISITS", 50)
+    monkeypatch.setattr("headmix_vision.files.pictures._MAX_DEPTH", 40)
     for level in range(30):  # 2^30 ways to the last one
         (tmp_path / "wide" / str(level)).mkdir(parents=True)
         for name in "ab":

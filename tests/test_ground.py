@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.console.devices import open_device
-from headmix_vision.console.processes import process_numbers
+from headmix_vision.console import OneLineParser, open_device, process_numbers
 from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import check_place
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.tensor_files import header_of, open_tensors, write_tensors
+from headmix_vision.files.reading import check_fields
+from headmix_vision.files.tensors import header_of, open_tensors, write_tensors
+from headmix_vision.files.writing import check_place
 
 
 @pytest.mark.parametrize(

@@ -17,51 +17,59 @@ import pytest
 import torch
 from inputs import photo
 
+from headmix_lab.tables import ResultTable
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.npz import npz_array, npz_arrays
-from headmix_vision.evaluation.sample_sources import NpzSamples
-from headmix_vision.files import limits
-from headmix_vision.files.clip_files import probe_clip, read_clip
-from headmix_vision.files.fields import check_nesting
-from headmix_vision.files.limits import check_file, check_memory, check_workers, memory_left, num_cores
-from headmix_vision.files.pictures import Decoding, picture_formats
-from headmix_vision.files.png import read_png, write_png
+from headmix_vision.evaluation.sample_sources import NpzSamples, npz_array, npz_arrays
+from headmix_vision.files import reading
+from headmix_vision.files.pictures import Decoding, picture_formats, read_png, write_png
+from headmix_vision.files.reading import (
+    check_disk,
+    check_file,
+    check_files,
+    check_memory,
+    check_nesting,
+    check_workers,
+    check_yaml,
+    memory_left,
+    num_cores,
+    parse_json,
+    parse_yaml,
+    read_text,
+)
 from headmix_vision.files.tars import Member, list_members
-from headmix_vision.files.tensor_files import open_tensors, write_tensors
-from headmix_vision.files.texts import check_yaml, parse_json, read_text
-from headmix_vision.files.video import VideoInfo, is_whole_video, probe, read_frames, write_video
-from headmix_vision.files.weights import read_weights
+from headmix_vision.files.tensors import file_sha256, open_tensors, read_tensors, read_weights, write_tensors
+from headmix_vision.files.video import ClipInfo, is_whole_video, probe, probe_clip, read_clip, read_frames, write_video
 from headmix_vision.runs.checkpoints import read_checkpoint
 
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has no memory left, so that whatever asks for some is refused, however small."""
-    monkeypatch.setattr(limits, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(limits, "memory_left", lambda: 0)
+    monkeypatch.setattr(reading, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(reading, "memory_left", lambda: 0)
 
 
 def test_memory_is_the_least_of_machine_container_and_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     left = memory_left()
     assert 1 << 26 < left <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    used = 1024 * limits._numbers(Path("/proc/self/status"))["VmSize:"]
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (used + 1_000_000, -1))
+    used = 1024 * reading._numbers(Path("/proc/self/status"))["VmSize:"]
+    monkeypatch.setattr(reading.resource, "getrlimit", lambda which: (used + 1_000_000, -1))
     assert memory_left() < 2_000_000
-    monkeypatch.setattr(limits, "_rooms_in_groups", lambda: [-5])
+    monkeypatch.setattr(reading, "_rooms_in_groups", lambda: [-5])
     assert memory_left() == 0
 
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_containers_limit_the_memory(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, usage, reclaimable = limits._VERSIONS[version]
+    limit, usage, reclaimable = reading._VERSIONS[version]
     group = tmp_path / "a" / "b"
     group.mkdir(parents=True)
     for name, text in ((limit, "5000"), (usage, "4000"), ("memory.stat", f"x 1\n{reclaimable} 300\n")):
         (group / name).write_text(f"{text}\n")
     (tmp_path / limit).write_text("max\n")
     (tmp_path / usage).write_text("1\n")
-    monkeypatch.setattr(limits, "_groups", lambda: [group, tmp_path])
-    assert limits._rooms_in_groups() == [1300]
+    monkeypatch.setattr(reading, "_groups", lambda: [group, tmp_path])
+    assert reading._rooms_in_groups() == [1300]
 
 
 def test_memory_and_workers_beyond_the_machine_are_refused() -> None:
@@ -71,6 +79,32 @@ def test_memory_and_workers_beyond_the_machine_are_refused() -> None:
     check_workers(**{"--workers": 16 * num_cores()})
     with pytest.raises(InputError, match=f"^--workers is 100000, it must be at most {16 * num_cores()}: "):
         check_workers(**{"--workers": 100_000})
+
+
+SHARED_PART = [1] * 9  # ten values, of which a whole file may hold many copies
+
+
+@pytest.mark.parametrize(
+    "spend",
+    [
+        lambda count, place: check_memory(count, "x"),
+        lambda count, place: check_disk(place / "absent", count, "x"),
+        lambda count, place: ((place / "a").write_bytes(b"a" * count), read_text(place / "a")),
+        lambda count, place: check_yaml("- 1\n" * (count - 1)),
+        lambda count, place: check_nesting("x", [SHARED_PART] * 110 + [1] * (count - 1101)),
+    ],
+    ids=["memory", "disk", "text", "yaml", "values"],
+)
+def test_what_fills_a_limit_is_accepted(
+    spend: Callable[[int, Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_memory: None
+) -> None:
+    monkeypatch.setattr(reading, "memory_left", lambda: 1200)
+    monkeypatch.setattr(reading.shutil, "disk_usage", lambda place: reading.shutil._ntuple_diskusage(9, 9, 1200))
+    for name in ("MAX_TEXT_BYTES", "MAX_YAML_VALUES", "MAX_VALUES"):
+        monkeypatch.setattr(reading, name, 1200)
+    spend(1200, tmp_path)
+    with pytest.raises(InputError):
+        spend(1201, tmp_path)
 
 
 def special(folder: Path, name: str) -> Path:
@@ -91,6 +125,10 @@ def special(folder: Path, name: str) -> Path:
         ("x.npz", npz_arrays),
         ("x.json", read_text),
         ("x.safetensors", lambda path: open_tensors(path).__enter__()),
+        ("x.safetensors", read_tensors),
+        ("x.safetensors", file_sha256),
+        ("x.safetensors", lambda path: check_files(path.parent)),
+        ("x.csv", lambda path: ResultTable(path, ["a"], 1, str)),
     ],
 )
 def test_pipes_and_devices_are_not_opened(name: str, read: Callable[[Path], Any], tmp_path: Path) -> None:
@@ -120,7 +158,7 @@ def test_texts_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         read_text(path)
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, "{", "1" * 5000, b"\xff"])
+@pytest.mark.parametrize("text", ["[" * 200_000, "[" * 300 + "]" * 300, "{", "1" * 5000, b"\xff"])
 def test_json_that_is_damaged_or_deep(text: str | bytes) -> None:
     with pytest.raises(InputError, match=r"^the header is damaged: "):
         parse_json(text, "the header")
@@ -142,8 +180,8 @@ LAUGHS = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
 )
 def test_yaml_that_grows_is_refused_before_it_is_loaded(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_yaml(text)
-    check_yaml("a: &a {b: &b 1, c: [*b, *b]}\nd: *a\ne: {<<: *a}")
+        parse_yaml(text)
+    parse_yaml("a: &a {b: &b 1, c: [*b, *b]}\nd: *a\ne: {<<: *a}")
 
 
 def forge(path: Path, header: str, data: bytes = b"", name: str = "arr_0.npy", **details: Any) -> Path:
@@ -255,7 +293,7 @@ def test_clips_are_measured_before_they_are_decoded(tmp_path: Path, monkeypatch:
     data[place + 12 : place + 16] = struct.pack(">I", zlib.crc32(data[place : place + 12]))
     path.write_bytes(data)
     assert probe_clip(path).num_frames == 1 << 30
-    monkeypatch.setattr(limits, "memory_left", lambda: 1 << 30)
+    monkeypatch.setattr(reading, "memory_left", lambda: 1 << 30)
     with pytest.raises(
         InputError, match=r"a\.png cannot be read \(a clip of 1073741824 frames of 8x8 pixels needs 206 GB"
     ):
@@ -267,16 +305,16 @@ def test_clips_are_measured_before_they_are_decoded(tmp_path: Path, monkeypatch:
 def test_videos_are_measured_before_they_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.mp4"
     write_video(path, np.zeros((3, 16, 16, 3), np.uint8), 8)
-    monkeypatch.setattr(limits, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(limits, "memory_left", lambda: 4000)
+    monkeypatch.setattr(reading, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(reading, "memory_left", lambda: 4000)
     with pytest.raises(InputError, match=r"a.mp4: a frame of 16x16 pixels needs"):
         probe(path)
-    monkeypatch.setattr(limits, "memory_left", lambda: 4500)
+    monkeypatch.setattr(reading, "memory_left", lambda: 4500)
     with pytest.raises(InputError, match=r"a.mp4: 3 frames of 16x16 pixels needs"):
         read_frames(path, range(3))
     assert read_frames(path, [1]).shape == (1, 16, 16, 3)
     with pytest.raises(InputError, match=r"a video of 1e\+15 s at 30 frames a second needs"):
-        VideoInfo(2, 1.0, 16, 16, (0.0, 1.0, 1e15)).frames_at(30)
+        ClipInfo(2, (16, 16), 1.0, (0.0, 1.0, 1e15)).frames_at(30)
 
 
 def test_tars_whose_members_state_other_sizes(tmp_path: Path) -> None:

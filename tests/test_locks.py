@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from headmix_vision.errors import InputError
-from headmix_vision.files import locks
-from headmix_vision.files.locks import hold_lock, lock_holder
+from headmix_vision.files import writing
+from headmix_vision.files.writing import hold_lock, lock_holder
 
 
 def test_second_holder_is_refused_and_nothing_stays_behind(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_file_removed_by_its_last_holder_is_not_locked(tmp_path: Path, monkeyp
             path.unlink()
         return opened[-1]
 
-    monkeypatch.setattr(locks.os, "open", open_then_lose)
+    monkeypatch.setattr(writing.os, "open", open_then_lose)
     with hold_lock(path, "run"):
         assert len(opened) == 2 and path.exists()
 
@@ -93,7 +93,7 @@ def test_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.M
     def refuse(*args: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr(writing.fcntl, "flock", refuse)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with hold_lock(tmp_path / ".lock", "run"):

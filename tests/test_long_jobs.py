@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from headmix_vision.console import scripts
-from headmix_vision.console.scripts import Gpus, RunFailed, TimeOver, run_python
-from headmix_vision.console.tables import markdown_table, mean_and_deviation
-from headmix_vision.files import origins
-from headmix_vision.files.origins import installed_version
-from headmix_vision.files.result_table import ResultTable, write_table
+from headmix_lab import scripts, tables
+from headmix_lab.scripts import Gpus, RunFailed, TimeOver, run_python
+from headmix_lab.tables import ResultTable, installed_version, markdown_table, mean_and_deviation, write_table
 
 
 def test_a_command_is_interrupted_when_the_time_is_over():
@@ -94,7 +91,7 @@ def test_a_table_says_where_its_rows_come_from(completed: bool, tmp_path: Path, 
     def write(commit: str, rate: str) -> list[dict[str, str]]:
         monkeypatch.setenv("HEADMIX_VISION_COMMIT", commit)
         monkeypatch.setattr(sys, "argv", [str(Path("benchmarks/x.py").absolute()), "--rate", rate])
-        origins._this_call.cache_clear()
+        tables._this_call.cache_clear()
         write_table(tmp_path / "x.csv", ["a"], [{"a": 1}], completed=completed)
         calls: list[dict[str, str]] = json.loads((tmp_path / "origins.json").read_text())["x.csv"]
         return calls
@@ -116,8 +113,8 @@ def test_the_commit_of_a_table_is_that_of_the_code(tmp_path: Path, monkeypatch: 
         subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", *arguments], cwd=tmp_path, check=True)
 
     monkeypatch.delenv("HEADMIX_VISION_COMMIT", raising=False)
-    monkeypatch.setattr(origins, "_REPOSITORY", tmp_path)
-    assert origins._commit() == "unknown"
+    monkeypatch.setattr(tables, "_REPOSITORY", tmp_path)
+    assert tables._commit() == "unknown"
     for folder in ("headmix_vision", "experiments", "docs"):
         (tmp_path / folder).mkdir()
         for name in ("a.py", "a.csv"):
@@ -127,6 +124,6 @@ def test_the_commit_of_a_table_is_that_of_the_code(tmp_path: Path, monkeypatch: 
     git("commit", "--quiet", "--message", "x")
     for folder in ("experiments", "docs"):
         (tmp_path / folder / "a.csv").write_text("a result")
-    assert re.fullmatch("[0-9a-f]{7,}", origins._commit())
+    assert re.fullmatch("[0-9a-f]{7,}", tables._commit())
     (tmp_path / "experiments" / "a.py").write_text("a change")
-    assert re.fullmatch(r"[0-9a-f]{7,}\+changes", origins._commit())
+    assert re.fullmatch(r"[0-9a-f]{7,}\+changes", tables._commit())

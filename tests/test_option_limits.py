@@ -21,8 +21,9 @@ from headmix_vision.data.fitting import center_crop
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.evaluation.scores import kid
-from headmix_vision.files import limits
-from headmix_vision.runs.directory import is_run, metric_names, trainer_of
+from headmix_vision.files import reading
+from headmix_vision.runs.checkpoints import trainer_of
+from headmix_vision.runs.directory import is_run, metric_names
 from headmix_vision.train_cls import main as train_cls
 from headmix_vision.training.options import FidConfig, SampleGridConfig
 from headmix_vision.training.parser import load_yaml
@@ -31,8 +32,8 @@ from headmix_vision.training.parser import load_yaml
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has a megabyte left."""
-    monkeypatch.setattr(limits, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(limits, "memory_left", lambda: 1_000_000)
+    monkeypatch.setattr(reading, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(reading, "memory_left", lambda: 1_000_000)
 
 
 def refused(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], None], *args: object) -> str:
@@ -65,12 +66,12 @@ def test_caches_beyond_the_disk_are_refused(
 ) -> None:
     write_mixed(tmp_path / "images", 4)
     call = ("--images", tmp_path / "images", "--vae", "none", "--image-size", 8, "--out", tmp_path / "cache")
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda place: limits.shutil._ntuple_diskusage(9, 9, 4 * 192 - 1))
+    monkeypatch.setattr(reading.shutil, "disk_usage", lambda place: reading.shutil._ntuple_diskusage(9, 9, 4 * 192 - 1))
     said = refused(capsys, cache_latents, *call, "--workers", 0)
     assert "a cache of 4 images needs 7.68e-07 GB, the disk of" in said and not (tmp_path / "cache").exists()
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda place: limits.shutil._ntuple_diskusage(9, 9, 4 * 192))
+    monkeypatch.setattr(reading.shutil, "disk_usage", lambda place: reading.shutil._ntuple_diskusage(9, 9, 4 * 192))
     cache_latents([*map(str, call), "--workers", "0"])
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda place: limits.shutil._ntuple_diskusage(9, 9, 0))
+    monkeypatch.setattr(reading.shutil, "disk_usage", lambda place: reading.shutil._ntuple_diskusage(9, 9, 0))
     cache_latents([*map(str, call), "--workers", "0"])  # which is there already
 
 
@@ -79,7 +80,7 @@ def test_samples_and_batches_beyond_the_memory_are_refused(tmp_path: Path, monke
     write_mixed(tmp_path / "images" / "a", 4)
     images = open_samples(str(tmp_path / "images"), "RGB")
     assert len(next(images.batches(3))) == 3
-    monkeypatch.setattr(limits, "memory_left", lambda: 4 * 16 * 32 * 32 - 1)
+    monkeypatch.setattr(reading, "memory_left", lambda: 4 * 16 * 32 * 32 - 1)
     with pytest.raises(InputError, match="a batch of 4 of 32x32 pixels needs"):
         next(images.batches(10**15))
     with pytest.raises(InputError, match=f"an image of {10**9} pixels needs"):
@@ -89,7 +90,7 @@ def test_samples_and_batches_beyond_the_memory_are_refused(tmp_path: Path, monke
     with pytest.raises(InputError, match=r"a sample of canvas with 1x3000x3000 numbers needs"):
         open_source(SplitRequest("canvas", "train", (1, 3000, 3000), "scoring"))
     source = open_class_folders(tmp_path / "images", SplitRequest("folder", "train", (3,), "classification"))
-    monkeypatch.setattr(limits, "memory_left", lambda: 2 * 4 * 3 * 32 * 32 - 1)
+    monkeypatch.setattr(reading, "memory_left", lambda: 2 * 4 * 3 * 32 * 32 - 1)
     with pytest.raises(InputError, match=r"in_memory: 4 pictures of 32x32 pixels needs"):
         InMemory(source)
 

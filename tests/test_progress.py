@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from headmix_vision.console import progress as module
-from headmix_vision.console.progress import duration, progress
+from headmix_vision import console as module
+from headmix_vision.console import duration, progress
 
 # without the package around it, which takes seconds to import
 SHORT = f"""

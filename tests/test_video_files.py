@@ -11,7 +11,8 @@ from PIL import Image
 
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.errors import InputError
-from headmix_vision.files.video import VideoInfo, probe, read_frames, read_video, write_video
+from headmix_vision.files.pictures import Decoding
+from headmix_vision.files.video import ClipInfo, probe, read_clip, read_frames, read_video, write_video
 
 COUNT = 24
 
@@ -65,7 +66,7 @@ def test_a_frame_is_the_same_however_it_is_reached(
 
 def test_mp4_repeats_the_last_row_and_column_of_an_odd_size(frames: np.ndarray, tmp_path: Path) -> None:
     write_video(tmp_path / "new" / "a.mp4", frames, 30000 / 1001)
-    assert probe(tmp_path / "new" / "a.mp4") == VideoInfo(COUNT, 30000 / 1001, 32, 46)
+    assert probe(tmp_path / "new" / "a.mp4") == ClipInfo(COUNT, (32, 46), 30000 / 1001)
     pixels, _ = read_video(tmp_path / "new" / "a.mp4")
     error = np.abs(pixels.astype(int) - np.pad(frames, ((0, 0), (0, 1), (0, 1), (0, 0)), mode="edge"))
     assert error.mean() < 8 and counted(pixels) == [*range(COUNT)]
@@ -130,6 +131,12 @@ def test_frames_are_chosen_by_their_times(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"it lasts .* s, a clip needs 5 s"):
             ClipConfig(8.0).frames(40, 42, info.frame_rate, 0.0, info.times)
         assert ClipConfig(frame_stride=2).frames(3, 42, info.frame_rate, 0.0, info.times) == [0, 2, 4]
+    assert ClipConfig(8.0).frames(4, 4, 8.0, 1.0, (0.0, 0.2, 0.3, 0.4, 0.5)) == [0, 1, 2, 3]
+    assert ClipConfig(100.0).frames(3, 3, 99.0, 1.0) == [0, 1, 2]
+    with pytest.raises(InputError, match="it states no frame rate: choose frames by a stride"):
+        ClipConfig(100.0).frames(3, 3, None, 1.0)
+    with pytest.raises(InputError, match=r"it has 98\.9 frames a second, fewer than the 100 of a clip"):
+        ClipConfig(100.0).frames(3, 3, 98.9, 1.0)
         whole, rate = read_video(path, 12)
         assert rate == 12 and abs(len(whole) - 48) <= 2 and (whole[12:14, 16, 24, 0] == whole[12, 16, 24, 0]).all()
     gif = [levels[0]] * 6 + [levels[9]] * 2
@@ -140,7 +147,7 @@ def test_frames_are_chosen_by_their_times(tmp_path: Path) -> None:
 def test_rounded_times_follow_each_other_evenly(frames: np.ndarray, tmp_path: Path) -> None:
     for name in ("a.mkv", "a.mp4", "a.ts", "a.flv"):
         path = write_film(tmp_path / name, list(np.pad(frames, ((0, 0), (0, 1), (0, 1), (0, 0)))), rate=30)
-        assert probe(path) == VideoInfo(COUNT, 30, 32, 46)
+        assert probe(path) == ClipInfo(COUNT, (32, 46), 30)
 
 
 STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))
@@ -157,7 +164,7 @@ def test_videos_are_turned_as_they_are_to_be_shown(turns: int, mirrored: bool, t
     found = read_frames(path, [1])[0]
     assert found.shape == expected.shape and np.abs(found - expected.astype(int)).mean() < 6
     info = probe(path)
-    assert (info.height, info.width) == expected.shape[:2]
+    assert info.size == expected.shape[:2]
 
 
 def test_a_video_that_is_shown_askew_is_refused(tmp_path: Path) -> None:
@@ -195,7 +202,7 @@ def test_a_cover_picture_is_not_the_video(tmp_path: Path) -> None:
 
     film, cover = [np.full((32, 48, 3), 100, np.uint8)] * 3, np.full((16, 16, 3), 250, np.uint8)
     path = write_film(tmp_path / "a.mp4", film, cover=cover)
-    assert probe(path) == VideoInfo(3, 24, 32, 48) and abs(int(read_frames(path, [0])[0, 0, 0, 0]) - 100) < 4
+    assert probe(path) == ClipInfo(3, (32, 48), 24) and abs(int(read_frames(path, [0])[0, 0, 0, 0]) - 100) < 4
     with av.open(str(tmp_path / "song.mp4"), "w") as container:
         picture = container.add_stream("mjpeg", rate=1, width=16, height=16)
         picture.pix_fmt, picture.disposition = "yuvj420p", ATTACHED
@@ -217,9 +224,14 @@ def test_transparent_pixels_of_a_gif_show_the_background(tmp_path: Path) -> None
     frames[0].save(
         tmp_path / "a.gif", save_all=True, append_images=frames[1:], transparency=2, disposal=2, duration=100
     )
+    (tmp_path / "frames").mkdir()
+    still = Image.new("RGBA", (16, 16), (200, 0, 0))
+    still.paste((0, 0, 0, 0), (0, 0, 8, 16))
+    still.save(tmp_path / "frames" / "0.png")
     for background, level in (("white", 255), ("black", 0)):
-        found = read_frames(tmp_path / "a.gif", [0, 1], background)
-        assert (found[:, :, :8] == level).all() and found[0, 0, 12].tolist() == [200, 0, 0]
+        clips = [read_clip(tmp_path / name, [0], Decoding(background=background)) for name in ("a.gif", "frames")]
+        for found in (read_frames(tmp_path / "a.gif", [0, 1], background), *map(np.stack, clips)):
+            assert (found[:, :, :8] == level).all() and found[0, 0, 12].tolist() == [200, 0, 0]
 
 
 def test_an_old_pyav_is_refused(frames: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.measuring import numbers, read_csv
-from headmix_vision.console.tables import markdown_table
+from headmix_lab.tables import markdown_table
 
 FOLDER = Path(__file__).parent
 CLAIMS = {"rank": "rank of attention matrices", "entropy": "entropy and reach of attention matrices"}

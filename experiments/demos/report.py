@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.measuring import read_csv
-from headmix_vision.console.tables import markdown_table
+from headmix_lab.tables import markdown_table
 
 FOLDER = Path(__file__).parent
 CLAIMS = {"results": "the demos, and the weights of the package"}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.measuring import numbers, read_csv
-from headmix_vision.console.tables import markdown_table, mean_and_deviation
+from headmix_lab.tables import markdown_table, mean_and_deviation
 
 FOLDER = Path(__file__).parent
 CLAIMS = {"results": "cores on digits"}

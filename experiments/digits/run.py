@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.measuring import read_csv
 from experiments.digits.report import table
 from experiments.harness.script_runs import train
-from headmix_vision.console.scripts import RunFailed
-from headmix_vision.files.result_table import write_table
+from headmix_lab.scripts import RunFailed
+from headmix_lab.tables import write_table
 from headmix_vision.runs.directory import read_curve
 
 CORES = ("softmax", "linear", "mhla", "hih")

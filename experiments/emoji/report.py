@@ -10,14 +10,13 @@ from PIL import Image
 from benchmarks.measuring import numbers, read_csv
 from experiments.emoji.runs import MODELS, REAL, TEST, TRAIN, VALIDATION, Case, Runs
 from experiments.harness.script_runs import mark
+from headmix_lab.tables import ResultTable, Row, markdown_table, mean_and_deviation
 from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
-from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.evaluation.sample_sets import SampleSet
 from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import nearest
-from headmix_vision.files.atomic import atomic_path
-from headmix_vision.files.result_table import ResultTable, Row
-from headmix_vision.sampling.contact_sheet import draw_grid
+from headmix_vision.files.writing import atomic_path
+from headmix_vision.sampling.folder import draw_grid
 
 SCORES = {
     "fid": "FID",

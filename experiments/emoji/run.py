@@ -35,7 +35,7 @@ from experiments.emoji.report import Report, open_table
 from experiments.emoji.runs import BASE, MODELS, TEST, Case, Runs
 from experiments.harness.script_runs import Outcome, add_options, check_options, compare
 from experiments.harness.script_runs import complete as score_all
-from headmix_vision.files.result_table import ResultTable
+from headmix_lab.tables import ResultTable
 
 
 def complete(runs: Runs, table: ResultTable) -> Outcome:

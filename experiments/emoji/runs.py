@@ -13,14 +13,14 @@ import yaml
 from torch import Tensor
 
 from experiments.harness.script_runs import GeneratorRuns, flat, hash_of, run_script, trained_steps
-from headmix_vision.console.devices import default_device
+from headmix_lab.tables import ResultTable
+from headmix_vision.console import default_device
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import Source, SplitRequest
 from headmix_vision.evaluation.extractors import open_extractor
+from headmix_vision.evaluation.frechet import Statistics
 from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.scores import Scorer, accuracy, check_judge, fid, neighbours, precision_recall
-from headmix_vision.evaluation.statistics import Statistics
-from headmix_vision.files.result_table import ResultTable
 from headmix_vision.recipes import find_config
 from headmix_vision.runs.networks import create_generator
 

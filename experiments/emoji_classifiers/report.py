@@ -10,9 +10,8 @@ from benchmarks.model_families import read_spelling
 from headmix_lab.sweeps.figure import draw
 from headmix_lab.sweeps.runs import read_test
 from headmix_lab.sweeps.table import LABELS, values
+from headmix_lab.tables import Row, markdown_table, mean_and_deviation
 from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
-from headmix_vision.console.tables import markdown_table, mean_and_deviation
-from headmix_vision.files.result_table import Row
 
 FOLDER = Path(__file__).parent
 CLAIMS = {

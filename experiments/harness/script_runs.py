@@ -17,10 +17,9 @@ import torch
 
 from benchmarks.measuring import REPOSITORY
 from headmix_lab import training_runs
-from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver, run_python
-from headmix_vision.files.atomic import atomic_path
-from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.result_table import ResultTable, Row
+from headmix_lab.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver, run_python
+from headmix_lab.tables import ResultTable, Row
+from headmix_vision.files.writing import atomic_path, hold_lock
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, read_checkpoint
 from headmix_vision.runs.directory import FINISHED, LAST, read_curve
 

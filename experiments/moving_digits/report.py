@@ -25,13 +25,12 @@ from experiments.moving_digits.runs import (
     Runs,
     parse_arguments,
 )
+from headmix_lab.tables import ResultTable, Row, markdown_table, mean_and_deviation
 from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
-from headmix_vision.console.tables import markdown_table, mean_and_deviation
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE, MovingDigits
-from headmix_vision.files.atomic import atomic_path
-from headmix_vision.files.result_table import ResultTable, Row
+from headmix_vision.files.writing import atomic_path
 from headmix_vision.runs.directory import read_curve
-from headmix_vision.sampling.contact_sheet import draw_strips
+from headmix_vision.sampling.folder import draw_strips
 
 FOLDER = Path(__file__).parent
 CLAIMS = {"results": "attention in models of clips", "distilled": "clip models distilled from softmax"}

@@ -31,7 +31,7 @@ from experiments.harness.script_runs import Outcome, check_options, compare, say
 from experiments.harness.script_runs import complete as score_all
 from experiments.moving_digits.report import Report, open_table
 from experiments.moving_digits.runs import MODELS, Case, Runs, parse_arguments
-from headmix_vision.files.result_table import ResultTable
+from headmix_lab.tables import ResultTable
 
 
 def complete(runs: Runs, table: ResultTable, deadline_s: float) -> Outcome:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.measuring import REPOSITORY, release_memory, time_calls
 from experiments.harness.script_runs import GeneratorRuns, add_options, flat, hash_of, run_script, trained_steps, yes
-from headmix_vision.console.devices import default_device, open_device
+from headmix_vision.console import default_device, open_device
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.runs.networks import create_generator
 

@@ -8,19 +8,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
+from headmix_lab.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver
 from headmix_lab.sweeps.figure import draw
 from headmix_lab.sweeps.kinds import SWEEPS
 from headmix_lab.sweeps.runs import COLUMNS, CURVES, NUMBERS, Case, Request, Runs
 from headmix_lab.sweeps.table import report
+from headmix_lab.tables import ResultTable, write_table
 from headmix_vision.analysis.line_charts import save_svg
-from headmix_vision.checks import check_counts, check_positive, suggest
-from headmix_vision.console.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver
-from headmix_vision.errors import InputError
-from headmix_vision.extras import require_extra
-from headmix_vision.files.atomic import atomic_path, check_place
-from headmix_vision.files.limits import check_workers
-from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.result_table import ResultTable, write_table
+from headmix_vision.errors import InputError, check_counts, check_positive, require_extra, suggest
+from headmix_vision.files.reading import check_workers
+from headmix_vision.files.writing import atomic_path, check_place, hold_lock
 
 MAX_SEEDS = 1000
 MAX_EPOCHS = 1_000_000

@@ -9,8 +9,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 
 from headmix_lab.sweeps.kinds import ACCURACY, SWEEPS
 from headmix_lab.sweeps.table import LABELS, lines_of, values
+from headmix_lab.tables import Row
 from headmix_vision.analysis.line_charts import LINEAR, MHLA, OKABE_ITO, SOFTMAX, label_ends, line_figure
-from headmix_vision.files.result_table import Row
 
 _PANEL_IN, _DOT_IN, _AXIS_IN = 2.6, 0.4, 0.7  # heights of a panel of lines, of a line of dots, of what is around
 _ATTENTIONS = {"softmax": SOFTMAX, "linear": LINEAR, "MHLA": MHLA}

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
+from headmix_lab.scripts import RunFailed, run_python
 from headmix_lab.sweeps.kinds import SWEEPS, Sweep, Variant
+from headmix_lab.tables import ResultTable, Row
 from headmix_lab.training_runs import train
-from headmix_vision.console.scripts import RunFailed, run_python
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.result_table import ResultTable, Row
-from headmix_vision.files.texts import read_text
+from headmix_vision.files.reading import check_fields, read_text
 from headmix_vision.layers import CORES
 from headmix_vision.recipes import find_config
 from headmix_vision.runs.checkpoints import read_checkpoint

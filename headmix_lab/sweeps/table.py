@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from headmix_lab.sweeps.kinds import Variant
 from headmix_lab.sweeps.runs import AT_LIMIT, NOT_FINITE, Runs
-from headmix_vision.console.tables import markdown_table, mean_and_deviation
-from headmix_vision.files.result_table import ResultTable, Row
+from headmix_lab.tables import ResultTable, Row, markdown_table, mean_and_deviation
 
 LABELS = {
     "val_percent": "validation, %",

@@ -13,7 +13,7 @@ The command is `headmix analyze`. From Python:
 from typing import TYPE_CHECKING
 
 from headmix_vision.analysis.analysis_request import MapsRequest, MixingRequest, ProfileRequest
-from headmix_vision.extras import imported_when_used
+from headmix_vision.errors import imported_when_used
 
 if TYPE_CHECKING:
     from headmix_vision.analysis.analysis_job import Analyzed, analyze

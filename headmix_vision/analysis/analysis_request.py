@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from headmix_vision.checks import check_counts, check_request
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_request
 
 NOISE_LEVEL = 0.5
 
@@ -38,10 +37,10 @@ class AttentionRequest:
     """Settings of all requests for attention matrices.
 
     Args:
-        model: Networks, each as in `MixingRequest`.
+        model: Networks: each a run directory, `.ckpt`, export, or the name of a model that comes with weights.
         out: Folder to write.
-        data: Name of a data set.
-        checkpoint: As in `MixingRequest`.
+        data: Name of a data set: digits, folder, torch/NAME, latents, moving_digits, ...
+        checkpoint: Of a run directory: `best`, `last` or a file; when None the best, of a generator the last.
         raw: Use the weights being trained, not their EMA.
         dry_run: Check everything and write nothing.
         root: Place of the data.

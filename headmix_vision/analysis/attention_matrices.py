@@ -9,19 +9,18 @@ heads whose values a head reads: 1, or all where a head mix joins heads.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from headmix_vision.analysis.attention_layers import Layer, attention_layers
-from headmix_vision.checks import check_counts, is_whole
-from headmix_vision.console.devices import available_memory
-from headmix_vision.errors import InputError
+from headmix_vision.console import available_memory
+from headmix_vision.errors import InputError, check_counts, is_whole
+from headmix_vision.layers import CORES, HEAD_MIXES, HeadMixAttention
 from headmix_vision.ops import TokenGrid
 from headmix_vision.ops.runtime import autocast_off
 
@@ -31,6 +30,49 @@ _BYTES = torch.float64.itemsize
 # to 7.4 of entropy, 3.3 to 4.3 of rank.
 _COPIES = 8
 _MARGIN = 0.9  # of what is free now: it will be another number when the command is repeated
+
+
+class Layer(NamedTuple):
+    """An attention layer of a network.
+
+    Attributes:
+        number: Its number among the attention layers, from 0.
+        name: Its name as a module, such as `blocks.0.attn`.
+        attention: The layer itself.
+    """
+
+    number: int
+    name: str
+    attention: HeadMixAttention
+
+    @property
+    def title(self) -> str:
+        """What stands above the layer's panels."""
+        return f"layer {self.number}"
+
+    @property
+    def core_name(self) -> str:
+        """The name of its core."""
+        return _registered(CORES, self.attention.core)
+
+    @property
+    def head_mix_name(self) -> str:
+        """The name of its head mix; empty without one."""
+        return _registered(HEAD_MIXES, self.attention.head_mix) if self.attention.head_mix is not None else ""
+
+    def numbers(self, **numbers: Any) -> dict[str, Any]:
+        """Put the layer's number and name in front of numbers."""
+        return {"layer": self.number, "name": self.name, **numbers}
+
+
+def attention_layers(network: nn.Module) -> list[Layer]:
+    """List the attention layers of a network in the order of its modules."""
+    found = [(name, module) for name, module in network.named_modules() if isinstance(module, HeadMixAttention)]
+    return [Layer(number, name, module) for number, (name, module) in enumerate(found)]
+
+
+def _registered(table: Mapping[str, type[nn.Module]], module: nn.Module) -> str:
+    return next((name for name, kind in table.items() if type(module) is kind), type(module).__name__)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from headmix_vision.analysis.attention_layers import Layer
+from headmix_vision.analysis.attention_matrices import Layer
 from headmix_vision.analysis.figures import Panels, Picture, positive_scale, signed_scale
 from headmix_vision.analysis.measures import effective_count, mean_distance, relative_distance
 from headmix_vision.layers import MHLACore, MixingMatrix

@@ -12,7 +12,7 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 from torch import Tensor
 
-from headmix_vision.analysis.attention_layers import Layer
+from headmix_vision.analysis.attention_matrices import Layer
 from headmix_vision.analysis.figures import Panels, Picture, signed_scale
 from headmix_vision.analysis.measures import cosines, effective_count, effective_rank, mean_cosine, relative_distance
 from headmix_vision.layers import ExplicitHeads

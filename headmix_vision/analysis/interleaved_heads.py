@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.analysis.attention_layers import Layer
+from headmix_vision.analysis.attention_matrices import Layer
 from headmix_vision.analysis.figures import Panels, Picture, signed_scale
 from headmix_vision.analysis.measures import effective_count, mean_cosine, relative_distance
 from headmix_vision.layers import InterleavedHeads

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from headmix_vision.analysis.attention_layers import attention_layers
-from headmix_vision.analysis.attention_matrices import record_attention
+from headmix_vision.analysis.attention_matrices import attention_layers, record_attention
 from headmix_vision.analysis.figures import Panels, positive_scale
 from headmix_vision.errors import InputError
 

@@ -13,10 +13,8 @@ from matplotlib.figure import Figure
 from headmix_vision.analysis.figures import encode_png
 from headmix_vision.analysis.line_charts import encode_svg
 from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import atomic_path, check_place, is_temporary, remove_temporaries
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.texts import read_json
+from headmix_vision.files.reading import check_fields, read_json
+from headmix_vision.files.writing import atomic_path, check_place, hold_lock, is_temporary, remove_temporaries
 
 LOCK = ".lock"
 # What each command writes, beside its record: pictures before tables.

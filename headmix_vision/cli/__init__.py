@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from headmix_vision.checks import suggest
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.console import one_line_errors
+from headmix_vision.errors import InputError, suggest
 
 
 class Command(NamedTuple):

@@ -5,22 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.analysis.analysis_request import NOISE_LEVEL, MapsRequest, MixingRequest, ProfileRequest
-from headmix_vision.cli.starting import importing
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import one_line_errors
-from headmix_vision.extras import require_extra
+from headmix_vision.analysis.analysis_request import MapsRequest, MixingRequest, ProfileRequest
+from headmix_vision.console import OneLineParser, add_options, importing, one_line_errors
+from headmix_vision.errors import require_extra
 
-_COMMANDS = {
-    "rank": "rank and stable rank of the attention matrices, by layer and head",
-    "entropy": "how widely and how far queries look, by layer and head",
-    "maps": "what chosen query tokens attend to, as maps over the image",
-    "mixing": "what has been learned to mix: heads (IHA, MEA) and token blocks (MHLA)",
-    "sweep": "train classifiers that differ in one thing, and compare them",
+_REQUESTS = {
+    "rank": ("rank and stable rank of the attention matrices, by layer and head", ProfileRequest),
+    "entropy": ("how widely and how far queries look, by layer and head", ProfileRequest),
+    "maps": ("what chosen query tokens attend to, as maps over the image", MapsRequest),
+    "mixing": ("what has been learned to mix: heads (IHA, MEA) and token blocks (MHLA)", MixingRequest),
 }
-_MODEL = (
-    "run directory, .ckpt, export (.safetensors, pipeline directory), or the name of a model that comes with weights"
-)
+_SWEEP = "train classifiers that differ in one thing, and compare them"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -46,45 +41,12 @@ def main(args: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="headmix analyze", description="Look into the attention layers of trained networks.")
     commands = parser.add_subparsers(dest="kind", required=True)
-    for kind, what in _COMMANDS.items():
+    for kind, (what, request) in _REQUESTS.items():
         one = commands.add_parser(kind, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        if kind == "sweep":
-            _add_sweep_options(one)
-            continue
-        _add_model_options(one, several=kind != "mixing")
-        if kind != "mixing":
-            _add_data_options(one, images=1 if kind == "maps" else 8)
-        if kind == "maps":
-            about = "query tokens by row and column, of clips by frame, row and column (the middle)"
-            one.add_argument("--tokens", nargs="+", type=_place, default=(), metavar="Y,X", help=about)
-        if kind in ("rank", "entropy"):
-            one.add_argument("--queries", type=int, help="number of query tokens, drawn by a fixed seed (all)")
+        add_options(one, request, leave_out=("kind",), tokens={"type": _place, "metavar": "Y,X"})
+    sweep = commands.add_parser("sweep", help=_SWEEP, description=f"{_SWEEP[0].upper()}{_SWEEP[1:]}.")
+    _add_sweep_options(sweep)
     return parser
-
-
-def _add_model_options(parser: argparse.ArgumentParser, several: bool) -> None:
-    add = parser.add_argument
-    if several:
-        add("--model", nargs="+", required=True, metavar="RUN", help=f"{_MODEL}; one or several")
-    else:
-        add("--model", required=True, metavar="RUN", help=_MODEL)
-    add("--out", required=True, help="folder to write")
-    add("--checkpoint", help="checkpoint of a run directory: best, last or a file (best, of a generator last)")
-    add("--raw", action="store_true", help="the weights being trained, not their EMA")
-    add("--dry-run", action="store_true", help="open and check everything, say what would be drawn, and write nothing")
-
-
-def _add_data_options(parser: argparse.ArgumentParser, images: int) -> None:
-    add = parser.add_argument
-    add("--data", required=True, help="data set: digits, folder, torch/NAME, latents, moving_digits, ...")
-    add("--root", help="place of the data")
-    add("--split", default="validation", help="split of the data (validation)")
-    add("--images", type=int, default=images, help=f"images, evenly spaced over the split ({images})")
-    add("--background", default="white", help="colour behind transparent pixels (white)")
-    about = f"noise of the images of a generator, 0 to 1 ({NOISE_LEVEL})"
-    add("--noise-level", type=float, default=NOISE_LEVEL, help=about)
-    add("--layers", type=int, nargs="+", help="numbers of attention layers, from 0 (all; maps: the last)")
-    add("--device", help="device that computes, in float64 (a GPU if there is one)")
 
 
 def _add_sweep_options(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +92,5 @@ def _request(options: dict[str, Any]) -> ProfileRequest | MapsRequest | MixingRe
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
     }
-    kind = values.pop("kind")
-    if kind == "mixing":
-        return MixingRequest(**values)
-    return MapsRequest(**values) if kind == "maps" else ProfileRequest(kind=kind, **values)
+    _, request = _REQUESTS[values["kind"]]
+    return request(**{name: value for name, value in values.items() if name != "kind" or request is ProfileRequest})

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import InputError, end, explain, one_line_errors
+from headmix_vision.console import OneLineParser, end, one_line_errors
+from headmix_vision.errors import InputError, explain
 
 if TYPE_CHECKING:
     from headmix_vision.doctor.examination import Finding
@@ -37,11 +37,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _examine(device: str | None, seed: int, json_file: Path | None, started_s: float) -> Report:
     """Examine the machine, print what is found as it is found, and write the file."""
-    from headmix_vision.checks import check_counts
-    from headmix_vision.console.devices import default_device, open_device
+    from headmix_vision.console import default_device, open_device
     from headmix_vision.doctor.examination import Request, examine
     from headmix_vision.doctor.lines import lines_of
-    from headmix_vision.files.atomic import atomic_path, check_place
+    from headmix_vision.errors import check_counts
+    from headmix_vision.files.writing import atomic_path, check_place
 
     check_counts(0, 2**32 - 1, **{"--seed": seed})
     if json_file is not None:

@@ -5,14 +5,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headmix_vision.checks import literals
-from headmix_vision.cli.starting import importing
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import one_line_errors
+from headmix_vision.console import OneLineParser, add_options, importing, one_line_errors
 
 if TYPE_CHECKING:
-    from headmix_vision.evaluation.score_job import Scored
     from headmix_vision.evaluation.score_request import Evaluation
+    from headmix_vision.evaluation.scores import Scored
 
 _DESCRIPTION = """Score generated images (fid, kid, is, prc, accuracy, neighbours) and clips (fvd, moving-digits).
 
@@ -28,7 +25,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with one_line_errors():
         request = _request(vars(_parser().parse_args(args)))
     with importing("evaluate"):
-        from headmix_vision.evaluation.score_job import evaluate
+        from headmix_vision.evaluation.scores import evaluate
     with one_line_errors():
         evaluate(request, _show)
 
@@ -40,93 +37,36 @@ def _show(scored: "Scored") -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from headmix_vision.evaluation.metrics import CLIP_METRICS, METRICS
+    from headmix_vision.evaluation.score_request import CLIP_METRICS, METRICS, SIDES, STATISTICS, ScoreRequest, sides_of
 
     parser = OneLineParser(
         prog="headmix evaluate", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="metric", required=True)
-    for name, metric in METRICS.items():
-        command = commands.add_parser(name, help=metric.help)
-        if metric.compares:
-            command.add_argument("--real", required=True, help="real images, or for fid their statistics")
-        command.add_argument("--fake", required=True, help="generated images, or for fid their statistics")
-        if metric.takes_labels:
-            about = "leave out, and count, images of a data set that have no valid label"
-            command.add_argument("--skip-unlabelled", action="store_true", help=about)
-        if metric.takes_held_out:
-            command.add_argument("--held-out", required=True, help="real images that were not trained on")
-        _add_image_options(command)
-        for option, (default, about) in metric.options.items():
+    for name in (*METRICS, STATISTICS):
+        metric, sides = METRICS.get(name), sides_of(name)
+        about = "keep the statistics of real images in a file" if metric is None else metric.help
+        unlabelled = () if metric is not None and metric.takes_labels else ("skip_unlabelled",)
+        left_out = ("metric", "options", *unlabelled, *(side for side in SIDES if side not in sides))
+        command = commands.add_parser(name, help=about)
+        add_options(command, ScoreRequest, leave_out=left_out, required=(*sides, *(("out",) if metric is None else ())))
+        for option, (default, about) in (metric.options if metric else {}).items():
             command.add_argument(f"--{option.replace('_', '-')}", type=int, default=default, help=about)
-    command = commands.add_parser("stats", help="keep the statistics of real images in a file")
-    command.add_argument("--real", required=True, help="real images")
-    _add_image_options(command, writes=True)
-    for name, add in {"fvd": _add_fvd, "moving-digits": _add_moving_digits}.items():
-        command = commands.add_parser(name, help=CLIP_METRICS[name].help)
-        add(command)
-        _add_common(command, "clips", 16)
+    for name, request in _clip_requests().items():
+        add_options(commands.add_parser(name, help=CLIP_METRICS[name].help), request, leave_out=("metric",))
     return parser
 
 
-def _add_image_options(parser: argparse.ArgumentParser, writes: bool = False) -> None:
-    about = "inception, digits, lite0:PATH, or a run or weights file (inception)"
-    parser.add_argument("--features", default="inception", help=about)
-    _add_common(parser, "images", 64, writes)
+def _clip_requests() -> "dict[str, type[Evaluation]]":
+    from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest
 
-
-def _add_common(parser: argparse.ArgumentParser, what: str, batch_size: int, writes: bool = False) -> None:
-    add = parser.add_argument
-    add("--out", required=writes, help="file to write")
-    add("--overwrite", action="store_true", help="replace the file if it exists")
-    add("--root", help="place of a data set that needs one")
-    add("--image-size", type=int, help=f"scale and centre-crop all {what} to this size first")
-    add("--background", default="white", help="colour behind transparent pixels (white)")
-    add("--batch-size", type=int, default=batch_size, help=f"{what} at a time ({batch_size})")
-    add("--device", help="for example cuda:1 (a GPU if there is one)")
-    add("--incomplete", action="store_true", help="score folders of samples that are not complete")
-    add("--dry-run", action="store_true", help="open and check everything, score nothing")
-
-
-def _add_fvd(parser: argparse.ArgumentParser) -> None:
-    from headmix_vision.evaluation.metrics import KID_SUBSETS
-    from headmix_vision.evaluation.score_request import FvdRequest
-
-    add = parser.add_argument
-    add("--real", required=True, help="real clips: a folder, an npz file or a data set")
-    add("--fake", required=True, help="generated clips, likewise")
-    add("--features", default="i3d", help="i3d, its TorchScript file (.pt), digits[:PATH], or an image extractor (i3d)")
-    add("--features-sha256", metavar="HASH", help="SHA-256 of the TorchScript file, without which it is not opened")
-    add("--frame-features", help="image extractor of frame_fid, as for images (as --features)")
-    protocols = literals(FvdRequest, "protocol")
-    add("--protocol", default="stylegan-v", choices=protocols, help="how clips are sampled (stylegan-v)")
-    add("--frames", type=int, default=16, help="frames of a clip (16)")
-    add("--count", type=int, help="at most so many clips of a side (as the protocol says, 2048)")
-    for side in ("real", "fake"):
-        add(f"--{side}-stride", type=int, help=f"frame stride of {side} clips (as the protocol says)")
-        offsets = literals(FvdRequest, f"{side}_offset")
-        add(f"--{side}-offset", choices=offsets, help=f"where {side} clips begin in their files")
-    add("--mirror-real", action="store_true", help="score real clips a second time, mirrored")
-    add("--skip-short", action="store_true", help="leave out, and count, clips of too few frames")
-    add("--seed", type=int, default=0, help="seed of offsets, of the choice of clips and of the controls (0)")
-    add("--subsets", type=int, default=KID_SUBSETS, help=f"random subsets of the kernel distance ({KID_SUBSETS})")
-    add("--subset-size", type=int, help="clips in each (1000, or as many as there are)")
-
-
-def _add_moving_digits(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--fake", required=True, help="generated clips with labels: a folder of samples or an npz file")
-    add("--real", default="moving_digits", help="real clips, for the judge's ceiling (moving_digits)")
-    add("--features", default="digits", help="a classifier of the ten digits: digits, a run or a weights file")
-    add("--count", type=int, help="at most so many clips of a side (as many as there are generated ones)")
-    add("--frame-rate", "--fps", type=float, help="frames a second of the clips (the rate of the samples)")
+    return {"fvd": FvdRequest, "moving-digits": MovingDigitsRequest}
 
 
 def _request(options: dict[str, Any]) -> "Evaluation":
-    from headmix_vision.evaluation.metrics import METRICS
-    from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest, ScoreRequest
+    from headmix_vision.evaluation.score_request import METRICS, ScoreRequest
 
-    clips = {"fvd": FvdRequest, "moving-digits": MovingDigitsRequest}
+    clips = _clip_requests()
     if options["metric"] in clips:
         return clips[options["metric"]](**options)
     metric = METRICS.get(options["metric"])

@@ -3,16 +3,14 @@
 import argparse
 from collections.abc import Sequence
 
-from headmix_vision.cli.starting import importing
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import one_line_errors
+from headmix_vision.console import OneLineParser, importing, one_line_errors
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command; wrong input ends the process with one line and exit status 2."""
     options = vars(_parser().parse_args(args))
     with importing("export"):
-        from headmix_vision.runs.export import ExportRequest, export_run
+        from headmix_vision.runs.exporting import ExportRequest, export_run
     with one_line_errors():
         exported = export_run(ExportRequest(**options))
         print(f"would write {exported.out} from {exported.checkpoint}" if options["dry_run"] else exported.code)

@@ -4,10 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from headmix_vision.cli.starting import importing
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import one_line_errors
-from headmix_vision.extras import require_extra
+from headmix_vision.console import OneLineParser, importing, one_line_errors
+from headmix_vision.errors import require_extra
 
 _DESCRIPTION = """Make the index of a folder of tar shards, once, for `dataset: shards`.
 

@@ -3,9 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from headmix_vision.cli.starting import importing
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import one_line_errors
+from headmix_vision.console import OneLineParser, importing, one_line_errors
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from headmix_vision.checks import literals
-from headmix_vision.cli.starting import importing
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import InputError, let_signals_end, one_line_errors
+from headmix_vision.console import OneLineParser, add_options, importing, let_signals_end, one_line_errors
+from headmix_vision.errors import InputError
 
 if TYPE_CHECKING:
     from headmix_vision.sampling.sample_request import SampleRequest
@@ -59,6 +57,8 @@ def _termination_as_exception() -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from headmix_vision.sampling.sample_request import EXTEND_SAMPLES, OF_VIDEOS, SampleRequest
+
     parser = OneLineParser(prog="headmix sample", description="Draw samples from a trained generator.")
     kinds = parser.add_subparsers(dest="kind", required=True)
     for kind in ("images", "videos"):
@@ -68,62 +68,14 @@ def _parser() -> argparse.ArgumentParser:
             description=f"Draw {kind} into a folder. Sample i depends on the seed and on i alone. The same command"
             " again continues a half-finished folder.",
         )
-        _add_options(command, kind)
-        if kind == "videos":
-            _add_clip_options(command)
+        add_options(
+            command,
+            SampleRequest,
+            leave_out=("kind", *(() if kind == "videos" else OF_VIDEOS)),
+            **{name: {"nargs": None, "type": str} for name in ("classes", "guidance_interval", "size")},
+            extend={"nargs": "?", "const": EXTEND_SAMPLES, "metavar": "CLIP"},
+        )
     return parser
-
-
-def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
-    from headmix_vision.sampling.sample_request import DEFAULT_GUIDANCE, SCHEDULERS, SampleRequest
-
-    add = parser.add_argument
-    add("--model", required=True, help="run directory, .ckpt file or directory of an exported pipeline")
-    add("--checkpoint", help="checkpoint of a run directory: last, or a file (last)")
-    add("--raw", action="store_true", help="the weights being trained, not their EMA")
-    add("--num", type=int, default=64, help=f"number of {kind} (%(default)s)")
-    add("--classes", help="labels that take turns, such as 0,3,7, or balanced: all of them (balanced)")
-    add("--steps", type=int, default=50, help="sampling steps (%(default)s)")
-    add("--scheduler", help=f"{', '.join(SCHEDULERS)} (the scheduler of the model)")
-    spacings = literals(SampleRequest, "spacing")
-    add("--spacing", choices=spacings, help="timesteps of ddim and ddpm (ddim: trailing; ddpm: linspace, as DiT's)")
-    add("--guidance", type=float, help=f"scale, 1 for none ({DEFAULT_GUIDANCE}, or 1 if the model has no choice)")
-    about = "noise levels within which guidance acts, 0 is data, 1 noise (%(default)s)"
-    add("--guidance-interval", default="0,1", help=about)
-    channels = literals(SampleRequest, "guidance_channels")
-    add("--guidance-channels", choices=channels, default="all", help="channels that are guided (%(default)s)")
-    add("--size", help="height,width in pixels, or one number (the size in training)")
-    add("--seed", type=int, default=0, help="seed of all samples (%(default)s)")
-    at_once = 64 if kind == "images" else 8
-    add("--batch-size", type=int, default=at_once, help=f"{kind} at a time and process (%(default)s)")
-    add("--out", help="folder to write, or to go on with (samples/<name of the run>)")
-    add("--npz", action="store_true", help="also write samples.npz, as ADM's evaluation takes it")
-    add("--vae", help="another autoencoder than the recorded one: directory or hub id")
-    add("--dry-run", action="store_true", help="open and check everything, say what would be drawn, and write nothing")
-    add("--device", help="for example cuda:1 (a GPU if there is one)")
-    types = literals(SampleRequest, "dtype")
-    add("--dtype", choices=types, default="float32", help="type of the network's weights (%(default)s)")
-
-
-def _add_clip_options(parser: argparse.ArgumentParser) -> None:
-    from headmix_vision.sampling.sample_request import EXTEND_SAMPLES, SampleRequest
-
-    add = parser.add_argument
-    add("--frames", type=int, help="frames of a video (as in training); positions go on beyond the length of training")
-    add("--frame-rate", "--fps", type=float, help="frames a second (as in training)")
-    add("--first-frame", metavar="IMAGE", help="the first frame of all videos")
-    add(
-        "--extend",
-        nargs="?",
-        const=EXTEND_SAMPLES,
-        metavar="CLIP",
-        help="draw window by window until --frames, each going on from the last frames before it; from a clip if given",
-    )
-    add("--overlap", type=int, help="frames of a window that come from the window before it (half of the window)")
-    about = "guidance of windows that go on from frames, 0 to leave out the class (as --guidance)"
-    add("--extend-guidance", type=float, help=about)
-    formats = literals(SampleRequest, "format")
-    add("--format", choices=formats, default="mp4", help="files to watch, besides the lossless ones (%(default)s)")
 
 
 def _request(options: dict[str, Any]) -> "SampleRequest":
@@ -134,21 +86,17 @@ def _request(options: dict[str, Any]) -> "SampleRequest":
     """
     from headmix_vision.sampling.sample_request import SampleRequest
 
-    interval, size = options.pop("guidance_interval"), options.pop("size")
-    return SampleRequest(
-        **options | {"classes": _classes(options["classes"])},
-        guidance_interval=_pair(interval, float, "--guidance-interval"),
-        size=None if size is None else _pair(size if "," in size else f"{size},{size}", int, "--size"),
-    )
-
-
-def _classes(text: str | None) -> Any:
-    if text is None or text == "balanced":
-        return text
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"-?[0-9]+", part) for part in parts):
-        raise InputError(f"--classes must be 'balanced' or numbers such as 0,3,7, got {text!r}")
-    return tuple(map(int, parts))
+    interval, size, classes = (options[name] for name in ("guidance_interval", "size", "classes"))
+    if isinstance(interval, str):
+        options["guidance_interval"] = _pair(interval, float, "--guidance-interval")
+    if size is not None:
+        options["size"] = _pair(size if "," in size else f"{size},{size}", int, "--size")
+    if classes not in (None, "balanced"):
+        parts = [part.strip() for part in classes.split(",")]
+        if not all(re.fullmatch(r"-?[0-9]+", part) for part in parts):
+            raise InputError(f"--classes must be 'balanced' or numbers such as 0,3,7, got {classes!r}")
+        options["classes"] = tuple(map(int, parts))
+    return SampleRequest(**options)
 
 
 def _pair(text: str, kind: Callable[[str], T], option: str) -> tuple[T, T]:

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from headmix_vision.cli.starting import importing
-from headmix_vision.errors import end, one_line_errors
+from headmix_vision.console import end, importing, one_line_errors
 
 if TYPE_CHECKING:
     from headmix_vision.training.base_cli import RunCLI

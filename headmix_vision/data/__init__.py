@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from headmix_vision.extras import require_extra
+from headmix_vision.errors import require_extra
 
 if TYPE_CHECKING:
     from headmix_vision.data.augmentation import Augmentation

@@ -7,10 +7,9 @@ from typing import Any
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from headmix_vision.checks import check_counts, check_numbers
 from headmix_vision.data.batches import BatchedEnd
 from headmix_vision.data.datasets.base import PIL_MODES, Transform
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_numbers
 
 TENSOR_INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 INTERPOLATIONS = (*TENSOR_INTERPOLATIONS, "box", "hamming", "lanczos")

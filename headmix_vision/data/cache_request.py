@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from headmix_vision.checks import check_request
+from headmix_vision.errors import check_request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from headmix_vision.checks import check_numbers
 from headmix_vision.data.augmentation import (
     INTERPOLATIONS,
     Augmentation,
@@ -18,7 +17,7 @@ from headmix_vision.data.augmentation import (
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets.base import PIL_MODES, Transform
 from headmix_vision.data.datasets.folders import ImageFiles, find_images
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_numbers
 from headmix_vision.files.pictures import Decoding
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headmix_vision.checks import check_counts, check_positive
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_positive
 
 _INSTANT_S = 1e-6
 _LEAST_SHARE = 0.99  # of the wanted frame rate: 29.97 frames a second serve as 30

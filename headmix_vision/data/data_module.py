@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.checks import check_counts, check_flags, check_numbers
-from headmix_vision.console.notes import say_once
+from headmix_vision.console import say_once
 from headmix_vision.data.batches import (
     Collate,
     EvalSamples,
@@ -35,9 +34,9 @@ from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
 from headmix_vision.data.datasets.derived import InMemory, hold_out
 from headmix_vision.data.datasets.streams import Stream, StreamLoader
-from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_memory, check_workers
+from headmix_vision.errors import InputError, check_counts, check_flags, check_numbers
 from headmix_vision.files.pictures import check_background
+from headmix_vision.files.reading import check_memory, check_workers
 
 
 class DataModule(lightning.LightningDataModule):

@@ -15,7 +15,7 @@ from torch.nn.functional import interpolate
 
 from headmix_vision.data.datasets.base import RawImage
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_memory
+from headmix_vision.files.reading import check_memory
 
 
 def center_crop(image: Image.Image, size: int | tuple[int, int]) -> Image.Image:

@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torchvision.transforms import Normalize
 
-from headmix_vision.checks import check_numbers
 from headmix_vision.data.batches import TrainLoader, as_it_is
 from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.data_module import DataModule
@@ -20,7 +19,7 @@ from headmix_vision.data.datasets.streams import Stream
 from headmix_vision.data.fitting import FitImage, ImageToRange
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.data.stills import ImageStills, MixedBatchSampler, MixedSamples, StillsConfig
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_numbers
 
 _STILLS = 1  # stream of random numbers, beside that of the clips
 _RATE_TOLERANCE = 0.01

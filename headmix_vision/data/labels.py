@@ -7,7 +7,7 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from headmix_vision.console.notes import say_once
+from headmix_vision.console import say_once
 from headmix_vision.errors import InputError
 
 MOST_CLASSES = 1_000_000

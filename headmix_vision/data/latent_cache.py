@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.checks import check_counts
-from headmix_vision.console.devices import default_device, open_device
-from headmix_vision.console.notes import say, say_left_out
-from headmix_vision.console.processes import Processes, process_numbers
-from headmix_vision.console.progress import progress
+from headmix_vision.console import Processes, default_device, open_device, process_numbers, progress, say, say_left_out
 from headmix_vision.data.batches import obey_parent
 from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.clip_frames import ClipConfig
@@ -49,12 +45,11 @@ from headmix_vision.data.datasets.moving_digits import MovingDigits
 from headmix_vision.data.datasets.videos import open_video_folder
 from headmix_vision.data.fitting import center_crop
 from headmix_vision.data.labels import check_label
-from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import atomic_path, check_place, is_temporary
-from headmix_vision.files.limits import check_disk, check_memory, check_workers
-from headmix_vision.files.locks import hold_lock
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.files.pictures import check_background, readable
-from headmix_vision.files.tensor_files import write_tensors
+from headmix_vision.files.reading import check_disk, check_memory, check_workers
+from headmix_vision.files.tensors import write_tensors
+from headmix_vision.files.writing import atomic_path, check_place, hold_lock, is_temporary
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -19,20 +19,16 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from headmix_vision.checks import check_counts, check_request
-from headmix_vision.console.notes import say_left_out
-from headmix_vision.console.progress import progress
+from headmix_vision.console import progress, say_left_out
 from headmix_vision.data.batches import as_it_is
 from headmix_vision.data.datasets.shards import FORMAT, INDEX, KINDS, TENSORS, describe_shard, find_shards
 from headmix_vision.data.labels import DIGITS, LabelRule, Labels, fault_of, keep_labelled, number_labels
-from headmix_vision.errors import InputError, explain
-from headmix_vision.files.limits import check_file, check_workers
-from headmix_vision.files.listing import HIDDEN
-from headmix_vision.files.pictures import Decoding, picture_suffixes
+from headmix_vision.errors import InputError, check_counts, check_request, explain
+from headmix_vision.files.pictures import HIDDEN, VIDEO_SUFFIXES, Decoding, picture_suffixes
+from headmix_vision.files.reading import check_file, check_workers, parse_json
 from headmix_vision.files.tars import Member, list_members
-from headmix_vision.files.tensor_files import write_tensors
-from headmix_vision.files.texts import parse_json
-from headmix_vision.files.video import VIDEO_SUFFIXES, EncodedVideo, probe
+from headmix_vision.files.tensors import write_tensors
+from headmix_vision.files.video import EncodedVideo, probe
 
 
 class ShardContent(NamedTuple):

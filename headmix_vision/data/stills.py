@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from headmix_vision.checks import check_numbers
 from headmix_vision.data.batches import Collate, SampleKey, TrainBatchSampler
 from headmix_vision.data.datasets.base import RawImage, Source
 from headmix_vision.data.datasets.derived import Derived
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_numbers
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Diffusion: training objectives, guidance, schedulers by name, the denoising loop, the pipeline."""
 
-from headmix_vision.extras import require_extra
+from headmix_vision.errors import require_extra
 
 require_extra("diffusion", __name__)
 

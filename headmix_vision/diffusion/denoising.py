@@ -20,9 +20,8 @@ import torch
 from diffusers import SchedulerMixin
 from torch import Tensor
 
-from headmix_vision.checks import check_numbers
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_numbers
 
 # Name -> objective -> class of diffusers and its own options.
 _MULTISTEP_DDPM = {"timestep_spacing": "linspace"}

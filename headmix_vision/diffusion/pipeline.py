@@ -32,7 +32,7 @@ from headmix_vision.diffusion.denoising import (
 from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.diffusion.sizes import SampleSizes, latent_channels
 from headmix_vision.errors import InputError
-from headmix_vision.files.sums import check_sums, write_sums
+from headmix_vision.files.tensors import check_sums, write_sums
 from headmix_vision.models.autoencoders import decode, encode, latent_scale
 from headmix_vision.models.diffusers_features import found_by_diffusers
 from headmix_vision.models.headmix_dit import ClipState

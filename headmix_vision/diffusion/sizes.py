@@ -14,11 +14,10 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from torch import Tensor
 
-from headmix_vision.checks import check_counts, check_numbers, is_whole
-from headmix_vision.console.devices import available_memory
+from headmix_vision.console import available_memory
 from headmix_vision.diffusion.denoising import Generators, Guidance
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_numbers, is_whole
 from headmix_vision.models.autoencoders import downsampling, time_downsampling
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.checks import check_choice
 from headmix_vision.doctor.drawing import HEAD_DIMS, Numbers, Options, Problem
 from headmix_vision.doctor.families import (
     draw_grid_conv,
@@ -28,7 +27,7 @@ from headmix_vision.doctor.families import (
     pose_mix_heads,
 )
 from headmix_vision.doctor.judging import LIMITS, Error, judge
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice
 
 _FAMILIES: dict[str, tuple[Callable[..., Options], Callable[..., Problem]]] = {
     "mhla pairwise": (partial(draw_mhla, causal=False, regimes=("pairwise",)), pose_mhla),

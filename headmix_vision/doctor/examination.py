@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from headmix_vision.console.devices import available_memory
+from headmix_vision.console import available_memory
 from headmix_vision.doctor.attention_times import (
     GRIDS,
     MHLA,
@@ -27,7 +27,7 @@ from headmix_vision.doctor.lines import judge_findings
 from headmix_vision.doctor.machine import Machine, read_machine
 from headmix_vision.doctor.report import FamilyFinding, Report, WrongCase
 from headmix_vision.doctor.workers import Failure, Task, Workers
-from headmix_vision.files.limits import num_cores
+from headmix_vision.files.reading import num_cores
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TORCH_TYPES = (torch.float32,)

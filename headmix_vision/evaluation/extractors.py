@@ -14,16 +14,19 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.console.devices import open_device
+from headmix_vision.console import open_device
 from headmix_vision.errors import InputError
-from headmix_vision.files.hashes import file_sha256, state_sha256
-from headmix_vision.files.tensor_files import header_of
-from headmix_vision.files.weights import read_weights
+from headmix_vision.files.tensors import file_sha256, header_of, read_weights, state_sha256
 from headmix_vision.models.lite0 import LITE0_MODEL, LITE0_PACKAGE, lite0_state
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
-from headmix_vision.runs.directory import CHECKPOINTS, find_checkpoint
-from headmix_vision.runs.networks import load_network
-from headmix_vision.runs.opening import export_class_names, load_export
+from headmix_vision.runs.checkpoints import (
+    DESCRIPTION_KEY,
+    check_finite,
+    find_checkpoint,
+    is_generator,
+    read_checkpoint,
+)
+from headmix_vision.runs.directory import CHECKPOINTS
+from headmix_vision.runs.networks import export_class_names, load_export, load_network
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"

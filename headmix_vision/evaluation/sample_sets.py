@@ -6,44 +6,100 @@ uint8 throughout, as files hold them.
 
 import itertools
 import math
+import random
 import re
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from PIL import ImageOps
 from torch import Tensor
 
-from headmix_vision.checks import check_counts
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import CHANNELS, BatchSource, Source, SplitRequest
 from headmix_vision.data.fitting import center_crop
 from headmix_vision.data.labels import LabelRule
-from headmix_vision.errors import InputError
-from headmix_vision.evaluation.clip_sampling import ClipSampling
-from headmix_vision.evaluation.npz import npz_arrays
+from headmix_vision.data.seeding import derive_seed
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.evaluation.sample_sources import (
+    DECODER_THREADS,
     SAMPLES,
     SAMPLES_METADATA,
     DatasetSamples,
     Folder,
     NpzSamples,
     Samples,
+    npz_arrays,
 )
-from headmix_vision.files.clip_files import ClipInfo
-from headmix_vision.files.limits import check_memory
-from headmix_vision.files.pictures import Decoding
-from headmix_vision.files.png import Item
+from headmix_vision.files.pictures import Decoding, Item, is_hidden, is_picture, is_whole_png
+from headmix_vision.files.reading import check_memory, read_json
+from headmix_vision.files.video import ClipInfo
 
+_CHOICE, _OFFSET = 0, 1  # what random numbers are for
 _SAMPLE_BYTES = 16  # of a pixel, as bytes and as the numbers that features are computed of
 UNLABELLED = LabelRule(needed=False)
 """Rule of scores that take no labels."""
 _DATASET = re.compile(r"(?P<name>[^:\[\]]+)(:(?P<split>[^\[\]]+))?(\[(?P<slice>[-\d:]+)\])?")
+_PARTS = (SAMPLES, "videos", "frames", "samples.npz")
+
+
+@dataclass(frozen=True)
+class ClipSampling:
+    """Which clips of a place are scored, and which of their frames.
+
+    Args:
+        frames: Frames of a scored clip; all when None, for clips that have equally many.
+        stride: Take every `stride`-th frame.
+        offset: `first`: from the first frame on; `random`: from any that leaves enough, by (seed, number of the clip).
+        count: At most so many clips; all when None.
+        choice: `first`: the first ones by name; `random`: any, by the seed.
+        mirror: Score each clip a second time, mirrored.
+        skip_short: Leave out clips of fewer than `frames` x `stride` frames, and count them; otherwise an error.
+        seed: Of what is random.
+
+    Raises:
+        InputError: A number below 1.
+    """
+
+    frames: int | None = 16
+    stride: int = 1
+    offset: Literal["first", "random"] = "first"
+    count: int | None = None
+    choice: Literal["first", "random"] = "first"
+    mirror: bool = False
+    skip_short: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = {"frames": self.frames, "stride": self.stride, "count": self.count}
+        check_counts(1, **{name: value for name, value in counts.items() if value is not None})
+
+    @property
+    def needed(self) -> int:
+        """Frames that a clip must have; StyleGAN-V leaves out those with fewer."""
+        assert self.frames is not None
+        return self.frames * self.stride
+
+    def choose(self, numbers: Sequence[int]) -> list[int]:
+        """Choose among clips, in rising order."""
+        if self.count is None or len(numbers) <= self.count:
+            return list(numbers)
+        if self.choice == "first":
+            return list(numbers[: self.count])
+        return sorted(random.Random(derive_seed(self.seed, _CHOICE)).sample(list(numbers), self.count))
+
+    def indices(self, number: int, num_frames: int) -> range:
+        """Return the numbers of the frames of a clip that are scored."""
+        free = num_frames - self.needed + self.stride
+        start = 0 if self.offset == "first" else random.Random(derive_seed(self.seed, _OFFSET, number)).randrange(free)
+        return range(start, start + self.needed, self.stride)
 
 
 class SampleSet:
@@ -351,3 +407,38 @@ def _bounds(text: str) -> list[int | None] | None:
     except ValueError:
         return None
     return bounds if 2 <= len(bounds) <= 3 and bounds[2:] != [0] else None
+
+
+def check_complete(source: str, option: str, incomplete: bool) -> None:
+    """Check that a folder of samples is complete, if the source is one or lies in one.
+
+    Args:
+        source: Place of the samples.
+        option: Name of the option that named it, for messages.
+        incomplete: Take a folder with missing samples, with a warning.
+
+    Raises:
+        InputError: Samples are missing and `incomplete` is false, or a file is not a whole PNG.
+    """
+    path = Path(source)
+    folder = path.parent if path.name in _PARTS else path
+    if not source or not (folder / SAMPLES_METADATA).is_file() or not (folder / SAMPLES).is_dir():
+        return
+    metadata = read_json(folder / SAMPLES_METADATA)
+    if not isinstance(metadata, dict) or "complete" not in metadata:  # a folder of somebody else
+        return
+    paths = [entry for entry in (folder / SAMPLES).iterdir() if is_picture(entry.name) and not is_hidden(entry.name)]
+    with ThreadPoolExecutor(DECODER_THREADS) as pool:
+        broken = sorted(entry for entry, whole in zip(paths, pool.map(is_whole_png, paths), strict=True) if not whole)
+    if broken:
+        raise InputError(
+            f"{option} {source} has {len(broken)} files that are not whole PNGs, first {broken[0]}: remove them, or"
+            " draw them again by the command that drew the others"
+        )
+    count = metadata.get("num")
+    if metadata["complete"] is True and count == len(paths):
+        return
+    state = f"{option} {source} has {len(paths)} of {count} samples" + (" so far" if len(paths) == count else "")
+    if not incomplete:
+        raise InputError(f"{state}: draw the others by the command that drew these, or score these with --incomplete")
+    warnings.warn(f"{state}: it is not complete", stacklevel=1)

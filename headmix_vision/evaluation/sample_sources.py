@@ -1,38 +1,38 @@
 """Sources of samples to score: pictures or clips of a folder, an ADM npz file, a data set, or memory.
 
-N samples, C channels (1 or 3), T frames, H and W pixels. Pixels are uint8 throughout, as files hold them.
+N samples, C channels (1 or 3), T frames, H and W pixels. Pixels are uint8 throughout, as files hold them. An npz file
+holds the images `arr_0` and their labels. The header of an array states its shape. It must be the shape of the bytes
+that the archive holds, before any memory is taken for it.
 """
 
 import math
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from headmix_vision.checks import check_positive
-from headmix_vision.console.notes import say_left_out
+from headmix_vision.console import say_left_out
 from headmix_vision.data.datasets.base import Source, to_picture
-from headmix_vision.errors import InputError
-from headmix_vision.evaluation.npz import npz_labels, open_pixels
-from headmix_vision.files.clip_files import ClipInfo, probe_clip, read_clip
-from headmix_vision.files.limits import check_memory
-from headmix_vision.files.listing import find_clips, find_pictures
-from headmix_vision.files.pictures import Decoding, readable
-from headmix_vision.files.png import Item, to_item
-from headmix_vision.files.texts import read_json
+from headmix_vision.errors import InputError, check_positive
+from headmix_vision.files.pictures import Decoding, Item, find_clips, find_pictures, readable, to_item
+from headmix_vision.files.reading import check_file, check_members, check_memory, read_json
+from headmix_vision.files.video import ClipInfo, probe_clip, read_clip
 
 DECODER_THREADS = 8
 SAMPLES, SAMPLES_METADATA = "images", "metadata.json"
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class Samples(ABC):
@@ -266,3 +266,102 @@ class DatasetSamples(Samples):
     def labels(self, numbers: Sequence[int]) -> Tensor:
         """Read the targets of the data set."""
         return torch.tensor([self.data.read(self.numbers[number])[1] for number in numbers], dtype=torch.int64)
+
+
+@contextmanager
+def open_pixels(path: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any], bool]]:
+    """Open `arr_0`; see `_open_array`."""
+    with _opened(path) as archive, _open_array(archive, "arr_0") as opened:
+        yield opened
+
+
+@contextmanager
+def _open_array(
+    archive: zipfile.ZipFile, name: str
+) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any], bool]]:
+    """Open an array of an npz file: the file behind its header, its shape, its dtype, whether it is in Fortran order.
+
+    Raises:
+        InputError: Its header states another size than the archive.
+    """
+    with archive.open(f"{name}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        if version not in _HEADERS:
+            raise ValueError(f"{name} is of version {version} of numpy's format")
+        shape, fortran_order, dtype = _HEADERS[version](member)
+        if dtype.hasobject:
+            raise InputError(f"{archive.filename}: {name} holds Python objects, it must hold numbers")
+        stated, held = math.prod(shape) * dtype.itemsize, archive.getinfo(f"{name}.npy").file_size - member.tell()
+        if min(shape, default=1) < 0 or stated != held:
+            raise InputError(
+                f"{archive.filename}: {name} states {dtype} {list(shape)}, which is {stated} bytes, the archive holds"
+                f" {held}"
+            )
+        yield member, shape, dtype, fortran_order
+
+
+def npz_arrays(path: Path) -> list[str]:
+    """List the names of the arrays of an npz file.
+
+    Raises:
+        InputError: Not an npz file.
+    """
+    with _opened(path) as archive:
+        return [name.removesuffix(".npy") for name in archive.namelist()]
+
+
+def npz_array(path: Path, name: str) -> np.ndarray:
+    """Read an array of an npz file.
+
+    Raises:
+        InputError: Not an npz file, or a damaged one; no such array; an array of Python objects, or one that exceeds
+            the memory.
+    """
+    with _opened(path) as archive, _open_array(archive, name) as (member, shape, dtype, fortran_order):
+        size = math.prod(shape) * dtype.itemsize
+        check_memory(2 * size, f"{path}: {name} {list(shape)}")
+        data = member.read()
+        if len(data) < size:
+            raise InputError(f"{path} is truncated: {name} has {len(data)} of {size} bytes")
+        return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran_order else "C")
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[zipfile.ZipFile]:
+    """Open an npz file, whose members have different names without folders, and sizes that the file can hold."""
+    check_file(path)
+    with _whole(path), zipfile.ZipFile(path) as archive:
+        check_members(archive)
+        for name in archive.namelist():
+            if "/" in name or "\\" in name:
+                raise InputError(f"{path} holds {name}, arrays must lie in no folder")
+        yield archive
+
+
+@contextmanager
+def _whole(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:  # whatever zipfile, its decompressors and numpy raise on a damaged file
+        if getattr(error, "filename", None) is not None:  # it cannot be opened
+            raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"{path} is truncated, damaged or no npz file: {reason}") from None
+
+
+def npz_labels(path: Path) -> Tensor:
+    """Read the labels of the images of an npz file, int64 [N]: its array `labels`, or `arr_1` as ADM calls them.
+
+    Raises:
+        InputError: No npz file, no labels, or other than one integer per image.
+    """
+    arrays = npz_arrays(path)
+    name = next((name for name in ("labels", "arr_1") if name in arrays), None)
+    if name is None:
+        raise InputError(f"{path} has no labels or arr_1, it has {', '.join(arrays)}")
+    labels = npz_array(path, name)
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise InputError(f"{path}: {name} is {labels.dtype} {list(labels.shape)}, it must be integers [N]")
+    return torch.from_numpy(labels.astype(np.int64))

@@ -1,15 +1,129 @@
-"""Requests for scores, which `headmix_vision.evaluation.evaluate` takes, without an import of torch."""
+"""The tables of metrics, and requests for scores, without an import of torch.
 
-from collections.abc import Mapping
+A new metric is a function in `scores` and a line in `METRICS`; the function is imported when it is called.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from headmix_vision.checks import check_request, suggest
-from headmix_vision.errors import InputError
-from headmix_vision.evaluation.metrics import CLIP_METRICS, KID_SUBSETS, METRICS
+from headmix_vision.errors import InputError, check_request, suggest
 
+KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000
+NEIGHBOURS = 3
+SPLITS = 10
 STATISTICS = "stats"
+SIDES = ("real", "fake", "held_out")
+
+
+def _load(function: Callable[..., Any] | str) -> Callable[..., Any]:
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"headmix_vision.evaluation.{module}"), name)
+    return found
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Metric of images.
+
+    Args:
+        compute: Takes the scorer, the real samples if it compares, the generated ones, and the options by name; as
+            `module:function` of this folder, or the function itself.
+        help: What it measures.
+        compares: Whether it compares generated samples with real ones.
+        takes_statistics: Whether the statistics of samples are enough.
+        takes_labels: Whether `compute` takes the generated samples' labels too.
+        takes_held_out: Whether it also compares with real samples that were not trained on.
+        options: Whole numbers by name, with default and help.
+    """
+
+    compute: Callable[..., dict[str, float]] | str
+    help: str
+    compares: bool = True
+    takes_statistics: bool = False
+    takes_labels: bool = False
+    takes_held_out: bool = False
+    options: dict[str, tuple[int | None, str]] = field(default_factory=dict)
+
+    def __call__(self, *samples: Any, **options: Any) -> dict[str, float]:
+        """Compute the scores."""
+        return _load(self.compute)(*samples, **options)
+
+
+METRICS = {
+    "fid": Metric("scores:fid", "Fréchet distance, and sFID with Inception features", takes_statistics=True),
+    "kid": Metric(
+        "scores:kid",
+        "kernel distance",
+        options={
+            "subsets": (KID_SUBSETS, "number of random subsets"),
+            "subset_size": (None, "images in each (1000, or as many as there are)"),
+        },
+    ),
+    "is": Metric(
+        "scores:inception_score",
+        "inception score",
+        compares=False,
+        options={"splits": (SPLITS, "number of parts")},
+    ),
+    "prc": Metric(
+        "scores:precision_recall",
+        "precision and recall",
+        options={"neighbours": (NEIGHBOURS, "which neighbour's distance")},
+    ),
+    "accuracy": Metric(
+        "scores:accuracy",
+        "share of images that the classifier assigns to their label, of an npz file with labels or a data set",
+        compares=False,
+        takes_labels=True,
+    ),
+    "neighbours": Metric(
+        "scores:neighbours",
+        "how near images are to those of training (--real), beside --held-out: copies",
+        takes_held_out=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ClipMetric:
+    """Metric of clips.
+
+    Args:
+        run: Scores the clips of a request, shows the progress, and shares the work among processes.
+        help: What it measures.
+    """
+
+    run: str
+    help: str
+
+    def __call__(self, *arguments: Any) -> dict[str, Any]:
+        """Score the clips of a request."""
+        result: dict[str, Any] = _load(self.run)(*arguments)
+        return result
+
+
+CLIP_METRICS = {
+    "fvd": ClipMetric("clip_scores:run_fvd", "Fréchet video distance, kernel distance and controls, of clips"),
+    "moving-digits": ClipMetric(
+        "clip_scores:run_moving_digits",
+        "share of frames and clips of moving digits with their label's digit and motion",
+    ),
+}
+
+
+def sides_of(metric: str) -> tuple[str, ...]:
+    """Name the sides of a score of images, or of `stats`, out of `SIDES`."""
+    if metric == STATISTICS:
+        return ("real",)
+    asked = METRICS[metric]
+    return tuple(
+        side for side in SIDES if side == "fake" or (asked.compares if side == "real" else asked.takes_held_out)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +196,8 @@ class ScoreRequest(Evaluation):
             raise InputError(f"{self.metric} scores clips: make its own request")
         if metric is None and self.out is None:
             raise InputError("stats needs a file to write: give out")
-        takes = {"real": metric is None or metric.compares, "fake": metric is not None}
-        takes["held_out"] = metric is not None and metric.takes_held_out
-        for name, taken in takes.items():
+        for name in SIDES:
+            taken = name in sides_of(self.metric)
             if taken != (getattr(self, name) is not None):
                 raise InputError(f"{self.metric} {'needs' if taken else 'does not take'} {name}")
         if self.skip_unlabelled and not (metric is not None and metric.takes_labels):
@@ -99,18 +212,18 @@ class FvdRequest(Evaluation):
     """Request for the Fréchet video distance.
 
     Args:
-        real: Real clips.
-        fake: Generated clips.
+        real: Real clips: a folder, an `.npz` file or a data set.
+        fake: Generated clips, likewise.
         features: `i3d`, its TorchScript file (`.pt`), `digits[:PATH]`, or an image extractor.
         features_sha256: SHA-256 of the TorchScript file, without which it is not opened.
-        frame_features: Image extractor of `frame_fid`; `features` when None.
+        frame_features: Image extractor of `frame_fid`; that of `features` when None.
         protocol: How clips are sampled.
         frames: Frames of a clip.
-        count: At most so many clips of a side; as the protocol says when None.
+        count: At most so many clips of a side; as the protocol says, 2048, when None.
         real_stride: Take every `real_stride`-th frame of real clips; as the protocol says when None.
         real_offset: Where real clips begin in their files; as the protocol says when None.
-        fake_stride: As `real_stride`, of generated clips.
-        fake_offset: As `real_offset`, of generated clips.
+        fake_stride: Take every `fake_stride`-th frame of generated clips; as the protocol says when None.
+        fake_offset: Where generated clips begin in their files; as the protocol says when None.
         mirror_real: Score real clips a second time, mirrored.
         skip_short: Leave out, and count, clips of too few frames.
         seed: Seed of offsets, of the choice of clips and of the controls.

@@ -7,8 +7,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_file
-from headmix_vision.files.listing import ending, is_hidden
+from headmix_vision.files.pictures import ending, is_hidden
+from headmix_vision.files.reading import check_file
 
 
 class Member(NamedTuple):

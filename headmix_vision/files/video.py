@@ -1,8 +1,9 @@
-"""Videos as files: read by frame number with PyAV, written as H.264 or GIF.
+"""Videos and clips as files: read by frame number with PyAV, written as H.264 or GIF.
 
 T frames, H and W pixels, C channels (1 or 3); uint8, channels last. Frames are counted in the order of display. They
 are turned as the file's display matrix says. Their colours follow the matrix and range that the stream names: BT.601 of
-limited range where it names none. A video is the first stream of its file that is not a cover picture.
+limited range where it names none. A video is the first stream of its file that is not a cover picture. A clip is a
+video, an animated picture, or a folder of frames, whose pictures are sorted by name.
 """
 
 import io
@@ -20,19 +21,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image
 
-from headmix_vision.checks import check_positive
-from headmix_vision.errors import InputError
-from headmix_vision.extras import require_extra
-from headmix_vision.files.atomic import atomic_path
-from headmix_vision.files.limits import check_file, check_memory
-from headmix_vision.files.pictures import Decoding
-from headmix_vision.files.png import to_item
+from headmix_vision.errors import InputError, check_positive, explain, require_extra
+from headmix_vision.files.pictures import Decoding, find_frames, is_video, open_picture, readable, to_item
+from headmix_vision.files.reading import check_file, check_memory
+from headmix_vision.files.writing import atomic_path
 
-VIDEO_SUFFIXES = frozenset((
-    ".3g2", ".3gp", ".asf", ".avi", ".divx", ".dv", ".f4v", ".flv", ".gif", ".m1v", ".m2ts", ".m2v", ".m4v", ".mjpeg",
-    ".mjpg", ".mkv", ".mov", ".mp4", ".mpe", ".mpeg", ".mpg", ".mts", ".mxf", ".ogv", ".qt", ".rm", ".rmvb", ".ts",
-    ".vob", ".webm", ".wmv", ".y4m",
-))  # fmt: skip
 WRITTEN_SUFFIXES = (".mp4", ".gif")
 _CRF = "17"  # of x264, hardly to be told from the original
 _INSTANT_S = 1e-6
@@ -42,32 +35,34 @@ _NOTHING_ELSE = {"protocol_whitelist": "none"}  # a video may name addresses and
 _OLDEST_AV = 17  # which converts the colours of BT.709 and of full range rightly
 # BT.601, limited range, primaries of BT.709 and the curve of sRGB, by their numbers in H.273
 _WRITTEN_COLOURS = {"colorspace": 6, "color_range": 1, "color_primaries": 1, "color_trc": 13}
+Frames = list[Image.Image]
+Choice = Callable[[int, float | None, tuple[float, ...] | None], Sequence[int]]
+"""Chooses the numbers of frames by how many there are, their rate and their times, as in `ClipInfo`."""
 
 
 @dataclass(frozen=True)
-class VideoInfo:
-    """Contents of a video file.
+class ClipInfo:
+    """Facts about a clip before it is read.
 
     Args:
         num_frames: Frames.
-        frame_rate: Their average number a second.
-        height: Of a frame in pixels.
-        width: Of a frame in pixels.
+        size: H and W of a frame in pixels.
+        frame_rate: Frames a second, of a video on average; None where nobody says.
         times: When each frame begins to show, and when the last one ends, in seconds from the first; None where they
             follow each other evenly.
     """
 
     num_frames: int
-    frame_rate: float
-    height: int
-    width: int
+    size: tuple[int, int]
+    frame_rate: float | None = None
     times: tuple[float, ...] | None = None
 
     def frames_at(self, frame_rate: float) -> list[int]:
         """Number the frames that show at the times of another rate, from the first to the end."""
+        assert self.frame_rate is not None
         times = self.times or [number / self.frame_rate for number in range(self.num_frames + 1)]
         count = max(round(times[-1] * frame_rate), 1)
-        needed = count * (3 * self.height * self.width + _NUMBER_BYTES)
+        needed = count * (3 * self.size[0] * self.size[1] + _NUMBER_BYTES)
         check_memory(needed, f"a video of {times[-1]:g} s at {frame_rate:g} frames a second")
         return [bisect_right(times[:-1], number / frame_rate + _INSTANT_S) - 1 for number in range(count)]
 
@@ -97,7 +92,7 @@ class _Packet:
     is_key: bool
 
 
-def probe(path: str | os.PathLike[str] | EncodedVideo) -> VideoInfo:
+def probe(path: str | os.PathLike[str] | EncodedVideo) -> ClipInfo:
     """Count the frames of a video, and read their times, without decoding more than the first.
 
     Raises:
@@ -110,12 +105,12 @@ def probe(path: str | os.PathLike[str] | EncodedVideo) -> VideoInfo:
             raise InputError(f"{path} has no frames")
         height, width, _ = _Pixels().turn(np.empty((first.height, first.width, 0), np.uint8), first).shape
     with _opened(path) as (container, stream):
-        return replace(_info(path, stream, _packets(container, stream)), height=height, width=width)
+        return replace(_info(path, stream, _packets(container, stream)), size=(height, width))
 
 
 def read_frames(
     path: str | os.PathLike[str] | EncodedVideo,
-    indices: Sequence[int] | Callable[[VideoInfo], Sequence[int]],
+    indices: Sequence[int] | Callable[[ClipInfo], Sequence[int]],
     background: str = "white",
 ) -> np.ndarray:
     """Read frames by their numbers; decoding begins at the last key frame before the first of them.
@@ -140,8 +135,8 @@ def read_frames(
         wrong = [index for index in indices if not 0 <= index < info.num_frames]
         if wrong:
             raise InputError(f"{path} has {info.num_frames} frames, there is no frame {wrong[0]}")
-        pixels = len(indices) * info.height * info.width
-        check_memory(2 * 3 * pixels, f"{path}: {len(indices)} frames of {info.height}x{info.width} pixels")
+        height, width = info.size
+        check_memory(6 * len(indices) * height * width, f"{path}: {len(indices)} frames of {height}x{width} pixels")
         wanted = sorted({*indices})
         found = _seek_and_decode(container, stream, packets, wanted, _Pixels(background))
     if len(found) < len(wanted):
@@ -169,6 +164,7 @@ def read_video(path: str | os.PathLike[str], frame_rate: float | None = None) ->
         InputError: As `read_frames`.
     """
     info = probe(path)
+    assert info.frame_rate is not None
     if info.times is not None and frame_rate is not None:
         return read_frames(path, info.frames_at(frame_rate)), frame_rate
     return read_frames(path, range(info.num_frames)), info.frame_rate
@@ -291,7 +287,7 @@ def _packets(container: Any, stream: Any) -> list[_Packet]:
     ]
 
 
-def _info(path: str | os.PathLike[str] | EncodedVideo, stream: Any, packets: list[_Packet]) -> VideoInfo:
+def _info(path: str | os.PathLike[str] | EncodedVideo, stream: Any, packets: list[_Packet]) -> ClipInfo:
     if not packets:
         raise InputError(f"{path} has no frames")
     rate, times = stream.average_rate or stream.guessed_rate, _times(packets)
@@ -302,10 +298,10 @@ def _info(path: str | os.PathLike[str] | EncodedVideo, stream: Any, packets: lis
             rate = (len(times) - 1) / ((times[-1] - times[0]) * stream.time_base)
         if not _is_even(ends if is_gif else times):  # other files seldom tell how long the last frame shows
             shown = tuple(float((time - times[0]) * stream.time_base) for time in ends)
-            return VideoInfo(len(packets), float(rate), stream.height, stream.width, shown)
+            return ClipInfo(len(packets), (stream.height, stream.width), float(rate), shown)
     if not rate:
         raise InputError(f"{path} states no frame rate")
-    return VideoInfo(len(packets), float(rate), stream.height, stream.width)
+    return ClipInfo(len(packets), (stream.height, stream.width), float(rate))
 
 
 def _is_even(times: list[int]) -> bool:
@@ -432,3 +428,54 @@ def _encode_gif(frames: np.ndarray, frame_rate: float) -> bytes:
     encoded = io.BytesIO()
     item[0].save(encoded, format="gif", save_all=True, append_images=item[1:], duration=durations, loop=0)
     return encoded.getvalue()
+
+
+def probe_clip(path: Path) -> ClipInfo:
+    """Read what is known of a clip by its first frame; InputError where it cannot be read."""
+    with _named(path):
+        if path.is_dir():
+            files = find_frames(path)
+            if not files:
+                raise InputError(f"{path} has no frames")
+            first = _first_frame(files[0], Decoding())
+            return ClipInfo(len(files), (first.height, first.width))
+        if is_video(path):
+            return probe(path)
+        with open_picture(path) as image:
+            first = Decoding().convert(image)
+            return ClipInfo(getattr(image, "n_frames", 1), (first.height, first.width))
+
+
+def read_clip(path: Path, indices: Sequence[int] | Choice, decoding: Decoding) -> Frames:
+    """Read frames of a clip by their numbers, or those that are chosen; InputError where they cannot be read."""
+
+    def choose(count: int, frame_rate: float | None = None, times: tuple[float, ...] | None = None) -> Sequence[int]:
+        return indices(count, frame_rate, times) if callable(indices) else indices
+
+    with _named(path):
+        if path.is_dir():
+            files = find_frames(path)
+            return [_first_frame(files[number], decoding) for number in choose(len(files))]
+        if is_video(path):
+            frames = read_frames(
+                path, lambda info: choose(info.num_frames, info.frame_rate, info.times), decoding.background
+            )
+            return [Image.fromarray(frame).convert(decoding.mode) for frame in frames]
+        pictures = decoding.frames(path)
+        return [pictures[number] for number in choose(len(pictures))]
+
+
+def _first_frame(path: Path, decoding: Decoding) -> Image.Image:
+    with readable(path):
+        return decoding.first_frame(path)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """As `readable`, for what names the file itself where it can."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{path} cannot be read ({explain(error)})") from None

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from headmix_vision.checks import check_choice, check_counts, check_flags, check_keywords, keywords
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice, check_counts, check_flags, check_keywords, keywords
 from headmix_vision.layers.convolutions import POSITION_ENCODINGS, GridConvolution, in_autocast_type, is_bare
 from headmix_vision.layers.cores import CORES
 from headmix_vision.layers.cores.base import LayerSpec

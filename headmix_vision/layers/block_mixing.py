@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_choice, check_counts
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice, check_counts
 from headmix_vision.ops import TokenBlocks
 from headmix_vision.ops.dispatch import apply_of, out_of_dead_transformation
 

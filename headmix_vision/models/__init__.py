@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headmix_vision.extras import imported_when_used, require_extra
+from headmix_vision.errors import imported_when_used, require_extra
 
 require_extra("models", __name__)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.hashes import state_sha256
-from headmix_vision.files.limits import check_files
+from headmix_vision.files.reading import check_files
+from headmix_vision.files.tensors import state_sha256
 from headmix_vision.models.building import building
 
 PIXELS = "none"

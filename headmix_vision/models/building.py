@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headmix_vision.checks import is_whole
-from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_memory, memory_left
+from headmix_vision.errors import InputError, is_whole
+from headmix_vision.files.reading import check_memory, memory_left
 
 MAX_DEPTH = 1000
 MAX_TENSORS = 30_000

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_counts
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.layers import ExplicitHeads, HeadMixAttention
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.weights import check_weights, load_plain, read_weights
+from headmix_vision.files.tensors import check_weights, load_plain, read_weights
 from headmix_vision.layers import MixingMatrix
 from headmix_vision.layers.block_mixing import locality_weights
 from headmix_vision.models.convert import Conversion, check_depth, fit

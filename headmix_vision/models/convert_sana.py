@@ -17,8 +17,7 @@ from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
 from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # loading a pipeline, diffusers looks for it here
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_choice
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice
 from headmix_vision.layers.block_mixing import MIXING_INITS
 from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
 from headmix_vision.models.diffusers_features import found_by_diffusers

@@ -19,8 +19,7 @@ from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # loading 
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_choice, check_flags, check_numbers
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice, check_flags, check_numbers
 from headmix_vision.layers.block_mixing import LOWER, UPPER
 from headmix_vision.layers.cores.mhla import bind_mhla_core
 from headmix_vision.models.convert import Conversion, fit

@@ -11,9 +11,9 @@ import torch
 from diffusers.configuration_utils import ConfigMixin
 from torch import Tensor
 
-from headmix_vision.checks import check_counts
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.layers import MixingMatrix
+from headmix_vision.models.diffusers_features import MISSING_NOTE, without_notes
 from headmix_vision.ops import TokenBlocks
 
 
@@ -43,9 +43,10 @@ class ConvertedModel:
             InputError: if weights are missing, as they are in a folder of the model that was converted.
         """
         wants_info = kwargs.pop("output_loading_info", False)
-        loaded = super().from_pretrained(  # type: ignore[misc]
-            pretrained_model_name_or_path, output_loading_info=True, **kwargs
-        )
+        with without_notes(MISSING_NOTE):  # an error says it in one line
+            loaded = super().from_pretrained(  # type: ignore[misc]
+                pretrained_model_name_or_path, output_loading_info=True, **kwargs
+            )
         if loaded[1]["missing_keys"]:
             raise InputError(
                 f"{pretrained_model_name_or_path} lacks weights of {cls.__name__}, first"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import diffusers
@@ -17,6 +20,8 @@ from headmix_vision.errors import InputError
 from headmix_vision.layers import MixingMatrix
 
 C = TypeVar("C", bound=type)
+ABSENT_NOTE = "An error occurred while trying to fetch"
+MISSING_NOTE, UNKNOWN_NOTE = "are newly initialized:", "were not used when initializing"
 
 
 def found_by_diffusers(cls: C, *names: str) -> C:
@@ -29,6 +34,21 @@ def found_by_diffusers(cls: C, *names: str) -> C:
     for name in (cls.__name__, *names):
         setattr(diffusers, name, cls)
     return cls
+
+
+@contextmanager
+def without_notes(*texts: str) -> Iterator[None]:
+    """Leave out what diffusers logs while it loads weights, where a message holds one of the texts."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not any(text in record.getMessage() for text in texts)
+
+    logger = logging.getLogger("diffusers.models.modeling_utils")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 class FeaturedModel(ModelMixin, ConfigMixin, PeftAdapterMixin, CacheMixin):
@@ -57,7 +77,8 @@ class FeaturedModel(ModelMixin, ConfigMixin, PeftAdapterMixin, CacheMixin):
             InputError: if weights are missing or unknown.
         """
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
+        with without_notes(ABSENT_NOTE, MISSING_NOTE, UNKNOWN_NOTE):  # an error says it in one line
+            model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
         # buffers of a later version are for their modules to make up
         missing = set(info["missing_keys"]) & dict(model.named_parameters()).keys()
         for problem, names in (("lacks", missing), ("has unknown", info["unexpected_keys"])):

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from headmix_vision.checks import (
+from headmix_vision.errors import (
+    InputError,
     check_choice,
     check_counts,
     check_flags,
@@ -30,7 +31,6 @@ from headmix_vision.checks import (
     is_whole,
     per_axis,
 )
-from headmix_vision.errors import InputError
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.attention import attention_of_layers
 from headmix_vision.layers.cores.mhla import MHLACore

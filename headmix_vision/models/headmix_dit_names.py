@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from timm.models import build_model_with_cfg
 
-from headmix_vision.checks import check_keywords, keywords
-from headmix_vision.errors import InputError, UnknownKeywordError
-from headmix_vision.extras import require_extra
+from headmix_vision.errors import InputError, UnknownKeywordError, check_keywords, keywords, require_extra
 from headmix_vision.models.names import Variant, register_family
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from timm.models import build_model_with_cfg, clean_state_dict, get_pretrained_c
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_choice, check_counts, check_keywords, check_numbers, keywords, pair
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice, check_counts, check_keywords, check_numbers, keywords, pair
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.attention import attention_of_layers
 from headmix_vision.layers.convolutions import PatchConv2d

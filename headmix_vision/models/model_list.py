@@ -10,8 +10,7 @@ import torch
 from timm.models import get_pretrained_cfg, is_model_pretrained
 from torch import nn
 
-from headmix_vision.checks import suggest
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, suggest
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.models.names import FAMILIES
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.errors import one_line_errors
+from headmix_vision.console import OneLineParser, one_line_errors
 from headmix_vision.models.model_list import Listed, describe, find_names
 
 

@@ -12,8 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headmix_vision.checks import is_whole
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, is_whole
 from headmix_vision.ops.dispatch import as_axes, is_plain
 from headmix_vision.ops.runtime import cached_tables
 from headmix_vision.ops.token_grid import TokenGrid

@@ -1,9 +1,14 @@
-"""Reading checkpoints of training: nothing is unpickled but tensors and plain values, and damage is noticed.
+"""Checkpoints of training, found and read: nothing is unpickled but tensors and plain values, damage is noticed.
 
 A checkpoint is a ZIP archive with a CRC-32 of each member. Its entry `values_sha256` is a hash over all texts, numbers
 and so on. Its entry `tensors_sha256` is a hash over the names, types, shapes and values of all its tensors, which is
 compared before one of them is used. This costs 0.65 s of CPU time per GiB, on up to 8 threads. Where the entry is
 missing, as in checkpoints of earlier versions, the CRC-32 is compared, at 0.35 s per GiB.
+
+Several processes write a checkpoint in shards, each its own part. The `.ckpt` file then has, in the place of each
+sharded tensor, one of the same shape and type without values (on the device `meta`). Its entry `shards` names the
+folder beside it, in the format of `torch.distributed.checkpoint`, and holds the SHA-256 of each file in there. Each
+process compares them, at 0.7 s per GiB, with the files that it reads. Shards of earlier versions have none.
 """
 
 import hashlib
@@ -12,19 +17,28 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Iterable
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata, load
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
-from headmix_vision.checks import is_whole
-from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields, check_nesting
-from headmix_vision.files.hashes import tensors_sha256
-from headmix_vision.files.weights import check_archive, check_plain, is_archive
-from headmix_vision.runs.sharded_checkpoints import check_shards, named_tensors, read_shards, whole
+from headmix_vision.errors import InputError, is_whole
+from headmix_vision.files.reading import check_fields, check_nesting
+from headmix_vision.files.tensors import check_archive, check_plain, file_sha256, is_archive, tensors_sha256
+from headmix_vision.files.writing import lock_holder
+from headmix_vision.runs.directory import BEST, CHECKPOINTS, LAST, LOCK, REPLACED, standing_file
 
 DESCRIPTION_KEY = "headmix_vision"
 MODEL_PREFIX = "net."
@@ -48,6 +62,85 @@ _GENERATOR = {
     "vae": str | None,
     "class_names": list | None,
 }
+_ENTRIES = {
+    "global_step": int,
+    "pytorch-lightning_version": str,
+    "state_dict": dict,
+    "epoch": int,
+    "loops": dict,
+    "callbacks": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "train_loss": Tensor,
+}
+_ALWAYS = ("global_step", "pytorch-lightning_version", "state_dict")
+SHARDS = "shards"
+SHARDED = ("state_dict", "current_model_state", "optimizer_states")
+FORMAT = 1
+_FIELDS = {"format": int, "folder": str, "identity": int, "processes": int, "sha256": dict | None}
+SHARDS_INDEX = ".metadata"  # written when all shards are whole
+_IDENTITY = "[0-9a-f]" * 16
+_MARKS = "/identity/"
+_KNOWN = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+}
+
+
+def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Path:
+    """Find a checkpoint.
+
+    Args:
+        run: A run directory, or a `.ckpt` file, which is the checkpoint itself.
+        which: `best` or `last` of the run directory, or the path of a file; the best one when None, or the last one of
+            a run that has never had a best.
+
+    Raises:
+        InputError: If the file does not exist.
+    """
+    run = Path(run)
+    best, last = run / BEST, run / LAST
+    if run.suffix == ".ckpt":
+        path = run
+    elif which is None:
+        path = last if last.is_file() and not os.path.lexists(best) and not _has_had_best(last) else best
+    else:
+        path = {"best": best, "last": last}.get(which, Path(which))
+    if not path.is_file():
+        hint = ""
+        if (run / REPLACED).is_dir():
+            hint = f"; the run that was to be replaced is a run directory still: {run / REPLACED}"
+        elif path == best and last.is_file():
+            hint = f"; to use the last one, name it: {last}"
+        raise InputError(f"no checkpoint at {path} (asked for {which or 'best'}){hint}")
+    return path
+
+
+def _has_had_best(checkpoint: Path) -> bool:
+    """Return whether the run of a checkpoint had a best one, by the states of its callbacks."""
+    callbacks = read_checkpoint(checkpoint, sharded=(), values=False).get("callbacks")
+    states = callbacks.values() if isinstance(callbacks, dict) else ()
+    return any(
+        isinstance(state, dict) and Path(str(state.get("best_model_path"))).name == Path(BEST).name for state in states
+    )
+
+
+def find_standing_checkpoint(run: Path, which: str) -> Path:
+    """Find a checkpoint to go on from, in `standing_places`; else as `find_checkpoint`."""
+    if which in ("best", "last"):
+        which = str(standing_file(run, f"{CHECKPOINTS}/{which}.ckpt"))
+    return find_checkpoint(run, which)
+
+
+def trainer_of(checkpoint: Path) -> str | None:
+    """Name the process that trains the run which a checkpoint is of; None where none is known to."""
+    run = checkpoint.resolve().parent.parent
+    return lock_holder(run / LOCK) if checkpoint.resolve().parent.name == CHECKPOINTS else None
 
 
 def read_checkpoint(
@@ -257,20 +350,6 @@ def _kind(tensor: Tensor) -> str:
     return "real" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "whole"
 
 
-_ENTRIES = {
-    "global_step": int,
-    "pytorch-lightning_version": str,
-    "state_dict": dict,
-    "epoch": int,
-    "loops": dict,
-    "callbacks": dict,
-    "optimizer_states": list,
-    "lr_schedulers": list,
-    "train_loss": Tensor,
-}
-_ALWAYS = ("global_step", "pytorch-lightning_version", "state_dict")
-
-
 def check_entries(checkpoint: dict[str, Any], path: str | os.PathLike[str], *, resuming: bool) -> None:
     """Raise `InputError` if a checkpoint lacks what Lightning reads, or holds something else under its name.
 
@@ -295,3 +374,225 @@ def check_entries(checkpoint: dict[str, Any], path: str | os.PathLike[str], *, r
         raise InputError(
             f"{path} is damaged or not of this package: it holds schedulers of Lightning, which no run has"
         )
+
+
+def map_tensors(value: Any, change: Callable[[str, Tensor], Any], name: str = "") -> Any:
+    """Copy nested dictionaries and lists, with `change(name, tensor)` in the place of each tensor.
+
+    The name of a tensor is its path: `/optimizer_states/0/state/3/exp_avg`.
+    """
+    if isinstance(value, Tensor):
+        return change(name, value)
+    if isinstance(value, dict):
+        return {key: map_tensors(entry, change, f"{name}/{key}") for key, entry in value.items()}
+    if isinstance(value, list):
+        return [map_tensors(entry, change, f"{name}/{i}") for i, entry in enumerate(value)]
+    return value
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Walk through nested dictionaries, lists and tuples; the names of tensors are those of `map_tensors`."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            yield from named_tensors(entry, f"{name}/{key}")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor of which each process has a part; return others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def identity_name(process: int) -> str:
+    """Name the number which a process writes into its shard, by which shards of other checkpoints are told."""
+    return f"{_MARKS}{process}"
+
+
+def shards_folder(checkpoint: Path, identity: int) -> Path:
+    """Name the folder of the shards of a checkpoint file."""
+    return checkpoint.with_name(f"{checkpoint.stem}.{identity:016x}.shards")
+
+
+def remove_shards(checkpoint: Path, keep: str | None = None) -> None:
+    """Delete the folders of shards of a checkpoint file, but one."""
+    for folder in checkpoint.parent.glob(f"{escape(checkpoint.stem)}.{_IDENTITY}.shards"):
+        if folder.name != keep:
+            shutil.rmtree(folder)
+
+
+def remove_unfinished(checkpoints: Path) -> None:
+    """Delete shards that killed processes were writing to a folder; only for who holds the lock of its run."""
+    for folder in checkpoints.glob(f"*.{_IDENTITY}.shards"):
+        if not (folder / SHARDS_INDEX).exists():
+            shutil.rmtree(folder)
+
+
+def check_shards(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Check that all shards of a checkpoint are there; do nothing with one that has none.
+
+    Args:
+        path: The `.ckpt` file.
+        checkpoint: What it holds.
+
+    Raises:
+        InputError: If one is missing or truncated, if they are of another number of processes or another version of
+            this format, or if tensors have no values and there are no shards.
+    """
+    if SHARDS not in checkpoint:
+        map_tensors({name: checkpoint.get(name) for name in SHARDED}, partial(_check_values, path))
+        return
+    about = check_fields(f"the entry {SHARDS!r} of {path}", checkpoint[SHARDS], _FIELDS)
+    if about["format"] != FORMAT:
+        raise InputError(f"the shards of {path} have format {about['format']}, this version reads {FORMAT}")
+    reader = _Reader(path, about)
+    folder = Path(reader.path)
+    if not folder.is_dir():
+        raise InputError(f"{path} lacks the folder of its shards, {folder}: copy or move both")
+    metadata = reader.read_metadata()
+    marks = [name for name in metadata.state_dict_metadata if name.startswith(_MARKS)]
+    if about["processes"] != len(marks) or not marks:
+        raise InputError(
+            f"{path} is of {about['processes']} processes, but its shards {folder} of {len(marks)}: copy both again"
+        )
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        shard = folder / Path(name).name
+        if not shard.is_file():
+            raise InputError(f"the shard {shard} of {path} is missing")
+        if shard.stat().st_size < end:
+            raise InputError(f"the shard {shard} of {path} is truncated ({shard.stat().st_size} bytes)")
+    stored, held = metadata.state_dict_metadata, sum((folder / Path(name).name).stat().st_size for name in ends)
+
+    def check_size(name: str, tensor: Tensor) -> None:
+        found = stored.get(name)
+        alike = isinstance(found, TensorStorageMetadata) and found.size == tensor.shape
+        if tensor.is_meta and not (alike and tensor.numel() * tensor.element_size() <= held):
+            raise InputError(f"{path} is damaged: {name} of shape {list(tensor.shape)} is not in its shards {folder}")
+
+    map_tensors({name: checkpoint.get(name) for name in SHARDED}, check_size)
+
+
+def _check_values(path: Path, name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise InputError(f"{path} is damaged: {name} has no values, and the entry {SHARDS!r} is missing")
+
+
+def read_shards(path: Path, checkpoint: dict[str, Any], entries: Iterable[str] = SHARDED) -> dict[str, Any]:
+    """Read sharded tensors whole, on the CPU.
+
+    Args:
+        path: The `.ckpt` file.
+        checkpoint: What it holds.
+        entries: The entries whose tensors are read; those of others keep to have no values.
+
+    Returns:
+        The checkpoint, with values.
+
+    Raises:
+        InputError: If a shard is damaged or of another checkpoint.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def make(name: str, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            tensors[name] = tensor = torch.empty_like(tensor, device="cpu")
+        return tensor
+
+    wanted = {name: checkpoint[name] for name in entries if name in checkpoint}
+    read = {**checkpoint, **map_tensors(wanted, make)}
+    fill(tensors, path, checkpoint, whole=True)
+    return read
+
+
+def fill(
+    tensors: dict[str, Tensor],
+    path: Path,
+    checkpoint: dict[str, Any],
+    *,
+    whole: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Read values into tensors, of which DTensors get this process's part.
+
+    Args:
+        tensors: What to fill, by names of `map_tensors`.
+        path: The `.ckpt` file.
+        checkpoint: What it holds.
+        whole: Whether this process reads alone; else all processes of the group have to call this.
+        group: The processes; all when None.
+
+    Raises:
+        InputError: If a shard is damaged or of another checkpoint.
+    """
+    if not tensors:
+        return
+    about = checkpoint[SHARDS]
+    marks = {identity_name(process): torch.zeros((), dtype=torch.int64) for process in range(about["processes"])}
+    reader = _Reader(path, about)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it was asked to read alone
+            load({**tensors, **marks}, storage_reader=reader, process_group=group, no_dist=whole)
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise InputError(f"the shards of {path} are damaged: {reason}") from None
+    for process, mark in enumerate(marks.values()):
+        if int(mark) != about["identity"]:
+            raise InputError(f"the shard of process {process} in {reader.path} is of another checkpoint than {path}")
+
+
+class _Reader(FileSystemReader):
+    """Read shards without unpickling anything but their index, and compare the hashes of all files that it reads.
+
+    Args:
+        checkpoint: The `.ckpt` file.
+        about: Its entry `shards`.
+    """
+
+    def __init__(self, checkpoint: Path, about: dict[str, Any]) -> None:
+        super().__init__(checkpoint.parent / Path(about["folder"]).name)
+        self.sha256: dict[str, str] | None = about.get("sha256")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / SHARDS_INDEX
+        try:
+            self._check(SHARDS_INDEX)
+            with path.open("rb") as file:
+                metadata = _IndexUnpickler(file).load()
+        except FileNotFoundError:
+            raise InputError(f"{path.parent} is no complete folder of shards: it lacks {SHARDS_INDEX}") from None
+        except InputError:
+            raise
+        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, LookupError) as error:
+            raise InputError(f"{path} is damaged: {error}") from None
+        kinds = metadata.state_dict_metadata.values() if isinstance(metadata, Metadata) else [None]
+        if not all(isinstance(kind, TensorStorageMetadata) for kind in kinds):  # torch would unpickle all else
+            raise InputError(f"{path} is no index of tensors")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for name in sorted({self.storage_data[item.storage_index].relative_path for item in plan.items}):
+            self._check(name)
+        return super().read_data(plan, planner)
+
+    def _check(self, name: str) -> None:
+        path = Path(self.path) / name
+        if name != path.name:
+            raise InputError(f"{Path(self.path) / SHARDS_INDEX} is damaged: it names the shard {name!r:.60}")
+        if self.sha256 is not None and file_sha256(path) != self.sha256.get(name):
+            raise InputError(f"the shard {path} is damaged: it does not have the SHA-256 in its checkpoint")
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _KNOWN.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}")

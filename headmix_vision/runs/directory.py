@@ -1,15 +1,11 @@
-"""The names of the files in a run directory and of the index of an export, and how to find a checkpoint."""
+"""The names of the files in a run directory and of the index of an export, and what a run has left in one."""
 
 import csv
-import os
 from pathlib import Path
 from typing import TextIO
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_file
-from headmix_vision.files.locks import lock_holder
-from headmix_vision.files.texts import read_text
-from headmix_vision.runs.checkpoints import read_checkpoint
+from headmix_vision.files.reading import check_file, read_text
 
 CONFIG = "config.yaml"
 METRICS = "metrics.csv"
@@ -38,44 +34,6 @@ WRITTEN_BY_A_RUN = (
 _PARENTS = frozenset(str(Path(pattern).parent) for pattern in WRITTEN_BY_A_RUN) - {"."}
 
 
-def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Path:
-    """Find a checkpoint.
-
-    Args:
-        run: A run directory, or a `.ckpt` file, which is the checkpoint itself.
-        which: `best` or `last` of the run directory, or the path of a file; the best one when None, or the last one of
-            a run that has never had a best.
-
-    Raises:
-        InputError: If the file does not exist.
-    """
-    run = Path(run)
-    best, last = run / BEST, run / LAST
-    if run.suffix == ".ckpt":
-        path = run
-    elif which is None:
-        path = last if last.is_file() and not os.path.lexists(best) and not _has_had_best(last) else best
-    else:
-        path = {"best": best, "last": last}.get(which, Path(which))
-    if not path.is_file():
-        hint = ""
-        if (run / REPLACED).is_dir():
-            hint = f"; the run that was to be replaced is a run directory still: {run / REPLACED}"
-        elif path == best and last.is_file():
-            hint = f"; to use the last one, name it: {last}"
-        raise InputError(f"no checkpoint at {path} (asked for {which or 'best'}){hint}")
-    return path
-
-
-def _has_had_best(checkpoint: Path) -> bool:
-    """Return whether the run of a checkpoint had a best one, by the states of its callbacks."""
-    callbacks = read_checkpoint(checkpoint, sharded=(), values=False).get("callbacks")
-    states = callbacks.values() if isinstance(callbacks, dict) else ()
-    return any(
-        isinstance(state, dict) and Path(str(state.get("best_model_path"))).name == Path(BEST).name for state in states
-    )
-
-
 def standing_places(run: Path) -> tuple[Path, ...]:
     """Return the folders with the files of the run in a directory, as killed trainings may have left it.
 
@@ -90,19 +48,6 @@ def standing_places(run: Path) -> tuple[Path, ...]:
 def standing_file(run: Path, name: str) -> Path:
     """Find a file of the run in a directory, in `standing_places`; its usual place if there is none."""
     return next((place / name for place in standing_places(run) if (place / name).is_file()), run / name)
-
-
-def find_standing_checkpoint(run: Path, which: str) -> Path:
-    """Find a checkpoint to go on from, in `standing_places`; else as `find_checkpoint`."""
-    if which in ("best", "last"):
-        which = str(standing_file(run, f"{CHECKPOINTS}/{which}.ckpt"))
-    return find_checkpoint(run, which)
-
-
-def trainer_of(checkpoint: Path) -> str | None:
-    """Name the process that trains the run which a checkpoint is of; None where none is known to."""
-    run = checkpoint.resolve().parent.parent
-    return lock_holder(run / LOCK) if checkpoint.resolve().parent.name == CHECKPOINTS else None
 
 
 def run_files(run: Path) -> list[Path]:

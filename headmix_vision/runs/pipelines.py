@@ -15,16 +15,19 @@ from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.diffusion.sizes import latent_channels
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.hashes import state_sha256
-from headmix_vision.files.limits import check_files
-from headmix_vision.files.sums import check_sums
-from headmix_vision.files.texts import read_json
+from headmix_vision.files.reading import check_fields, check_files, read_json
+from headmix_vision.files.tensors import check_sums, state_sha256
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
 from headmix_vision.models.building import building
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_finite, is_generator, read_checkpoint
-from headmix_vision.runs.directory import CHECKPOINTS, INDEX, find_checkpoint
+from headmix_vision.runs.checkpoints import (
+    DESCRIPTION_KEY,
+    check_finite,
+    find_checkpoint,
+    is_generator,
+    read_checkpoint,
+)
+from headmix_vision.runs.directory import CHECKPOINTS, INDEX
 from headmix_vision.runs.networks import load_network
 
 # names of earlier versions included
@@ -38,6 +41,7 @@ _ENTRIES = {
     "objective": dict | None,
     "class_names": list | None,
 }
+Loaded = tuple[HeadMixDiTPipeline, Autoencoder | None, dict[str, Any]]
 
 
 def load_pipeline(
@@ -101,9 +105,6 @@ def load_exported_network(folder: Path) -> HeadMixDiT:
     return network
 
 
-Loaded = tuple[HeadMixDiTPipeline, Autoencoder | None, dict[str, Any]]
-
-
 def _load_exported(folder: Path, vae: str | None) -> Loaded:
     # Part by part, not `from_pretrained`: that imports whatever modules the index names, ignores unknown options, and
     # shows a bar in logs.
@@ -145,7 +146,7 @@ def _read_network(folder: Path) -> HeadMixDiT:
             raise InputError(f"its network has the unknown option {name!r}")
     check_files(place)
     with building("its network", config):
-        return HeadMixDiT.from_pretrained(str(place), low_cpu_mem_usage=False)
+        return HeadMixDiT.from_pretrained(str(place), low_cpu_mem_usage=False, use_safetensors=True)
 
 
 def _read_scheduler(folder: Path, name: str, objective: ObjectiveConfig) -> SchedulerMixin:

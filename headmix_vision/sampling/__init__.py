@@ -6,7 +6,7 @@ print(sample(SampleRequest(model="runs/gen/digits", num=64, out="digits")))
 
 from typing import TYPE_CHECKING
 
-from headmix_vision.extras import imported_when_used, require_extra
+from headmix_vision.errors import imported_when_used, require_extra
 from headmix_vision.sampling.sample_request import SampleRequest
 
 require_extra("diffusion", __name__)

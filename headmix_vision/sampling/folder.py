@@ -1,12 +1,16 @@
 """The folder of samples: what is in it, when it may be written to, and what is still to be done.
 
 It holds `images/000000.png` and so on, lossless: an image is a PNG, a clip an animated PNG. A later call must repeat
-the settings in `metadata.json`. At the end `grid.png` is written and, if asked for, `samples.npz`. Clips also have
-files to watch, made of the lossless ones and made again where they are missing: `videos/000000.mp4` (or `.gif`) or
-`frames/000000/000000.png`, and `grid.gif`, a contact sheet that moves. The folder is locked while it is written to.
+the settings in `metadata.json`. At the end the contact sheet `grid.png` is written and, if asked for, `samples.npz`.
+Clips also have files to watch, made of the lossless ones and made again where they are missing: `videos/000000.mp4` (or
+`.gif`) or `frames/000000/000000.png`, and `grid.gif`, a contact sheet that moves. The folder is locked while it is
+written to.
 """
 
+from __future__ import annotations
+
 import json
+import math
 import os
 import re
 import zipfile
@@ -16,15 +20,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
-from headmix_vision.checks import check_choice
-from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import atomic_path, is_temporary, remove_temporaries
-from headmix_vision.files.limits import check_replaced
-from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.png import check_png, is_whole_png, read_png, write_png
-from headmix_vision.files.texts import read_json
+from headmix_vision.errors import InputError, check_choice
+from headmix_vision.files.pictures import check_png, is_whole_png, read_png, write_png
+from headmix_vision.files.reading import check_replaced, read_json
 from headmix_vision.files.video import check_video_name, is_whole_video, write_video
+from headmix_vision.files.writing import atomic_path, hold_lock, is_temporary, remove_temporaries
 
 IMAGES, METADATA, GRID, NPZ, LOCK = "images", "metadata.json", "grid.png", "samples.npz", ".lock"
 VIDEOS, FRAMES, MOVING_GRID = "videos", "frames", "grid.gif"
@@ -32,6 +34,8 @@ FORMATS = ("mp4", "gif", "frames", "png")
 MAX_SAMPLES = 1_000_000  # their names have six digits; longer ones would sort before shorter ones
 _IMAGE_NAME = re.compile(r"\d{6,}\.png")
 _FRAME = "{:06d}.png"
+_GAP, _MARGIN = 4, 8
+_BACKGROUND, _INK = (255, 255, 255), (32, 32, 32)
 
 
 class SampleFolder:
@@ -286,3 +290,83 @@ def _difference(stored: Any, asked: Any, name: str = "") -> tuple[str, Any, Any]
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def draw_grid(
+    images: np.ndarray,
+    captions: Sequence[str] | None = None,
+    title: str = "",
+    columns: int | None = None,
+    min_side: int = 48,
+) -> np.ndarray:
+    """Draw images side by side with a caption below each and a title above all; clips play side by side.
+
+    Args:
+        images: uint8 [N, H, W, channels], 1 or 3 channels, or clips [N, T, H, W, channels].
+        captions: one for each image.
+        title: may have several lines.
+        columns: images in a row; about the square root of N when None.
+        min_side: smaller images are enlarged to about this many pixels, every pixel becoming a square.
+
+    Returns:
+        An RGB picture, uint8 [height, width, 3], or one for each frame, [T, height, width, 3].
+    """
+    if images.ndim == 5:
+        return np.stack([draw_grid(frames, captions, title, columns, min_side) for frames in images.swapaxes(0, 1)])
+    count, height, width, _ = images.shape
+    columns = columns or math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    scale = max(1, -(-min_side // max(height, width)))
+    cell_width, cell_height = width * scale, height * scale
+    font = ImageFont.load_default(size=12)
+    caption_height = 16 if captions is not None else 0
+    title_height = 18 * len(title.splitlines())
+    grid_width = columns * (cell_width + _GAP) - _GAP
+    title_width = max((math.ceil(font.getlength(line)) for line in title.splitlines()), default=0)
+    size = (
+        max(grid_width, title_width) + 2 * _MARGIN,
+        title_height + rows * (cell_height + caption_height + _GAP) - _GAP + 2 * _MARGIN,
+    )
+    picture = Image.new("RGB", size, _BACKGROUND)
+    pen = ImageDraw.Draw(picture)
+    if title:
+        pen.multiline_text((_MARGIN, _MARGIN - 2), title, fill=_INK, font=font, spacing=4)
+    for i, pixels in enumerate(images):
+        x = _MARGIN + i % columns * (cell_width + _GAP)
+        y = _MARGIN + title_height + i // columns * (cell_height + caption_height + _GAP)
+        image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")
+        picture.paste(image.resize((cell_width, cell_height), Image.Resampling.NEAREST), (x, y))
+        if captions is not None:
+            text = _shortened(captions[i], cell_width, font)
+            pen.text((x + cell_width / 2, y + cell_height + 1), text, fill=_INK, font=font, anchor="ma")
+    return np.array(picture)
+
+
+def draw_strips(
+    clips: np.ndarray, captions: Sequence[str] | None, title: str, frame_rate: float, frames: int = 8
+) -> np.ndarray:
+    """Draw clips one below the other, as frames at equal distances from the first to the last one.
+
+    Args:
+        clips: uint8 [N, T, H, W, channels].
+        captions: one for each clip.
+        title: may have several lines.
+        frame_rate: frames a second; the captions of frames but the first are their times.
+        frames: frames of a clip at most.
+
+    Returns:
+        An RGB picture, uint8 [height, width, 3].
+    """
+    shown = np.linspace(0, clips.shape[1] - 1, min(frames, clips.shape[1])).round().astype(int)
+    times = [f"{number / frame_rate:.2f} s" for number in shown[1:]]
+    texts = [text for i in range(len(clips)) for text in (captions[i] if captions is not None else "0 s", *times)]
+    return draw_grid(clips[:, shown].reshape(-1, *clips.shape[2:]), texts, title, columns=len(shown))
+
+
+def _shortened(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    text = " ".join(text.split())
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "…") > width:
+        text = text[:-1]
+    return text + "…"

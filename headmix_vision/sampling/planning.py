@@ -1,29 +1,205 @@
-"""Plan of images or clips: what a request means for a model."""
+"""Plans of images and clips, what a request means for a model, and one batch of samples.
 
+N samples, T frames, H x W pixels, C channels; uint8, channels last.
+"""
+
+import hashlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
-from headmix_vision.checks import check_counts
-from headmix_vision.console.notes import say
-from headmix_vision.diffusion.denoising import Guidance, scheduler_name, set_steps
+from headmix_vision.console import say
+from headmix_vision.data.seeding import derive_seed
+from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError, scheduler_name, set_steps
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
-from headmix_vision.errors import InputError
-from headmix_vision.files.pictures import Decoding, readable
-from headmix_vision.files.png import read_png
+from headmix_vision.errors import InputError, check_counts
+from headmix_vision.files.pictures import Decoding, read_png, readable
 from headmix_vision.files.video import read_video
 from headmix_vision.runs.directory import CHECKPOINTS
-from headmix_vision.sampling.draw import ClipPlan, SamplingPlan
 from headmix_vision.sampling.sample_request import DEFAULT_GUIDANCE, SampleRequest
 
 MAX_FRAMES = 100_000
 _RATE_TOLERANCE = 0.05  # the times of GIF are in hundredths of a second
+
+
+@dataclass(frozen=True)
+class ClipPlan:
+    """Length, frame rate and start of clips.
+
+    With `window`, clips are drawn in pieces of that length; each piece begins with the last frames of the piece before,
+    as clean frames. A causal network draws a clip as one piece, block by block.
+
+    Args:
+        num_frames: Frames of a clip, those of the start included.
+        frame_rate: Frames a second; that of training when None.
+        start: Known first frames of all clips, uint8 [T0, H, W, C]; they are frames of the samples.
+        window: Frames of a piece; None for clips in one piece.
+        overlap: Frames that a piece shares with those before it.
+        guidance: Guidance scale of pieces that go on from known frames, and of the blocks of a causal network after as
+            many frames as in training; that of the others when None.
+        block: Latent frames that a causal network draws at a time; None for others.
+    """
+
+    num_frames: int
+    frame_rate: float | None = None
+    start: np.ndarray | None = None
+    window: int | None = None
+    overlap: int = 0
+    guidance: float | None = None
+    block: int | None = None
+
+    def known_frames(self, pipeline: Any) -> list[int]:
+        """List the number of known first frames of each piece."""
+        there = 0 if self.start is None else len(self.start)
+        if self.window is None:
+            return [there]
+        pieces = []
+        while there < self.num_frames:
+            known = pipeline.most_frames(min(self.overlap, there)) if there else 0
+            pieces.append(known)
+            there += self.window - known
+        return pieces
+
+    def count_passes(self, pipeline: Any) -> int:
+        """Count the denoising passes of a clip."""
+        return sum(pipeline.count_blocks(self.window or self.num_frames, n) for n in self.known_frames(pipeline))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as plain values for a JSON file."""
+        start = self.start
+        return {
+            "num_frames": self.num_frames,
+            "frame_rate": self.frame_rate,
+            "start": None
+            if start is None
+            else {"frames": len(start), "sha256": hashlib.sha256(start.tobytes()).hexdigest()},
+            "window": self.window,
+            "overlap": self.overlap,
+            "guidance": self.guidance,
+            **({} if self.block is None else {"block": self.block}),
+        }
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """Samples 0, 1, 2, ...; sample i depends on these settings and on i alone.
+
+    Args:
+        seed: Base seed.
+        classes: Labels, which take turns; None for an unconditional model.
+        steps: Sampling steps.
+        scheduler: Name of the scheduler; that of the model when None.
+        guidance: Classifier-free guidance.
+        size: Height and width of an image in pixels; those of training when None.
+        clips: What clips are like; those of training when None, and nothing for images.
+        spacing: Timestep spacing of ddim or ddpm; that of the scheduler when None.
+    """
+
+    seed: int
+    classes: tuple[int, ...] | None
+    steps: int
+    scheduler: str | None
+    guidance: Guidance
+    size: tuple[int, int] | None
+    clips: ClipPlan | None = None
+    spacing: str | None = None
+
+    def labels(self, indices: Iterable[int]) -> list[int] | None:
+        """Return the labels of samples."""
+        return None if self.classes is None else [self.classes[index % len(self.classes)] for index in indices]
+
+    def generator(self, index: int) -> torch.Generator:
+        """Make the random numbers of a sample; on the CPU, so that every device starts from the same noise."""
+        return torch.Generator().manual_seed(derive_seed(self.seed, index))
+
+    def guidances(self) -> list[Guidance]:
+        """List the guidance of samples, and that of pieces of clips that go on from known frames, if it is another."""
+        scale = None if self.clips is None else self.clips.guidance
+        return [self.guidance, *([] if scale is None else [replace(self.guidance, scale=scale)])]
+
+    def describe(self) -> str:
+        """Describe in words how samples are drawn."""
+        first, *known = self.guidances()
+        guidance = f"guidance {first.scale:g}" + ("" if first.interval == (0.0, 1.0) else f" within {first.interval}")
+        guidance += "".join(f" and {other.scale:g} where frames are known" for other in known)
+        spacing = "" if self.spacing is None else f" ({self.spacing} spacing)"
+        return f"{self.scheduler}{spacing}, {self.steps} steps, {guidance}, seed {self.seed}"
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as plain values for a JSON file."""
+        values = asdict(replace(self, clips=None))
+        values["guidance"]["interval"] = list(self.guidance.interval)
+        del values["clips"]
+        clips = {} if self.clips is None else {"clips": self.clips.settings()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()} | clips
+
+
+def sample_batch(
+    pipeline: HeadMixDiTPipeline, plan: SamplingPlan, indices: Sequence[int], **options: Any
+) -> np.ndarray:
+    """Draw samples by their indices: images, uint8 [N, H, W, channels], or clips, uint8 [N, T, H, W, channels].
+
+    Options are those of the pipeline's call.
+
+    Raises:
+        NonFiniteSamplesError: If a sample became infinite or not a number; it names the sample and the step.
+    """
+    guidance = plan.guidance
+    height, width = plan.size or (None, None)
+    options |= {
+        "class_labels": plan.labels(indices),
+        f"num_{pipeline.samples_are}": len(indices),
+        "guidance_scale": guidance.scale,
+        "guidance_interval": guidance.interval,
+        "guidance_channels": guidance.channels,
+        "num_inference_steps": plan.steps,
+        "height": height,
+        "width": width,
+        "generator": [plan.generator(index) for index in indices],
+    }
+    try:
+        if pipeline.draws_videos:
+            return draw_clips(pipeline, plan.clips or ClipPlan(pipeline.clip_size()[0]), len(indices), options)
+        (images,) = pipeline(output_type="np", return_dict=False, **options)
+    except NonFiniteSamplesError as error:
+        raise NonFiniteSamplesError([indices[place] for place in error.samples], error.when) from None
+    return np.rint(images * 255).astype(np.uint8)
+
+
+def draw_clips(pipeline: HeadMixDiTPipeline, clips: ClipPlan, count: int, options: dict[str, Any]) -> np.ndarray:
+    """Draw clips: uint8 [N, T, H, W, C].
+
+    Args:
+        pipeline: The generator.
+        clips: What they are.
+        count: N.
+        options: Further arguments of the pipeline's call; random numbers go on from piece to piece.
+    """
+    frames = None if clips.start is None else np.repeat(clips.start[None], count, axis=0)
+    for known in clips.known_frames(pipeline):
+        own = {}
+        if clips.guidance is not None and (known or clips.block):
+            own = {"guidance_scale" if known else "later_guidance_scale": clips.guidance}
+        (drawn,) = pipeline(
+            num_frames=clips.window or clips.num_frames,
+            frame_rate=clips.frame_rate,
+            prefix=None if frames is None else frames[:, -known:].astype(np.float32) / 255,
+            output_type="np",
+            return_dict=False,
+            **(options | own),
+        )
+        piece = np.rint(drawn[:, known:] * 255).astype(np.uint8)
+        frames = piece if frames is None else np.concatenate([frames, piece], axis=1)
+    assert frames is not None
+    return frames[:, : clips.num_frames]
 
 
 def make_plan(pipeline: HeadMixDiTPipeline, request: SampleRequest) -> SamplingPlan:

@@ -4,14 +4,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from headmix_vision.checks import check_request
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_request
 
 DEFAULT_GUIDANCE = 1.5
 SCHEDULERS = ("euler", "heun", "dpm++", "unipc", "ddim", "ddpm")
 EXTEND_SAMPLES = ""
 """Value of `extend` without a clip: the samples themselves are drawn longer, window by window."""
-_OF_VIDEOS = ("frames", "frame_rate", "first_frame", "extend", "overlap", "extend_guidance", "format")
+OF_VIDEOS = ("frames", "frame_rate", "first_frame", "extend", "overlap", "extend_guidance", "format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,29 +23,29 @@ class SampleRequest:
         checkpoint: Checkpoint of a run directory: `last`, or a file; the last when None.
         raw: Use the weights being trained, not their EMA.
         num: Number of samples.
-        classes: Labels, which take turns; all of them when `balanced`, and when None if the model has classes.
+        classes: Labels that take turns, such as 0,3,7, or `balanced`: all of them, as when None.
         steps: Sampling steps.
-        scheduler: One of `SCHEDULERS`; that of the model when None.
-        spacing: Timestep spacing of ddim or ddpm; that of the scheduler when None.
-        guidance: Scale of guidance, 1 for none; `DEFAULT_GUIDANCE` when None, or 1 if the model has no null class.
+        scheduler: One of euler, heun, dpm++, unipc, ddim and ddpm (`SCHEDULERS`); that of the model when None.
+        spacing: Timestep spacing of ddim or ddpm; when None trailing for ddim, and linspace for ddpm, as in DiT.
+        guidance: Scale of guidance, 1 for none; when None 1.5 (`DEFAULT_GUIDANCE`), or 1 if there is no null class.
         guidance_interval: Noise levels within which guidance acts: 0 is data, 1 noise.
         guidance_channels: Channels that are guided.
-        size: Height and width in pixels; those of training when None.
+        size: Height and width in pixels, or one number for both; those of training when None.
         seed: Seed of all samples.
         batch_size: Samples at a time and process; 64 images or 8 videos when None.
         out: Folder to write, or to go on with; `samples/<name of the run>` when None.
-        npz: Also write `samples.npz`.
+        npz: Also write `samples.npz`, as ADM's evaluation takes it.
         vae: Another autoencoder than the recorded one: directory or hub id.
         dry_run: Check everything and write nothing.
         device: Device as torch names it; a GPU if there is one when None.
         dtype: Type of the network's weights.
-        frames: Frames of a video; those of training when None.
+        frames: Frames of a video; those of training when None. Positions go on beyond the length of training.
         frame_rate: Frames a second; those of training when None.
         first_frame: Image that is the first frame of all videos.
-        extend: Draw window by window until `frames`, each going on from the last frames before it: from a clip, or from
-            the samples themselves where it is `EXTEND_SAMPLES`.
+        extend: Draw window by window until `frames`, each going on from the last frames before it; from a clip if one
+            is named, else from the samples themselves (`EXTEND_SAMPLES`).
         overlap: Frames of a window that are those before it; half of the window when None.
-        extend_guidance: Guidance of windows that go on from frames; that of `guidance` when None.
+        extend_guidance: Guidance of windows that go on from frames, 0 to leave out the class; that of others when None.
         format: Files to watch, besides the lossless ones.
 
     Raises:
@@ -85,7 +84,7 @@ class SampleRequest:
     def __post_init__(self) -> None:
         check_request(self)
         for field in fields(self):
-            if self.kind == "images" and field.name in _OF_VIDEOS and getattr(self, field.name) != field.default:
+            if self.kind == "images" and field.name in OF_VIDEOS and getattr(self, field.name) != field.default:
                 raise InputError(f"{field.name} applies only to videos, kind is images: leave it out")
 
     @property

@@ -6,7 +6,7 @@ print(train(TrainingRequest(kind="classifier", configs=["digits"])).metrics["val
 
 from typing import TYPE_CHECKING
 
-from headmix_vision.extras import imported_when_used, require_extra
+from headmix_vision.errors import imported_when_used, require_extra
 
 require_extra("train", __name__)
 

@@ -22,24 +22,19 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from headmix_vision.console.arguments import command_words
-from headmix_vision.console.notes import say
-from headmix_vision.console.processes import end_without_others, leave_group
-from headmix_vision.console.progress import is_terminal
+from headmix_vision.console import command_words, end_without_others, is_terminal, leave_group, say
 from headmix_vision.errors import InputError
-from headmix_vision.files.texts import read_text
+from headmix_vision.files.reading import read_text
 from headmix_vision.recipes import with_config_paths
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_entries, read_checkpoint
-from headmix_vision.runs.directory import (
-    BEST,
-    CHECKPOINTS,
-    LAST,
-    METRICS,
-    check_links,
+from headmix_vision.runs.checkpoints import (
+    DESCRIPTION_KEY,
+    check_description,
+    check_entries,
     find_checkpoint,
     find_standing_checkpoint,
-    standing_file,
+    read_checkpoint,
 )
+from headmix_vision.runs.directory import BEST, CHECKPOINTS, LAST, METRICS, check_links, standing_file
 from headmix_vision.training.callbacks.attention_numbers import AttentionNumbers
 from headmix_vision.training.callbacks.checkpointing import EarlyStop, LastCheckpoint, TakeSignals
 from headmix_vision.training.callbacks.dry_run import DryRun

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from headmix_vision.console.notes import say_once
+from headmix_vision.console import say_once
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
+from headmix_vision.files.reading import check_fields
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, check_description, check_finite, check_state
 from headmix_vision.training.grouped_muon import GroupedMuon
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig

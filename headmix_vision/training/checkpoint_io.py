@@ -11,9 +11,17 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from headmix_vision.errors import message_of
-from headmix_vision.files.atomic import atomic_path, check_place
-from headmix_vision.runs.checkpoints import HASH, VALUES_HASH, checkpoint_sha256, read_checkpoint, values_sha256
-from headmix_vision.runs.sharded_checkpoints import SHARDED, SHARDS, remove_shards
+from headmix_vision.files.writing import atomic_path, check_place
+from headmix_vision.runs.checkpoints import (
+    HASH,
+    SHARDED,
+    SHARDS,
+    VALUES_HASH,
+    checkpoint_sha256,
+    read_checkpoint,
+    remove_shards,
+    values_sha256,
+)
 from headmix_vision.training.run_directory import RunDirectory, RunLostError
 
 

@@ -6,7 +6,7 @@ Defaults stand in brackets; a test compares them with the options themselves.
 import argparse
 from collections.abc import Sequence
 
-from headmix_vision.console.arguments import command_words
+from headmix_vision.console import command_words
 
 Options = dict[str, str]
 

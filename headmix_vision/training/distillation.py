@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_counts
-from headmix_vision.errors import InputError
-from headmix_vision.files.hashes import state_sha256
+from headmix_vision.errors import InputError, check_counts
+from headmix_vision.files.tensors import state_sha256
 from headmix_vision.models.converted import ConvertedModel
-from headmix_vision.runs.directory import find_checkpoint
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.checkpoints import find_checkpoint
+from headmix_vision.runs.networks import open_network
 from headmix_vision.training.generator import ImageGenerator
 
 Pairs = Sequence[tuple[nn.Module, nn.Module]]

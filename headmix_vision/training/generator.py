@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torchmetrics import MeanMetric
 
-from headmix_vision.checks import check_counts
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig, create_objective
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY
 from headmix_vision.runs.networks import create_generator
 from headmix_vision.training.base_module import BaseModule

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_file
+from headmix_vision.files.reading import check_file
 from headmix_vision.training.command_help import spelled
 from headmix_vision.training.options import require
 

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.writing import atomic_path
 from headmix_vision.training.run_directory import RunDirectory
 
 _FIRST_COLUMNS = ("epoch", "step")

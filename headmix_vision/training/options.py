@@ -10,9 +10,8 @@ from lightning.pytorch.callbacks import Timer
 from timm.optim import list_optimizers
 from torch.distributed import is_torchelastic_launched
 
-from headmix_vision.checks import check_counts, check_numbers, suggest
-from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_workers
+from headmix_vision.errors import InputError, check_counts, check_numbers, suggest
+from headmix_vision.files.reading import check_workers
 
 MAX_ROWS, MAX_FID_SAMPLES = 1000, 1_000_000
 

@@ -12,9 +12,8 @@ import yaml
 from jsonargparse import get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
-from headmix_vision.checks import keywords, suggest, unknown_keyword
-from headmix_vision.errors import InputError
-from headmix_vision.files.texts import check_yaml, read_text
+from headmix_vision.errors import InputError, keywords, suggest, unknown_keyword
+from headmix_vision.files.reading import check_yaml, read_text
 from headmix_vision.runs.directory import CONFIG, standing_file
 from headmix_vision.training.command_help import spelled
 from headmix_vision.training.trust import refusal

@@ -16,10 +16,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from headmix_vision.checks import is_whole
-from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.texts import parse_yaml, read_text
+from headmix_vision.errors import InputError, is_whole
+from headmix_vision.files.reading import check_fields, parse_yaml, read_text
 from headmix_vision.runs.checkpoints import check_finite, check_state
 from headmix_vision.runs.directory import CHECKPOINTS, CONFIG
 

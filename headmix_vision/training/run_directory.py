@@ -18,11 +18,10 @@ from pathlib import Path
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from headmix_vision.console.arguments import command_words
-from headmix_vision.console.notes import say
+from headmix_vision.console import command_words, say
 from headmix_vision.errors import InputError, message_of
-from headmix_vision.files.atomic import remove_temporaries
-from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.writing import hold_lock, remove_temporaries
+from headmix_vision.runs.checkpoints import find_standing_checkpoint, remove_unfinished
 from headmix_vision.runs.directory import (
     CHECKPOINTS,
     CONFIG,
@@ -32,7 +31,6 @@ from headmix_vision.runs.directory import (
     REPLACING,
     WRITTEN_BY_A_RUN,
     check_folders,
-    find_standing_checkpoint,
     has_results,
     is_run,
     run_files,
@@ -40,7 +38,6 @@ from headmix_vision.runs.directory import (
     standing_file,
     standing_places,
 )
-from headmix_vision.runs.sharded_checkpoints import remove_unfinished
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what is there stays, and the run goes on from it
 

@@ -25,19 +25,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future as TorchFuture
 from torch.nn.parallel import DistributedDataParallel
 
-from headmix_vision.checks import check_counts, check_flags
-from headmix_vision.errors import InputError
-from headmix_vision.files.hashes import file_sha256
+from headmix_vision.errors import InputError, check_counts, check_flags
+from headmix_vision.files.tensors import file_sha256
 from headmix_vision.layers.cores import AttentionCore
-from headmix_vision.runs.checkpoints import check_state, read_checkpoint
-from headmix_vision.runs.sharded_checkpoints import (
+from headmix_vision.runs.checkpoints import (
     FORMAT,
-    INDEX,
     SHARDED,
     SHARDS,
+    SHARDS_INDEX,
+    check_state,
     fill,
     identity_name,
     map_tensors,
+    read_checkpoint,
     remove_unfinished,
     shards_folder,
     whole,
@@ -116,7 +116,7 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, results)
         written = [one for of_process in results for one in of_process if isinstance(one, _Written)]
         self.sha256 = {one.storage_data.relative_path: one.sha256 for one in written}
-        self.sha256[INDEX] = file_sha256(Path(self.path) / INDEX)
+        self.sha256[SHARDS_INDEX] = file_sha256(Path(self.path) / SHARDS_INDEX)
 
 
 class ShardedStrategy(ModelParallelStrategy):

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from headmix_vision.console.processes import stopped_processes
-from headmix_vision.errors import launched_rank
+from headmix_vision.console import launched_rank, stopped_processes
 
 _PATIENCE_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

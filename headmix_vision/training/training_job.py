@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from headmix_vision.checks import check_request
+from headmix_vision.errors import check_request
 from headmix_vision.training.base_cli import run_words
 
 Kind = Literal["classifier", "generator", "distilled"]

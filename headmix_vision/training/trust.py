@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import set_parsing_settings
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.texts import parse_yaml
+from headmix_vision.files.reading import parse_yaml
 from headmix_vision.recipes import FOLDER
 from headmix_vision.runs.directory import is_run
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from headmix_vision.analysis.attention_matrices import LayerAttention, record_attention
 from headmix_vision.analysis.measures import numerical_rank
 from headmix_vision.analysis.profiles import profile_layers
-from headmix_vision.console.devices import available_memory
+from headmix_vision.console import available_memory
 from headmix_vision.errors import InputError
 from headmix_vision.layers import CORES, HeadMixAttention
 from headmix_vision.models import HeadMixVideoDiT

@@ -11,11 +11,11 @@ import timm
 import torch
 from matplotlib.figure import Figure
 
-from headmix_vision.analysis.inputs import ImageRequest, read_inputs
+from headmix_vision.analysis.analysis_job import ImageRequest, read_inputs
 from headmix_vision.analysis.maps import attention_maps, draw_maps
 from headmix_vision.analysis.results import ResultFolder
 from headmix_vision.cli.analyze import main as analyze
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.networks import open_network
 
 GENERATOR = Path(__file__).parents[1] / "fixtures" / "v0_1_0" / "generator"
 LINEAR, MHLA = "deit_linear_digits", "deit_mhla_digits"

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from headmix_vision.cli.analyze import main as analyze
-from headmix_vision.runs.export import export
+from headmix_vision.runs.exporting import ExportRequest, export_run
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "v0_1_0"
 GENERATOR, PIPELINE = FIXTURES / "generator", FIXTURES / "generator" / "pipeline"
@@ -92,7 +92,7 @@ def test_a_run_leaves_pictures_and_numbers(run_dir: Path, tmp_path: Path, capsys
 
 def test_exports_are_the_runs_they_come_from(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     exported = tmp_path / "model.safetensors"
-    export(run_dir / "checkpoints" / "best.ckpt", exported)
+    export_run(ExportRequest(run=run_dir / "checkpoints" / "best.ckpt", out=exported))
     numbers = []
     for name, source in (("a", run_dir), ("b", run_dir / "checkpoints" / "best.ckpt"), ("c", exported)):
         assert run(capsys, source, "--out", tmp_path / name)[0] == 0
@@ -135,7 +135,7 @@ def test_wrong_input_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.Ca
 
 def test_damaged_files_are_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out, source = tmp_path / "out", tmp_path / "model.safetensors"
-    export(run_dir / "checkpoints" / "best.ckpt", source)
+    export_run(ExportRequest(run=run_dir / "checkpoints" / "best.ckpt", out=source))
     whole, state = source.read_bytes(), load_file(source)
     for kept in (0, 5, 300, len(whole) - 50):
         source.write_bytes(whole[:kept])

@@ -10,12 +10,12 @@ import torch
 from matplotlib.text import Text
 from torch import Tensor, nn
 
-from headmix_vision.analysis.attention_layers import attention_layers
+from headmix_vision.analysis.analysis_job import PICTURES
+from headmix_vision.analysis.attention_matrices import attention_layers
 from headmix_vision.analysis.block_maps import draw_block_mixing, lay_out
 from headmix_vision.analysis.explicit_heads import draw_explicit, similarity_order
 from headmix_vision.analysis.figures import Picture
 from headmix_vision.analysis.interleaved_heads import draw_interleaved
-from headmix_vision.analysis.learned_mixes import PICTURES
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.ops import TokenBlocks
 

@@ -1,6 +1,7 @@
 """The data module on embedded and fake images."""
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from headmix_vision.data.augmentation import train_transform
 from headmix_vision.data.batches import SampleKey, WholeBatches
 from headmix_vision.data.datasets.base import to_picture
 from headmix_vision.data.datasets.canvas import CanvasDigits
+from headmix_vision.data.datasets.derived import hold_out
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.seeding import derive_seed, seeded
+from headmix_vision.errors import InputError
 
 from .helpers import Recorder, attach, make_trainer
 
@@ -234,6 +237,15 @@ def test_held_out_images_are_validated_on_and_not_trained_on(dataset: str, size:
     assert data._splits["test"].name(0) == type(whole)("validation").name(0)
 
 
+def test_one_sample_may_be_held_out_and_some_must_be_left() -> None:
+    source = Digits("validation")
+    assert [len(hold_out(source, 360, held=held)) for held in (True, False)] == [1, 359]
+    with pytest.raises(InputError, match="holdout_every=361 is more than the 360 images"):
+        hold_out(source, 361, held=True)
+    with pytest.raises(InputError, match="holdout_every=1 leaves nothing of 360 images to train on"):
+        hold_out(source, 1, held=False)
+
+
 def test_evaluation_stages_run_without_training_data() -> None:
     module, data = Recorder(), ClassificationData(batch_size=200, test_split="train")
     trainer = make_trainer()
@@ -256,6 +268,9 @@ def test_evaluation_stages_run_without_training_data() -> None:
         ({"interpolation": "cubic"}, "interpolation must be one of bilinear, bicubic, nearest"),
         ({"augmentation": Augmentation(hflip=2)}, "augmentation.hflip must be a finite number from 0 to 1, got 2"),
         ({"augmentation": Augmentation(scale=(1.0, 0.5))}, r"augmentation.scale must be \(low, high\)"),
+        ({"augmentation": Augmentation(scale=(0.5, 1.5))}, "augmentation.scale must be at most 1, got"),
+        ({"crop_pct": 1.5}, "crop_pct must be a finite number from 0 to 1, got 1.5"),
+        ({"background": "clear"}, "background is 'clear', it must be a colour"),
         ({"augmentation": Augmentation(repeats=0)}, "augmentation.repeats must be a whole number of at least 1, got 0"),
         ({"augmentation": Augmentation(remode="noise")}, "augmentation.remode must be one of"),
         ({"augmentation": Augmentation(interpolation="cubic")}, "augmentation.interpolation must be one of"),
@@ -278,6 +293,13 @@ def test_wrong_options(options: dict, message: str) -> None:
         ({"augmentation": Augmentation(auto_augment="rand-m9")}, "fit", "auto_augment needs decoded images"),
         ({"interpolation": "lanczos"}, "fit", "must be one of bilinear, bicubic, nearest"),
         (
+            {"augmentation": Augmentation(interpolation="lanczos")},
+            "fit",
+            r"augmentation.interpolation \(digits\) must be",
+        ),
+        ({"val_split": None}, "validate", "there is no validation split: set data.val_split"),
+        ({"background": "black"}, "fit", "dataset 'digits' has no transparent pixels, got background 'black'"),
+        (
             {"dataset": "fake", "augmentation": Augmentation(auto_augment="rnd-m9")},
             "fit",
             "auto_augment must be a policy of timm",
@@ -293,6 +315,19 @@ def test_wrong_set_up(options: dict, stage: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         attach(ClassificationData(**options), stage)
     assert "\n" not in str(error.value)
+
+
+def test_labels_of_a_batch_are_those_of_classes() -> None:
+    data, images = ClassificationData(), torch.zeros(2, 1, 8, 8)
+    attach(data)
+    for labels, message in (
+        ([0, 9], ""),
+        ([0, 10], "labels 0 to 10 in the data, there are 10 classes"),
+        ([-1, 9], "-1"),
+    ):
+        batch = (images, torch.tensor(labels))
+        with pytest.raises(InputError, match=message) if message else nullcontext():
+            assert data.transfer_batch_to_device(batch, torch.device("cpu"), 0)[1].tolist() == labels
 
 
 def test_model_with_another_number_of_channels() -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headmix_vision.cli import cache_latents
-from headmix_vision.console.processes import Processes
+from headmix_vision.console import Processes
 from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.digits import Digits
@@ -28,8 +28,8 @@ from headmix_vision.data.fitting import center_crop
 from headmix_vision.data.latent_cache import write_cache
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
-from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.tensor_files import header_of
+from headmix_vision.files.tensors import header_of
+from headmix_vision.files.writing import hold_lock
 from headmix_vision.models.autoencoders import Autoencoder, LatentScale, load_autoencoder
 
 from .helpers import write_image

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from headmix_vision.data import Augmentation, ClassificationData, GenerationData
+from headmix_vision.data.datasets import open_source
+from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.canvas import CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.folders import find_images
@@ -105,6 +107,25 @@ def test_options_of_generators(options: dict[str, Any], message: str) -> None:
         data.trainer = make_trainer(max_epochs=1)
         data.trainer.strategy.connect(module)
         data.setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "path,kind,kind\na.png,x,y\n", "line 1: there are two columns 'kind'"),
+        ("a.csv", "path,kind\na.png,x,y\n", "line 2: 3 cells, there are 2 columns"),
+        ("a.csv", "path,kind\na.png,x\n,y\n", "line 3: path is missing"),
+        ("a.csv", "path,sort\na.png,x\n", "has the columns path, sort, there is no 'kind'"),
+        ("a.csv", "kind\nx\n", "has the columns kind, there is no 'path'"),
+        ("a.tsv", "path\tkind\n", "must be a table .csv, or a folder with the table"),
+    ],
+)
+def test_tables_with_mistakes(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=message):
+        open_source(SplitRequest("table/kind", "train", (3,), "scoring", root=str(tmp_path / name)))
+    with pytest.raises(InputError, match="is a file, it must be a directory or a"):
+        open_source(SplitRequest("folder", "train", (3,), "scoring", root=str(tmp_path / name)))
 
 
 @pytest.mark.parametrize("split", ["", ".", ".."])

@@ -22,7 +22,7 @@ from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.datasets.shards import INDEX
 from headmix_vision.data.shard_index import write_index
 from headmix_vision.errors import InputError
-from headmix_vision.files.tensor_files import write_tensors
+from headmix_vision.files.tensors import write_tensors
 from headmix_vision.files.video import write_video
 
 from .helpers import Recorder, attach, make_trainer

@@ -1,5 +1,6 @@
 """Sampling: options of schedulers, guidance, saving and loading, refusals."""
 
+import json
 from dataclasses import asdict
 
 import diffusers
@@ -16,6 +17,7 @@ from headmix_vision.diffusion import (
 )
 from headmix_vision.diffusion.denoising import check_scheduler_config, set_steps
 from headmix_vision.diffusion.objectives import shifted
+from headmix_vision.errors import InputError
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.autoencoders import load_autoencoder
 
@@ -200,6 +202,20 @@ def test_output_types_sizes_and_callback(digits):
     assert [step for step, _ in steps] == [0, 1] and (white == 1).all()
     given = digits([1], latents=torch.zeros(1, 1, 8, 8), num_inference_steps=2, output_type="pt").images
     assert torch.equal(given, digits([1], latents=torch.zeros(1, 1, 8, 8), num_inference_steps=2, output_type="pt")[0])
+
+
+def test_an_index_imports_no_foreign_modules(digits, tmp_path, monkeypatch):
+    ran, folder = tmp_path / "ran", tmp_path / "saved"
+    (tmp_path / "foreign_module.py").write_text(f"import pathlib; pathlib.Path({str(ran)!r}).touch()")
+    monkeypatch.syspath_prepend(tmp_path)
+    digits.save_pretrained(folder)
+    (folder / "SHA256SUMS").unlink()
+    index = json.loads((folder / "model_index.json").read_text())
+    index["scheduler"][0] = "foreign_module"
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match="names the module foreign_module for scheduler, which would be imported"):
+        HeadMixDiTPipeline.from_pretrained(folder)
+    assert not ran.exists()
 
 
 def test_save_and_load(digits, tmp_path):

@@ -121,6 +121,7 @@ def test_an_autoencoder_of_images_takes_frame_by_frame() -> None:
 
 def test_an_autoencoder_of_videos(tmp_path: Any) -> None:
     pipeline = make_pipeline(vae=video_autoencoder(), in_channels=16, input_size=(4, 4, 4), patch_size=(1, 2, 2))
+    assert pipeline.clip_size(9, 48, 16) == (9, 48, 16) and pipeline.image_size(48) == (48, 32)
     assert pipeline.clip_size() == (13, 32, 32) and pipeline.check_frame_rate(None) == 32.0
     frames = draw(pipeline, [1], num_inference_steps=1)
     assert frames.shape == (1, 13, 32, 32, 3)
@@ -246,7 +247,7 @@ def test_a_new_process_loads_pipelines(pipeline: HeadMixVideoDiTPipeline, tmp_pa
         ({"class_labels": None}, "class_labels are missing: a label from 0 to 2 for each video"),
         ({"num_videos": 3}, "2 class_labels, but num_videos is 3"),
         *(({"num_frames": n}, "num_frames must be a whole number of at least 1") for n in (0, -1, 2.5, True, "4")),
-        ({"num_frames": 10**9}, "2 videos of 1000000000 frames of 8x8 pixels at a time need more than"),
+        ({"num_frames": 10**9, "height": 16}, "2 videos of 1000000000 frames of 16x8 pixels at a time need more than"),
         *(({"frame_rate": n}, "frame_rate must be a finite number") for n in (0, 0.001, -8.0, float("nan"), "8", True)),
         ({"height": 10}, "height must be a multiple of 4 pixels, got 10"),
         ({"generator": generators(0)}, "1 generators for 2 videos"),

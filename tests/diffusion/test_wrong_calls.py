@@ -1,5 +1,6 @@
 """Calls that no picture comes of are refused in a line, and samples that are no numbers never become pixels."""
 
+import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def pipeline() -> HeadMixDiTPipeline:
         ),
         *({"output_type": kind} for kind in ("jpg", None, 3)),
         {"callback_on_step_end_tensor_inputs": ("noise",)},
+        {"callback_on_step_end": lambda pipe, *_: setattr(pipe, "_guidance_scale", 3.0)},
         *({"callback_on_step_end": lambda *_, it=it: it} for it in ({"latents": torch.zeros(2, 2)}, torch.zeros(1))),
     ],
     ids=" ".join,
@@ -150,11 +152,15 @@ def test_parts_of_a_pipeline(pipeline: HeadMixDiTPipeline) -> None:
             HeadMixDiTPipeline(pipeline.transformer, pipeline.scheduler, **options)  # type: ignore[arg-type]
 
 
-def test_missing_weights_are_not_drawn_at_random(pipeline: HeadMixDiTPipeline, tmp_path: Path) -> None:
+def test_missing_weights_are_not_drawn_at_random(
+    pipeline: HeadMixDiTPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipeline.save_pretrained(tmp_path)
     (tmp_path / "SHA256SUMS").unlink()
     weights = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
-    state = load_file(weights)
+    state, notes = load_file(weights), logging.Handler()
+    monkeypatch.setattr(notes, "emit", lambda record: pytest.fail(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("diffusers.models.modeling_utils"), "handlers", [notes])
     for problem, changed in (
         ("lacks weights, first x_embedder.proj.bias", {k: v for k, v in state.items() if k != "x_embedder.proj.bias"}),
         ("has unknown weights, first bogus", state | {"bogus": torch.zeros(1)}),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from headmix_vision.data.datasets.moving_digits import MovingDigits
-from headmix_vision.files.hashes import file_sha256
+from headmix_vision.files.tensors import file_sha256
 from headmix_vision.sampling.folder import SampleFolder
 
 

@@ -9,11 +9,9 @@ import torch
 from PIL import Image
 
 from headmix_vision.errors import InputError
-from headmix_vision.evaluation.clip_sampling import ClipSampling
-from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
+from headmix_vision.evaluation.sample_sets import ClipSampling, SampleSet, open_samples
 from headmix_vision.evaluation.sample_sources import Samples
-from headmix_vision.files.clip_files import ClipInfo
-from headmix_vision.files.video import write_video
+from headmix_vision.files.video import ClipInfo, write_video
 
 from .clip_helpers import moving, write_samples
 

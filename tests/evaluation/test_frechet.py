@@ -86,6 +86,9 @@ def test_zero_to_itself_and_no_warning_with_enough_images() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert frechet_distance(side, side) == pytest.approx(0, abs=1e-12)
+        frechet_distance(*[gaussian(correlated(6, 5, seed)) for seed in (0, 1)])
+    with pytest.warns(UserWarning, match="5 images for 5 features"):
+        frechet_distance(*[gaussian(correlated(5, 5, seed)) for seed in (0, 1)])
 
 
 def test_refusals() -> None:
@@ -93,6 +96,8 @@ def test_refusals() -> None:
     moments.update(torch.zeros(1, 3))
     with pytest.raises(ValueError, match="1 images have no covariance"):
         moments.gaussian()
+    moments.update(torch.ones(1, 3))
+    assert moments.gaussian().covariance.tolist() == [[0.5] * 3] * 3
     with pytest.raises(ValueError, match=r"must be \[B, 3\]"):
         moments.update(torch.zeros(2, 4))
     with pytest.raises(ValueError, match="not finite"):

@@ -17,12 +17,11 @@ from headmix_vision.evaluation.clip_features import (
     of_frames,
     open_clip_extractor,
 )
-from headmix_vision.evaluation.clip_sampling import ClipSampling
+from headmix_vision.evaluation.clip_scores import draw_halves, freeze, fvd, shuffle
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
-from headmix_vision.evaluation.fvd import draw_halves, freeze, fvd, shuffle
-from headmix_vision.evaluation.sample_sets import open_samples
+from headmix_vision.evaluation.sample_sets import ClipSampling, open_samples
 from headmix_vision.evaluation.scores import Scorer
-from headmix_vision.files.hashes import file_sha256
+from headmix_vision.files.tensors import file_sha256
 
 from .clip_helpers import moving, vouched, write_network, write_samples
 from .helpers import refused, run
@@ -126,13 +125,20 @@ def test_features_that_do_not_see_motion_say_so(
     assert "blind to motion: freezing the real clips makes 1 times" in capsys.readouterr().out
 
 
-def test_fewer_clips_than_features_are_warned_of(network: Path, tmp_path: Path) -> None:
+def test_few_clips_and_other_lengths_and_rates_are_warned_of(network: Path, tmp_path: Path) -> None:
     clips, labels = moving(6)
-    for name in ("real", "fake"):
-        write_samples(tmp_path / name, clips, labels)
+    longer = [*clips[:5], np.concatenate([clips[5], clips[5, -2:]])]
+    for name, some, rate in (("real", clips, 8.0), ("fake", longer, 4.0)):
+        write_samples(tmp_path / name, some, labels, rate)
     common = ("--real", tmp_path / "real", "--fake", tmp_path / "fake", *vouched(network), "--frames", 12)
     result = score(tmp_path, *common)
-    assert any(text.startswith("6 clips for 8 features: the covariance is singular") for text in result["warnings"])
+    for text in (
+        "6 real and 6 fake clips, 2048 were asked for",
+        "fake clips have 12 to 14 frames, 12 of each are scored",
+        "real clips are scored at 8 frames a second, fake ones at 4",
+        "6 clips for 8 features: the covariance is singular",
+    ):
+        assert sum(warning.startswith(text) for warning in result["warnings"]) == 1, text
     assert result["scores"]["fvd"] == pytest.approx(0, abs=1e-6)
 
 

@@ -12,12 +12,11 @@ from torch.nn.functional import interpolate
 
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.moving_digits import MovingDigits
-from headmix_vision.evaluation.clip_sampling import ClipSampling
-from headmix_vision.evaluation.digit_tracks import digit_size, find_digits
+from headmix_vision.evaluation.clip_features import digit_size, find_digits
+from headmix_vision.evaluation.clip_scores import DigitJudge, judge, judge_motion
 from headmix_vision.evaluation.extractors import FeatureExtractor
-from headmix_vision.evaluation.metrics import CLIP_METRICS
-from headmix_vision.evaluation.moving_digit_scores import DigitJudge, judge, judge_motion
-from headmix_vision.evaluation.sample_sets import open_samples
+from headmix_vision.evaluation.sample_sets import ClipSampling, open_samples
+from headmix_vision.evaluation.score_request import CLIP_METRICS
 from headmix_vision.evaluation.scores import Scorer
 
 from .clip_helpers import moving, write_samples
@@ -107,12 +106,24 @@ def test_the_command_prints_the_ceiling(classifier: Path, tmp_path: Path, capsys
     assert results[0]["real"]["count"] == 6 and results[0]["real"]["size"] == [12, 32, 32]
 
 
-def test_clips_are_judged_at_the_rate_they_were_drawn_at(classifier: Path, tmp_path: Path) -> None:
+def test_clips_are_judged_at_the_rate_they_were_drawn_at(
+    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_samples(tmp_path / "samples", *moving(4, size=32, frame_rate=4.0), frame_rate=4.0)
     out = tmp_path / "scores.json"
     assert run("moving-digits", "--fake", tmp_path / "samples", "--features", classifier, "--out", out) == 0
     result = json.loads(out.read_text())
     assert result["frame_rate"] == 4 and result["scores"]["motion"] == result["ceiling"]["motion"] == 1
+    common = ("moving-digits", "--fake", tmp_path / "samples", "--features", classifier)
+    assert run(*common, "--frame-rate", 8, "--out", out, "--overwrite") == 0
+    result = json.loads(out.read_text())
+    assert result["frame_rate"] == 8 and result["scores"]["course"] < result["ceiling"]["course"] == 1
+    capsys.readouterr()
+    assert run(*common, "--dry-run") == 0
+    assert "(4 clips) and real moving_digits (4 clips) by" in capsys.readouterr().out
+    assert "--frame-rate must be a finite number from 0.01 to 10000, got 0" in refused(
+        capsys, *common, "--frame-rate", 0
+    )
 
 
 def test_refusals(classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.frechet import Gaussian, frechet_distance
-from headmix_vision.evaluation.metrics import METRICS, Metric
-from headmix_vision.evaluation.npz import npz_labels
+from headmix_vision.evaluation.frechet import Gaussian, Statistics, frechet_distance, read_statistics
 from headmix_vision.evaluation.sample_sets import check_side_options, open_samples
+from headmix_vision.evaluation.sample_sources import npz_labels
+from headmix_vision.evaluation.score_request import METRICS, Metric
 from headmix_vision.evaluation.scores import Scorer, open_side
-from headmix_vision.evaluation.statistics import Statistics, read_statistics
 from headmix_vision.models.lite0 import LITE0_MODEL
 
 from .helpers import digit_pixels, refused, run, write_digits, write_run
@@ -266,6 +265,7 @@ def test_damaged_labels(labels: bytes, message: str, tmp_path: Path) -> None:
         (lambda mu, sigma: {"mu": mu, "sigma": sigma * np.inf}, "not finite"),
         (lambda mu, sigma: {"mu": mu[None], "sigma": sigma}, "do not belong together"),
         (lambda mu, sigma: {"mu": mu[:0], "sigma": sigma[:0, :0]}, "do not belong together"),
+        (lambda mu, sigma: {"mu": mu.sum(), "sigma": sigma}, "do not belong together"),
         (lambda mu, sigma: {"mu": mu.astype(complex), "sigma": sigma}, "mu is complex128"),
         (lambda mu, sigma: {"mu": np.array([None] * 64), "sigma": sigma}, "holds Python objects, it must hold numbers"),
         (lambda mu, sigma: {}, "has no mu and sigma, it has none of them"),
@@ -329,6 +329,7 @@ def test_statistics_of_whole_numbers(statistics: Path, tmp_path: Path) -> None:
 def test_sources_that_are_none(source: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         open_samples(source, "L")
+    assert len(open_samples("digits[-1797:]", "L")) == len(open_samples("digits[:1797]", "L")) == 1797
 
 
 def test_a_link_to_nothing_is_an_image_that_cannot_be_read(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from headmix_vision.evaluation.extractors import (
     open_extractor,
     open_weights,
 )
-from headmix_vision.evaluation.metrics import METRICS, Metric
 from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.sample_sources import TensorSamples
+from headmix_vision.evaluation.score_request import METRICS, Metric
 from headmix_vision.evaluation.scores import Scorer, inception_score, kid, precision_recall
 
 from .helpers import digit_pixels, refused, run, write_digits, write_run

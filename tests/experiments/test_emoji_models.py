@@ -12,8 +12,8 @@ from PIL import Image
 from experiments.emoji import report
 from experiments.emoji import run as comparison
 from experiments.emoji.runs import Case
+from headmix_lab.scripts import RunFailed, TimeOver
 from headmix_vision.cli import train_cls, train_gen
-from headmix_vision.console.scripts import RunFailed, TimeOver
 from headmix_vision.layers import CORES
 from headmix_vision.training.base_cli import RunCLI
 

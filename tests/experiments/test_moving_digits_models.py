@@ -11,8 +11,8 @@ from experiments.harness import script_runs
 from experiments.moving_digits import report
 from experiments.moving_digits import run as comparison
 from experiments.moving_digits import runs as runs_module
+from headmix_lab.scripts import RunFailed, TimeOver
 from headmix_vision.cli import train_gen
-from headmix_vision.console.scripts import RunFailed, TimeOver
 from headmix_vision.layers import CORES
 from headmix_vision.training.base_cli import RunCLI
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from headmix_lab.scripts import RunFailed, TimeOver
 from headmix_lab.sweeps.figure import draw
 from headmix_lab.sweeps.kinds import SWEEPS
 from headmix_lab.sweeps.runs import COLUMNS, QUIET, Case, Request, Runs, read_run, read_test, with_core
 from headmix_lab.sweeps.table import report
+from headmix_lab.tables import ResultTable
 from headmix_vision.cli.analyze import main as analyze
 from headmix_vision.cli.train_cls import main as train_cls
-from headmix_vision.console.scripts import RunFailed, TimeOver
 from headmix_vision.errors import InputError
-from headmix_vision.files.result_table import ResultTable
 from headmix_vision.layers import CORES
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.networks import open_network
 from headmix_vision.training.base_cli import RunCLI
 
 SMALL = ("--model.model_args.embed_dim", "16", "--model.model_args.depth", "1", "--trainer.max_epochs", "3")

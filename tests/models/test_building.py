@@ -11,7 +11,7 @@ import timm
 import torch
 
 from headmix_vision.errors import InputError
-from headmix_vision.files import limits
+from headmix_vision.files import reading
 from headmix_vision.models import building as module
 from headmix_vision.models.building import building
 from headmix_vision.runs.networks import create_generator, create_network, load_network
@@ -30,7 +30,7 @@ HUGE = [
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the parameters that are made while the test runs."""
     sizes: list[int] = []
-    monkeypatch.setattr(limits, "memory_left", lambda: 1 << 30)
+    monkeypatch.setattr(reading, "memory_left", lambda: 1 << 30)
     monkeypatch.setattr(module, "memory_left", lambda: 1 << 30)
     register = torch.nn.Module.register_parameter
 

@@ -176,5 +176,7 @@ def test_wrong_options_are_refused(sana):
     ):
         with pytest.raises(ValueError, match=message):
             sana_to_mhla(sana, **options)
+    with pytest.raises(ValueError, match="larger than the token grid"):  # of 4 x 4 whole patches
+        sana_to_mhla(SanaTransformer2DModel(**TINY | {"patch_size": 2, "sample_size": 9}), block_grid=(4, 5))
     with pytest.raises(ValueError, match=r"must be a diffusers.SanaTransformer2DModel, got SanaMHLA"):
         sana_to_mhla(sana_to_mhla(sana))

@@ -8,7 +8,7 @@ import timm
 import torch
 from timm.models import save_for_hf
 
-from headmix_vision.files.tensor_files import write_tensors
+from headmix_vision.files.tensors import write_tensors
 from headmix_vision.models.convert import convert_state_dict
 from headmix_vision.runs.networks import create_network
 

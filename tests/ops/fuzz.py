@@ -25,12 +25,12 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))  # the package of this clone, installed or not
 
-from headmix_vision.console.arguments import OneLineParser
-from headmix_vision.console.scripts import gpu_names
-from headmix_vision.console.tables import markdown_table
+from headmix_lab.scripts import gpu_names
+from headmix_lab.tables import markdown_table
+from headmix_vision.console import OneLineParser, one_line_errors
 from headmix_vision.doctor.cases import CASES_OF_A_KERNEL, DTYPES, FAMILIES, Case, check, draw, numbered, read
 from headmix_vision.doctor.drawing import HEAD_DIMS, head_dim_range
-from headmix_vision.errors import InputError, one_line_errors
+from headmix_vision.errors import InputError
 from headmix_vision.ops.runtime import INTERPRETED
 
 TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}

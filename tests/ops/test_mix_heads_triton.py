@@ -95,6 +95,15 @@ def test_strides_of_output_gradients_need_divide_by_nothing():
     assert_agrees(inputs, list(d_outs))
 
 
+def test_rows_are_copied_only_where_the_kernels_cannot_read_them():
+    """Heads of a tensor are counted in 32 bits, from its first one on."""
+    near, far = (torch.empty_strided((1, 1, 3, 8), (1, 1, stride, 1), device="meta") for stride in (2**30 - 1, 2**30))
+    packed = torch.empty(2, 5, 6, 24)
+    kept, copied = [packed[..., :8], near], [packed[..., ::3], far]
+    assert all(x is y for x, y in zip(triton_kernels._rows(kept), kept, strict=True))
+    assert all(x.is_contiguous() for x in triton_kernels._rows(copied))
+
+
 def test_outputs_are_contiguous_and_of_the_inputs_type():
     (*inputs, weights), _ = make(2, 2, 5, 3, 6, 8)
     for out in mix_heads([x.half() for x in inputs], weights, impl="triton"):

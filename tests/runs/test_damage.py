@@ -1,6 +1,7 @@
 """Files of weights with a flipped byte are refused, or hold the same network; their hashes are written by training."""
 
 import random
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,9 @@ import torch
 from headmix_vision.cli import export
 from headmix_vision.diffusion import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
-from headmix_vision.files.hashes import state_sha256
-from headmix_vision.files.weights import read_weights
+from headmix_vision.files.tensors import read_weights, state_sha256
 from headmix_vision.runs.checkpoints import read_checkpoint
-from headmix_vision.runs.networks import create_generator, create_network
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.networks import create_generator, create_network, open_network
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 
@@ -60,6 +59,18 @@ def flip(path: Path, flips: random.Random) -> bytes:
     place = flips.randrange(len(content))
     path.write_bytes(content[:place] + bytes([content[place] ^ flips.randrange(1, 256)]) + content[place + 1 :])
     return content
+
+
+def test_a_changed_number_is_refused_where_no_hash_of_the_values_is_kept(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "a.ckpt", "deit_linear_digits")
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["values_sha256"]
+    torch.save(checkpoint, path)
+    content, score = path.read_bytes(), struct.pack(">d", 0.5)
+    assert read_checkpoint(path)["headmix_vision"]["top1"] == 0.5 and content.count(score) == 1
+    path.write_bytes(content.replace(score, struct.pack(">d", 0.75)))
+    with pytest.raises(InputError, match="Bad CRC-32"):
+        read_checkpoint(path)
 
 
 def count_refused(path: Path, file: Path, read: Callable[[Path], Any]) -> int:

@@ -15,10 +15,9 @@ import torch
 
 from headmix_vision.cli import export
 from headmix_vision.errors import InputError
-from headmix_vision.files.locks import hold_lock
+from headmix_vision.files.writing import hold_lock
 from headmix_vision.runs.checkpoints import read_checkpoint
-from headmix_vision.runs.networks import create_generator, create_network, load_network
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.networks import create_generator, create_network, load_network, open_network
 
 SMALL = {"embed_dim": 16, "depth": 1, "num_heads": 2}
 CLASSIFIER = {"name": "deit_linear_digits", "num_classes": 10, "img_size": None, "model_args": SMALL}

@@ -16,11 +16,9 @@ from headmix_vision.cli import export
 from headmix_vision.diffusion import HeadMixVideoDiTPipeline, ObjectiveConfig
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.models import HeadMixVideoDiT
-from headmix_vision.runs.checkpoints import read_checkpoint
-from headmix_vision.runs.directory import find_checkpoint
-from headmix_vision.runs.export import ExportRequest, export_run
-from headmix_vision.runs.networks import create_generator, load_network
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.checkpoints import find_checkpoint, read_checkpoint
+from headmix_vision.runs.exporting import ExportRequest, export_run
+from headmix_vision.runs.networks import create_generator, load_network, open_network
 from headmix_vision.runs.pipelines import load_pipeline
 
 ABOUT = {"name": "deit_mhla_digits", "num_classes": 10, "img_size": None, "model_args": {}}
@@ -150,6 +148,9 @@ def test_a_generator_of_videos_is_opened_exported_and_refused_as_one_of_images(
     assert pipeline.objective.clean_prefix == 0.5 and pipeline.scheduler.config.shift == 2.0
     export.main([str(tmp_path / "run"), "--raw", "--out", str(tmp_path / "exported")])
     assert "import HeadMixDiTPipeline; pipe = HeadMixDiTPipeline.from" in capsys.readouterr().out
+    (tmp_path / "plain").touch()
+    written = [path for path in (tmp_path / "exported").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in written} == {(tmp_path / "plain").stat().st_mode}
     exported, there = load_pipeline(tmp_path / "exported")
     assert isinstance(exported, HeadMixVideoDiTPipeline) and there["weights_sha256"] == found["weights_sha256"]
     for place in (tmp_path / "run", tmp_path / "exported"):

@@ -9,12 +9,12 @@ import timm
 import torch
 from PIL import Image
 
+from headmix_vision.evaluation.clip_scores import fvd, judge
 from headmix_vision.evaluation.extractors import ClassifierExtractor, FeatureExtractor
 from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.sample_sources import TensorSamples
-from headmix_vision.evaluation.scores import Scorer, fid
-from headmix_vision.sampling.contact_sheet import draw_grid
-from headmix_vision.sampling.folder import SampleFolder
+from headmix_vision.evaluation.scores import Scorer, fid, kid, neighbours, precision_recall
+from headmix_vision.sampling.folder import SampleFolder, draw_grid
 
 
 class MeanFrames(FeatureExtractor):
@@ -121,8 +121,17 @@ def test_refusals(tmp_path: Path) -> None:
         scorer.statistics(sets[2])
     with pytest.raises(ValueError, match="frames takes clips, got images"):
         Scorer(MeanFrames()).statistics(sets[0])
-    with pytest.raises(ValueError, match="real samples are 2 frames of 8x8 pixels, fake ones 3 frames of 8x8"):
-        fid(scorer, sets[2], sets[3])
+    for compare in (fid, kid, fvd, precision_recall):
+        with pytest.raises(ValueError, match="real samples are 2 frames of 8x8 pixels, fake ones 3 frames of 8x8"):
+            compare(scorer, sets[2], sets[3])
+    for others in ((sets[3], sets[2]), (sets[2], sets[3])):
+        with pytest.raises(ValueError, match="real samples are 2 frames of 8x8 pixels, fake ones 3 frames of 8x8"):
+            neighbours(scorer, sets[2], *others)
+    for labels, message in (([0] * 4, "4 labels for 3 clips"), ([0, -1, 1], "-1 to 1"), ([0, 40, 1], "0 to 40")):
+        with pytest.raises(ValueError, match=message):
+            judge(scorer, sets[3], torch.tensor(labels))
+    with pytest.raises(ValueError, match="clips are 8x8 pixels, moving digits need at least 16"):
+        judge(scorer, sets[3], torch.tensor([0, 39, 1]))
     with pytest.raises(ValueError, match="real samples are 2 frames of 8x8 pixels, fake ones 8x8;"):
         fid(scorer, sets[2], sets[0])
     folder = save(tmp_path / "out", clips(2, 3, 1))

@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -212,9 +213,18 @@ def test_an_npz_file_holds_all_samples_of_its_folder(whole: Path, tmp_path: Path
             assert np.array_equal(image[..., 0], np.asarray(Image.open(out / "images" / f"{index:06d}.png")))
 
 
-def test_the_disk_must_have_room(tmp_path: Path) -> None:
+def test_the_disk_must_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = SampleFolder(tmp_path / "a" / "b")
     folder.check_space(10, 1000)
+    with monkeypatch.context() as patch:
+        disk = SimpleNamespace(f_frsize=10, f_bavail=100, f_files=60, f_favail=50)
+        patch.setattr(os, "statvfs", lambda place: disk)
+        folder.check_space(50, 500)
+        for count, npz_bytes, message in ((50, 501, "0.000 GB left"), (51, 0, "room for 50 files, not for 51")):
+            with pytest.raises(ValueError, match=message):
+                folder.check_space(count, npz_bytes)
+        disk.f_files = 0  # of a file system that does not count them
+        folder.check_space(51, 0)
     for count, npz_bytes in ((10**12, 0), (1, 10**18)):
         with pytest.raises(ValueError, match=r"samples need at least \d+\.\d{3} GB, .* has \d+\.\d{3} GB left"):
             folder.check_space(count, npz_bytes)

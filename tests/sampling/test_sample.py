@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +19,14 @@ from headmix_vision.cli import export
 from headmix_vision.cli.sample import main
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion import Guidance, HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
-from headmix_vision.files.locks import hold_lock
+from headmix_vision.errors import InputError
+from headmix_vision.files.writing import hold_lock
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling.draw import SamplingPlan, sample_batch
-from headmix_vision.sampling.planning import check_classes
+from headmix_vision.sampling import draw
+from headmix_vision.sampling.folder import draw_grid
+from headmix_vision.sampling.planning import SamplingPlan, check_classes, sample_batch
+from headmix_vision.sampling.sample_job import _memory_errors
+from headmix_vision.sampling.sample_request import SampleRequest
 
 ROOT = Path(__file__).parents[2]
 FAST = ("--num", 12, "--steps", 3, "--batch-size", 4)
@@ -93,6 +98,25 @@ def test_what_lies_in_the_folder(whole: Path, model: Path) -> None:
     assert len(metadata["settings"]["weights_sha256"]) == 64 and "torch" in metadata["versions"]
     with Image.open(whole / "grid.png") as grid:
         assert grid.mode == "RGB" and min(grid.size) > 60
+
+
+def test_the_grid_shows_samples_above_their_classes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(draw, "draw_grid", lambda *sheet: shown.append(sheet) or draw_grid(*sheet))
+    for classes, limit, most, count, columns in (
+        ((3, 0, 7), "GRID_IMAGES", 100, 8, None),
+        (range(10), "GRID_PIXELS", 6 * 64, 6, 10),
+        ((3, 0, 7, 1), "GRID_IMAGES", 5, 5, 4),
+    ):
+        monkeypatch.setattr(draw, limit, most)
+        out, listed = tmp_path / str(count), ",".join(map(str, classes))
+        assert run("--model", model, "--num", 8, "--steps", 1, "--classes", listed, "--out", out) == 0
+        images, captions, title, in_a_row = shown.pop()
+        assert np.array_equal(images[..., 0], list(pixels(out).values())[:count]) and in_a_row == columns
+        assert captions == [f"class {classes[i % len(classes)]}" for i in range(count)]
+        assert title == f"{model}, exported weights\neuler, 1 steps, guidance 1.5, seed 0"
 
 
 def test_batch_size_changes_nothing(whole: Path, model: Path, tmp_path: Path) -> None:
@@ -227,7 +251,24 @@ def test_guidance_on_a_model_without_a_null_class(tmp_path: Path, capfd: pytest.
     message = refused(capfd, "--model", unconditional, "--guidance", 2, "--out", tmp_path / "out")
     assert "needs a null class, but the model is unconditional" in message
     assert "unconditional" in refused(capfd, "--model", unconditional, "--classes", "3", "--out", tmp_path / "out")
+    assert run("--model", unconditional, "--num", 70, "--out", tmp_path / "out", "--dry-run") == 0
+    planned = capfd.readouterr().out
+    assert (
+        "would draw 70 images of 8x8 pixels, no classes, into" in planned and "in batches of 64, 2 for each" in planned
+    )
     assert not (tmp_path / "out").exists()
+
+
+def test_memory_that_does_not_suffice_is_told_by_the_option() -> None:
+    for error in (torch.OutOfMemoryError("x"), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate")):
+        message, request = (
+            "the memory does not suffice for --batch-size 8: lower it",
+            SampleRequest(model=Path("a"), kind="videos"),
+        )
+        with pytest.raises(InputError, match=message), _memory_errors(request):
+            raise error
+    with pytest.raises(RuntimeError, match="shapes"), _memory_errors(SampleRequest(model=Path("a"))):
+        raise RuntimeError("shapes")
 
 
 def test_folders_of_others(whole: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

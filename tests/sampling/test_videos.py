@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ from PIL import Image
 
 from headmix_vision.cli.sample import main
 from headmix_vision.diffusion import HeadMixDiTPipeline, HeadMixVideoDiTPipeline, ObjectiveConfig, create_scheduler
-from headmix_vision.files.png import read_png, write_png
+from headmix_vision.files.pictures import read_png, write_png
 from headmix_vision.files.video import probe, read_video, write_video
-from headmix_vision.sampling.draw import ClipPlan, draw_clips
 from headmix_vision.sampling.folder import SampleFolder
+from headmix_vision.sampling.planning import ClipPlan, _fitting, draw_clips
 
 ROOT = Path(__file__).parents[2]
 FAST = ("--num", 5, "--steps", 2, "--batch-size", 2)
@@ -82,7 +83,7 @@ def test_what_lies_in_the_folder(whole: Path) -> None:
     assert len({clip.tobytes() for clip in frames.values()}) == 5
     for index in range(5):
         info = probe(whole / "videos" / f"{index:06d}.mp4")
-        assert (info.num_frames, info.frame_rate, info.height, info.width) == (4, 8.0, 8, 8)
+        assert (info.num_frames, info.frame_rate, info.size) == (4, 8.0, (8, 8))
     watched, _ = read_video(whole / "videos" / "000000.mp4")
     assert np.abs(watched[..., :1].astype(float) - frames["000000.png"]).mean() < 8
     with np.load(whole / "samples.npz") as arrays:
@@ -165,6 +166,14 @@ def test_first_frame(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "warning" not in capfd.readouterr().err
     settings = json.loads((tmp_path / "out" / "metadata.json").read_text())["settings"]
     assert settings["clips"]["start"]["frames"] == 1 and len(settings["clips"]["start"]["sha256"]) == 64
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_known_frames_get_the_channels_of_the_videos(channels: int) -> None:
+    gray = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 1), dtype=np.uint8)
+    for given in (gray, gray.repeat(3, -1)):
+        fitting = _fitting(given, "a.png", SimpleNamespace(image_channels=channels), (8, 8))  # type: ignore[arg-type]
+        assert np.array_equal(fitting, gray.repeat(channels, -1))
 
 
 def test_clips_are_extended_by_windows(whole: Path, model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401  here, as its log handler keeps the stderr in which it is imported
 import pytest
 import torch
 

@@ -8,8 +8,7 @@ import torch
 import yaml
 
 from headmix_vision.cli import train_cls
-from headmix_vision.runs.checkpoints import read_checkpoint
-from headmix_vision.runs.sharded_checkpoints import SHARDED
+from headmix_vision.runs.checkpoints import SHARDED, read_checkpoint
 
 TINY: dict[str, Any] = {
     "seed_everything": 3,

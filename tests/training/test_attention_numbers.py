@@ -6,7 +6,7 @@ import pytest
 
 from headmix_vision.analysis.profiles import PROFILES, profile_layers
 from headmix_vision.data.datasets.digits import Digits
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.networks import open_network
 
 from . import gen_helpers, helpers
 

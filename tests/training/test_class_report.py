@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
-from headmix_vision.training.callbacks.classifier_results import class_rows, format_rows
+from headmix_vision.training.callbacks.classifier_results import class_rows, format_rows, write_report
 
 from .helpers import read_csv, run
 
@@ -33,6 +34,21 @@ def test_only_the_worst_of_many_classes_are_printed() -> None:
     _, first, *_, last = format_rows(class_rows(matrix, [f"class {i}" for i in range(30)])).splitlines()
     assert first.split() == ["class", "20", "61", "34.43", "%", "class", "3", "(40)"]
     assert last == "(the 12 least accurate of 30 classes)"
+
+
+def test_the_picture_shows_shares_of_the_true_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **kwargs: figures.append(self) or save(self, *args, **kwargs)
+    )
+    write_report(tmp_path, "val", np.array([[3, 0, 1], [2, 1, 2], [0, 0, 0]]), ["cat", "dog", "eel"])
+    axes, bar = figures[0].axes
+    shown = axes.images[0]
+    assert shown.get_array().tolist() == [[0.75, 0, 0.25], [0.4, 0.2, 0.4], [0, 0, 0]]
+    assert (shown.get_clim(), bar.get_ylabel()) == ((0, 1), "share of the true class")
+    for axis, label in ((axes.xaxis, "predicted class"), (axes.yaxis, "true class")):
+        assert axis.get_label_text() == label
+        assert [tick.get_text() for tick in axis.get_ticklabels()] == ["cat", "dog", "eel"]
 
 
 @pytest.mark.parametrize(("command", "split"), [("validate", "val"), ("test", "test")])

@@ -12,7 +12,7 @@ from diffusers import SanaTransformer2DModel, WanTransformer3DModel
 from headmix_vision.cli import distill
 from headmix_vision.errors import InputError
 from headmix_vision.models.convert import sana_to_mhla, wan_to_mhla
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.networks import open_network
 from headmix_vision.training.distillation import attention_errors, attention_pairs
 
 from .gen_helpers import run, write_config

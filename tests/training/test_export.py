@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from headmix_vision.cli import export
 from headmix_vision.runs.checkpoints import model_state, read_checkpoint
-from headmix_vision.runs.export import export as export_checkpoint
+from headmix_vision.runs.exporting import ExportRequest, export_run
 from headmix_vision.runs.networks import create_network
 
 from .helpers import TINY
@@ -59,7 +59,7 @@ def test_export_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_start_weights(reference_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
     checkpoint = reference_run / "checkpoints" / "last.ckpt"
-    export_checkpoint(checkpoint, out)
+    export_run(ExportRequest(run=checkpoint, out=out))
     model_args = TINY["model"]["model_args"]
     expected = model_state(read_checkpoint(checkpoint))
     for path in (out, checkpoint):

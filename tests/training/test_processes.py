@@ -13,7 +13,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from headmix_vision.console.processes import stopped_processes
+from headmix_vision.console import stopped_processes
 from headmix_vision.training.base_cli import RunCLI
 
 from . import gen_helpers
@@ -93,16 +93,17 @@ def test_a_rank_that_fails_ends_another_that_waits_for_it(raised: str, status: i
 
 REFUSING = """
 import os, time
-from headmix_vision import errors
+from headmix_vision import console
+from headmix_vision.errors import InputError
 from headmix_vision.cli.train_cls import main
 from headmix_vision.training.classifier import ImageClassifier
 
 def step(*args):
-    errors._PATIENCE_S = {patience_s}
+    console._PATIENCE_S = {patience_s}
     rank = os.environ.get("LOCAL_RANK", "0")
     if rank in "{ranks}":
         time.sleep({lag_s} * int(rank))
-        raise errors.InputError("of a test")
+        raise InputError("of a test")
     return whole_step(*args)
 
 whole_step, ImageClassifier.training_step = ImageClassifier.training_step, step

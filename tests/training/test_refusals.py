@@ -144,6 +144,7 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("--trainer.val_check_interval", "0"), "trainer.val_check_interval must be above 0, got 0"),
         (("--trainer.max_time", "00:00:00:00"), "trainer.max_time must be a time above 0, got 00:00:00:00"),
         (("--trainer.max_time", "soon"), "trainer.max_time=soon: "),
+        (("--trainer.limit_train_batches", "0"), "trainer.limit_train_batches=0 leaves nothing to fit"),
         (("--trainer.min_epochs", "-1"), "trainer.min_epochs must be at least 1, got -1"),
         (("--trainer.min_epochs", "5"), "trainer.min_epochs=5 is above trainer.max_epochs=2"),
         (("--trainer.precision", "transformer-engine"), "'transformer_engine>=0.11.0' not met"),
@@ -275,6 +276,9 @@ def test_evaluation_needs_weights(tmp_path: Path, capfd: pytest.CaptureFixture[s
     config = write_config(tmp_path / "tiny.yaml")
     assert "--ckpt-path" in refused(capfd, "validate", "-c", config)
     assert "no checkpoint at" in refused(capfd, "predict", "-c", config, "--ckpt_path", "best")
+    for command, limit in (("validate", "limit_val_batches"), ("test", "limit_test_batches")):
+        line = refused(capfd, command, "-c", config, "--ckpt_path", "best", f"--trainer.{limit}", 0)
+        assert f"trainer.{limit}=0 leaves nothing to {command}" in line
     assert "no run in" in refused(capfd, "validate", "--run_dir", tmp_path / "absent")
     assert "a recipe by -c, or the folder of a run by --run-dir" in refused(capfd, "validate")
 

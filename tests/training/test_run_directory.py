@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.locks import hold_lock
-from headmix_vision.runs.sharded_checkpoints import remove_shards, shards_folder
+from headmix_vision.files.writing import hold_lock
+from headmix_vision.runs.checkpoints import remove_shards, shards_folder
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.run_directory import RunDirectory
 

@@ -14,12 +14,11 @@ from safetensors.torch import save_file
 
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.frechet import frechet_distance
+from headmix_vision.evaluation.frechet import frechet_distance, write_statistics
 from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import Scorer, fid
-from headmix_vision.evaluation.statistics import write_statistics
-from headmix_vision.sampling.contact_sheet import draw_grid
+from headmix_vision.sampling.folder import draw_grid
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, draw_curves
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 from headmix_vision.training.callbacks.samples import ImageSampler, SampleFid, SampleGrids
@@ -186,6 +185,10 @@ def test_one_autoencoder_serves_all_callbacks(monkeypatch: pytest.MonkeyPatch) -
         sampler.open()
     assert loaded == ["some/vae"]
     assert sampler.image_shape(generator(input_size=4)) == (3, 32, 32)
+    autoencoder.module.config["out_channels"] = 1
+    clips = SimpleNamespace(net=SimpleNamespace(in_channels=2, input_size=(4, 8, 12)))
+    assert sampler.image_shape(clips) == (1, 64, 96)  # type: ignore[arg-type]
+    assert ImageSampler(None).image_shape(clips) == (2, 8, 12)  # type: ignore[arg-type]
 
 
 def test_samples_that_are_not_finite_stop_the_run() -> None:

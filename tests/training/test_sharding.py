@@ -25,11 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from headmix_vision.cli.export import main as export
-from headmix_vision.console.processes import leave_group
+from headmix_vision.console import leave_group
 from headmix_vision.errors import InputError
-from headmix_vision.runs.checkpoints import model_state, read_checkpoint
+from headmix_vision.runs.checkpoints import SHARDED, check_shards, model_state, read_checkpoint, read_shards
 from headmix_vision.runs.networks import create_generator
-from headmix_vision.runs.sharded_checkpoints import SHARDED, check_shards, read_shards
 from headmix_vision.training.base_module import _check_batch
 from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import StopOnNonFinite

@@ -27,8 +27,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clip_features import open_clip_extractor
 from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.recipes import FOLDER
-from headmix_vision.runs.networks import load_network
-from headmix_vision.runs.opening import open_network
+from headmix_vision.runs.networks import load_network, open_network
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.training.trust import Trust
 

@@ -12,7 +12,7 @@ import math
 from headmix_vision.data.datasets.base import DatasetEntry, Source, SplitRequest, Use
 from headmix_vision.data.datasets.streams import Stream
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_memory
+from headmix_vision.files.reading import check_memory
 
 _STREAM = ".streams:open_stream"
 _SKLEARN = ("sklearn", "pip install scikit-learn")

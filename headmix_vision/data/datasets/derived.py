@@ -13,8 +13,8 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from headmix_vision.data.datasets.base import BatchSource, RawImage, Source, to_picture
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_memory
 from headmix_vision.files.pictures import readable
+from headmix_vision.files.reading import check_memory
 
 _THREADS = 8
 

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from timm.utils.misc import natural_key
 
-from headmix_vision.console.notes import say_left_out
+from headmix_vision.console import say_left_out
 from headmix_vision.data.datasets.base import (
     EVAL_SYNONYMS,
     TRAIN_SYNONYMS,
@@ -19,8 +19,9 @@ from headmix_vision.data.datasets.base import (
 )
 from headmix_vision.data.labels import Labels, fault_of, number_labels
 from headmix_vision.errors import InputError
-from headmix_vision.files.listing import (
+from headmix_vision.files.pictures import (
     HIDDEN,
+    Decoding,
     Listing,
     describe_left_out,
     ending,
@@ -29,7 +30,6 @@ from headmix_vision.files.listing import (
     is_picture,
     takes,
 )
-from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.tars import Member, list_members
 
 

@@ -11,7 +11,7 @@ from headmix_vision.data.datasets.base import RawImage, Selection, Source, Split
 from headmix_vision.data.datasets.timm_readers import create_timm_dataset, reader_class_names
 from headmix_vision.data.labels import number_labels
 from headmix_vision.errors import InputError
-from headmix_vision.files.texts import parse_yaml, read_text
+from headmix_vision.files.reading import parse_yaml, read_text
 
 _DESCRIPTIONS = ("README.md", ".huggingface.yaml")
 

@@ -13,7 +13,7 @@ from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.folders import LabelledFiles, split_candidates
 from headmix_vision.data.labels import fault_of, natural_order, number_labels
 from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_file, check_memory
+from headmix_vision.files.reading import check_file, check_memory
 
 TABLE = "images.csv"
 _ROW_BYTES = 8  # of a byte of the file, as the rows hold it

@@ -23,10 +23,8 @@ from torch import Tensor
 from headmix_vision.data.datasets.base import PreparedSource, SplitRequest
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.hashes import tensor_bytes
-from headmix_vision.files.tensor_files import open_tensors, refuse_damage
-from headmix_vision.files.texts import parse_json, read_json
+from headmix_vision.files.reading import check_fields, parse_json, read_json
+from headmix_vision.files.tensors import open_tensors, refuse_damage, tensor_bytes
 from headmix_vision.models.autoencoders import LatentScale
 
 MANIFEST = "latents.json"

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headmix_vision.checks import check_counts, check_positive
 from headmix_vision.data.datasets.base import BatchSource, SplitRequest, canonical_split
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.seeding import derive_seed
-from headmix_vision.errors import InputError
-from headmix_vision.files.limits import check_memory
+from headmix_vision.errors import InputError, check_counts, check_positive
+from headmix_vision.files.reading import check_memory
 
 DIRECTIONS = ("right", "left", "down", "up")
 LENGTHS = {"train": 50_000, "validation": 5_000}

@@ -23,13 +23,10 @@ from headmix_vision.data.datasets.base import ClipSource, Pictures, RawImage, So
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.data.fitting import crop_frames
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
-from headmix_vision.files.limits import check_file
-from headmix_vision.files.listing import ending, is_hidden
-from headmix_vision.files.pictures import Decoding
-from headmix_vision.files.tensor_files import open_tensors
-from headmix_vision.files.texts import parse_json
-from headmix_vision.files.video import EncodedVideo, VideoInfo, probe, read_frames, require_av
+from headmix_vision.files.pictures import Decoding, ending, is_hidden
+from headmix_vision.files.reading import check_fields, check_file, parse_json
+from headmix_vision.files.tensors import open_tensors
+from headmix_vision.files.video import ClipInfo, EncodedVideo, probe, read_frames, require_av
 
 INDEX = "index.safetensors"
 FORMAT = 1
@@ -240,7 +237,7 @@ class ShardClips(ClipSource):
     def _video(self, index: int) -> EncodedVideo:
         return EncodedVideo(self.name(index), self.shards.read(self.kept[index]))
 
-    def _choose(self, info: VideoInfo, place: float) -> list[int]:
+    def _choose(self, info: ClipInfo, place: float) -> list[int]:
         return self.clip.frames(self.num_frames, info.num_frames, info.frame_rate, place, info.times)
 
     def leave_out_unusable(self) -> list[str]:

@@ -14,16 +14,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from headmix_vision.console.notes import say_left_out
+from headmix_vision.console import say_left_out
 from headmix_vision.data.datasets.base import EVAL_SYNONYMS, ClipSource, SplitRequest
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.data.datasets.image_tables import read_table, rows_of_split
 from headmix_vision.data.fitting import crop_frames
 from headmix_vision.data.labels import number_labels
 from headmix_vision.errors import InputError
-from headmix_vision.files.clip_files import probe_clip, read_clip
-from headmix_vision.files.listing import find_clips, find_frames, is_hidden, is_picture, is_video
-from headmix_vision.files.video import require_av
+from headmix_vision.files.pictures import find_clips, find_frames, is_hidden, is_picture, is_video
+from headmix_vision.files.video import probe_clip, read_clip, require_av
 
 UNLABELLED = "unlabelled"
 _PROBE_THREADS = 8

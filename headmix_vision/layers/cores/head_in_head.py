@@ -14,8 +14,7 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_choice, check_counts, check_numbers
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice, check_counts, check_numbers
 from headmix_vision.layers.block_mixing import clip_keep_inward_gradient
 from headmix_vision.layers.convolutions import GridConvolution
 from headmix_vision.layers.cores.base import CORES, AttentionCore, LayerSpec

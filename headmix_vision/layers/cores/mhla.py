@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headmix_vision.checks import check_flags, check_numbers
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_flags, check_numbers
 from headmix_vision.layers.block_mixing import MixingMatrix, mixing_of_first, mixing_of_rows
 from headmix_vision.layers.cores.base import CORES, AttentionCore, LayerSpec
 from headmix_vision.layers.positions import Rotation, rotate

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch.fx
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_choice
+from headmix_vision.errors import check_choice
 from headmix_vision.layers.cores.base import LayerSpec
 from headmix_vision.ops import TokenGrid
 from headmix_vision.ops.mix_heads.api import IMPL_NAMES, bind_mix_heads

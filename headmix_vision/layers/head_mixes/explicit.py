@@ -11,8 +11,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_counts, check_flags
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts, check_flags
 from headmix_vision.layers.cores.base import LayerSpec
 from headmix_vision.layers.head_mixes.base import HEAD_MIXES, HeadMix
 from headmix_vision.ops import TokenGrid

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headmix_vision.checks import check_choice, check_counts
+from headmix_vision.errors import check_choice, check_counts
 from headmix_vision.layers.cores.base import LayerSpec
 from headmix_vision.layers.head_mixes.base import HEAD_MIXES, HeadMix
 from headmix_vision.ops import TokenGrid

@@ -7,8 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from headmix_vision.checks import check_choice, check_flags
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice, check_flags
 from headmix_vision.ops.dispatch import Bound, check_tensors, check_types, kept, select, why_no_kernel_takes
 from headmix_vision.ops.grid_conv.reference import grid_conv_reference
 from headmix_vision.ops.grid_conv.torch_impl import grid_conv_torch

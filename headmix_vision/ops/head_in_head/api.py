@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headmix_vision.checks import check_choice
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice
 from headmix_vision.ops.dispatch import (
     Bound,
     check_features,

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headmix_vision.checks import check_choice, check_flags, check_numbers
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice, check_flags, check_numbers
 from headmix_vision.ops.dispatch import Bound, check_features, check_tensors, check_types, kept, select, why_not_triton
 from headmix_vision.ops.mhla.reference import mhla_reference
 from headmix_vision.ops.mhla.torch_impl import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings, mhla_torch

@@ -7,8 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from headmix_vision.checks import check_choice
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_choice
 from headmix_vision.ops.dispatch import Bound, check_tensors, check_types, kept, select, why_not_triton
 from headmix_vision.ops.mix_heads.reference import mix_heads_reference
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from headmix_vision.errors import InputError
-from headmix_vision.files.fields import check_fields
+from headmix_vision.files.reading import check_fields
 from headmix_vision.training.callbacks.non_finite import Latest, sum_of_processes
 from headmix_vision.training.options import EarlyStoppingConfig, mode_of
 from headmix_vision.training.run_directory import RunDirectory

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.writing import atomic_path
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 
 MOST_CLASSES = 2000  # a matrix of 32 MB on the device, and a CSV file of 8 MB

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from headmix_vision.console.progress import Advance, duration, progress
+from headmix_vision.console import Advance, duration, progress
 from headmix_vision.training.base_module import BaseModule
 from headmix_vision.training.callbacks.non_finite import Latest
 

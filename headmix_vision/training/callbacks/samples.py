@@ -11,24 +11,22 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from headmix_vision.console.processes import Processes
+from headmix_vision.console import Processes
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError, create_scheduler, set_steps
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
-from headmix_vision.evaluation.frechet import Gaussian, Moments, frechet_distance
+from headmix_vision.evaluation.frechet import Gaussian, Moments, Statistics, frechet_distance
 from headmix_vision.evaluation.sample_sets import SampleSet, describe_size
 from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import Scorer, open_side
-from headmix_vision.evaluation.statistics import Statistics
-from headmix_vision.files.png import write_png
+from headmix_vision.files.pictures import write_png
 from headmix_vision.files.video import write_video
 from headmix_vision.models.autoencoders import check_source, downsampling, load_autoencoder
-from headmix_vision.sampling.contact_sheet import draw_grid, draw_strips
-from headmix_vision.sampling.draw import SamplingPlan, sample_batch
-from headmix_vision.sampling.planning import named
+from headmix_vision.sampling.folder import draw_grid, draw_strips
+from headmix_vision.sampling.planning import SamplingPlan, named, sample_batch
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 from headmix_vision.training.options import FidConfig, SampleGridConfig

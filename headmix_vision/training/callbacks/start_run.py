@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from headmix_vision.files.atomic import atomic_path
+from headmix_vision.files.writing import atomic_path
 from headmix_vision.runs.directory import CONFIG, TENSORBOARD
 from headmix_vision.training.run_directory import RunDirectory
 

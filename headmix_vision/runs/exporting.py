@@ -10,13 +10,11 @@ from safetensors import SafetensorError
 from timm.models import get_pretrained_cfg_value, is_model
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.checks import check_request
-from headmix_vision.errors import InputError
-from headmix_vision.files.atomic import atomic_folder, check_place, remove_temporaries
-from headmix_vision.files.locks import hold_lock
-from headmix_vision.files.tensor_files import write_tensors
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, is_generator, read_checkpoint
-from headmix_vision.runs.directory import INDEX, find_checkpoint
+from headmix_vision.errors import InputError, check_request
+from headmix_vision.files.tensors import write_tensors
+from headmix_vision.files.writing import atomic_folder, check_place, hold_lock, remove_temporaries
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, find_checkpoint, is_generator, read_checkpoint
+from headmix_vision.runs.directory import INDEX
 from headmix_vision.runs.networks import load_network, without_sources
 
 # They act while training only, and change no weight's name or shape.
@@ -68,17 +66,18 @@ class Exported:
 
 
 def export_run(request: ExportRequest) -> Exported:
-    """Export the network of a run.
+    """Export the network of a run, under timm's names or as a directory of diffusers with its autoencoder, if any.
+
+    The header of a weights file tells the model, the arguments, the class names and the top-1 accuracy.
 
     Raises:
-        InputError: See `export` and `export_pipeline`.
+        InputError: If the checkpoint is not one of this package, holds weights that are not finite or of another model
+            than it says, or `out` has another ending, exists, or is being written by another process.
+        OSError: If the directory cannot be written.
     """
     path = find_checkpoint(request.run, request.checkpoint)
-    flags = {"raw": request.raw, "overwrite": request.overwrite, "dry_run": request.dry_run}
-    if is_generator(read_checkpoint(path, sharded=(), values=False)):
-        return Exported(path, request.out, export_pipeline(path, request.out, **flags))
-    code = f"import timm, headmix_vision; model = {export(path, request.out, **flags)}"
-    return Exported(path, request.out, code)
+    export = _export_pipeline if is_generator(read_checkpoint(path, sharded=(), values=False)) else _export_classifier
+    return Exported(path, request.out, export(path, request))
 
 
 def create_model_arguments(description: dict[str, Any]) -> dict[str, Any]:
@@ -101,90 +100,57 @@ def create_model_arguments(description: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def export(
-    checkpoint_path: Path, out: Path, *, raw: bool = False, overwrite: bool = False, dry_run: bool = False
-) -> str:
-    """Write the network of a checkpoint to a safetensors file, under timm's names.
-
-    Args:
-        checkpoint_path: A `.ckpt` file.
-        out: The file to write. Its header tells the model, the arguments, the class names and the top-1 accuracy.
-        raw: Export the weights being trained instead of their EMA.
-        overwrite: Replace a file that exists.
-        dry_run: Check everything, write nothing.
-
-    Returns:
-        The Python expression which loads the file.
-
-    Raises:
-        InputError: If the checkpoint is not one of this package, holds weights that are not finite or of another model
-            than it says, or `out` does not end in `.safetensors`, exists, or is being written by another process.
-    """
+def _export_classifier(checkpoint_path: Path, request: ExportRequest) -> str:
+    """Write a safetensors file; return the Python statements which load it."""
+    out = request.out
     if out.suffix != ".safetensors":
         raise InputError(f"--out must end in .safetensors, got {out}")
     if out.is_dir():
         raise InputError(f"--out {out} is a directory, a classifier is exported to a file")
-    _check_absent(out, overwrite)
+    _check_absent(request)
     check_place(out)
     checkpoint = read_checkpoint(checkpoint_path)
     description = checkpoint[DESCRIPTION_KEY]
     arguments = create_model_arguments(description)
-    network = load_network(checkpoint, raw=raw)
-    top1 = None if raw else description["top1"]
+    network = load_network(checkpoint, raw=request.raw)
     header = {
         "format": "pt",
         "model_name": description["name"],
         "model_args": json.dumps(arguments),
         "class_names": json.dumps(description["class_names"]),
-        "top1": json.dumps(top1),
+        "top1": json.dumps(None if request.raw else description["top1"]),
     }
-    if not dry_run:
+    if not request.dry_run:
         tensors = {name: value.contiguous() for name, value in network.state_dict().items()}
         with hold_lock(out.with_name(f".{out.name}.lock"), f"file {out}"):
-            _check_absent(out, overwrite)  # another process may have written it meanwhile
+            _check_absent(request)  # another process may have written it meanwhile
             remove_temporaries(out.parent, escape(out.name))
             write_tensors(out, tensors, header)
     given = "".join(f"{name}={value!r}, " for name, value in arguments.items())
-    return f"timm.create_model({description['name']!r}, {given}checkpoint_path={str(out)!r})"
+    loaded = f"timm.create_model({description['name']!r}, {given}checkpoint_path={str(out)!r})"
+    return f"import timm, headmix_vision; model = {loaded}"
 
 
-def _check_absent(out: Path, overwrite: bool) -> None:
-    if out.exists() and not overwrite:
-        raise InputError(f"--out {out} already exists; choose another one, or replace it with --overwrite")
+def _check_absent(request: ExportRequest) -> None:
+    if request.out.exists() and not request.overwrite:
+        raise InputError(f"--out {request.out} already exists; choose another one, or replace it with --overwrite")
 
 
-def export_pipeline(
-    checkpoint_path: Path, out: Path, *, raw: bool = False, overwrite: bool = False, dry_run: bool = False
-) -> str:
-    """Write the generator of a checkpoint as a directory of diffusers, with its autoencoder if it has one.
-
-    Args:
-        checkpoint_path: A `.ckpt` file.
-        out: The directory to write.
-        raw: Export the weights being trained instead of their EMA.
-        overwrite: Replace a directory that exists, if it holds a pipeline.
-        dry_run: Check everything, write nothing.
-
-    Returns:
-        The Python statements which load the directory.
-
-    Raises:
-        InputError: If the checkpoint is not one of this package, holds weights that are not finite or of another model
-            than it says, or `out` ends in `.safetensors` or exists.
-        OSError: If the directory cannot be written.
-    """
+def _export_pipeline(checkpoint_path: Path, request: ExportRequest) -> str:
+    """Write a directory of diffusers; return the Python statements which load it."""
     from headmix_vision.runs.pipelines import load_pipeline  # loads diffusers, which classifiers do without
 
+    out = request.out
     if out.suffix == ".safetensors":
         raise InputError(f"--out is {out}, but a generator is exported to a directory")
     replaceable = (out / INDEX).is_file()
-    if out.exists() and not (overwrite and replaceable):
+    if out.exists() and not (request.overwrite and replaceable):
         hint = ", or replace it with --overwrite" if replaceable else ", it holds no pipeline that could be replaced"
         raise InputError(f"--out {out} already exists; choose another one{hint}")
     check_place(out)
-    pipeline, _ = load_pipeline(checkpoint_path, raw=raw)
-    if not dry_run:
-        with atomic_folder(out, overwrite=overwrite) as complete:
+    pipeline, _ = load_pipeline(checkpoint_path, raw=request.raw)
+    if not request.dry_run:
+        with atomic_folder(out, overwrite=request.overwrite) as complete:
             try:
                 pipeline.save_pretrained(complete)
             except SafetensorError as error:  # what the system refused, in the words of the library

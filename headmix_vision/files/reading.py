@@ -1,13 +1,20 @@
-"""Limits of the machine, asked before memory or processes are spent on a size that a file or an option states."""
+"""Reading what others wrote: regular files, sizes that this machine can hold, texts with the entries that are needed.
+
+Memory, disk and processes are checked before they are spent on a size that a file or an option states. JSON and YAML
+are limited in size, depth and expansion. What is wrong is refused in one line.
+"""
 
 import errno
+import json
 import os
 import resource
 import shutil
 import stat
 import zipfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, get_args
 
 from headmix_vision.errors import InputError
 
@@ -26,6 +33,9 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+MAX_LEVELS, MAX_VALUES = 64, 1_000_000
+MAX_TEXT_BYTES = 1 << 26
+MAX_YAML_VALUES = 100_000
 
 
 def num_cores() -> int:
@@ -156,3 +166,154 @@ def check_files(folder: Path) -> None:
     for path in folder.iterdir():
         if not path.is_dir():
             check_file(path)
+
+
+def check_fields(where: str, found: object, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Check that a mapping which was read from a file has the entries that its readers take.
+
+    Args:
+        where: What to call the mapping in a message, with its file.
+        found: What was read.
+        wanted: The type of each entry, as `isinstance` takes it. One that may be None may also be absent.
+
+    Returns:
+        The mapping, with None for what is absent.
+
+    Raises:
+        InputError: No mapping, or an entry that is missing or of another type.
+    """
+    if not isinstance(found, dict):
+        raise InputError(f"{where} is {_short(found)}, it must be a table of entries")
+    for name, kind in wanted.items():
+        value = found.get(name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and not _takes_bool(kind)):
+            state = f"is {_short(found[name])}" if name in found else "is missing"
+            raise InputError(f"{where}: entry {name!r} {state}, it must be of type {getattr(kind, '__name__', kind)}")
+    return {**dict.fromkeys(wanted), **found}
+
+
+def check_nesting(where: str, found: object) -> None:
+    """Check that lists and tables that were read from a file can be walked: not too deep, and without end.
+
+    Args:
+        where: What to call them in a message.
+        found: What was read.
+
+    Raises:
+        InputError: More than `MAX_LEVELS` levels, a table that holds itself, or parts that are held so often that the
+            whole has more than `MAX_VALUES` values, and twice as many as the file.
+    """
+    sizes: dict[int, tuple[int, int]] = {}  # values and levels of each list or table
+    distinct = 0
+
+    def measure(value: object, level: int) -> tuple[int, int]:
+        nonlocal distinct
+        if not isinstance(value, dict | list | tuple):
+            return 1, 0
+        if id(value) not in sizes:
+            inner = value.values() if isinstance(value, dict) else value
+            distinct += len(value)
+            measured = [measure(one, level + 1) for one in inner] if level < MAX_LEVELS else [(0, MAX_LEVELS)]
+            sizes[id(value)] = (
+                1 + sum(size for size, _ in measured),
+                1 + max((levels for _, levels in measured), default=0),
+            )
+        if sizes[id(value)][1] > MAX_LEVELS:
+            raise InputError(f"{where} is damaged: it is nested too deeply, or holds itself")
+        return sizes[id(value)]
+
+    size, _ = measure(found, 0)
+    if size > max(MAX_VALUES, 2 * distinct):
+        raise InputError(f"{where} is damaged: its parts are held so often that the whole has {size} values")
+
+
+def _takes_bool(kind: Any) -> bool:
+    """Return whether a type is meant to take true and false, which Python counts as whole numbers."""
+    return bool in (get_args(kind) or (kind,))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Read a text file whole.
+
+    Raises:
+        InputError: It is not a regular file, has more than `MAX_TEXT_BYTES`, or is not UTF-8.
+        OSError: It cannot be read.
+    """
+    check_file(path)
+    with open(path, "rb") as file:
+        data = file.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise InputError(f"{path} has more than {MAX_TEXT_BYTES >> 20} MiB, which is too much for a file of settings")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is damaged: it is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Read a JSON file; see `read_text` and `parse_json`."""
+    return parse_json(read_text(path), str(path))
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """Parse JSON.
+
+    Args:
+        text: The JSON.
+        where: Its place, for the message.
+
+    Raises:
+        InputError: It is not JSON, or is nested too deeply.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise InputError(f"{where} is damaged: its JSON is nested too deeply") from None
+    except ValueError as error:
+        raise InputError(f"{where} is damaged: {error}") from None
+    check_nesting(where, value)
+    return value
+
+
+def parse_yaml(text: str) -> Any:
+    """Load YAML of plain values; see `check_yaml`."""
+    import yaml
+
+    check_yaml(text)
+    return yaml.safe_load(text)
+
+
+def check_yaml(text: str) -> None:
+    """Check that YAML is small when its aliases are written out, and not nested deeply, before it is loaded.
+
+    Raises:
+        InputError: More than `MAX_YAML_VALUES` values or `MAX_LEVELS` levels, or an alias within its own anchor.
+        yaml.YAMLError: It is not YAML.
+    """
+    import yaml
+
+    sizes: dict[str, int] = {}  # values behind each anchor that is complete
+    open_nodes: list[tuple[str | None, int]] = []  # anchor, and number of values before it
+    count = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in [anchor for anchor, _ in open_nodes]:
+                raise InputError(f"the YAML alias *{event.anchor} stands within its own anchor")
+            count += sizes.get(event.anchor, 0)
+        elif isinstance(event, yaml.ScalarEvent):
+            count += 1
+            sizes |= {} if event.anchor is None else {event.anchor: 1}
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, count))
+            count += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_nodes.pop()
+            sizes |= {} if anchor is None else {anchor: count - before}
+        if count > MAX_YAML_VALUES or len(open_nodes) > MAX_LEVELS:
+            what = f"more than {MAX_YAML_VALUES} values" if count > MAX_YAML_VALUES else "nested too deeply"
+            raise InputError(f"the YAML is too large, aliases written out: {what}")

@@ -1,1 +1,0 @@
-"""What command lines share: options, devices, processes, the progress of long jobs, commands they start, tables."""
