@@ -434,6 +434,8 @@ def main() -> None:
                     print(
                         f"case {number} ({case.line.words}): {', '.join(bad)}: {case.about[:200]}: {last}", flush=True
                     )
+                    if "traceback" in bad:  # which may not come again
+                        print(f"status {end.status}\n{end.stderr}", flush=True)
     print_table(found)
     sys.exit(any(verdicts & {*BAD} for _, verdicts in found))
 
