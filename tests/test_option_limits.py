@@ -1,8 +1,10 @@
 """Sizes and counts that options ask for: refused in one line before the work begins."""
 
+import math
 import os
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from headmix_lab.emoji import read_package
 from headmix_vision.cli.cache_latents import main as cache_latents
 from headmix_vision.cli.index_shards import main as index_shards
 from headmix_vision.data import ClassificationData
+from headmix_vision.data.augmentation import Augmentation
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.derived import InMemory
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.fitting import center_crop
+from headmix_vision.data.stills import StillsConfig
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import open_samples
 from headmix_vision.evaluation.scores import kid
@@ -25,7 +29,15 @@ from headmix_vision.files import reading
 from headmix_vision.runs.checkpoints import trainer_of
 from headmix_vision.runs.directory import is_run, metric_names
 from headmix_vision.train_cls import main as train_cls
-from headmix_vision.training.options import FidConfig, SampleGridConfig
+from headmix_vision.training.options import (
+    EarlyStoppingConfig,
+    FidConfig,
+    LossConfig,
+    MixupConfig,
+    OptimizerConfig,
+    SampleGridConfig,
+    ScheduleConfig,
+)
 from headmix_vision.training.parser import load_yaml
 
 
@@ -150,3 +162,43 @@ def test_a_run_folder_of_pipes_is_not_waited_for(name: str, tmp_path: Path) -> N
 def test_a_shard_that_is_a_pipe_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "a.tar")
     assert "a.tar is a named pipe" in refused(capsys, index_shards, tmp_path, "--workers", 0)
+
+
+@pytest.mark.parametrize(
+    ("group", "option", "allowed", "refused"),
+    [
+        (OptimizerConfig, "lr", (1e-9,), (0.0, math.inf)),
+        (OptimizerConfig, "weight_decay", (0.0,), (-1e-9, math.nan)),
+        (OptimizerConfig, "layer_decay", (None, 1.0), (0.0, 1.001)),
+        (ScheduleConfig, "warmup_epochs", (0.0,), (-1.0,)),
+        (ScheduleConfig, "warmup_lr", (0.0,), (-1.0,)),
+        (ScheduleConfig, "min_lr", (0.0,), (-1.0, math.nan)),
+        (LossConfig, "smoothing", (0.0,), (-0.1, 1.0)),
+        (MixupConfig, "mixup_alpha", (0.0, 1e-6, 1e6), (9e-7, -1.0)),
+        (MixupConfig, "cutmix_alpha", (0.0, 1e-6, 1e6), (1.1e6,)),
+        (MixupConfig, "prob", (0.0, 1.0), (-0.1, 1.1)),
+        (MixupConfig, "switch_prob", (0.0, 1.0), (-0.1, 1.1)),
+        (SampleGridConfig, "guidance", (0.0,), (-0.1,)),
+        (FidConfig, "guidance", (0.0,), (-0.1,)),
+        (EarlyStoppingConfig, "min_delta", (0.0,), (-0.1,)),
+        (partial(StillsConfig, dataset="digits"), "share", (0.1, 0.999), (-0.1, 1.0)),
+        (Augmentation, "hflip", (0.0, 1.0), (-0.1, 1.1)),
+        (Augmentation, "reprob", (0.0, 1.0), (1.1,)),
+        (Augmentation, "scale", ((0.5, 1.0),), ((0.0, 1.0), (0.5, 1.1), (0.6, 0.5))),
+        (Augmentation, "recount", (1,), (0,)),
+        (Augmentation, "degrees", (0.0,), (-1.0,)),
+    ],
+)
+def test_numbers_of_options_have_bounds(
+    group: Any, option: str, allowed: tuple[Any, ...], refused: tuple[Any, ...]
+) -> None:
+    def make(value: Any) -> None:
+        made = group(**{option: value})
+        if isinstance(made, Augmentation):
+            made.check()
+
+    for value in allowed:
+        make(value)
+    for value in refused:
+        with pytest.raises(InputError, match=option):
+            make(value)

@@ -22,7 +22,7 @@ from headmix_vision.diffusion import Guidance, HeadMixDiTPipeline, ObjectiveConf
 from headmix_vision.errors import InputError
 from headmix_vision.files.writing import hold_lock
 from headmix_vision.runs.pipelines import load_pipeline
-from headmix_vision.sampling import draw
+from headmix_vision.sampling import sample_job
 from headmix_vision.sampling.folder import draw_grid
 from headmix_vision.sampling.planning import SamplingPlan, check_classes, sample_batch
 from headmix_vision.sampling.sample_job import _memory_errors
@@ -104,13 +104,13 @@ def test_the_grid_shows_samples_above_their_classes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(draw, "draw_grid", lambda *sheet: shown.append(sheet) or draw_grid(*sheet))
+    monkeypatch.setattr(sample_job, "draw_grid", lambda *sheet: shown.append(sheet) or draw_grid(*sheet))
     for classes, limit, most, count, columns in (
         ((3, 0, 7), "GRID_IMAGES", 100, 8, None),
         (range(10), "GRID_PIXELS", 6 * 64, 6, 10),
         ((3, 0, 7, 1), "GRID_IMAGES", 5, 5, 4),
     ):
-        monkeypatch.setattr(draw, limit, most)
+        monkeypatch.setattr(sample_job, limit, most)
         out, listed = tmp_path / str(count), ",".join(map(str, classes))
         assert run("--model", model, "--num", 8, "--steps", 1, "--classes", listed, "--out", out) == 0
         images, captions, title, in_a_row = shown.pop()

@@ -159,6 +159,7 @@ def test_checkpoint_of_another_model(reference_run: Path, tmp_path: Path, capfd:
         (("-c", "data: 3"), "data must be a mapping of options to values, got '3'"),
         (("-c", "ema: null"), "ema must be a mapping of options to values, got 'None'"),
         (("-c", "model: {loss: [1]}"), "model.loss must be a mapping of options to values, got '[1]'"),
+        (("--foo", "3"), "--help-all shows all options"),
         (("--model.mixup.cutmix_alpha", "1e-320"), "mixup.cutmix_alpha must be a finite number from 1e-06 to 1e+06"),
         (("--model.schedule.warmup_epochs", "2.5"), "warmup_epochs=2.5 is longer than the run of 2 epochs"),
         (("--data.holdout_every", "1500"), "holdout_every=1500 is more than the 1437 images"),
