@@ -58,7 +58,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def check_counts(least: int, most: float = math.inf, /, **counts: object) -> None:
-    """Raise InputError for what is no whole number from ``least`` to ``most``."""
+    """Raise InputError for anything but a whole number from ``least`` to ``most``."""
     for name, value in counts.items():
         if not (is_whole(value) and least <= value <= most):
             limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
@@ -66,7 +66,7 @@ def check_counts(least: int, most: float = math.inf, /, **counts: object) -> Non
 
 
 def check_numbers(least: float, most: float = math.inf, /, **numbers: object) -> None:
-    """Raise InputError for what is no finite number from ``least`` to ``most``."""
+    """Raise InputError for anything but a finite number from ``least`` to ``most``."""
     for name, value in numbers.items():
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
         if not least <= number <= most or number == math.inf:  # a tracer can compare, but not `isinf`
@@ -75,7 +75,7 @@ def check_numbers(least: float, most: float = math.inf, /, **numbers: object) ->
 
 
 def check_positive(**numbers: object) -> None:
-    """Raise InputError for what is no finite number above 0."""
+    """Raise InputError for anything but a finite number above 0."""
     for name, value in numbers.items():
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
         if not 0 < number < math.inf:
@@ -153,7 +153,7 @@ def unknown_keyword(what: str, name: str, known: list[str]) -> str:
 
 
 def check_keywords(what: str, given: object, known: list[str]) -> None:
-    """Raise InputError for arguments that are no mapping, and UnknownKeywordError, which is one, for unknown names."""
+    """Raise InputError if arguments are not a mapping, and UnknownKeywordError, a kind of it, for unknown names."""
     if not isinstance(given, Mapping):
         raise InputError(f"{what} must be a mapping of names to values, got {given!r}.")
     for name in given:

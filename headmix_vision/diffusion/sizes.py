@@ -140,7 +140,7 @@ class SampleSizes(DiffusionPipeline):
         return downsampling(self.vae) if self.vae is not None else 1
 
     def check_frame_rate(self, frame_rate: float | None) -> float:
-        """Return the frames a second of the videos, those of training for None; refuses what is no such number."""
+        """Return the frames a second of the videos, as in training for None, or refuse another value."""
         if frame_rate is None:
             return float(self.transformer.frame_rate * self._frames_per_place)
         check_numbers(0.01, 1e4, frame_rate=frame_rate)  # GIF shows a frame for 655 s at most

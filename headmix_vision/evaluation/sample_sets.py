@@ -401,7 +401,7 @@ def open_slice(
 
 
 def _bounds(text: str) -> list[int | None] | None:
-    """Read START:STOP:STEP, of which each may be missing; None if it is no slice."""
+    """Read START:STOP:STEP, of which each may be missing; None if it is not a slice."""
     try:
         bounds = [int(part) if part else None for part in text.split(":")]
     except ValueError:

@@ -516,7 +516,7 @@ def _check_finite(scores: dict[str, float], what: str) -> None:
 def _versions(*more: str) -> dict[str, str]:
     names = ("torch", "torch-fidelity", "timm", "numpy", "pillow", *more)
     packages = {name: version(name) for name in names if name not in more or find_spec(name)}
-    return {"headmix_vision": headmix_vision.__version__, **packages}  # a copy of a clone is no installed package
+    return {"headmix_vision": headmix_vision.__version__, **packages}  # a copy of a clone is not installed
 
 
 def _describe(side: Side) -> str:

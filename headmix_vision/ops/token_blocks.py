@@ -50,7 +50,7 @@ class TokenBlocks:
     """A partition of a :class:`~headmix_vision.ops.TokenGrid` into blocks.
 
     Tokens stay in raster order; a block is a set of indices. Along an axis of ``g`` tokens cut into ``b`` blocks,
-    token ``i`` belongs to block ``i * b // g``, so sizes differ by at most one when ``g`` is no multiple of ``b``.
+    token ``i`` belongs to block ``i * b // g``, so sizes differ by at most one when ``b`` does not divide ``g``.
     Prefix tokens form one block of their own, the first. Pseudo-tokens belong to the block of their token.
 
     Instances are hashable and compare by value.
@@ -60,7 +60,7 @@ class TokenBlocks:
         block_grid: blocks along each axis, as many axes as the grid.
 
     Raises:
-        InputError: if the axes do not match, are no whole numbers, or a block would hold no token.
+        InputError: if the axes do not match or are not whole numbers, or a block would hold no token.
     """
 
     grid: TokenGrid

@@ -92,7 +92,7 @@ def attention_errors(pairs: Pairs) -> Iterator[list[Tensor]]:
 
 
 class _Kept:
-    """Hold a network that is no part of the module around it: copies of the module share it, checkpoints lack it."""
+    """Hold a network outside of the module around it: copies of the module share it, checkpoints lack it."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network

@@ -46,7 +46,7 @@ class ImageGenerator(BaseModule):
         checkpoint: Start weights: a `.ckpt` of this package, a `.safetensors`, or an official DiT's `.pt`. Weights that
             they lack are new.
         vae: Autoencoder of the latents, a local directory or a hub id; null for pixels. It is used to draw samples and
-            recorded for `headmix sample`, but is no part of the model.
+            recorded for `headmix sample`, but not part of the model.
         objective: What is learned.
         optimizer: Optimizer.
         schedule: Learning rate schedule.

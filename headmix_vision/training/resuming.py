@@ -49,7 +49,7 @@ _IRRELEVANT = {
     *(f"data.{name}" for name in ("root", "num_workers", "eval_batch_size", "max_unreadable", "in_memory", "seed")),
     *(f"data.{name}" for name in ("predict_path", "val_split", "test_split", "stills.root")),
 }
-_FREE = ("model.model_args", "model.optimizer.args")  # whose keys are no options of ours
+_FREE = ("model.model_args", "model.optimizer.args")  # whose keys are not options of ours
 _UNSET = "unset"
 
 

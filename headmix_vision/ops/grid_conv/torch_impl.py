@@ -1,6 +1,6 @@
 """Compute the depthwise convolution by that of PyTorch, on any device.
 
-B batch, N tokens, C channels. Tokens in raster order are images in channels-last format, which is no copy.
+B batch, N tokens, C channels. Tokens in raster order are images in channels-last format, without a copy.
 """
 
 from __future__ import annotations

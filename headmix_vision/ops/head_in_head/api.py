@@ -244,8 +244,8 @@ def head_in_head(
 
     Raises:
         InputError: naming the argument, if shapes, types, devices or options do not fit, if ``impl`` cannot run them,
-            and, outside a tracer, if ``scan`` is no permutation or, on the CPU only, ``log_decay`` above 0: elsewhere
-            reading it would hold up every call.
+            and, outside a tracer, if ``scan`` is not a permutation or, on the CPU only, ``log_decay`` above 0:
+            elsewhere reading it would hold up every call.
     """
     inputs = Inputs(q, k, v, beta, log_decay, mask, initial_state)
     if isinstance(scan, Tensor):  # its values are read: each call has a plan of its own
