@@ -12,7 +12,7 @@ import shutil
 import stat
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -297,10 +297,24 @@ def check_yaml(text: str) -> None:
     """
     import yaml
 
+    try:
+        _check_events(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    except yaml.YAMLError as error:
+        if "maximum nesting depth" not in str(error):
+            raise
+        raise InputError(_TOO_LARGE.format("nested too deeply")) from None  # libyaml looks 1,000 levels ahead
+
+
+_TOO_LARGE = "the YAML is too large, aliases written out: {}"
+
+
+def _check_events(events: Iterable[Any]) -> None:
+    import yaml
+
     sizes: dict[str, int] = {}  # values behind each anchor that is complete
     open_nodes: list[tuple[str | None, int]] = []  # anchor, and number of values before it
     count = 0
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    for event in events:
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in [anchor for anchor, _ in open_nodes]:
                 raise InputError(f"the YAML alias *{event.anchor} stands within its own anchor")
@@ -316,4 +330,4 @@ def check_yaml(text: str) -> None:
             sizes |= {} if anchor is None else {anchor: count - before}
         if count > MAX_YAML_VALUES or len(open_nodes) > MAX_LEVELS:
             what = f"more than {MAX_YAML_VALUES} values" if count > MAX_YAML_VALUES else "nested too deeply"
-            raise InputError(f"the YAML is too large, aliases written out: {what}")
+            raise InputError(_TOO_LARGE.format(what))
