@@ -142,7 +142,7 @@ class ResultTable:
             except (UnicodeDecodeError, csv.Error):
                 rows, header = [], ()
             if any(set(names) != set(columns) for names in (header, *rows)):
-                raise InputError(f"{path} is no table of this command; choose another --out")
+                raise InputError(f"{path} is not a table of this command; choose another --out")
             self.rows = {tuple(row[name] for name in columns[:keys]): row for row in rows}
 
     def add(self, key: Iterable[object], **values: object) -> Row:

@@ -54,7 +54,7 @@ _UNKNOWN = "unrecognized arguments: "
 _SHORT_NAMES = {"frame_rate": ("--fps",)}
 _said: set[str] = set()
 Advance = Callable[[float], None]
-"""Tells that so many items more are done, fractions included."""
+"""Takes how many more items are done, fractions included."""
 _TENTH_S, _PAUSE_S = 2.0, 60.0  # least time between lines where a tenth is done, and most time without a line
 T = TypeVar("T")
 _LONG = timedelta(days=7)  # a process may have much less to do than another
@@ -99,7 +99,7 @@ class OneLineParser(argparse.ArgumentParser):
             given = message.removeprefix(_UNKNOWN).split()[0].partition("=")[0]
             options = set(self._option_strings())
             unknown = f"unknown option {given}{suggest(given, sorted(options))}"
-            message = f"{given} is no option of this command" if given in options else unknown
+            message = f"{given} is not an option of this command" if given in options else unknown
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
@@ -283,7 +283,7 @@ def is_terminal(stream: TextIO) -> bool:
 def progress(what: str, total: int, unit: str, *, done: int = 0, enabled: bool = True) -> Iterator[Advance]:
     """Show on standard error how many items are done, how many a second, and the time that is left.
 
-    A log that is no terminal gets a line for each tenth, at least 2 s apart, a line a minute where a tenth takes
+    A log, which is not a terminal, gets a line for each tenth, at least 2 s apart, a line a minute where a tenth takes
     longer, and one at the end.
 
     Args:
@@ -425,7 +425,7 @@ class Processes(NamedTuple):
     Args:
         rank: Its number among all.
         world_size: Number of all processes.
-        local_rank: Its number among those of its machine.
+        local_rank: Its number among the processes of its machine.
     """
 
     rank: int = 0

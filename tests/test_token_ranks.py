@@ -330,7 +330,7 @@ def test_only_a_group_is_taken():
     for take in (TokenRanks.of, HeadMixAttention(8, 2).context_parallel):
         with pytest.raises(InputError, match="must be a process group or a device mesh, got 2"):
             take(2)
-        with pytest.raises(InputError, match="this process, which is no member of it"):
+        with pytest.raises(InputError, match="this process, which is not a member of it"):
             take(dist.GroupMember.NON_GROUP_MEMBER)
 
 

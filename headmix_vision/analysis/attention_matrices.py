@@ -47,7 +47,7 @@ class Layer(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What stands above the layer's panels."""
+        """The title of the layer's panels."""
         return f"layer {self.number}"
 
     @property

@@ -63,7 +63,9 @@ class ResultFolder:
         inside = {entry.name for entry in self.path.iterdir() if entry.name != LOCK and not is_temporary(entry.name)}
         known = {name for command, names in WRITTEN.items() for name in (f"{command}.json", *names)}
         if foreign := sorted(inside - known):
-            raise InputError(f"{self.path} holds {foreign[0]}, which is no result of an analysis; choose another --out")
+            raise InputError(
+                f"{self.path} holds {foreign[0]}, which is not a result of an analysis; choose another --out"
+            )
         own = inside & {self._record, *WRITTEN[self.command]}
         if own and self._record not in own:
             raise InputError(f"{self.path} holds {min(own)} without {self._record}; choose another --out")

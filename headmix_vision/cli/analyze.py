@@ -85,7 +85,7 @@ def _place(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no place such as 3,4") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a place such as 3,4") from None
 
 
 def _request(options: dict[str, Any]) -> ProfileRequest | MapsRequest | MixingRequest:

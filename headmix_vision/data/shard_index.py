@@ -114,7 +114,7 @@ class ScannedShards(Dataset[ShardContent]):
 
 
 def _samples(members: Iterable[Member], hidden: list[str]) -> Iterator[tuple[str, dict[str, Member]]]:
-    """Files of each sample by ending; those of one name up to the first dot stand together, but for hidden ones."""
+    """Group neighbouring files of one name, up to the first dot, by ending; hidden files are listed in ``hidden``."""
 
     def key(member: Member) -> str:
         folder, name = os.path.split(member.name)

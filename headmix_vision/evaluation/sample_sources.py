@@ -67,7 +67,9 @@ class Samples(ABC):
 
     def labels(self, numbers: Sequence[int]) -> Tensor:
         """Read the labels of samples, int64 [number of samples]; InputError where there are none."""
-        raise InputError(f"{self.source} has no labels: it is no folder of samples with metadata.json and no npz file")
+        raise InputError(
+            f"{self.source} has no labels: it is neither a folder of samples with metadata.json nor an npz file"
+        )
 
 
 class Folder(Samples):

@@ -163,8 +163,7 @@ def open_picture(file: Source) -> Iterator[Image.Image]:
 
     Raises:
         ValueError: It is not a picture, is not a regular file, or has more pixels than Pillow takes or memory is left
-            for.
-        SyntaxError: A checksum of a PNG is wrong.
+            for, or is a PNG with a wrong checksum.
     """
     if isinstance(file, str | os.PathLike):
         check_file(file)
@@ -176,7 +175,7 @@ def open_picture(file: Source) -> Iterator[Image.Image]:
             image = Image.open(opened, formats=["PNG"])
     except UnidentifiedImageError:
         raise ValueError("it is not a picture that Pillow reads") from None
-    except Image.DecompressionBombError as error:
+    except (Image.DecompressionBombError, SyntaxError) as error:  # the second of `verify`
         raise ValueError(str(error)) from None
     with image:
         _check_memory(_PIXEL_BYTES * image.width * image.height, f"a picture of {image.width}x{image.height} pixels")

@@ -55,7 +55,7 @@ class TokenRanks:
                 )
             group = group.get_group()
         if group is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns to who is not in it
-            raise InputError("the group must be one of this process, which is no member of it.")
+            raise InputError("the group must be one of this process, which is not a member of it.")
         if not isinstance(group, dist.ProcessGroup):
             raise InputError(f"the group must be a process group or a device mesh, got {group!r}.")
         return cls(group.group_name, group.rank(), group.size(), axis)

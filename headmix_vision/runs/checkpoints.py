@@ -184,7 +184,7 @@ def read_checkpoint(
         if not isinstance(state, dict) or not all(
             isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
         ):
-            raise InputError(f"{path}: entry {key!r} is no table of weights by name")
+            raise InputError(f"{path}: entry {key!r} is not a table of weights by name")
     _check_counts(path, checkpoint)
     about = _check_about(path, checkpoint[DESCRIPTION_KEY])
     check_shards(path, checkpoint)
@@ -564,14 +564,14 @@ class _Reader(FileSystemReader):
             with path.open("rb") as file:
                 metadata = _IndexUnpickler(file).load()
         except FileNotFoundError:
-            raise InputError(f"{path.parent} is no complete folder of shards: it lacks {SHARDS_INDEX}") from None
+            raise InputError(f"{path.parent} is not a complete folder of shards: it lacks {SHARDS_INDEX}") from None
         except InputError:
             raise
         except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, LookupError) as error:
             raise InputError(f"{path} is damaged: {error}") from None
         kinds = metadata.state_dict_metadata.values() if isinstance(metadata, Metadata) else [None]
         if not all(isinstance(kind, TensorStorageMetadata) for kind in kinds):  # torch would unpickle all else
-            raise InputError(f"{path} is no index of tensors")
+            raise InputError(f"{path} is not an index of tensors")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

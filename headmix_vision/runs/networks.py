@@ -328,7 +328,7 @@ def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False
     else:
         for option, given in ((f"--checkpoint {checkpoint}", checkpoint is not None), ("--raw", raw)):
             if given and (path.exists() or str(path) in CORRECT):
-                raise InputError(f"{path} is no run with checkpoints: leave out {option}")
+                raise InputError(f"{path} is not a run with checkpoints: leave out {option}")
         network, about = _open_export(path)
     network.eval().requires_grad_(False)
     return network, {"model": str(path), **about, "weights_sha256": state_sha256(network.state_dict())}

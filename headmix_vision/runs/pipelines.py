@@ -99,7 +99,7 @@ def load_exported_network(folder: Path) -> HeadMixDiT:
         InputError: If the directory holds no network of this package, or its weights are damaged or not finite.
     """
     check_sums(folder)
-    with _refused(f"{folder} is no pipeline of this package"):
+    with _refused(f"{folder} is not a pipeline of this package"):
         network = _read_network(folder)
     check_finite(network.state_dict(), str(folder))
     return network
@@ -109,7 +109,7 @@ def _load_exported(folder: Path, vae: str | None) -> Loaded:
     # Part by part, not `from_pretrained`: that imports whatever modules the index names, ignores unknown options, and
     # shows a bar in logs.
     check_sums(folder)
-    where = f"{folder} is no pipeline of this package"
+    where = f"{folder} is not a pipeline of this package"
     with _refused(where):
         index = _read_index(folder)
         objective = ObjectiveConfig.from_dict(index["objective"] or {})
@@ -153,7 +153,7 @@ def _read_scheduler(folder: Path, name: str, objective: ObjectiveConfig) -> Sche
     check_scheduler_class(name, objective)
     config = read_json(folder / "scheduler_config.json")
     if not isinstance(config, dict):
-        raise InputError("its scheduler_config.json is no table of options")
+        raise InputError("its scheduler_config.json is not a table of options")
     scheduler: SchedulerMixin = getattr(diffusers, name).from_config(config)
     check_scheduler_config(scheduler)
     return scheduler

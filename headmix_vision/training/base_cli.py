@@ -197,7 +197,7 @@ class RunCLI(LightningCLI):
             try:
                 super().parse_arguments(parser, args)
             except UnicodeDecodeError as error:
-                raise InputError(f"a config file is no text: {error}") from error
+                raise InputError(f"a config file is not text: {error}") from error
             except InputError:
                 raise
             except (ValueError, TypeError, AttributeError, KeyError) as error:  # of jsonargparse, for values in files

@@ -164,7 +164,7 @@ def test_maps_of_clips_lay_frames_side_by_side():
         ("maps", ("--tokens", "8,0"), "token 8,0 is not on the grid of deit_mhla_digits, which is 8x8"),
         ("maps", ("--tokens", "5"), "token 5 is not on the grid"),
         ("maps", ("--tokens", "2,2", "3,3", "2,2"), "--tokens names 2,2 twice"),
-        ("maps", ("--tokens", "a,b"), "'a,b' is no place such as 3,4"),
+        ("maps", ("--tokens", "a,b"), "'a,b' is not a place such as 3,4"),
         ("maps", ("--tokenz", "1,1"), "unknown option --tokenz; did you mean --tokens?"),
         ("maps", ("--model", MHLA, MHLA), "--model names a network twice"),
         ("maps", ("--model", "dit_mhla_s_2"), "nor a model that comes with weights (deit_hih_digits, "),

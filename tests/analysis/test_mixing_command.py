@@ -123,7 +123,7 @@ def test_wrong_input_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.Ca
     assert "leave out --raw" in refused(capsys, out, PIPELINE, "--raw")
     assert "leave out --checkpoint last" in refused(capsys, out, PIPELINE, "--checkpoint", "last")
     assert "--rav; did you mean --raw?" in refused(capsys, out, run_dir, "--rav")
-    assert "--data is no option of this command" in refused(capsys, out, run_dir, "--data")
+    assert "--data is not an option of this command" in refused(capsys, out, run_dir, "--data")
     assert run(capsys, run_dir)[:2] == (2, "")
 
     for name in ("deit_softmax_digits", "deit_hih_digits"):
@@ -163,7 +163,7 @@ def test_damaged_files_are_refused(run_dir: Path, tmp_path: Path, capsys: pytest
     shutil.copytree(PIPELINE, broken)
     weights = broken / "transformer" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "is no pipeline of this package" in refused(capsys, out, broken)
+    assert "is not a pipeline of this package" in refused(capsys, out, broken)
     assert not out.exists()
 
 
@@ -173,7 +173,7 @@ def test_folders_of_others_are_left_alone(run_dir: Path, tmp_path: Path, capsys:
     assert "is a file, it must be a directory" in refused(capsys, tmp_path / "file", run_dir)
     out.mkdir()
     (out / "thesis.png").touch()
-    assert "holds thesis.png, which is no result of an analysis" in refused(capsys, out, run_dir)
+    assert "holds thesis.png, which is not a result of an analysis" in refused(capsys, out, run_dir)
     (out / "thesis.png").rename(out / "iha.png")
     assert "holds iha.png without mixing.json" in refused(capsys, out, run_dir)
     (out / "iha.png").unlink()

@@ -394,7 +394,7 @@ def test_devices_and_places_are_checked_first(
     assert "no side is read from pictures" in refused(capsys, "fid", *digits, "--background", "black")
     labelled = ("accuracy", "--fake", tmp_path / "x.npz", "--features", classifier, "--skip-unlabelled")
     assert "--skip-unlabelled applies to data sets" in refused(capsys, *labelled)
-    assert "--real is no option of this command" in refused(capsys, *labelled, "--real", "digits")
+    assert "--real is not an option of this command" in refused(capsys, *labelled, "--real", "digits")
     assert "an image of 1000000000 pixels needs" in refused(capsys, *common, "--image-size", 10**9)
     assert "argument --image-size: invalid int value" in refused(capsys, *common, "--image-size", "x")
     assert "did you mean --image-size?" in refused(capsys, *common, "--imagesize", 8)

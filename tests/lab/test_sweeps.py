@@ -304,7 +304,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path, capsys: Any):
     for content in (b"a,b\n1,2\n", b"hello\n", b"\xff\xfe\x00", b""):
         (tmp_path / "block_count.csv").write_bytes(content)
         assert status_of("block_count", "--out", tmp_path) == 2
-        assert "block_count.csv is no table of this command; choose another --out" in capsys.readouterr().err
+        assert "block_count.csv is not a table of this command; choose another --out" in capsys.readouterr().err
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["block_count.csv", "block_count.md"]
 
 

@@ -86,7 +86,7 @@ def test_forged_descriptions(about: Any, message: str, weights: dict[str, torch.
 @pytest.mark.parametrize("key", ["state_dict", "current_model_state"])
 @pytest.mark.parametrize("state", [[1], "x", {1: torch.ones(1)}, {"net.a": 1}])
 def test_forged_weights(key: str, state: Any, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"entry '{key}' is no table of weights by name"):
+    with pytest.raises(InputError, match=f"entry '{key}' is not a table of weights by name"):
         read_checkpoint(save(tmp_path / "a.ckpt", {}, CLASSIFIER, **{key: state}))
 
 

@@ -162,5 +162,5 @@ def test_a_generator_of_videos_is_opened_exported_and_refused_as_one_of_images(
     (tmp_path / "exported" / "SHA256SUMS").unlink()
     index = tmp_path / "exported" / "model_index.json"
     index.write_text(index.read_text().replace('"HeadMixDiT"', '"HeadMixViT"'))
-    with pytest.raises(ValueError, match=r"is no pipeline of this package: its network is of the class"):
+    with pytest.raises(ValueError, match=r"is not a pipeline of this package: its network is of the class"):
         load_pipeline(tmp_path / "exported")

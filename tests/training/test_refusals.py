@@ -235,7 +235,7 @@ def test_wrong_config_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         assert message in refused(capfd, "fit", "-c", tmp_path / name)
     assert "neither a file nor" in refused(capfd, "fit", "-c", tmp_path / "absent.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
-    assert "is no text" in refused(capfd, "fit", "-c", tmp_path / "binary.yaml")
+    assert "is not text" in refused(capfd, "fit", "-c", tmp_path / "binary.yaml")
 
 
 def test_start_weights_that_are_none(tmp_path: Path) -> None:

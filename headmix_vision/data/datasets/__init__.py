@@ -75,7 +75,7 @@ def find_dataset(name: str, use: Use) -> DatasetEntry:
         InputError: The name is unknown, or the data set does not serve this use.
     """
     if not isinstance(name, str):
-        raise InputError(f"dataset {name!r} is no name, it must be one of {dataset_names(use)}")
+        raise InputError(f"dataset {name!r} is not a name, it must be one of {dataset_names(use)}")
     prefix, slash, variant = name.partition("/")
     kind = prefix.lower()
     entry = DATASETS.get(kind)

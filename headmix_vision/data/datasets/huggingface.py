@@ -44,7 +44,7 @@ def _check_local(description: Path) -> None:
     try:
         found = parse_yaml(head[1] if head else text if description.suffix == ".yaml" else "")
     except yaml.YAMLError:
-        raise InputError(f"the description of the data set in {description} is no YAML") from None
+        raise InputError(f"the description of the data set in {description} is not YAML") from None
     address = re.search(r"[\w+.-]+://[^\s'\"]*", str(found.get("configs")) if isinstance(found, dict) else "")
     if address:
         raise InputError(f"{description} names data at {address[0]}: fetch it yourself, and name the local files")

@@ -88,7 +88,7 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
                 rows.append((reader.line_num, {name: (row[name] or "").strip() for name in header}))
             return header, rows
     except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path} is no table: {error}") from None
+        raise InputError(f"{path} is not a table: {error}") from None
 
 
 def rows_of_split(path: Path, rows: Sequence[tuple[int, Row]], split: str, only_split: str) -> list[tuple[int, Row]]:
