@@ -79,7 +79,7 @@ def test_a_table_of_results_keeps_its_rows(tmp_path: Path):
     assert (tmp_path / "new" / "x.csv").read_text().split() == ["name,seed,top1,recipe", "a,1,,r", "b,0,0.33,r"]
     assert opened().row(("b", 0), "other") is None and opened().row(("c", 0), "r") is None
     (tmp_path / "new" / "x.csv").write_text("something,else\n1,2\n")
-    with pytest.raises(ValueError, match=r"x\.csv is no table"):
+    with pytest.raises(ValueError, match=r"x\.csv is not a table"):
         opened()
 
 

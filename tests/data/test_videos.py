@@ -113,7 +113,7 @@ def test_tables(root: Path, tmp_path: Path) -> None:
         ("path,start,end\nx,4,4", "line 2: end is 4, it must be above start 4"),
         ("path,split\nx,val", "has no rows of the split 'train'"),
         ("path\n", "has no rows"),
-        (b"\xff\xfe\x00", "is no table"),
+        (b"\xff\xfe\x00", "is not a table"),
     ):
         table.write_bytes(text if isinstance(text, bytes) else text.encode())
         if message is None:

@@ -141,7 +141,7 @@ def test_refusals(classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     write_samples(tmp_path / "unlabelled", clips)
     common = ("moving-digits", "--features", classifier, "--fake")
     assert "does not tell the classes" in refused(capsys, *common, tmp_path / "unlabelled")
-    assert "has no labels: it is no folder" in refused(capsys, *common, tmp_path / "unlabelled" / "..")
+    assert "has no labels: it is neither a folder" in refused(capsys, *common, tmp_path / "unlabelled" / "..")
     nine = Nearest()
     nine.num_classes = 9
     with pytest.raises(ValueError, match="nearest knows 9 classes, the judge needs ten digits"):

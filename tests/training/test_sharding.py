@@ -409,7 +409,7 @@ def test_checkpointed_blocks_and_a_run_without_shards_go_on_in_shards(folder: Pa
         (lambda shards: shutil.rmtree(shards), "lacks the folder of its shards"),
         (lambda shards: (shards / "__1_0.distcp").unlink(), "__1_0.distcp of .* is missing"),
         (lambda shards: (shards / "__0_0.distcp").write_bytes(b"abc"), "is truncated"),
-        (lambda shards: (shards / ".metadata").unlink(), "no complete folder of shards"),
+        (lambda shards: (shards / ".metadata").unlink(), "not a complete folder of shards"),
         (lambda shards: (shards / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR."), "damaged: it holds"),
     ],
     ids=["folder", "shard", "truncated", "index", "code"],
