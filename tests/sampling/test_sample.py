@@ -306,7 +306,7 @@ def test_what_is_no_generator(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "is of the classifier deit_mhla_digits" in refused(capfd, "--model", classifier)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "model_index.json").write_text("{}")
-    assert "is no pipeline" in refused(capfd, "--model", tmp_path / "broken")
+    assert "is not a pipeline" in refused(capfd, "--model", tmp_path / "broken")
 
 
 def test_run_directory_checkpoint_and_export_are_the_same_model(
