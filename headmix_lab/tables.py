@@ -27,7 +27,7 @@ from headmix_vision.files.writing import atomic_path
 ORIGINS = "origins.json"
 COMMIT_VARIABLE = "HEADMIX_VISION_COMMIT"  # for copies of a clone without its git directory
 _REPOSITORY = Path(__file__).parents[1]
-_CODE = ("headmix_*", "benchmarks/*.py", "experiments/*.py", "experiments/*.yaml")  # results are no changes
+_CODE = ("headmix_*", "benchmarks/*.py", "experiments/*.py", "experiments/*.yaml")  # results are not changes
 Row = dict[str, str]
 
 

@@ -518,7 +518,7 @@ def process_numbers() -> Processes:
     """Read the numbers from the environment; without torchrun there is one process.
 
     Raises:
-        InputError: If they are no numbers, or the rank is not below the number of processes.
+        InputError: If they are not numbers, or the rank is not below the number of processes.
     """
     found = []
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):

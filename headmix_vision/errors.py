@@ -116,7 +116,7 @@ def pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
 
 
 def keywords(owner: type, leave_out: tuple[str, ...] = ()) -> list[str]:
-    """List the arguments that a class takes by name; those of its base where it hands on what it does not know."""
+    """List the arguments that a class takes by name, with its base's where it passes unknown arguments on."""
     names: list[str] = []
     for cls in owner.__mro__:
         if "__init__" not in vars(cls):

@@ -22,7 +22,7 @@ def draw(kind: str, rows: Mapping[str, Sequence[Row]], accuracy: str, curves: Se
 
     Args:
         kind: Name of the sweep.
-        rows: By the name of a network, those of its runs that are compared.
+        rows: By the name of a network, its runs that are compared.
         accuracy: The column of the accuracy that is drawn.
         curves: What is drawn by epoch, as `Runs.curves` reads it.
 
@@ -38,7 +38,7 @@ class _Drawing:
         self.variants = [variant for variant in self.sweep.variants if rows.get(variant.name)]
         names = lines_of(self.sweep.variants)
         attentions = names.keys() <= _ATTENTIONS.keys()
-        # those of a part of a sweep are those of the whole
+        # part of a sweep has the numbers of the whole
         self.colours = _ATTENTIONS if attentions else dict(zip(names, OKABE_ITO, strict=False))
 
     def figure(self) -> Figure | None:

@@ -16,7 +16,7 @@ class Variant:
         line: The line of the figure on which it lies.
         x: Its place along the axis of the figure.
         core: The core of all its layers.
-        side_tokens: Tokens along height and width, to which images are resized; those of the recipe when None.
+        side_tokens: Tokens along height and width, to which images are resized; the recipe's when None.
         model_args: Further arguments of the model.
     """
 

@@ -100,9 +100,9 @@ class Runs:
 
     Attributes:
         variants: The networks by name.
-        config: All options of the training, those of a variant left out, as in `config.yaml`.
+        config: All options of the training, without a variant's own, as in `config.yaml`.
         rates: The learning rates, as they are written in the table, from the lowest on.
-        monitor: What is chosen by: rate, tested checkpoint and end are those of its best validation.
+        monitor: Metric whose best validation chooses the rate, the tested checkpoint and the end.
         accuracy: The column of the same accuracy of the reported split.
         reported: The split that accuracies are reported of.
         holds_out: Whether rate and end are chosen on training images that are held out; else on the validation split.

@@ -22,7 +22,7 @@ _ROWS = ("learned", "change")
 _TEXT = """{title}: block mixing, {blocks} blocks
 Each small map belongs to the query block that has its dot, and shows the weights of all key blocks at their places,
 and their change since the start. Rows of the matrix are scaled to sum 1{frames}{prefix}."""
-_FRAMES = ". Frames of keys stand side by side, those of queries one below the other"
+_FRAMES = ". Frames of keys stand side by side, frames of queries one below the other"
 _PREFIX = ". The cell above a map is the block of the prefix tokens, the map above all is for its queries"
 
 

@@ -17,7 +17,7 @@ from headmix_vision.layers import InterleavedHeads
 
 _ROWS = ("queries", "keys", "values", "collapse")
 _TEXT = """{title}: pseudo-heads
-Queries, keys and values: rows are pseudo-heads, those of number p, left, of one head after the other; columns are the
+Queries, keys and values: rows are pseudo-heads, grouped by their number p (left), head by head; columns are the
 heads that they are mixed from. Collapse: rows are pseudo-heads, columns the heads that their outputs are added
 to{per_head}."""
 

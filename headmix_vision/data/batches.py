@@ -161,7 +161,7 @@ def eval_batches(num_samples: int, batch_size: int, rank: int = 0, world_size: i
 
 
 def deal_batches(indices: Sequence[int], batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
-    """Deal samples in batches, which are the same for any number of processes; return those of one process."""
+    """Deal samples in batches, which are the same for any number of processes; return the batches of one process."""
     whole = [list(indices[i : i + batch_size]) for i in range(0, len(indices), batch_size)]
     return whole[rank::world_size]
 

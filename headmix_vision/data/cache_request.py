@@ -15,7 +15,7 @@ class CacheRequest:
         images: Folder with a folder of images per class, or with images alone.
         videos: Folder or table of videos.
         frames: Frames of a clip.
-        frame_rate: Frames a second of a clip; those of the video when None.
+        frame_rate: Frames per second of a clip; the video's when None.
         stride: Take every `stride`-th frame of the video instead.
         clips_per_video: Clips of each video, in even distances.
         skip_unusable: Leave out videos that are too short or cannot be read.

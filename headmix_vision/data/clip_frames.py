@@ -17,7 +17,7 @@ class ClipConfig:
     """The frames of a video that a clip is made of; how many is up to the network.
 
     Args:
-        frame_rate: Frames a second of a clip, at most those of the video: of these, the nearest ones are taken.
+        frame_rate: Frames per second of a clip, at most the video's: of its frames, the nearest ones are taken.
         frame_stride: Instead, every so many frames of the video, whatever its frame rate.
 
     Raises:

@@ -48,7 +48,7 @@ class GenerationData(DataModule):
         hflip: Probability of a horizontal flip of an image or of a whole clip.
         canvas_size: Height and width of a canvas in pixels; the network's input size if null.
         clip: Which frames of a video make a clip: the network's frame rate if nothing is set.
-        stills: Batches of clips of one frame among those of clips, in training.
+        stills: Batches of clips of one frame among the batches of clips, in training.
         common: The options that both tasks share, see `DataModule`.
 
     Raises:
@@ -141,7 +141,7 @@ class GenerationData(DataModule):
             self.train_dataloader()  # which refuses fewer stills than a batch
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Training batches as in the base, with those of stills among them."""
+        """Training batches as in the base, with batches of stills among them."""
         if self._still_source is None:
             return super().train_dataloader()
         clips = self._splits["train"]

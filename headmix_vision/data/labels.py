@@ -131,7 +131,7 @@ def number_labels(
         place: Where they lie, for messages.
         rule: What is done with samples that have no valid label.
         what: What to call a sample.
-        class_names: The names of all classes; those of the labels in their natural order when None.
+        class_names: The names of all classes; the labels' names in natural order when None.
 
     Raises:
         InputError: As `keep_labelled`.

@@ -287,7 +287,7 @@ def _check_directory(out: Path, manifest: dict[str, Any]) -> bool:
     for number, (before, now) in enumerate(zip(earlier["source"], manifest["source"], strict=True)):
         if before != now and (out / shard_name(number)).is_file():
             raise InputError(
-                f"{out} holds latents of other images than those of {manifest['images']}: names or sizes differ"
+                f"{out} holds latents of other images than {manifest['images']}: names or sizes differ"
                 f" (first in {shard_name(number)}, made from {earlier['images']}); choose another --out"
             )
     return bool(earlier["source"] != manifest["source"])

@@ -122,7 +122,7 @@ class SampleSizes(DiffusionPipeline):
             )
 
     def image_size(self, height: int | None = None, width: int | None = None) -> tuple[int, int]:
-        """Return height and width of the images, or frames, in pixels; those of training where None is given."""
+        """Return height and width of the images, or frames, in pixels; the training size where None is given."""
         places_high, places_wide = self._places(height, width)
         return places_high * self._pixels_per_place, places_wide * self._pixels_per_place
 
@@ -132,7 +132,7 @@ class SampleSizes(DiffusionPipeline):
         if self.vae is None:
             return int(self.transformer.in_channels)
         channels = int(self.vae.config.get("out_channels", 3))
-        return channels if channels in (1, 3) else 3  # Wan 2.2 counts those of its patches
+        return channels if channels in (1, 3) else 3  # Wan 2.2 counts the channels of its patches
 
     @property
     def _pixels_per_place(self) -> int:
@@ -149,7 +149,7 @@ class SampleSizes(DiffusionPipeline):
     def clip_size(
         self, num_frames: int | None = None, height: int | None = None, width: int | None = None
     ) -> tuple[int, int, int]:
-        """Return frames, and height and width in pixels, of the videos; those of training where None is given."""
+        """Return frames, and height and width in pixels, of the videos; as in training where None is given."""
         frames = self._latent_size(num_frames, height, width)[0]
         return (frames - 1) * self._frames_per_place + 1, *self.image_size(height, width)
 
@@ -207,7 +207,7 @@ class SampleSizes(DiffusionPipeline):
         return trained if num_frames is None else self.check_frames("num_frames", num_frames), *places
 
     def _places(self, height: int | None, width: int | None) -> tuple[int, int]:
-        """Convert height and width in pixels to latent places; those of training for None."""
+        """Convert height and width in pixels to latent places; as in training for None."""
         sizes = []
         for name, pixels, axis in (("height", height, -2), ("width", width, -1)):
             unit = self._pixels_per_place * self.transformer.patch_size[axis]

@@ -23,7 +23,7 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0
 # Absolute error of an entry that is always right: the step of float16 near 0, and decays below exp(-50).
 NEGLIGIBLE = {torch.bfloat16: 1e-15, torch.float16: 2.0**-24, torch.float32: 1e-15}
 _SAMPLES = 8  # of rounding errors: one number may be right by chance
-_FACTOR = 4  # between the rounding errors of a kernel and those of the samples
+_FACTOR = 4  # between the rounding errors of a kernel and of the samples
 _LIMIT_SHARES = torch.tensor([1, 2], dtype=torch.float64)  # of the norm, and of the largest entry
 
 Results = Callable[[], Sequence[Tensor]]

@@ -107,7 +107,7 @@ class I3DExtractor(ClipExtractor):
 def of_frames(images: FeatureExtractor, clips: Tensor, output: str = "features") -> Tensor:
     """Compute an output of an image extractor for the frames of clips, float32 [B, T, E].
 
-    Frames that are equal, as those of a frozen clip or the digits cut out of real ones, are put through once.
+    Equal frames, as in a frozen clip or digits cut out of real clips, are put through once.
 
     Args:
         images: The extractor of images.
@@ -150,7 +150,7 @@ class DigitsExtractor(FrameExtractor):
     A clip has D = 2E: the mean over time of the features of the digit, cut out of each frame, and the mean absolute
     change over time of the features of the whole frame, which depend on where the digit stands. Scaled to the 8 x 8
     pixels that the classifier takes, a whole frame no longer tells which digit it is; a digit that is cut out no longer
-    tells where it is. The features of frames are those of the digit.
+    tells where it is. The features of frames are the features of the digit.
     """
 
     def __init__(self, images: FeatureExtractor) -> None:

@@ -45,7 +45,7 @@ class FeatureExtractor(ABC):
         num_features: D, where it is known before any sample is seen.
         num_classes: K.
         class_names: Names of the K classes, where they are known.
-        judges: Whether its classes can be those of samples; else its logits tell nothing about their labels.
+        judges: Whether samples can have its classes; else its logits tell nothing about their labels.
         description: Everything about it that changes a score: name, weights and their hash, resizing.
     """
 
@@ -154,7 +154,7 @@ class ClassifierExtractor(FeatureExtractor):
         device: Where to run.
         interpolation: How images are scaled: `bilinear` or `bicubic`.
         class_names: Names of its classes, where they are known.
-        judges: Whether its classes can be those of samples.
+        judges: Whether samples can have its classes.
 
     Raises:
         InputError: Another number of input channels, or no classifier.

@@ -203,7 +203,7 @@ def read_statistics(path: Path) -> Statistics:
     """Read a statistics file: safetensors of `write_statistics`, or an `.npz` with mu and sigma as ADM publishes.
 
     Raises:
-        InputError: Damaged, without mu and sigma, or with values that are no moments: not finite, a covariance that is
+        InputError: Damaged, without mu and sigma, or with values that are not moments: not finite, a covariance that is
             not symmetric or has negative eigenvalues.
     """
     return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)

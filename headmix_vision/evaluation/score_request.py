@@ -83,7 +83,7 @@ METRICS = {
     ),
     "neighbours": Metric(
         "scores:neighbours",
-        "how near images are to those of training (--real), beside --held-out: copies",
+        "distance of images to the training images (--real), beside --held-out: finds copies",
         takes_held_out=True,
     ),
 }

@@ -300,10 +300,10 @@ def accuracy(scorer: Scorer, fake: SampleSet, labels: Tensor) -> dict[str, float
 
 
 def check_judge(extractor: FeatureExtractor, images: SampleSet) -> None:
-    """Check that the classes of a classifier are those of images, as far as it is known.
+    """Check that a classifier and images have the same classes, as far as these are known.
 
     Raises:
-        InputError: A network that judges no labels, or other classes than those of the data set.
+        InputError: A network that judges no labels, or that has other classes than the data set.
     """
     name = extractor.description["name"]
     if not extractor.judges:

@@ -1,7 +1,7 @@
 """Files of tensors: their hashes, safetensors, the sums of an exported folder, and weights that others wrote.
 
 The header of a safetensors file holds a SHA-256 over its texts and tensors, which is compared before a tensor is used.
-Files without it, such as those of earlier versions, are read as they are. An exported folder holds `SHA256SUMS`, which
+Files without it, as earlier versions wrote them, are read as they are. An exported folder holds `SHA256SUMS`, which
 `sha256sum --check` reads too: the sums of the files that hold a model, `.json` and `.safetensors` of the folder and of
 its folders. A folder without it counts as whole. One thread hashes 1 GiB in 0.65 s on a CPU with SHA instructions; the
 CRC-32 of zlib takes 0.3 s.

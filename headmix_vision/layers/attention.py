@@ -328,9 +328,9 @@ def attention_of_layers(
         softmax_every: k, from 2 to the depth, or 0 for one core.
 
     Raises:
-        InputError: if ``softmax_every`` is no such number, or the core is softmax; if ``global_every`` is no whole
-            number of at least 0, is 1, which would leave no other layer, is above the depth, which would leave no such
-            layer, or there is nothing that it would leave out.
+        InputError: if ``softmax_every`` is not such a number, or the core is softmax; if ``global_every`` is not a
+            whole number of at least 0, is 1, which would leave no other layer, is above the depth, which would leave no
+            such layer, or there is nothing that it would leave out.
     """
     check_counts(0, global_every=global_every)
     if global_every == 1:

@@ -79,7 +79,7 @@ class Autoencoder:
         self.downsampling = 1 if module is None else downsampling(module)
         self.time_downsampling = None if module is None else time_downsampling(module)
         channels = int(config.get("in_channels", 3))
-        self.image_channels = channels if channels in (1, 3) else 3  # Wan 2.2 counts those of its patches
+        self.image_channels = channels if channels in (1, 3) else 3  # Wan 2.2 counts the channels of its patches
         self.scale = LatentScale() if module is None else latent_scale(module)
         self.sha256 = None if module is None else state_sha256(module.state_dict())
 

@@ -67,8 +67,8 @@ def convert_state_dict(
             ``pretrained_cfg`` (224 x 224 pixels for most names) if it has as many.
 
     Raises:
-        InputError: if the source is no ViT with timm's keys, its token grid is not known, its width, depth, patch size
-            or input channels differ, or the model projects to fewer heads than the source
+        InputError: if the source is not a ViT with timm's keys, its token grid is not known, its width, depth, patch
+            size or input channels differ, or the model projects to fewer heads than the source
             (:func:`~headmix_vision.models.compress_heads` makes these).
     """
     source: dict[str, Any] = state_dict_in(state_dict, "model", "state_dict")
@@ -113,7 +113,7 @@ def check_depth(source: Mapping[str, Tensor], model: nn.Module) -> None:
 def fit(
     source: Mapping[str, Tensor], model: nn.Module, hint: Callable[[str], str], unused: Iterable[str] = ()
 ) -> Conversion:
-    """Complete renamed weights by those of the model, and leave out what it has no place for.
+    """Complete renamed weights by the model's own, and leave out what it has no place for.
 
     Args:
         source: weights under the model's names.
@@ -128,7 +128,7 @@ def fit(
     for name, value in source.items():
         if name in target and value.shape != target[name].shape:
             _refuse_shape(name, value, target[name], hint(name))
-    # integers, as sizes, are no weights
+    # integers, as sizes, are not weights
     new = [name for name, value in target.items() if name not in source and value.is_floating_point()]
     left_out = [*unused, *(name for name in source if name not in target)]
     target.update({name: value for name, value in source.items() if name in target})

@@ -90,7 +90,7 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT, sit
     The names agree, so a model with the softmax core takes every weight and computes what the official model does.
     Mixing matrices, CPE and gates, which the source lacks, keep the model's present values. So do head mixes, which
     start as their core alone: the model computes what it would without one, explicit heads with ``output_norm=False``.
-    Fixed positions are compared and left out; those of another resolution are the model's own. Weights of an image
+    Fixed positions are compared and left out; at another resolution the model's own are kept. Weights of an image
     model are first inflated for a model on clips (:func:`inflate_dit`). For example::
 
         model = timm.create_model("dit_mhla_xl_2", learned_variance=True)
@@ -114,9 +114,10 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT, sit
             SiT's if the model has ``sit_time=True``, and refused otherwise.
 
     Raises:
-        InputError: if the source is no DiT, or LightningDiT; if it is SiT and the model not, or the other way round, or
-            nothing tells which it is; if its depth, width, patch size, channels, classes or variance differ, or the
-            model projects to fewer heads than the source (:func:`~headmix_vision.models.compress_heads` makes these).
+        InputError: if the source is not a DiT, or is LightningDiT; if it is SiT and the model not, or the other way
+            round, or nothing tells which it is; if its depth, width, patch size, channels, classes or variance
+            differ, or the model projects to fewer heads than the source
+            (:func:`~headmix_vision.models.compress_heads` makes these).
     """
     source: dict[str, Tensor] = state_dict_in(state_dict, "ema", "model", "state_dict")
     if is_released_mhla(source):
@@ -144,12 +145,12 @@ def _refuse_lightning(source: dict[str, Tensor]) -> None:
     found = {what for part, what in _OF_LIGHTNING.items() for name in source if part in name}
     if found:
         raise InputError(
-            f"the weights are those of LightningDiT, with {', '.join(sorted(found))}: no model here has these parts."
+            f"these are weights of LightningDiT, with {', '.join(sorted(found))}: no model here has these parts."
         )
 
 
 def _turn_sit(source: dict[str, Tensor], model: HeadMixDiT, sit: bool | None) -> None:
-    """Turn official weights, if they are SiT's, into those of a velocity from data to noise; refuse the wrong model."""
+    """Turn SiT's official weights into weights for a velocity from data to noise; refuse the wrong model."""
     channels, kernel = source["x_embedder.proj.weight"].shape[1], source["x_embedder.proj.weight"].shape[2:]
     last = {name: source[name] for name in ("final_layer.linear.weight", "final_layer.linear.bias")}
     halves = len(last["final_layer.linear.bias"]) // (math.prod(kernel) * channels)
@@ -176,7 +177,7 @@ def _is_filled(value: Tensor) -> bool:
 
 
 def inflate_dit(state_dict: dict[str, Tensor], model: HeadMixDiT) -> dict[str, Tensor]:
-    """Turn weights of an image DiT into those of a model on clips, whose output for a still they leave as it was.
+    """Turn weights of an image DiT into weights of a clip model, whose output for a still they leave as it was.
 
     A patch of t frames sums them with equal shares of the image's kernel, and predicts each of them alike. A
     convolution over the image convolves each frame. A mixing matrix becomes the Kronecker product of one along time

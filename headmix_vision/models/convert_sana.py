@@ -148,7 +148,7 @@ def sana_to_mhla(
         block_grid, mixing_init: see :class:`SanaMHLATransformer2DModel`.
 
     Raises:
-        InputError: if the model is no ``SanaTransformer2DModel``, or an option does not fit.
+        InputError: if the model is not a ``SanaTransformer2DModel``, or an option does not fit.
     """
     if type(transformer) is not SanaTransformer2DModel:
         raise InputError(f"transformer must be a diffusers.SanaTransformer2DModel, got {type(transformer).__name__}.")

@@ -119,7 +119,7 @@ class WanMHLAProcessor(nn.Module):
 class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
     """A Wan video transformer whose self-attention is MHLA, in all layers or some; cross-attention is unchanged.
 
-    Weights are named as in diffusers, those of MHLA ``blocks.i.attn1.processor.*``. Any number of frames and any size
+    Weights are named as in diffusers; MHLA's are ``blocks.i.attn1.processor.*``. Any number of frames and any size
     is taken that leaves a token for each block along height and width; frames may be fewer than blocks along time.
 
     Args:
@@ -208,7 +208,7 @@ def wan_to_mhla(
         block_grid, normalizer, output_gate, clip_mixing, token_grid: see :class:`WanMHLATransformer3DModel`.
 
     Raises:
-        InputError: if the model is no ``WanTransformer3DModel``, or an option does not fit.
+        InputError: if the model is not a ``WanTransformer3DModel``, or an option does not fit.
     """
     if type(transformer) is not WanTransformer3DModel:
         raise InputError(f"transformer must be a diffusers.WanTransformer3DModel, got {type(transformer).__name__}.")

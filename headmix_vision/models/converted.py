@@ -22,7 +22,7 @@ class ConvertedModel:
 
     @staticmethod
     def _get_init_keys(input_class: type) -> set[str]:
-        """Name all arguments that a configuration may hold, those of the class of diffusers too (diffusers' hook)."""
+        """Name all arguments that a configuration may hold, including the class of diffusers (diffusers' hook)."""
         classes = [base for base in input_class.__mro__ if issubclass(base, ConfigMixin) and "__init__" in vars(base)]
         return {name for base in classes for name in inspect.signature(vars(base)["__init__"]).parameters}
 
@@ -59,7 +59,7 @@ def check_layers(layers: Sequence[int] | None, depth: int) -> list[int]:
     """Return which layers to convert, all for None, in order.
 
     Raises:
-        InputError: if it is no list of layers, or a layer is no whole number from 0 to ``depth - 1``.
+        InputError: if it is not a list of layers, or a layer is not a whole number from 0 to ``depth - 1``.
     """
     if layers is None:
         return list(range(depth))

@@ -39,7 +39,7 @@ def sincos_positions(
 ) -> Tensor:
     """Compute fixed sine-cosine position embeddings of a 1-D to 3-D grid.
 
-    On two axes they are those of MAE and DiT: the first half of the channels tells the column, the second the row. A
+    On two axes they are as in MAE and DiT: the first half of the channels tells the column, the second the row. A
     grid other than ``base_grid`` covers the same extent more finely or coarsely. A third axis in front, time, adds its
     own embedding less that of place 0, so that the first frame has the positions of an image; more frames extend it,
     they do not stretch it.
@@ -56,7 +56,7 @@ def sincos_positions(
         [N, C] for the N tokens of the grid, in raster order.
 
     Raises:
-        InputError: if ``dim`` is no multiple of 4.
+        InputError: if ``dim`` is not a multiple of 4.
     """
     if dim % 4:
         raise InputError(f"sine-cosine positions need a width that is a multiple of 4, got {dim}.")

@@ -106,7 +106,7 @@ class HeadMixDiT(FeaturedModel):
         frame_rate: latent frames per second of clips in training; 8 where it is None. Images have none.
         positions: ``"sincos"``, added to the tokens, or ``"rope"``, rotations of queries and keys with a share of the
             channels for each axis. A linear core rotates its features, in the numerator alone.
-        device, dtype: of the parameters; they are no part of the configuration.
+        device, dtype: of the parameters; the configuration does not hold them.
 
     Shape:
         ``x`` [B, C, H, W] or [B, C, T, H, W], ``t`` in [0, 1000], one number or [B], ``y`` [B] int64 -> as ``x``, with
@@ -318,7 +318,7 @@ class HeadMixDiT(FeaturedModel):
     ) -> tuple[Tensor, ClipState]:
         """Run the next frames of a clip on the state of those before, where the core is causal.
 
-        Outputs are those of ``forward`` on all frames up to these. A state is never changed: frames can be denoised in
+        Outputs are as in ``forward`` on all frames up to these. A state is never changed: frames can be denoised in
         many calls on the state before them, and are then pushed once, clean and at time 0, for the state after them.
 
         Args:

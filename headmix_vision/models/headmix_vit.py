@@ -161,7 +161,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         if self.dynamic_img_size:
             for attention in self._attentions():
                 attention.grid = replace(attention.grid, shape=(x.shape[1], x.shape[2]))
-        # Sums keep the strides of their first term: those of a convolution would slow down the norms of all blocks.
+        # Sums keep the strides of their first term: a convolution's strides would slow down the norms of all blocks.
         return super()._pos_embed(x).contiguous()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

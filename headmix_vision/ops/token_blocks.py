@@ -224,12 +224,12 @@ class BlocksOfRank(TokenBlocks):
         return (*self.block_grid[:axis], self._part(rank).count, *self.block_grid[axis + 1 :])
 
     def narrow(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """Take those of the blocks [..., *block_grid, ...] of which a rank has tokens: a view."""
+        """Take the blocks [..., *block_grid, ...] of which a rank has tokens: a view."""
         part = self._part(rank)
         return x.narrow(dim + self.ranks.axis, part.first_block, part.count)
 
     def numbers(self, like: Tensor) -> Tensor:
-        """Return the numbers that this rank's blocks have among those of all: int64 [m], as :meth:`tables`."""
+        """Return the numbers of this rank's blocks among all blocks: int64 [m], as :meth:`tables`."""
         return _cached_numbers(self, like.device) if is_plain(like) else _build_numbers(self, like.device)
 
     @property

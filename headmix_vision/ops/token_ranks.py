@@ -1,6 +1,6 @@
 """Context parallelism: part the tokens of each sample among the ranks of a process group, and exchange tensors.
 
-B batch, N tokens of all ranks, n those of one, C channels. Collectives are those that torch.compile traces.
+B batch, N tokens of all ranks, n tokens of one rank, C channels. All collectives can be traced by torch.compile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TokenRanks:
         """Describe a process group, or a device mesh of one dimension.
 
         Raises:
-            InputError: for anything else, and for a group that this process is no member of.
+            InputError: for anything else, and for a group that does not include this process.
         """
         check_size("axis", axis, 0)
         if isinstance(group, DeviceMesh):
@@ -96,7 +96,7 @@ class TokenRanks:
         return flatten_tokens(prefix.narrow(dim, 0, 0) if self.rank else prefix, held, dim)
 
     def gather(self, x: Tensor, grid: TokenGrid) -> Tensor:
-        """Join the tokens [B, n, ...] of all ranks to those of a grid on every rank, [B, N, ...].
+        """Join the tokens [B, n, ...] of all ranks to a whole grid on every rank, [B, N, ...].
 
         Every rank is taken to compute the same loss of the result: each keeps its own tokens' part of the gradient.
 
@@ -107,7 +107,7 @@ class TokenRanks:
         return _Gather.apply(x, self, grid)
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Add up the gradients of parameters over the ranks, in place: each rank has those of its own tokens."""
+        """Sum parameter gradients over the ranks, in place: each rank has the gradients of its own tokens."""
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for dtype in {grad.dtype for grad in grads}:
             alike = [grad for grad in grads if grad.dtype == dtype]

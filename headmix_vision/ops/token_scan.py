@@ -100,7 +100,7 @@ class TokenScan:
         return self.order == "row_major" and not self.reverse and not self.grid.num_prefix_tokens
 
     def tables(self, like: Tensor) -> ScanTables:
-        """Return the index tables on the device of ``like``, cached for plain tensors as those of ``TokenBlocks``."""
+        """Return the index tables on the device of ``like``, cached for plain tensors as in ``TokenBlocks``."""
         return _cached_tables(self, like.device) if is_plain(like) else _build_tables(self, like.device)
 
 

@@ -239,7 +239,7 @@ def _check_about(path: Path, found: object) -> dict[str, Any]:
     about = check_fields(where, about, _GENERATOR if generator else _CLASSIFIER)
     arguments = about["architecture" if generator else "model_args"]
     if not all(isinstance(name, str) for name in arguments):
-        raise InputError(f"{where}: the arguments of the model have names that are no texts")
+        raise InputError(f"{where}: the arguments of the model have names that are not texts")
     names = about["class_names"]
     if names is not None and not all(isinstance(name, str) for name in names):
         raise InputError(f"{where}: entry 'class_names' must hold texts, got {names!r:.60}")
@@ -312,7 +312,7 @@ def check_state(state: dict[str, Tensor], target: dict[str, Tensor]) -> None:
         state: The weights to load.
         target: State dict of the module that they are for.
     """
-    # Numbers that are no weights, such as block grids, are younger than version 0.1.0: a module knows its own.
+    # Numbers that are not weights, such as block grids, are younger than version 0.1.0: a module knows its own.
     missing = sorted(name for name in target.keys() - state.keys() if target[name].is_floating_point())
     unexpected = sorted(state.keys() - target.keys())
     shapes = [name for name in target if name in state and target[name].shape != state[name].shape]
@@ -362,7 +362,8 @@ def check_entries(checkpoint: dict[str, Any], path: str | os.PathLike[str], *, r
         if name not in checkpoint and not resuming and name not in _ALWAYS:
             continue
         if not isinstance(checkpoint.get(name), kind):
-            what = f"its entry {name!r} is no {kind.__name__}" if name in checkpoint else f"it lacks the entry {name!r}"
+            is_there = name in checkpoint
+            what = f"its entry {name!r} is not a {kind.__name__}" if is_there else f"it lacks the entry {name!r}"
             raise InputError(f"{path} is damaged or not of this package: {what}")
     version = checkpoint["pytorch-lightning_version"]
     match = _VERSION.fullmatch(version)
@@ -391,7 +392,7 @@ def map_tensors(value: Any, change: Callable[[str, Tensor], Any], name: str = ""
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Walk through nested dictionaries, lists and tuples; the names of tensors are those of `map_tensors`."""
+    """Walk through nested dictionaries, lists and tuples; tensors are named as by `map_tensors`."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):
@@ -487,7 +488,7 @@ def read_shards(path: Path, checkpoint: dict[str, Any], entries: Iterable[str] =
     Args:
         path: The `.ckpt` file.
         checkpoint: What it holds.
-        entries: The entries whose tensors are read; those of others keep to have no values.
+        entries: The entries whose tensors are read; tensors of other entries stay without values.
 
     Returns:
         The checkpoint, with values.

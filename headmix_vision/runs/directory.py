@@ -96,7 +96,7 @@ def is_run(run: Path) -> bool:
         lines = read_text(run / CONFIG).splitlines()
     except (FileNotFoundError, InputError):
         lines = []
-    options = {line.partition(":")[0] for line in lines}  # those of groups are indented
+    options = {line.partition(":")[0] for line in lines}  # options of groups are indented
     if options >= {"run_dir", "trainer", "model", "data"}:
         return True
     return metric_names(run)[:2] == ["epoch", "step"]

@@ -202,12 +202,12 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
 
 
 def without_sources(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Leave the arguments out by which timm fetches or reads weights: those of the file take their place."""
+    """Leave out the arguments by which timm fetches or reads weights: the file's weights take their place."""
     return {name: value for name, value in arguments.items() if name not in _SOURCES}
 
 
 def _check_name(name: str, *, generator: bool) -> None:
-    """Refuse names that timm does not know, also behind a dot, and those of the other family of models."""
+    """Refuse names that timm does not know, also behind a dot, and names of the other family of models."""
     architecture, dot, tag = name.partition(".")
     if not timm.is_model(architecture):
         hint = suggest(name, timm.list_models(), "timm.list_models() lists the known ones", most=3)

@@ -59,7 +59,7 @@ def load_pipeline(
         The pipeline, and what the samples' metadata should say about it.
 
     Raises:
-        InputError: If there is nothing to load, it is no generator, its weights are not finite, its autoencoder is
+        InputError: If there is nothing to load, it is not a generator, its weights are not finite, its autoencoder is
             missing or has other latents, or an option does not apply to it.
     """
     exported = (model / INDEX).is_file()
@@ -203,7 +203,7 @@ def _open_autoencoder(recorded: str | None, asked: str | None, model: Any, where
     channels = latent_channels(autoencoder.module)
     if channels != model.in_channels:
         raise InputError(
-            f"the autoencoder {source} has latents of {channels} channels, those of {where} have {model.in_channels}"
+            f"the autoencoder {source} has latents of {channels} channels, {where} has {model.in_channels}"
         )
     return autoencoder
 

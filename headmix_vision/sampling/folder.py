@@ -116,7 +116,7 @@ class SampleFolder:
             raise InputError(f"{self.path} holds sample {max(existing)} already, --num is {num}; choose another --out")
 
     def _check_entries(self, folder: str, pattern: re.Pattern[str]) -> list[str]:
-        """List the entries of a folder that are no samples, and refuse samples that are pipes or devices."""
+        """List the entries of a folder that are not samples, and refuse samples that are pipes or devices."""
         foreign = []
         with os.scandir(self.path / folder) as entries:
             for entry in entries:
@@ -134,7 +134,7 @@ class SampleFolder:
         return {int(name.removesuffix(".png")) for name in names if _IMAGE_NAME.fullmatch(name)}
 
     def damaged(self, indices: set[int], shape: tuple[int, ...]) -> set[int]:
-        """List those of the samples whose files are damaged, or are of another shape, as `write_sample` takes them."""
+        """List the samples whose files are damaged or have another shape, as `write_sample` takes them."""
         bad = set()
         for index in indices:
             try:

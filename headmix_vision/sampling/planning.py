@@ -38,7 +38,7 @@ class ClipPlan:
     as clean frames. A causal network draws a clip as one piece, block by block.
 
     Args:
-        num_frames: Frames of a clip, those of the start included.
+        num_frames: Frames of a clip, including the start frames.
         frame_rate: Frames a second; that of training when None.
         start: Known first frames of all clips, uint8 [T0, H, W, C]; they are frames of the samples.
         window: Frames of a piece; None for clips in one piece.
@@ -98,8 +98,8 @@ class SamplingPlan:
         steps: Sampling steps.
         scheduler: Name of the scheduler; that of the model when None.
         guidance: Classifier-free guidance.
-        size: Height and width of an image in pixels; those of training when None.
-        clips: What clips are like; those of training when None, and nothing for images.
+        size: Height and width of an image in pixels; as in training when None.
+        clips: Length and rate of clips; as in training when None, and nothing for images.
         spacing: Timestep spacing of ddim or ddpm; that of the scheduler when None.
     """
 
@@ -147,7 +147,7 @@ def sample_batch(
 ) -> np.ndarray:
     """Draw samples by their indices: images, uint8 [N, H, W, channels], or clips, uint8 [N, T, H, W, channels].
 
-    Options are those of the pipeline's call.
+    Options are the arguments of the pipeline's call.
 
     Raises:
         NonFiniteSamplesError: If a sample became infinite or not a number; it names the sample and the step.
@@ -406,7 +406,7 @@ def _read_image(path: str) -> np.ndarray:
 
 
 def _fitting(frames: np.ndarray, name: str, pipeline: HeadMixDiTPipeline, size: tuple[int, int]) -> np.ndarray:
-    """Convert frames to the channels of the videos; refuses those of another size."""
+    """Convert frames to the channels of the videos; refuse frames of another size."""
     height, width = frames.shape[1:3]
     if (height, width) != size:
         raise InputError(

@@ -30,7 +30,7 @@ class SampleRequest:
         guidance: Scale of guidance, 1 for none; when None 1.5 (`DEFAULT_GUIDANCE`), or 1 if there is no null class.
         guidance_interval: Noise levels within which guidance acts: 0 is data, 1 noise.
         guidance_channels: Channels that are guided.
-        size: Height and width in pixels, or one number for both; those of training when None.
+        size: Height and width in pixels, or one number for both; as in training when None.
         seed: Seed of all samples.
         batch_size: Samples at a time and process; 64 images or 8 videos when None.
         out: Folder to write, or to go on with; `samples/<name of the run>` when None.
@@ -39,8 +39,8 @@ class SampleRequest:
         dry_run: Check everything and write nothing.
         device: Device as torch names it; a GPU if there is one when None.
         dtype: Type of the network's weights.
-        frames: Frames of a video; those of training when None. Positions go on beyond the length of training.
-        frame_rate: Frames a second; those of training when None.
+        frames: Frames of a video; as in training when None. Positions go on beyond the length of training.
+        frame_rate: Frames per second; as in training when None.
         first_frame: Image that is the first frame of all videos.
         extend: Draw window by window until `frames`, each going on from the last frames before it; from a clip if one
             is named, else from the samples themselves (`EXTEND_SAMPLES`).

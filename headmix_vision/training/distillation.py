@@ -24,7 +24,7 @@ Pairs = Sequence[tuple[nn.Module, nn.Module]]
 def attention_pairs(teacher: nn.Module, student: nn.Module) -> Pairs:
     """Pair the attention layers of teacher and student that have the same name and compute differently.
 
-    Layers of ours differ by core or head mix, those of diffusers by their processor. The teacher of a converted Wan is
+    Layers of ours differ by core or head mix, layers of diffusers by their processor. The teacher of a converted Wan is
     ``wan_to_mhla(original, layers=[])``, of Sana ``sana_to_mhla(original, layers=[])``: it computes what the original
     does, and tells each layer the grid.
 
@@ -59,8 +59,7 @@ def _kind(layer: nn.Module) -> tuple[type, ...]:
 def attention_errors(pairs: Pairs) -> Iterator[list[Tensor]]:
     """Run each student layer on what its teacher's is given while the teacher runs, and collect the errors.
 
-    A teacher that runs under ``torch.no_grad()`` leaves the gradients of the students alone, and those of no other
-    part::
+    Under ``torch.no_grad()`` around the teacher, only the students get gradients::
 
         with attention_errors(attention_pairs(teacher, student)) as errors, torch.no_grad():
             teacher(latents, timestep, text)
@@ -112,7 +111,7 @@ class DistilledGenerator(ImageGenerator):
         teacher: Run directory or `.ckpt` of the trained generator, of the same sizes with another attention.
         distill_steps: Optimizer steps of the first part.
         name: Name of the model in timm, for example `dit_mhla_s_2`.
-        checkpoint: Start weights; those of the teacher when null.
+        checkpoint: Start weights; the teacher's when null.
         options: Further options of a generator.
 
     Raises:

@@ -25,7 +25,7 @@ from headmix_vision.training.resuming import check_sums
 
 Batch = tuple[Tensor, Tensor]
 LEVELS = 10
-_VALIDATION = 2  # stream of random numbers, beside those of training
+_VALIDATION = 2  # stream of random numbers, beside the streams of training
 
 DEFAULT_OBJECTIVE = ObjectiveConfig()
 DEFAULT_OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.0)
@@ -36,7 +36,7 @@ class ImageGenerator(BaseModule):
     """Train one diffusion transformer on images, clips or their latents, with labels.
 
     Random numbers of a training batch (noise, times, dropped labels) follow from the seed, the epoch, the batch index
-    and the rank alone; those of validation from the seed and the batch index, so that its loss is comparable.
+    and the rank alone; in validation from the seed and the batch index, so that its loss is comparable.
 
     Args:
         name: Name of the model in timm, for example `dit_mhla_s_2`.
@@ -156,7 +156,7 @@ class ImageGenerator(BaseModule):
         self.track_loss(loss, len(x0))
         level = (_noisy_time(times) / NUM_TIMESTEPS * LEVELS).long().clamp(max=LEVELS - 1)
         self.level_loss.index_add_(0, level, torch.stack([losses.detach(), torch.ones_like(losses)], dim=1))
-        # gradients are those of a part of the tokens, and processes take their mean where a sum is due
+        # gradients belong to a part of the tokens, and processes take their mean where a sum is due
         return loss * self.sharers if self.sharers > 1 else loss
 
     def _draw_times(self, x0: Tensor, device: torch.device | str = "cpu") -> Tensor:

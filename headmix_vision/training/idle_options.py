@@ -127,7 +127,7 @@ def is_shortened(given: Sequence[str]) -> bool:
 
 
 def check_given(given: Sequence[str], options: Any, subcommand: str) -> None:
-    """Raise `InputError` for options on the command line that have no effect; those of recipes may have none.
+    """Raise `InputError` for options on the command line that have no effect; recipes may hold such options.
 
     Args:
         given: Their names.

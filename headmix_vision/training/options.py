@@ -1,4 +1,4 @@
-"""Define the groups of training options. The defaults are those of the ImageNet recipe of MHLA (arXiv 2601.07832)."""
+"""Define the groups of training options. The defaults follow the ImageNet recipe of MHLA (arXiv 2601.07832)."""
 
 import math
 import os
@@ -221,8 +221,8 @@ class FidConfig:
 class AnalysisConfig:
     """Numbers of the attention matrices, logged in validation as `analysis/rank/layer3` and so on, means over heads.
 
-    They are those of `headmix analyze rank` and `entropy`, of the weights that are validated. One process computes
-    them, on its device in float64: a copy of the network runs on a few images, and each head has one singular value
+    They are computed as by `headmix analyze rank` and `entropy`, of the validated weights. One process computes them,
+    on its device in float64: a copy of the network runs on a few images, and each head has one singular value
     decomposition for each of them.
 
     Args:

@@ -123,8 +123,8 @@ class ShardedStrategy(ModelParallelStrategy):
     """Shard each block of a network, and the rest of it, by `fully_shard`, over all processes or groups of them.
 
     Checkpoints are written by all processes, each its own part, while training goes on: a `.ckpt` file that takes its
-    place when the folder of its shards is complete. Its entries are those of one process, so that a run continues with
-    another number of processes, and from or without shards.
+    place when the folder of its shards is complete. Its entries are as in a run of one process, so that a run continues
+    with another number of processes, and from or without shards.
 
     Under `trainer.precision: bf16-mixed` blocks are gathered in bfloat16, to which autocast would round most of their
     weights anyway, and half as much is sent, but those whose core has `float32_parameters` (Head-in-Head's decays).

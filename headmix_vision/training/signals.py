@@ -44,7 +44,7 @@ class InterruptRequest:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Is the handler inside, and puts back the handlers of before, such as those of a program that trains."""
+        """Is the handler inside, and puts back the earlier handlers, such as the handlers of a program that trains."""
         before = {signum: signal.getsignal(signum) for signum in SIGNALS}
         reader, writer = os.pipe()
         os.set_blocking(writer, False)

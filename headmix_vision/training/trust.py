@@ -71,7 +71,7 @@ class Trust:
             self._named += [name for path in self._own for name in _class_names(path.read_text(errors="replace"))]
 
     def restrict_imports(self) -> None:
-        """Let jsonargparse import the listed classes, those of the command line, and those of trusted configs."""
+        """Let jsonargparse import the listed classes, and the classes of the command line and of trusted configs."""
         set_parsing_settings(
             instantiate_subclass_spec_in_any=False,
             validate_subclass_spec_in_any=True,

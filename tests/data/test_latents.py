@@ -310,7 +310,7 @@ def test_a_cache_knows_its_images(images: Path, tmp_path: Path, capsys: pytest.C
     (moved / "bee" / "bee1.png").rename(moved / "bee" / "bee9.png")
     line = refused(capsys, *pixel_arguments(moved, out))
     assert (
-        f"{out} holds latents of other images than those of {moved}: names or sizes differ (first in shard-00001"
+        f"{out} holds latents of other images than {moved}: names or sizes differ (first in shard-00001"
         in line
     )
     (moved / "bee" / "bee9.png").rename(moved / "bee" / "bee1.png")

@@ -37,7 +37,7 @@ FORMS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "an accuracy that is NaN": ((*ABOUT, "top1"), float("nan"), "'top1' must be from 0 to 1"),
     "classes below 0": ((*ABOUT, "num_classes"), -1, "'num_classes'"),
     "classes of true": ((*ABOUT, "num_classes"), True, "'num_classes' is True"),
-    "numbered arguments": ((*ABOUT, "model_args", 3), 4, "have names that are no texts"),
+    "numbered arguments": ((*ABOUT, "model_args", 3), 4, "have names that are not texts"),
     "a negative step": (("global_step",), -6, "'global_step' is -6"),
     "a huge step": (("global_step",), 2**60, "'global_step' is 1152921504606846976"),
     "a negative epoch": (("epoch",), -1, "'epoch' is -1"),

@@ -40,7 +40,7 @@ def open_canvas(request: SplitRequest) -> "CanvasDigits":
     """Open `canvas` or `canvas/RULE` at a size in pixels.
 
     Raises:
-        InputError: The size is no square, or is too small.
+        InputError: The size is not a square, or is too small.
     """
     height, width = request.grid or (DEFAULT_SIZE, DEFAULT_SIZE)
     if height != width:
@@ -51,7 +51,7 @@ def open_canvas(request: SplitRequest) -> "CanvasDigits":
 class CanvasDigits(BatchSource):
     """The canvases of one split; each depends on (seed, split, index) alone and is drawn when it is read.
 
-    The digits are those of `Digits`: training and validation canvases share no handwriting. 64 pixels hold regions of
+    The digits come from `Digits`: training and validation canvases share no handwriting. 64 pixels hold regions of
     2 x 2 cells, 96 pixels of 3 x 3, 128 pixels of 4 x 4. Which handwriting stands where is remembered (72 bytes a
     canvas of 64 pixels), so that from the second epoch on a batch is one look-up.
 

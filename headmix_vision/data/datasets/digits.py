@@ -23,7 +23,7 @@ class Digits(BatchSource):
     Values are the official 0..16 divided by 16: float32 [channels, 8, 8], exact. The stratified 80/20 split is fixed.
 
     Args:
-        split: `train`, `validation` or a synonym, or `all`: training digits, then those of validation.
+        split: `train`, `validation` or a synonym, or `all`: training digits, then validation digits.
         channels: 1, or 3 equal ones.
 
     Raises:

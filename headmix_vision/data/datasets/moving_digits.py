@@ -39,7 +39,7 @@ def open_moving_digits(request: SplitRequest) -> "MovingDigits":
 class MovingDigits(BatchSource):
     """The clips of one split; each depends on (seed, split, index) alone and is drawn when it is read.
 
-    The digits are those of `Digits`: training and validation clips share no handwriting. A digit is enlarged by a whole
+    The digits come from `Digits`: training and validation clips share no handwriting. A digit is enlarged by a whole
     number to at most half of the canvas's smaller side. Where it is follows from the time in seconds: a longer clip
     goes on where a shorter one ends, and another frame rate shows the same motion.
 

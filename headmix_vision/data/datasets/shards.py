@@ -43,7 +43,7 @@ def open_shards(request: SplitRequest) -> Source:
     """Open the shards of a split: a folder of the root, or the root itself for training.
 
     Raises:
-        InputError: No such folder, no index, shards that are not those of the index, images where clips are wanted or
+        InputError: No such folder, no index, shards that do not match the index, images where clips are wanted or
             the other way round, or no labels for a classifier.
     """
     root = request.existing_root()
@@ -71,7 +71,7 @@ def open_shards(request: SplitRequest) -> Source:
 
 
 class Shards:
-    """The encoded samples of a folder of shards, which must be those of its index.
+    """The encoded samples of a folder of shards, which must match its index.
 
     Args:
         folder: The folder.

@@ -56,7 +56,7 @@ class HeadMix(nn.Module):
         return getattr(self, side)(*tensors)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Turn projected heads into those of the core."""
+        """Turn projected heads into heads of the core."""
         return q, k, v
 
     def fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -64,7 +64,7 @@ class HeadMix(nn.Module):
         raise NotImplementedError
 
     def after(self, out: Tensor) -> Tensor:
-        """Turn the core's heads into those of the layer."""
+        """Turn the core's heads into heads of the layer."""
         return out
 
     def mixed(self, inputs: tuple[Tensor, ...], weights: Tensor) -> tuple[Tensor, ...]:
@@ -76,7 +76,7 @@ class HeadMix(nn.Module):
         return 0
 
     def core_spec(self, spec: LayerSpec) -> LayerSpec:
-        """Return the sizes that the core is built for, given those of the layer."""
+        """Return the sizes that the core is built for, given the layer's sizes."""
         return replace(spec, num_heads=self.core_heads, grid=spec.grid.repeat(self.repeats))
 
 

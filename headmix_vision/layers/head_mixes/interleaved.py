@@ -45,7 +45,7 @@ class InterleavedHeads(HeadMix):
         collapse: [H, P], or [H, P, H] across heads (the paper's R).
 
     Raises:
-        InputError: if ``pseudo_heads`` is no whole number of at least 1, or an option is unknown.
+        InputError: if ``pseudo_heads`` is not a whole number of at least 1, or an option is unknown.
     """
 
     undecayed = ("mix", "collapse")  # weight decay would pull the pseudo-heads towards zero, and with them the core

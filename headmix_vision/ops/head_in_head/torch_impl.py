@@ -154,7 +154,7 @@ def head_in_head_rwkv7_torch(inputs: RWKV7Inputs, scan: ScanTables | None) -> tu
 
 
 def _one_token_earlier(sums: Tensor) -> Tensor:
-    """Return the log decays up to the token before t, those of an empty sum for t = 0: [B, H, C, T, T + 1, Dk]."""
+    """Return the log decays up to the token before t, an empty sum for t = 0: [B, H, C, T, T + 1, Dk]."""
     empty = torch.zeros_like(sums[..., :1, :1, :])
     first = torch.cat([empty, empty.expand(*sums.shape[:-3], 1, sums.shape[-2] - 1, -1) - torch.inf], dim=-2)
     return torch.cat([first, sums[..., :-1, :, :]], dim=-3)

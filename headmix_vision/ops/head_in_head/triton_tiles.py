@@ -252,7 +252,7 @@ def decay_between(later, later_resets, earlier, earlier_resets, is_later):
 
 @triton.jit
 def _merge_pairs(x, a, precision: tl.constexpr):
-    """Merge the inverses of the 2 n blocks of size s on the diagonal of I + a to those of the n blocks of size 2 s.
+    """Merge the inverses of the 2 n diagonal blocks of I + a of size s to the inverses of the n blocks of size 2 s.
 
     [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]
 

@@ -20,7 +20,7 @@ def mix_over_ranks(mixing: Tensor, blocks: BlocksOfRank, dtype: torch.dtype, *su
 
     Args:
         mixing: [M, M], shared by the heads, or [H, M, M].
-        blocks: those of this rank.
+        blocks: the blocks of this rank.
         dtype: to which the mixing and the first of the summaries are rounded before they are multiplied.
         summaries: [B, H, m, ...] each, of blocks or, where ranks share blocks, of their parts, which are summed.
 

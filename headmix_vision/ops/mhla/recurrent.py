@@ -54,7 +54,7 @@ def mhla_step(
 ) -> MHLAStep:
     """Compute causal :func:`headmix_vision.ops.mhla` of the next tokens: one, a frame, or any number.
 
-    Outputs are those of the whole sequence. A state is never changed: from one state, other tokens may be tried.
+    Outputs are as for the whole sequence. A state is never changed: from one state, other tokens may be tried.
 
     Args:
         q, k, v: [B, n, H, D] and [B, n, H, Dv], the next n tokens in the order of :meth:`TokenBlocks.order`.

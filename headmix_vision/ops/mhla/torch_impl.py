@@ -146,7 +146,7 @@ def causal_sums(
     Args:
         q, k, v: features and values of m blocks, [B, H, m, n, D].
         mixing: [B, H, M, M].
-        memory: [B, H, M, D, Dv], the summaries of earlier tokens, those of block ``first`` included; None is zero.
+        memory: [B, H, M, D, Dv], the summaries of earlier tokens, including block ``first``; None is zero.
 
     Returns:
         [B, H, m, n, Dv] and [B, H, M, D, Dv].

@@ -169,7 +169,7 @@ def summarize_gradients_kernel(
     BT: tl.constexpr, NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the summaries R and r of queries and output gradients; one program computes those of a part."""
+    """Compute the summaries R and r of queries and output gradients; one program serves one part."""
     pid = tl.program_id(0).to(tl.int64)
     part = pid % C
     pid_bh = pid // C

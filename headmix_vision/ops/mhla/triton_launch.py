@@ -133,7 +133,7 @@ class Backward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of the inputs; those of the mixing and of a given denominator [B, H, N] are float32."""
+    """The gradients of the inputs; for the mixing and a given denominator [B, H, N] they are float32."""
 
     query: Tensor
     key: Tensor

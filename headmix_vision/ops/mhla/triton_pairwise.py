@@ -603,7 +603,7 @@ def _run_weight_gradients(
     plan: QueryPlan, mixing: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, inverse: Tensor,
     d_q: Tensor, d_scale: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Fill gradients of queries and denominators, and compute those of the weights of pairs of runs."""
+    """Fill gradients of queries and denominators, and compute the gradients of the weights of pairs of runs."""
     B, _, H, _ = q.shape
     allocate = q.new_zeros if plan.launch.constants["CAUSAL"] else q.new_empty
     d_weights = allocate((B, H, *plan.sums), dtype=torch.float32)
@@ -613,7 +613,7 @@ def _run_weight_gradients(
 
 
 def _mixing_gradient_of_runs(d_weights: Tensor, plan: QueryPlan, num_blocks: int) -> Tensor:
-    """Sum the gradients of the weights of each pair of runs to those of the mixing: [(H,) M, M]."""
+    """Sum the gradients of the weights of each pair of runs to gradients of the mixing: [(H,) M, M]."""
     if plan.fold is None:
         return d_weights[..., :num_blocks, :num_blocks].contiguous()
     d_mixing = d_weights.new_empty(*d_weights.shape[:-2], num_blocks, num_blocks)

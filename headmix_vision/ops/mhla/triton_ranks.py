@@ -1,6 +1,6 @@
 """Run MHLA in Triton kernels where each rank has some of the tokens: two ops on its tokens, with an exchange between.
 
-B batch, n tokens of this rank, H heads, m its blocks, D and Dv head dims. The kernels are those of the summary regime.
+B batch, n tokens of this rank, H heads, m its blocks, D and Dv head dims. The kernels belong to the summary regime.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _empty_summaries(k: Tensor, v: Tensor, call: Settings) -> tuple[Tensor, Tens
 def _summary_gradients(
     d_matrix: Tensor, d_vector: Tensor, k: Tensor, v: Tensor, settings: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of keys and values from those of their summaries."""
+    """Compute the gradients of keys and values from the gradients of their summaries."""
     if v.numel() == 0:
         return torch.empty_like(k), torch.empty_like(v)
     call = _cached(tuple(settings))

@@ -472,7 +472,7 @@ def parts_of_a_block(settings: Settings) -> int:
 
 
 def _summed_parts(settings: Settings) -> int:
-    """Count the parts whose summaries are summed: those of a block, but in causal attention parts are mixed."""
+    """Count the parts whose summaries are summed: the parts of a block; causal attention mixes parts instead."""
     return 1 if settings.causal else parts_of_a_block(settings)
 
 

@@ -1,6 +1,6 @@
 """Hold what the Triton kernels share: functions on tiles of token rows, and kernels on mixing matrices.
 
-A head dim that is no power of two is cut into two parts, ``D1`` the largest power of two in it and ``D2`` the rest
+A head dim that is not a power of two is cut into two parts, ``D1`` the largest power of two in it and ``D2`` the rest
 (padded; 0 if there is none), so that 72 costs 64 + 16 columns and not 128. Rows are tuples with one tile per part.
 The kernels spread mixing matrices from blocks to runs of places (``triton_launch.py``) and sum their gradients back.
 """

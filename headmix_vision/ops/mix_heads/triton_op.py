@@ -86,7 +86,7 @@ def _(d_outs, inputs, weights, fallback):  # type: ignore[no-untyped-def]
 def _packed_gradients_op(
     d_outs: list[Tensor], inputs: list[Tensor], weights: Tensor, fallback: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``mix_heads_gradients``, those of the inputs as one tensor [B, N, C, H, D]."""
+    """Compute ``mix_heads_gradients``, the gradients of the inputs as one tensor [B, N, C, H, D]."""
     packed = _packed_gradient(inputs)
     return packed, _fill_gradients(d_outs, inputs, weights, packed.unbind(2), len(inputs), fallback)
 

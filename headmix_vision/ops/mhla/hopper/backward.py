@@ -272,7 +272,7 @@ def _store_blocks(base, total, first_row, first_column, M, MB: gl.constexpr):
 
 @gluon.jit
 def _store_mixing_gradient(base, dm, dm_prefix, d_scores, e_parts, M):
-    """Store the gradients of the weights of all query blocks, those of a prefix after the others."""
+    """Store the gradients of the weights of all query blocks, the prefix block last."""
     if len(dm_prefix) == 0:
         store_mixing_gradient(base, dm, d_scores, e_parts[0], 0)
     else:

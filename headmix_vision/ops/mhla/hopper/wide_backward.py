@@ -347,7 +347,7 @@ def _store_through(memory, x, base, rows, stride, D: gl.constexpr):
 
 @gluon.jit
 def _key_gradients(k_part, sums, eps, FEATURE_MAP: gl.constexpr):
-    """Compute the gradients of keys from those of their features."""
+    """Compute the gradients of keys from the gradients of their features."""
     gradients = (feature_gradient(k_part[0].index(0), sums[2], eps, FEATURE_MAP).to(gl.bfloat16),)
     if len(sums) > 3:
         tail = feature_gradient(k_part[1].index(0), sums[len(sums) - 1], eps, FEATURE_MAP)
