@@ -25,12 +25,10 @@ class _SwappedBeitAttention(SwappedAttention):
 
     def forward(self, x: Tensor, *args: Any, shared_rel_pos_bias: Tensor | None = None, **kwargs: Any) -> Tensor:
         if self.takes_bias:
-            own = (
-                None if self.relative_position_bias_table is None else beit.Attention._get_rel_pos_bias(cast(Any, self))
-            )
-            biases = [bias for bias in (own, shared_rel_pos_bias) if bias is not None]
-            if biases:
-                kwargs["attn_mask"] = sum(biases[1:], biases[0])
+            biases = [] if shared_rel_pos_bias is None else [shared_rel_pos_bias]
+            if self.relative_position_bias_table is not None:
+                biases.append(beit.Attention._get_rel_pos_bias(cast(Any, self)))
+            kwargs["attn_mask"] = sum(biases[1:], biases[0]) if biases else None
         return super().forward(x, *args, **kwargs)
 
 
@@ -210,8 +208,6 @@ _OPTIONS = [
 ]
 SWAP_ARGUMENTS = ["core", "layers", "head_mix", "softmax_every", *_OPTIONS]
 SWAPPED = "swapped"  # the name in timm's registry that headmix_vision.models.swap_files gives swapped models
-
-
 _SWAPPED_BEFORE = "it has been swapped before"
 
 
