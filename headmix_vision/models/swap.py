@@ -141,17 +141,18 @@ def swap_attention(
     """Put another attention into a trained vision transformer, in place, and keep all other weights.
 
     It takes timm's models whose blocks hold attention of ``timm.layers`` (also with rotary positions, norms of queries
-    and keys, a gate or grouped queries), EVA and BEiT, ViTs of this package, whose head mixes stay, and ViT, DeiT,
-    DINOv2 and DINOv3 of transformers. Rotary positions rotate features in the numerator and not in the denominator.
-    The grid follows ``set_input_size`` and ``dynamic_img_size``. With ``dynamic_img_size`` and gradient checkpointing,
-    run the backward pass before a forward pass on another size. For example::
+    and keys, a gate or grouped queries), EVA and BEiT, and ViT, DeiT, DINOv2 and DINOv3 of transformers. The grid
+    follows ``set_input_size`` and ``dynamic_img_size``. With gradient checkpointing and ``dynamic_img_size``, run the
+    backward pass before a forward pass on another size. Rotary positions rotate features in the numerator and not in
+    the denominator. For example::
 
         model = timm.create_model("vit_small_patch14_dinov2", pretrained=True)
         print(headmix_vision.swap_attention(model, "mhla", softmax_every=3))
         headmix_vision.save_pretrained(model, "swapped")
 
     Args:
-        model: the model, or a module that contains it.
+        model: the model, or a module that contains it. ViTs of this package are taken too, and keep their head mixes
+            and convolutions.
         core: the new core, see :data:`headmix_vision.layers.CORES`.
         layers: the layers to swap, by name or by number; None for all. Numbers count the layers that can be swapped or
             have been, from 0.
