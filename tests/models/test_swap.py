@@ -406,6 +406,30 @@ def test_models_with_dropped_weights_patches_or_rotation_are_refused():
         rotary(images(), is_causal=True)
 
 
+def test_hooks_stay_and_wrappers_are_refused():
+    model, calls = create(), []
+    handle = model.blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
+    swap_attention(model, "linear", [0])
+    model(images())
+    handle.remove()
+    model(images())
+    assert calls == [1]
+    model.blocks[1].attn.forward = lambda x, **_: x
+    with pytest.raises(InputError, match=r"blocks.1.attn: its forward was replaced"):
+        swap_attention(model, "linear")
+    compiled = create()
+    compiled.blocks[0].attn = torch.compile(compiled.blocks[0].attn)
+    with pytest.raises(InputError, match=r"it is compiled already: swap before torch.compile"):
+        swap_attention(compiled, "linear")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(create())
+        with pytest.raises(InputError, match="wrapped by DistributedDataParallel, which knows no new layers"):
+            swap_attention(wrapped, "linear")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def saved(folder: Path) -> Path:
     model = create(depth=1)
     swap_attention(model, "mhla", block_grid=2)
