@@ -265,6 +265,11 @@ def test_timm_makes_a_swapped_model_by_its_name(tmp_path):
     assert config["architecture"] == "swapped" and config["model_args"]["swaps"] == swaps
     again = timm.create_model("swapped", architecture="vit_tiny_patch16_224", swaps="linear", **{**SIZES, "depth": 1})
     assert type(again.blocks[0].attn.core).__name__ == "LinearCore"
+    request = {"architecture": "vit_tiny_patch16_224", "swaps": "linear", "depth": 1}  # as timm's scripts resolve it
+    resolved = timm.models.resolve_model_input_args("swapped", {"img_size": 64}, **request)
+    assert timm.create_model(**resolved).patch_embed.grid_size == (4, 4)
+    resolved = timm.models.resolve_model_input_args(f"local-dir:{tmp_path}", {"img_size": 96})
+    assert timm.create_model(pretrained=True, **resolved).patch_embed.grid_size == (6, 6)
 
 
 def test_a_swapped_model_compiles_and_exports():
