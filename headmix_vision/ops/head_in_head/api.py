@@ -19,6 +19,7 @@ from headmix_vision.ops.dispatch import (
     is_plain,
     kept,
     select,
+    values_are_at_hand,
     why_not_triton,
 )
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
@@ -83,7 +84,7 @@ def _check_common(
 
 
 def _check_decay(log_decay: Tensor) -> None:
-    if _values_are_at_hand(log_decay) and (log_decay > 0).any():
+    if values_are_at_hand(log_decay) and (log_decay > 0).any():
         raise InputError(f"log_decay must not be above 0, got {log_decay.max().item():.4g}: the state would grow.")
 
 
@@ -134,11 +135,6 @@ def _check_permutation(scan: Tensor) -> None:
 
 def _is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _values_are_at_hand(x: Tensor) -> bool:
-    """Return whether reading values is free; an accelerator would have to wait."""
-    return x.device.type == "cpu" and is_plain(x)
 
 
 State = tuple[Tensor, Tensor]  # output and final state
