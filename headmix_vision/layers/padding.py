@@ -50,6 +50,20 @@ def join_key_masks(
     return joined
 
 
+def mask_with_grids(grids: SampleGrids, num_prefix_tokens: int, dtype: torch.dtype) -> Tensor:
+    """Make a mask of keys to add to scores, [B, 1, 1, N], which carries the grids of the samples to swapped layers."""
+    real = grids.mask(num_prefix_tokens)[:, None, None]
+    mask = torch.zeros_like(real, dtype=dtype).masked_fill(~real, torch.finfo(dtype).min)
+    mask.sample_grids = grids  # type: ignore[attr-defined]
+    return mask
+
+
+def grids_of(attn_mask: Tensor | None) -> SampleGrids | None:
+    """Return the grids that a mask carries, or None."""
+    grids = getattr(attn_mask, "sample_grids", None)
+    return grids if isinstance(grids, SampleGrids) else None
+
+
 def _as_key_mask(of_keys: Tensor) -> Tensor:
     mask = of_keys[:, 0, 0]
     if not mask.is_floating_point():

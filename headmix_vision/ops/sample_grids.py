@@ -242,6 +242,8 @@ class SampleGrids:
 
     def _kept(self, kind: tuple[Any, ...], prefix: int, repeats: int, make: Callable[[], Any]) -> Any:
         """Build a layout when it is first asked for; autograd may save its tables, under inference mode too."""
+        if torch.compiler.is_compiling():
+            return make()
         key = (*kind, prefix, repeats)
         if key not in self._layouts:
             with torch.inference_mode(False):
