@@ -12,7 +12,6 @@ it once this package is imported.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ from timm.models._builder import resolve_pretrained_cfg
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
-from headmix_vision.errors import InputError, check_keywords, explain
+from headmix_vision.errors import InputError, explain
 from headmix_vision.files.reading import check_fields, read_json
 from headmix_vision.files.tensors import read_tensors, write_tensors
 from headmix_vision.files.writing import atomic_path
+from headmix_vision.layers.swapped_attention import SwappedAttention
 from headmix_vision.models.building import building
-from headmix_vision.models.swap import SWAP_ARGUMENTS, SWAPPED, swap_attention
+from headmix_vision.models.swap import SWAPPED, as_swaps, swap_attention
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -47,7 +47,9 @@ def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     Raises:
         InputError: if an argument is missing or wrong.
     """
-    architecture, swaps = kwargs.pop("architecture", None), _checked(kwargs.pop("swaps", None))
+    architecture, swaps = kwargs.pop("architecture", None), as_swaps(kwargs.pop("swaps", None))
+    if not swaps:
+        raise InputError("swaps is empty: it must be a core, arguments of swap_attention, or a list of such.")
     if not isinstance(architecture, str) or architecture == SWAPPED or not is_model(architecture):
         raise InputError(f"architecture must be the name of a model of timm, got {architecture!r}.")
     given, overlay = kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
@@ -76,17 +78,6 @@ def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     return made
 
 
-def _checked(swaps: Any) -> list[dict[str, Any]]:
-    """Return the arguments of one or more swaps, given as a list of them, those of one, or a core."""
-    swaps = {"core": swaps} if isinstance(swaps, str) else swaps
-    swaps = [swaps] if isinstance(swaps, Mapping) else swaps
-    if not isinstance(swaps, (list, tuple)) or not swaps:
-        raise InputError(f"swaps must be a core, or arguments of swap_attention or a list of such, got {swaps!r}.")
-    for swap in swaps:
-        check_keywords("swaps", swap, SWAP_ARGUMENTS)
-    return [dict(swap) for swap in swaps]
-
-
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     """Save a model of timm, swapped or not, in timm's hub format.
 
@@ -98,12 +89,14 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
         InputError: if the model was made in another way, or has arguments that JSON cannot hold.
         OSError: if the folder cannot be written.
     """
-    config = getattr(model, "pretrained_cfg", None)
-    if not config or not config.get("architecture") or not hasattr(model, "_model_args"):
+    config, arguments = getattr(model, "pretrained_cfg", None), getattr(model, "_model_args", None)
+    if not config or not config.get("architecture") or arguments is None:
         raise InputError(
             f"{type(model).__name__} was not made by timm.create_model: its arguments are not known, and it could not"
             " be opened again."
         )
+    if "swaps" not in arguments and any(isinstance(module, SwappedAttention) for module in model.modules()):
+        raise InputError("a part of the model was swapped: save this part, or swap the whole model.")
     folder = Path(folder)
     with atomic_path(folder / CONFIG) as temporary:
         try:
