@@ -2,6 +2,7 @@
 
 python tests/slips.py                       # the known ones, some minutes
 python tests/slips.py sampling              # those whose behaviour or file holds this word
+python tests/slip_reach.py runs/reach       # record which tests run which lines, some twenty minutes
 python tests/slips.py --draw 60 --seed 1    # mistakes that are drawn, an hour
 
 What is never drawn, since a mistake there changes no result, is listed in `slip_drawing.py`. On a busy machine give
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slip_drawing import draw
+from slip_reach import Reach
 from slip_runs import ROOT, Copy, Verdict
 
 
@@ -668,11 +670,12 @@ def main() -> None:
     parser.add_argument("--draw", type=int, metavar="N", help="draw this number of mistakes instead of the known ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300, metavar="S", help="seconds of the tests of a mistake (300)")
+    parser.add_argument("--reach", type=Path, default=Path("runs/reach"), help="a recording of slip_reach.py")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
         if options.draw:
-            unnoticed = draw(copy, options.draw, options.seed, options.limit)
+            unnoticed = draw(copy, Reach(ROOT, options.reach), options.draw, options.seed, options.limit)
         else:
             unnoticed = run_known(copy, options.word, options.limit)
     sys.exit(bool(unnoticed))
