@@ -108,7 +108,8 @@ class GridConvolution(nn.Module):
         parts: list[Tensor] = [y.masked_fill(~key_mask[..., None], 0) for y in given]
         layout = None
         if sample_grids is not None:
-            grid, layout = sample_grids.canvas(grid.num_prefix_tokens, grid.repeats)
+            gaps = tuple([self.reach(axis) for axis in range(len(sample_grids.shapes[0]))])
+            grid, layout = sample_grids.sheet(gaps, grid.num_prefix_tokens, grid.repeats)
             *parts, key_mask = layout.spread(*parts, key_mask)
         out = self._of_real(parts[0] if single else parts, grid, key_mask)
         parts = [out] if single else out

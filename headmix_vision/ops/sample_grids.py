@@ -21,53 +21,67 @@ from headmix_vision.ops.token_grid import TokenGrid
 
 
 class Layout(NamedTuple):
-    """Places for the tokens of all samples in sequences of equal length, as index tables of the flattened batch.
+    """Places for the tokens of a padded batch in other sequences, as index tables of the flattened batch.
 
     Attributes:
-        places: int64 [B * P], the token at each place, 0 where there is none.
-        absent: bool [B * P, 1], places without a token.
+        places: int64 [R * P], the token at each place of R sequences, 0 where there is none.
+        absent: bool [R * P, 1], places without a token.
         back: int64 [B * N], the place of each token, 0 for padding.
         padding: bool [B * N, 1], tokens that are padding.
-        batch: B.
+        samples: B.
+        sequences: R.
     """
 
     places: Tensor
     absent: Tensor
     back: Tensor
     padding: Tensor
-    batch: int
+    samples: int
+    sequences: int
 
     @classmethod
-    def of(cls, place: Tensor, valid: Tensor, count: int, prefix: int, repeats: int) -> Layout:
-        """Build the tables from the place of each token [B, N], of ``count``, and whether it is real [B, N].
+    def of(
+        cls, place: Tensor, valid: Tensor, count: int, num_prefix_tokens: int, repeats: int, sequences: int
+    ) -> Layout:
+        """Build the tables.
 
-        Prefix tokens come before all places. Pseudo-tokens stand in the place of their token, one after the other.
+        Args:
+            place: int64 [B, N], the place of each token among ``count`` in its sequence.
+            valid: bool [B, N], False for padding.
+            count: places of a sequence.
+            num_prefix_tokens: tokens in front of the others of each sample, which then come before all places.
+            repeats: pseudo-tokens of a token, one after the other in its place.
+            sequences: R, as many as samples, or 1 for all.
         """
-        batch = place.shape[0]
+        samples, prefix = len(place), num_prefix_tokens
+        sample = torch.arange(samples, device=place.device)[:, None]
+        of_sequence = prefix * samples // sequences
         if prefix:
-            first = torch.arange(prefix, device=place.device).expand(batch, -1)
-            place, valid = torch.cat([first, place + prefix], 1), F.pad(valid, (prefix, 0), value=True)
+            first = torch.arange(prefix, device=place.device) + (sample * prefix if sequences == 1 else 0)
+            place = torch.cat([first.expand(samples, -1), place + of_sequence], 1)
+            valid = F.pad(valid, (prefix, 0), value=True)
         if repeats > 1:
             each = torch.arange(repeats, device=place.device)
             place, valid = (place[..., None] * repeats + each).flatten(1), valid.repeat_interleave(repeats, 1)
-        total = batch * repeats * (prefix + count)
-        place = place + torch.arange(batch, device=place.device)[:, None] * (repeats * (prefix + count))
-        place, valid = place.flatten(), valid.flatten()
-        places = place.new_full((total + 1,), -1)
-        places = places.scatter(0, place.where(valid, total), torch.arange(len(place), device=place.device))[:total]
-        return cls(places.clamp(min=0), places[:, None] < 0, place.where(valid, 0), ~valid[:, None], batch)
+        length = repeats * (of_sequence + count)
+        place, valid = (place if sequences == 1 else place + sample * length).flatten(), valid.flatten()
+        places = place.new_full((sequences * length + 1,), -1)  # the last is for padding
+        places = places.scatter(0, place.where(valid, len(places) - 1), torch.arange(len(place), device=place.device))
+        absent = places[:-1, None] < 0
+        return cls(places[:-1].clamp(min=0), absent, place.where(valid, 0), ~valid[:, None], samples, sequences)
 
     def spread(self, *tensors: Tensor) -> list[Tensor]:
-        """Move tokens [B, N, ...] to their places [B, P, ...], zero where there is no token."""
-        return self._moved(tensors, self.places, self.absent, self.back, self.padding)
+        """Move tokens [B, N, ...] to their places [R, P, ...], zero where there is no token."""
+        return _moved(tensors, self.sequences, self.places, self.absent, self.back, self.padding)
 
     def collect(self, *tensors: Tensor) -> list[Tensor]:
-        """Move places [B, P, ...] back to tokens [B, N, ...], zero for padding."""
-        return self._moved(tensors, self.back, self.padding, self.places, self.absent)
+        """Move places [R, P, ...] back to tokens [B, N, ...], zero for padding."""
+        return _moved(tensors, self.samples, self.back, self.padding, self.places, self.absent)
 
-    def _moved(self, tensors: Sequence[Tensor], *tables: Tensor) -> list[Tensor]:
-        moved = gather([x.reshape(x.shape[0] * x.shape[1], -1) for x in tensors], 0, *tables)
-        return [y.view(self.batch, -1, *x.shape[2:]) for x, y in zip(tensors, moved, strict=True)]
+
+def _moved(tensors: Sequence[Tensor], rows: int, *tables: Tensor) -> list[Tensor]:
+    moved = gather([x.reshape(x.shape[0] * x.shape[1], -1) for x in tensors], 0, *tables)
+    return [y.view(rows, -1, *x.shape[2:]) for x, y in zip(tensors, moved, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,16 +198,25 @@ class SampleGrids:
         """Return which tokens are real, prefix tokens included: bool [B, prefix + N]."""
         return F.pad(self.valid, (num_prefix_tokens, 0), value=True) if num_prefix_tokens else self.valid
 
-    def canvas(self, num_prefix_tokens: int = 0, repeats: int = 1) -> tuple[TokenGrid, Layout]:
-        """Put each sample into the first corner of one grid that holds them all, where neighbours are neighbours."""
+    def sheet(self, gaps: tuple[int, ...], num_prefix_tokens: int = 0, repeats: int = 1) -> tuple[TokenGrid, Layout]:
+        """Put all samples on one grid, each in a place of its own, so that convolutions do not join them.
+
+        A clip shares its time axis with all others: the sheet has as many frames as the longest.
+
+        Args:
+            gaps: tokens that neighbours on the sheet are apart at least, along each axis.
+            num_prefix_tokens, repeats: of the tokens of a sample.
+        """
 
         def make() -> tuple[TokenGrid, Layout]:
-            extents = tuple(map(max, zip(*self.shapes, strict=True)))
-            place = _raveled(self.coordinates, self.sizes.new_tensor([extents]))
-            layout = Layout.of(place, self.valid, math.prod(extents), num_prefix_tokens, repeats)
-            return TokenGrid(extents, num_prefix_tokens, repeats), layout
+            corners, extents = _shelves(self.shapes, gaps)
+            place = _raveled(
+                self.coordinates + self.sizes.new_tensor(corners)[:, None], self.sizes.new_tensor([extents])
+            )
+            layout = Layout.of(place, self.valid, math.prod(extents), num_prefix_tokens, repeats, 1)
+            return TokenGrid(extents, num_prefix_tokens * len(self.shapes), repeats), layout
 
-        return self._kept((), num_prefix_tokens, repeats, make)
+        return self._kept(("sheet", gaps), num_prefix_tokens, repeats, make)
 
     def blocks(
         self, block_grid: tuple[int, ...], num_prefix_tokens: int = 0, repeats: int = 1
@@ -218,7 +241,8 @@ class SampleGrids:
             place = _raveled(block, counts) * length + _raveled(self.coordinates - start, longest)
             count = math.prod(block_grid)
             blocks = TokenBlocks(TokenGrid((count * length,), num_prefix_tokens, repeats), (count,))
-            return blocks, Layout.of(place, self.valid, count * length, num_prefix_tokens, repeats)
+            samples = len(self.shapes)
+            return blocks, Layout.of(place, self.valid, count * length, num_prefix_tokens, repeats, samples)
 
         return self._kept(("blocks", block_grid), num_prefix_tokens, repeats, make)
 
@@ -236,7 +260,7 @@ class SampleGrids:
             axes = list(range(len(self.shapes[0])))[:: 1 if order == "row_major" else -1]
             key = _raveled(self.coordinates[..., axes], self.sizes[:, axes])
             rank = key.argsort(1).argsort(1)
-            return Layout.of(rank, self.valid, self.num_tokens, num_prefix_tokens, repeats)
+            return Layout.of(rank, self.valid, self.num_tokens, num_prefix_tokens, repeats, len(self.shapes))
 
         return self._kept(("scan", order), num_prefix_tokens, repeats, make)
 
@@ -257,3 +281,23 @@ def _raveled(coordinates: Tensor, sizes: Tensor) -> Tensor:
     for axis in range(1, coordinates.shape[-1]):
         place = place * sizes[:, axis, None] + coordinates[..., axis]
     return place
+
+
+def _shelves(shapes: Sequence[tuple[int, ...]], gaps: tuple[int, ...]) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """Place grids on shelves of a sheet, the highest first: the corner of each, and the extents of the sheet."""
+    axes, (row_gap, gap) = len(gaps), (0, *gaps)[-2:]
+    sizes = [(1, *shape)[-2:] for shape in shapes]
+    if axes == 1:
+        width = sum(w + gap for _, w in sizes)
+    else:
+        area = sum((h + row_gap) * (w + gap) for h, w in sizes)
+        width = max(math.isqrt(area), *(w for _, w in sizes))
+    corners, top, left, height = {}, 0, 0, 0
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number][0]):
+        h, w = sizes[number]
+        if left + w > width:
+            top, left, height = top + height + row_gap, 0, 0
+        corners[number] = (0, top, left)[-axes:]
+        left, height = left + w + gap, max(height, h)
+    frames = max(shape[0] for shape in shapes)
+    return [corners[number] for number in range(len(sizes))], (frames, top + height, width)[-axes:]

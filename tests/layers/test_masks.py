@@ -144,6 +144,27 @@ def test_blocks_of_samples_are_those_of_each_grid():
         assert torch.equal(found[: math.prod(shape)], expected)
 
 
+@pytest.mark.parametrize("gaps", [(0,), (2,), (0, 0), (1, 2), (1, 2, 1)])
+def test_a_sheet_keeps_samples_apart_in_little_more_than_their_area(gaps):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [tuple(torch.randint(1, 20, (len(gaps),), generator=generator).tolist()) for _ in range(30)]
+    shapes += [shape[::-1] for shape in shapes] + [(2,) * (len(gaps) - 1) + (40,), (40, *(2,) * (len(gaps) - 1))]
+    grids = SampleGrids.of(shapes)
+    sheet, layout = grids.sheet(gaps)
+    numbers = (torch.arange(len(shapes)) + 1)[:, None].expand_as(grids.valid).masked_fill(~grids.valid, 0)
+    (placed,) = layout.spread(numbers)
+    assert torch.equal(layout.collect(placed)[0], numbers)
+    placed = placed[0].view(sheet.shape)
+    for number, shape in enumerate(shapes):
+        places = (placed == number + 1).nonzero()
+        low, high = places.amin(0), places.amax(0)
+        assert len(places) == math.prod(shape) and tuple((high - low + 1).tolist()) == shape
+        around = placed[tuple(slice(max(a - g, 0), b + g + 1) for a, b, g in zip(low, high, gaps, strict=True))]
+        assert set(around.unique().tolist()) <= {0, number + 1}
+    flat = sum(math.prod(side + gap for side, gap in zip(shape[-2:], gaps[-2:], strict=True)) for shape in shapes)
+    assert math.prod(sheet.shape[-2:]) < 1.5 * flat
+
+
 @pytest.mark.parametrize("core", CORES)
 def test_tokens_in_any_order_are_found_by_their_coordinates(core):
     """The loaders of NaFlex give coordinates; patch dropout takes tokens in a random order."""

@@ -218,6 +218,8 @@ def head_in_head(
     keys of norm at most 1 make the transition a contraction for beta in [0, 2]. Sums run in float32 (float64 for
     float64 inputs) whatever the input type, also under autocast.
 
+    A token with beta and log-decay 0 leaves the state as it is: give both to padding.
+
     Args:
         q: [B, N, H, Dk], queries in raster order, prefix tokens first; any floating type, any strides. Neither q nor k
             is normalised here.
