@@ -182,17 +182,19 @@ class SwappedAttention(HeadMixAttention):
             k, v = (y.repeat_interleave(self.queries_per_key, 2) for y in (k, v))
         return [q, k, v] if self.head_mix is None else list(self.head_mix("before", q, k, v))
 
-    def _flat_projections(self, x: Tensor) -> Any:
+    def _flat_projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, [B, N, heads * D] each."""
         if len(self.names.qkv) > 1:
-            return [getattr(self, name)(x) for name in self.names.qkv]
+            return cast(tuple[Tensor, Tensor, Tensor], tuple(getattr(self, name)(x) for name in self.names.qkv))
         qkv = getattr(self, self.names.qkv[0])
         q_bias = getattr(self, "q_bias", None)
         if q_bias is None:
-            return qkv(x).chunk(3, -1)
-        bias = torch.cat([q_bias, cast(Tensor, self.k_bias), cast(Tensor, self.v_bias)])
-        out = F.linear(x, qkv.weight, bias) if is_bare(qkv, nn.Linear) else qkv(x) + bias
-        return out.chunk(3, -1)
+            out = qkv(x)
+        else:
+            bias = torch.cat([q_bias, cast(Tensor, self.k_bias), cast(Tensor, self.v_bias)])
+            out = F.linear(x, qkv.weight, bias) if is_bare(qkv, nn.Linear) else qkv(x) + bias
+        q, k, v = out.chunk(3, -1)  # unpacked, which torch.fx can trace
+        return q, k, v
 
     def _finish(self, x: Tensor, out: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mix the heads back, add ``positions``, norm, gate by a sigmoid and project: [B, N, C]."""
@@ -211,7 +213,9 @@ class SwappedAttention(HeadMixAttention):
         key_mask: Tensor | None = None,
         rope: Tensor | None = None,
     ) -> Tensor:
-        rotation = rotation if rope is None else self._rotation(*rope.chunk(2, -1))
+        if rope is not None:
+            sin, cos = rope.chunk(2, -1)
+            rotation = self._rotation(sin, cos)
         if grid is None and attn_mask is not None and self.grid_of_call.varies:
             return self._of_samples(x, attn_mask, is_causal, rotation, key_mask)
         grid = self.grid_of_call.shape if grid is None else grid

@@ -11,12 +11,14 @@ it once this package is imported.
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
-from timm.models import build_model_with_cfg, is_model, model_entrypoint, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, is_model, model_entrypoint, register_model
 from timm.models._builder import resolve_pretrained_cfg
 from timm.models._hub import save_config_for_hf
 from torch import nn
@@ -30,7 +32,14 @@ from headmix_vision.models.building import building
 from headmix_vision.models.swap import SWAPPED, as_swaps, swap_attention
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_NEW = re.compile(r"\.(core|head_mix|output_norm|cpe|lepe)\.")  # in names of parameters that a swap adds
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+# Of any architecture: what is read of a name's configuration must be there, and its classes are always stated.
+default_cfgs = generate_default_cfgs(
+    {SWAPPED: {"num_classes": -1, "fixed_input_size": True, "classifier": "head", "first_conv": "patch_embed.proj"}}
+)
 
 
 @register_model
@@ -38,8 +47,8 @@ def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """Make a model of timm with swapped attention, as a model of timm.
 
     Args:
-        pretrained: load the weights of the folder that timm opens; elsewhere those of the architecture, before they
-            are swapped.
+        pretrained: load weights: of the folder that timm opens, of ``pretrained_cfg``, or of the architecture. Weights
+            from before the swap are loaded before it.
         kwargs: ``architecture``, a name of timm; ``swaps``, the arguments of
             :func:`~headmix_vision.models.swap.swap_attention`, a list of them or a core; and arguments of the
             architecture.
@@ -47,35 +56,49 @@ def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     Raises:
         InputError: if an argument is missing or wrong.
     """
-    architecture, swaps = kwargs.pop("architecture", None), as_swaps(kwargs.pop("swaps", None))
+    architecture, swaps = swapped_architecture(kwargs), as_swaps(kwargs.pop("swaps", None))
+    del kwargs["architecture"]
     if not swaps:
         raise InputError("swaps is empty: it must be a core, arguments of swap_attention, or a list of such.")
-    if not isinstance(architecture, str) or architecture == SWAPPED or not is_model(architecture):
-        raise InputError(f"architecture must be the name of a model of timm, got {architecture!r}.")
     given, overlay = kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
-    is_stored = isinstance(given, dict) and given.get("source") in ("local-dir", "hf-hub")
-    if isinstance(given, dict) and not is_stored and given.get("architecture") == SWAPPED:
-        given = None  # timm's default for a name without weights
-    create, source = model_entrypoint(architecture), {} if is_stored else {"pretrained_cfg_overlay": overlay}
+    if isinstance(given, dict) and given.get("source") in ("local-dir", "hf-hub"):
+        config, is_swapped = given, True
+    else:
+        if isinstance(given, dict) and given.get("architecture") == SWAPPED:
+            given = None  # timm's default for a name without weights
+        config = resolve_pretrained_cfg(architecture, given, overlay).to_dict()
+        is_swapped = any(_NEW.search(name) for name in config.get("state_dict") or ())
+    create = model_entrypoint(architecture)
+    before = {} if is_swapped else {"pretrained": pretrained, "pretrained_cfg": config}
 
     def build(**arguments: Any) -> nn.Module:
-        weights = {"pretrained": pretrained and not is_stored, "pretrained_cfg": None if is_stored else given}
-        model = create(**weights, **source, **arguments)
+        model = create(**before, **arguments)
         for swap in swaps:
             swap_attention(model, **swap)
         return model
 
-    config = given if is_stored else resolve_pretrained_cfg(architecture, given, overlay).to_dict()
     made: nn.Module = build_model_with_cfg(
         build,
         SWAPPED,
-        pretrained and is_stored,
+        pretrained and is_swapped,
         pretrained_cfg={**config, "architecture": SWAPPED},
         pretrained_filter_fn=getattr(sys.modules[create.__module__], "checkpoint_filter_fn", None),
         feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
         **kwargs,
     )
     return made
+
+
+def swapped_architecture(arguments: Mapping[str, Any]) -> str:
+    """Return the architecture among the arguments of :func:`swapped`.
+
+    Raises:
+        InputError: if timm has no such model.
+    """
+    architecture = arguments.get("architecture")
+    if not isinstance(architecture, str) or architecture == SWAPPED or not is_model(architecture):
+        raise InputError(f"architecture must be the name of a model of timm, got {architecture!r}.")
+    return architecture
 
 
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
