@@ -498,7 +498,9 @@ def _assert_mixed(heads: int, places: int, *tensors: Tensor) -> None:
 @torch.fx.wrap
 def _refuse_in_graph(key_mask: Tensor | None) -> None:
     if key_mask is not None:
-        raise InputError("a graph of torch.fx takes no key_mask: trace the layer with the mask as a concrete argument.")
+        raise InputError(
+            "a graph of torch.fx takes no key_mask: call the layer itself, or compile it with torch.compile."
+        )
 
 
 @torch.fx.wrap

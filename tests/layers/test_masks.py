@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.fx
 
 from headmix_vision.layers import AttentionCore, HeadMixAttention
 from headmix_vision.layers.positions import rotary_tables
@@ -331,6 +332,14 @@ def test_what_cannot_be_right_is_refused(core, args, wrong, message):
     with pytest.raises(ValueError, match=message) as refused:
         layer(tokens(), **wrong(tokens()))
     assert "\n" not in str(refused.value)
+
+
+def test_a_traced_graph_refuses_a_key_mask():
+    layer = make_layer("mhla")
+    graph = torch.fx.symbolic_trace(layer, concrete_args={"grid": None, "rotation": None})
+    torch.testing.assert_close(graph(tokens()), layer(tokens()))
+    with pytest.raises(ValueError, match=r"a graph of torch.fx takes no key_mask"):
+        graph(tokens(), key_mask=holes())
 
 
 def test_layers_that_cannot_leave_padding_out_refuse_it():
