@@ -54,6 +54,7 @@ MIRRORED, WAN = "tests/data/test_latents.py -k mirrored", "tests/models/test_con
 HALF = "tests/models/test_convert_wan.py tests/models/test_convert_sana.py -k float16"
 TIMES, TURN = "tests/diffusion/test_gaussian.py -k lead_from", "tests/models/test_video_dit.py -k prefix_tokens"
 RATES = "tests/sampling/test_videos.py -k slow or nearly"
+MASKS = "tests/layers/test_masks.py -k alone or axes or without_tokens"
 LISTING, PIXELS = "tests/test_folder_listing.py", "tests/test_decoding.py"
 FILMS, LABELS = "tests/test_video_files.py", "tests/test_labels.py"
 
@@ -356,6 +357,43 @@ SLIPS = [
         "self.attn_drop if self.training else 0.0",
         "0.0",
         ZOO,
+    ),
+    # padding
+    Slip(
+        "padding writes to no memory",
+        "layers/cores/head_in_head.py",
+        "y.masked_fill(~key_mask[..., None], 0) for y in (beta, log_decay)",
+        "y for y in (beta, log_decay)",
+        MASKS,
+    ),
+    Slip(
+        "the eps of features leaves padding out",
+        "layers/cores/mhla.py",
+        "(y.masked_fill(padding, 0) for y in (q, k, v, ones))",
+        "(q, k, v, ones)",
+        MASKS,
+    ),
+    Slip("padding divides by no zero", "layers/cores/mhla.py", "sums.masked_fill(padding, 1)", "sums", MASKS),
+    Slip(
+        "padding between convolutions",
+        "layers/convolutions.py",
+        "clips = clips.masked_fill(~key_mask[:, first:, None], 0)",
+        "pass",
+        MASKS,
+    ),
+    Slip(
+        "padding by the blocks of each sample",
+        "ops/sample_grids.py",
+        "sizes = self.sizes.maximum(counts)",
+        "sizes = self.sizes.amax(0, keepdim=True).maximum(counts)",
+        MASKS,
+    ),
+    Slip(
+        "columns of samples with padding",
+        "ops/sample_grids.py",
+        '[:: 1 if order == "row_major" else -1]',
+        "",
+        MASKS,
     ),
     # head mixes
     Slip(

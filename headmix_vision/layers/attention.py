@@ -21,8 +21,9 @@ from headmix_vision.layers.convolutions import POSITION_ENCODINGS, GridConvoluti
 from headmix_vision.layers.cores import CORES
 from headmix_vision.layers.cores.base import AttentionCore, LayerSpec
 from headmix_vision.layers.head_mixes import HEAD_MIXES
+from headmix_vision.layers.padding import is_of_keys, join_key_masks
 from headmix_vision.layers.positions import Rotation
-from headmix_vision.ops import TokenGrid, TokenRanks
+from headmix_vision.ops import SampleGrids, TokenGrid, TokenRanks
 from headmix_vision.ops.dispatch import as_axes
 from headmix_vision.ops.token_grid import repeated, with_shape
 
@@ -56,10 +57,22 @@ class HeadMixAttention(nn.Module):
         Under context parallelism (:meth:`context_parallel`) ``x`` and ``rotation`` hold this rank's tokens, while
         ``grid`` is the full grid.
 
+    Padding:
+        ``key_mask`` (bool [B, N], prefix tokens included) is False for padding. Outputs of real tokens do not depend
+        on padding: sums, denominators, scans, scores and convolutions leave it out. Heads return zeros for padding, so
+        the layer returns the bias of ``proj`` there. In place of ``key_mask`` all cores take an ``attn_mask`` of shape
+        [B, 1, 1, N]: bool, or 0 for real tokens and ``-inf`` or the smallest number of its type for padding.
+
+        Where samples have grids of their own, ``grid`` is a :class:`~headmix_vision.ops.SampleGrids` and ``x`` holds
+        prefix tokens, the tokens of each sample and its padding. Each sample has the outputs that it has alone:
+        blocks, scans and convolutions follow its own grid. ``rotation`` then has a table for each sample without
+        its prefix tokens, [B, N, H or 1, D / 2]. On the CPU a sample without a real token is refused. Elsewhere reading
+        the mask would hold up every call, and the outputs of its heads are zero.
+
     Raises:
         InputError: for an unknown core or head mix, an option that it does not take, heads not dividing the width,
-            blocks not fitting the grid, and, when called, a number of tokens that is not the grid's, or a mask or
-            rotary positions that the core or the mix cannot take.
+            blocks not fitting the grid, and, when called, a number of tokens that is not the grid's, or a mask, grids
+            of samples or rotary positions that the core or the mix cannot take.
     """
 
     def __init__(
@@ -229,17 +242,54 @@ class HeadMixAttention(nn.Module):
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        grid: tuple[int, ...] | None = None,
+        grid: tuple[int, ...] | SampleGrids | None = None,
         rotation: Rotation | None = None,
+        key_mask: Tensor | None = None,
     ) -> Tensor:
-        tokens = self.grid if grid is None else with_shape(self.grid, tuple(grid))
-        x = self._encode(x, tokens)
+        samples, tokens = None, self.grid
+        if isinstance(grid, SampleGrids):
+            samples, tokens = grid, with_shape(tokens, (grid.num_tokens,))
+        elif grid is not None:
+            tokens = with_shape(tokens, tuple(grid))
+        if attn_mask is not None or key_mask is not None or samples is not None:
+            attn_mask, key_mask = self._masks(x, tokens, samples, attn_mask, key_mask)
+        x = self._encode(x, tokens, key_mask, samples)
         q, k, v = self._project(x)
         places = tokens if self.repeats == 1 else repeated(tokens, self.repeats)
-        out = self.core(q, k, v, places, **self._core_arguments(x, attn_mask, is_causal, rotation))
-        return self._finish(x, out, None if self.lepe is None else self._convolve_values(v.flatten(2), tokens))
+        arguments = self._core_arguments(x, attn_mask, is_causal, rotation)
+        if key_mask is not None:
+            arguments |= self._padding_arguments(key_mask, samples, rotation)
+        out = self.core(q, k, v, places, **arguments)
+        convolved = None if self.lepe is None else self._convolve_values(v.flatten(2), tokens, key_mask, samples)
+        return self._finish(x, out, convolved)
 
-    def _encode(self, x: Tensor, tokens: TokenGrid) -> Tensor:
+    def _masks(
+        self,
+        x: Tensor,
+        tokens: TokenGrid,
+        samples: SampleGrids | None,
+        attn_mask: Tensor | None,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Join all that marks padding in one key mask; a mask of keys stays with softmax if no convolution reads x."""
+        softmax_alone = self.core.forms_weights and self.repeats == 1 and self.cpe is None and self.lepe is None
+        of_keys = None
+        if isinstance(attn_mask, Tensor) and not softmax_alone and is_of_keys(attn_mask, x):
+            of_keys, attn_mask = attn_mask, None
+        if isinstance(key_mask, torch.fx.Proxy):
+            _refuse_in_graph(key_mask)
+            key_mask = None
+        if self.ranks is not None and any(one is not None for one in (key_mask, of_keys, samples)):
+            raise InputError("tokens on several ranks take no key mask and no grid for each sample.")
+        return attn_mask, join_key_masks(x, key_mask, of_keys, samples, tokens.num_prefix_tokens)
+
+    def _encode(
+        self,
+        x: Tensor,
+        tokens: TokenGrid,
+        key_mask: Tensor | None = None,
+        samples: SampleGrids | None = None,
+    ) -> Tensor:
         """Check the number of tokens, then apply the input norm and the positional encoding, where there are any."""
         ranks = self.ranks
         _check_tokens(x, tokens if ranks is None else ranks.local(tokens))
@@ -247,7 +297,23 @@ class HeadMixAttention(nn.Module):
         if self.cpe is None:
             return x
         x = _as_projections_read(x)
+        if key_mask is not None:
+            return cast(Tensor, self.cpe.of_padded(x, tokens, key_mask, samples))
         return cast(Tensor, self.cpe(x, tokens) if ranks is None else self.cpe.of_rank(x, tokens, ranks))
+
+    def _padding_arguments(
+        self, key_mask: Tensor, samples: SampleGrids | None, rotation: Rotation | None
+    ) -> dict[str, Any]:
+        """Return the arguments that tell the core of padding, and refuse what it cannot take."""
+        self.core.check_padding(samples)
+        if samples is not None and rotation is not None and rotation[0].shape[:2] != samples.valid.shape:
+            raise InputError(
+                f"rotary positions of samples with grids of their own must be [B, N, H or 1, D / 2] with B, N ="
+                f" {tuple(samples.valid.shape)}, got {tuple(rotation[0].shape)}."
+            )
+        repeated_mask = key_mask if self.repeats == 1 else key_mask.repeat_interleave(self.repeats, 1)
+        arguments: dict[str, Any] = {"key_mask": repeated_mask}
+        return arguments if samples is None else arguments | {"sample_grids": samples}
 
     def _core_arguments(
         self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, rotation: Rotation | None
@@ -293,10 +359,15 @@ class HeadMixAttention(nn.Module):
         out, state = self.core.stream(q, k, v, tokens.repeat(self.repeats), state, **rotated)
         return self._finish(x, out), state
 
-    def _convolve_values(self, values: Tensor, tokens: TokenGrid) -> Tensor:
+    def _convolve_values(
+        self, values: Tensor, tokens: TokenGrid, key_mask: Tensor | None, samples: SampleGrids | None
+    ) -> Tensor:
         """Convolve values [B, N, C] on the grid, with zeros for prefix tokens."""
         lepe, ranks = cast(GridConvolution, self.lepe), self.ranks
-        out = lepe(values, tokens) if ranks is None else lepe.of_rank(values, tokens, ranks)
+        if key_mask is not None:
+            out = cast(Tensor, lepe.of_padded(values, tokens, key_mask, samples))
+        else:
+            out = lepe(values, tokens) if ranks is None else lepe.of_rank(values, tokens, ranks)
         first = (tokens if ranks is None else ranks.local(tokens)).num_prefix_tokens
         return F.pad(out[:, first:], (0, 0, first, 0)) if first else out
 
@@ -444,8 +515,19 @@ def _assert_mixed(heads: int, places: int, *tensors: Tensor) -> None:
 
 
 @torch.fx.wrap
+def _refuse_in_graph(key_mask: Tensor | None) -> None:
+    if key_mask is not None:
+        raise InputError(
+            "a graph of torch.fx takes no key_mask: call the layer itself, or compile it with torch.compile."
+        )
+
+
+@torch.fx.wrap
 def _refuse_masks(attn_mask: Tensor | None, is_causal: bool, core: str, repeats: int) -> None:
     if attn_mask is not None or is_causal:
         alone = " whose tokens are not repeated by a head mix" if repeats > 1 else ""
         places = f" with {repeats} pseudo-tokens per token" if repeats > 1 else ""
-        raise InputError(f"attn_mask and is_causal need the 'softmax' core{alone}, not {core}{places}.")
+        raise InputError(
+            f"attn_mask and is_causal need the 'softmax' core{alone}, not {core}{places}. Give padding as a"
+            " key_mask, bool [B, N], or as an attn_mask of keys alone, [B, 1, 1, N]."
+        )

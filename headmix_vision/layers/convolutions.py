@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenGrid, TokenRanks
+from headmix_vision.ops import SampleGrids, TokenGrid, TokenRanks
 from headmix_vision.ops.grid_conv.api import bind_grid_conv
 from headmix_vision.ops.grid_conv.torch_impl import convolve_grid
 from headmix_vision.ops.token_ranks import flatten_tokens, unflatten_tokens
@@ -88,6 +88,37 @@ class GridConvolution(nn.Module):
         wide_grid = replace(held, shape=tuple(wide.shape[1:-2]))
         prefix, out = unflatten_tokens(self(flatten_tokens(prefix, wide, 1), wide_grid), wide_grid, 1)
         return flatten_tokens(prefix, out.narrow(axis, reach * (ranks.rank > 0), places.shape[axis]), 1)
+
+    def of_padded(
+        self, x: Tensor | Sequence[Tensor], grid: TokenGrid, key_mask: Tensor, sample_grids: SampleGrids | None
+    ) -> Any:
+        """Convolve the tokens [B, N, C], or parts of their channels, of a batch with padding, which is read as zeros.
+
+        Args:
+            x: as in ``forward``.
+            grid: the tokens; with ``sample_grids`` its prefix tokens and repeats alone are read.
+            key_mask: bool [B, N], False for padding.
+            sample_grids: the grid of each sample, without prefix tokens; None where all have ``grid``.
+
+        Returns:
+            As ``forward``, zeros for padding.
+        """
+        single = isinstance(x, Tensor)
+        given: list[Any] = [x] if single else list(x)
+        parts: list[Tensor] = [y.masked_fill(~key_mask[..., None], 0) for y in given]
+        layout = None
+        if sample_grids is not None:
+            gaps = tuple([self.reach(axis) for axis in range(len(sample_grids.shapes[0]))])
+            grid, layout = sample_grids.sheet(gaps, grid.num_prefix_tokens, grid.repeats)
+            *parts, key_mask = layout.spread(*parts, key_mask)
+        out = self._of_real(parts[0] if single else parts, grid, key_mask)
+        parts = [out] if single else out
+        parts = layout.collect(*parts) if layout else [y.masked_fill(~key_mask[..., None], 0) for y in parts]
+        return parts[0] if single else parts
+
+    def _of_real(self, x: Tensor | Sequence[Tensor], grid: TokenGrid, key_mask: Tensor) -> Any:
+        """Convolve tokens that are zero where ``key_mask`` [B, N] is False."""
+        return self(x, grid)
 
     def reach(self, axis: int) -> int:
         """Return how many tokens away the kernel reads along an axis."""
@@ -191,13 +222,18 @@ class FactorisedPositionEncoding(ConvPositionEncoding):
     def reach(self, axis: int) -> int:
         return super().reach(axis - 1) if axis else self.time.kernel_size[0] // 2
 
-    def forward(self, x: Any, grid: TokenGrid) -> Any:
+    def _of_real(self, x: Any, grid: TokenGrid, key_mask: Tensor) -> Any:
+        return self(x, grid, key_mask)
+
+    def forward(self, x: Any, grid: TokenGrid, key_mask: Tensor | None = None) -> Any:
         T, H, W = grid.shape
         first = grid.repeats * grid.num_prefix_tokens
         tokens = x[:, first:]
         frames = tokens.unflatten(1, (T, -1)).flatten(0, 1)
         (convolved,) = _convolve([frames], self.proj, TokenGrid((H, W), 0, grid.repeats))
         clips = convolved.unflatten(0, (-1, T)).flatten(1, 2)
+        if key_mask is not None:  # the first convolution writes to padding, which the second one reads
+            clips = clips.masked_fill(~key_mask[:, first:, None], 0)
         tokens = tokens + _convolve([clips], self.time, TokenGrid((T, H * W), 0, grid.repeats))[0]
         return torch.cat([x[:, :first], tokens], 1) if first else tokens
 

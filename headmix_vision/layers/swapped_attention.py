@@ -18,8 +18,9 @@ from headmix_vision.layers.convolutions import ConvPositionEncoding, GridConvolu
 from headmix_vision.layers.cores import CORES
 from headmix_vision.layers.cores.base import LayerSpec
 from headmix_vision.layers.head_mixes import HEAD_MIXES
+from headmix_vision.layers.padding import grids_of
 from headmix_vision.layers.positions import Rotation
-from headmix_vision.ops import TokenGrid
+from headmix_vision.ops import SampleGrids, TokenGrid
 from headmix_vision.ops.dispatch import as_axes
 
 
@@ -29,6 +30,10 @@ class GridOfCall(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Tokens along each axis, prefix tokens left out."""
+
+    @property
+    def varies(self) -> bool:
+        """Whether samples of a call may have grids of their own, which the mask then carries."""
 
 
 @dataclass(frozen=True)
@@ -204,16 +209,25 @@ class SwappedAttention(HeadMixAttention):
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        grid: tuple[int, ...] | None = None,
+        grid: tuple[int, ...] | SampleGrids | None = None,
         rotation: Rotation | None = None,
+        key_mask: Tensor | None = None,
         rope: Tensor | None = None,
-        **arguments: Any,
     ) -> Tensor:
-        grid = self.grid_of_call.shape if grid is None else grid
         if rope is not None:
             sin, cos = rope.chunk(2, -1)
             rotation = self._rotation(sin, cos)
-        return super().forward(x, attn_mask, is_causal, grid, rotation, **arguments)
+        if grid is None and attn_mask is not None and self.grid_of_call.varies:
+            return self._of_samples(x, attn_mask, is_causal, rotation, key_mask)
+        grid = self.grid_of_call.shape if grid is None else grid
+        return super().forward(x, attn_mask, is_causal, grid, rotation, key_mask)
+
+    @torch.compiler.disable  # each batch has other grids, for each of which it would compile anew
+    def _of_samples(
+        self, x: Tensor, attn_mask: Tensor, is_causal: bool, rotation: Rotation | None, key_mask: Tensor | None
+    ) -> Tensor:
+        grid = grids_of(attn_mask) or self.grid_of_call.shape
+        return super().forward(x, attn_mask, is_causal, grid, rotation, key_mask)
 
     def _rotation(self, sin: Tensor, cos: Tensor) -> Rotation:
         """Turn tables with a value for each channel, [N, D], [H, N, D] or [B, H, N, D], into those of the cores."""

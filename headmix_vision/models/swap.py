@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headmix_vision.errors import InputError, check_counts, check_keywords, is_whole, keywords, pair
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.swapped_attention import GridOfCall, Names, SwappedAttention
+from headmix_vision.models.naflex import NaFlexEmbeds, NaFlexGrid
 from headmix_vision.ops import TokenGrid
 
 
@@ -142,9 +143,10 @@ def swap_attention(
 
     It takes timm's models whose blocks hold attention of ``timm.layers`` (also with rotary positions, norms of queries
     and keys, a gate or grouped queries), EVA and BEiT, and ViT, DeiT, DINOv2 and DINOv3 of transformers. The grid
-    follows ``set_input_size`` and ``dynamic_img_size``. With gradient checkpointing and ``dynamic_img_size``, run the
-    backward pass before a forward pass on another size. Rotary positions rotate features in the numerator and not in
-    the denominator. For example::
+    follows ``set_input_size`` and ``dynamic_img_size``. NaFlexVit takes batches of pictures of several grids, with
+    ``patch_coord`` and ``patch_valid``: each picture has the outputs that it has alone. With gradient checkpointing and
+    ``dynamic_img_size``, run the backward pass before a forward pass on another size. Rotary positions rotate features
+    in the numerator and not in the denominator. For example::
 
         model = timm.create_model("vit_small_patch14_dinov2", pretrained=True)
         print(headmix_vision.swap_attention(model, "mhla", softmax_every=3))
@@ -192,6 +194,8 @@ def swap_attention(
     for owner, module in modules.items():
         grid_of_call = grids[owner][0]
         grid_of_call.embed.register_forward_hook(grid_of_call)
+        if isinstance(grid_of_call, NaFlexGrid):
+            module._forward_embeds = NaFlexEmbeds(module)  # type: ignore[assignment]
         _leave_out_shared_bias(module)
         of_owner = [name for name in chosen if owners[name][0] == owner]
         _record(model, cast(str, owner), of_owner, {"core": core, "head_mix": head_mix, **options})
@@ -301,6 +305,8 @@ def _name_of(layer: object, numbered: list[str], found: Collection[str], kept: d
 class _ImageGrid:
     """Token grid of the images that timm's patch embedding was last called with."""
 
+    varies = False
+
     def __init__(self, embed: Any) -> None:
         self.embed, self.seen = embed, tuple(embed.grid_size)
 
@@ -313,20 +319,10 @@ class _ImageGrid:
             self.seen = tuple(self.embed.dynamic_feat_size(inputs[0].shape[-2:]))
 
 
-class _NaFlexGrid:
-    """Token grid of the images that NaFlexVit was last called with, all of one size."""
-
-    def __init__(self, embed: Any, shape: tuple[int, ...]) -> None:
-        self.embed, self.shape = embed, shape
-
-    def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> None:
-        if output[1] is None:
-            raise InputError("swapped layers take images of one size, [B, C, H, W], not patches with coordinates.")
-        self.shape = tuple(output[1])
-
-
 class _PixelGrid:
     """Token grid of the images that the patch embedding of transformers was last called with."""
+
+    varies = False
 
     def __init__(self, embed: nn.Module, config: Any) -> None:
         self.embed, self.patch = embed, pair("patch_size", config.patch_size)
@@ -347,7 +343,7 @@ def _grid_of(module: Any) -> tuple[Any, int] | None:
         return _ImageGrid(embed), module.num_prefix_tokens
     if _class_of(module) == "timm.models.naflexvit.NaFlexVit":
         shape = module.embeds.pos_embed_grid_size or module.embeds.default_grid_size
-        return _NaFlexGrid(module.embeds, tuple(shape)), module.num_prefix_tokens
+        return NaFlexGrid(module.embeds, tuple(shape)), module.num_prefix_tokens
     if hasattr(embeddings, "patch_embeddings") and hasattr(getattr(module, "config", None), "patch_size"):
         tokens = (getattr(embeddings, name, None) for name in ("cls_token", "register_tokens", "distillation_token"))
         prefix = sum(token.shape[1] for token in tokens if token is not None)
@@ -373,7 +369,7 @@ def _around(name: str) -> Iterator[str]:
 
 def _swapped(original: nn.Module, owner: Any, grid_of_call: GridOfCall, prefix: int, **options: Any) -> nn.Module:
     rate = getattr(getattr(owner, "patch_drop", None), "prob", 0)
-    if rate:
+    if rate and not isinstance(grid_of_call, NaFlexGrid):
         raise InputError(f"patch_drop_rate must be 0, got {rate}: dropped patches leave holes in the token grid.")
     if "forward" in vars(original):
         raise InputError("its forward was replaced, as hooks of accelerate do: remove them before the swap.")

@@ -34,6 +34,11 @@ def is_plain(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and has_plain_type(x) and not is_transforming()
 
 
+def values_are_at_hand(x: Tensor) -> bool:
+    """Return whether reading values is free; an accelerator would have to wait."""
+    return x.device.type == "cpu" and is_plain(x)
+
+
 def has_plain_type(x: Tensor) -> bool:
     """Return whether the type of a tensor is not a subclass, which may have its own way with ops."""
     return type(x) in _PLAIN

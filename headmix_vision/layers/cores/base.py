@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.layers.positions import Rotation
-from headmix_vision.ops import TokenGrid
+from headmix_vision.ops import SampleGrids, TokenGrid
 from headmix_vision.registry import Registry
 
 
@@ -57,7 +57,10 @@ class AttentionCore(nn.Module):
         of this call, whose number may differ from the spec. A core that can rotate (``check_rotation``) is called with
         the further argument ``rotation`` where positions are rotary. Under context parallelism a core that supports it
         (``check_ranks``) is called with the further argument ``ranks``. Tensors and rotation then hold this rank's
-        tokens, and ``grid`` is the full grid.
+        tokens, and ``grid`` is the full grid. A core that supports padding (``check_padding``) is called with the
+        further argument ``key_mask`` [B, N] where there is some, True for real tokens: outputs of real tokens do not
+        depend on padding, and outputs of padding are zero. Where samples have grids of their own, the further argument
+        ``sample_grids`` holds them, and ``grid`` is the padded sequence.
 
     Attributes:
         forms_weights: the core forms a weight for each pair of tokens; it accepts ``attn_drop`` and is called with the
@@ -130,6 +133,10 @@ class AttentionCore(nn.Module):
     def check_rotation(self) -> None:
         """Raise InputError if the core cannot take rotary positions; it then has no argument ``rotation``."""
         raise InputError(f"{type(self).__name__} takes no rotary positions.")
+
+    def check_padding(self, sample_grids: SampleGrids | None) -> None:
+        """Raise InputError if the core cannot leave out padding, or cannot take a grid for each sample."""
+        raise InputError(f"{type(self).__name__} takes no key mask.")
 
     def check_ranks(self) -> None:
         """Raise InputError if tokens of a sample cannot lie on several ranks; there is then no argument ``ranks``."""

@@ -19,7 +19,7 @@ from headmix_vision.layers.block_mixing import clip_keep_inward_gradient
 from headmix_vision.layers.convolutions import GridConvolution
 from headmix_vision.layers.cores.base import CORES, AttentionCore, LayerSpec
 from headmix_vision.layers.positions import Rotation, rotate
-from headmix_vision.ops import TokenGrid, TokenScan
+from headmix_vision.ops import SampleGrids, TokenGrid, TokenScan
 from headmix_vision.ops.dispatch import Bound, kept
 from headmix_vision.ops.head_in_head.api import IMPL_NAMES, plan_head_in_head
 from headmix_vision.ops.head_in_head.torch_impl import Inputs
@@ -129,11 +129,44 @@ class HeadInHeadCore(AttentionCore):
             raise InputError(f"rotary positions need sub-heads of even size, got {self.head_dim} / {r} channels.")
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, *, x: Tensor, rotation: Rotation | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid,
+        *,
+        x: Tensor,
+        rotation: Rotation | None = None,
+        key_mask: Tensor | None = None,
+        sample_grids: SampleGrids | None = None,
     ) -> Tensor:
-        scanned = self._scanned(q, k, v, grid, x, rotation)
-        out: Tensor = self.bind(grid)(*scanned)
-        return out
+        scanned = self._scanned(q, k, v, grid, x, rotation, key_mask, sample_grids)
+        return self._scan(grid, key_mask, sample_grids, *scanned)
+
+    def _scan(
+        self, grid: TokenGrid, key_mask: Tensor | None, sample_grids: SampleGrids | None, *scanned: Tensor
+    ) -> Tensor:
+        out: Tensor = (
+            self.bind(grid)(*scanned) if sample_grids is None else self._scan_samples(grid, sample_grids, *scanned)
+        )
+        return out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)
+
+    def _scan_samples(self, grid: TokenGrid, sample_grids: SampleGrids, *scanned: Tensor) -> Tensor:
+        """Sort the tokens of each sample for each order; steps of padding change no memory."""
+        run = bind_scans(grid, "forward" if self.scans == "forward" else "bidirectional", self.impl)
+        outputs = []
+        for order in dict.fromkeys(order for order, _ in SCANS[self.scans]):
+            layout = sample_grids.scan(order, grid.num_prefix_tokens, grid.repeats)
+            if layout is None:
+                outputs.append(run(*scanned))
+            else:
+                *tokens, mask = scanned
+                moved = layout.spread(*tokens, *([mask] if self.mask.per_token else []))
+                outputs += layout.collect(run(*moved, *([] if self.mask.per_token else [mask])))
+        return sum(outputs[1:], outputs[0])
+
+    def check_padding(self, sample_grids: SampleGrids | None) -> None:
+        """Accept padding: its steps write nothing, and memories do not decay there."""
 
     def bind(self, grid: TokenGrid) -> Bound:
         """Return the call of queries, keys, values, strengths, decays and masks."""
@@ -142,15 +175,28 @@ class HeadInHeadCore(AttentionCore):
     def linear_map(
         self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, **arguments: Any
     ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        padding = arguments.get("key_mask"), arguments.get("sample_grids")
         q, k, v, *gates = self._scanned(q, k, v, grid, **arguments)
-        return lambda values: self.bind(grid)(q, k, values, *gates), v
+        return lambda values: self._scan(grid, *padding, q, k, values, *gates), v
 
     def _scanned(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid, x: Tensor, rotation: Rotation | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid,
+        x: Tensor,
+        rotation: Rotation | None = None,
+        key_mask: Tensor | None = None,
+        sample_grids: SampleGrids | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Make queries, keys, values, strengths, decays and masks of the scans."""
         if self.conv is not None:
-            parts = self.conv([y.flatten(2) for y in (q, k, v)], grid)
+            parts = [y.flatten(2) for y in (q, k, v)]
+            if key_mask is None:
+                parts = self.conv(parts, grid)
+            else:
+                parts = self.conv.of_padded(parts, grid, key_mask, sample_grids)
             q, k, v = [y.unflatten(-1, (-1, self.head_dim)) for y in parts]
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
@@ -165,6 +211,8 @@ class HeadInHeadCore(AttentionCore):
             beta = (beta.unsqueeze(2) * shares.mT).flatten(1, 2)
             log_decay = F.pad(log_decay.unsqueeze(2), (0, 0, 0, grid.repeats - 1)).flatten(1, 2)
             mask = mask.repeat_interleave(grid.repeats, 1) if self.mask.per_token else mask
+        if key_mask is not None:
+            beta, log_decay = (y.masked_fill(~key_mask[..., None], 0) for y in (beta, log_decay))
         return q, k, v, beta, log_decay, mask
 
     def flops(self, grid: TokenGrid) -> int:

@@ -14,7 +14,7 @@ from headmix_vision.errors import InputError, check_flags, check_numbers
 from headmix_vision.layers.block_mixing import MixingMatrix, mixing_of_first, mixing_of_rows
 from headmix_vision.layers.cores.base import CORES, AttentionCore, LayerSpec
 from headmix_vision.layers.positions import Rotation, rotate
-from headmix_vision.ops import MHLAState, TokenBlocks, TokenGrid, TokenRanks, mhla_step
+from headmix_vision.ops import MHLAState, SampleGrids, TokenBlocks, TokenGrid, TokenRanks, mhla_step
 from headmix_vision.ops.dispatch import Bound, kept
 from headmix_vision.ops.mhla.api import bind_mhla, check_options
 from headmix_vision.ops.mhla.recurrent import mhla_rows
@@ -64,20 +64,51 @@ class LinearCore(AttentionCore):
         *,
         rotation: Rotation | None = None,
         ranks: TokenRanks | None = None,
+        key_mask: Tensor | None = None,
+        sample_grids: SampleGrids | None = None,
     ) -> Tensor:
         mixing = () if self.mixing is None else (self.mixing(),)
-        rotated = () if rotation is None else (rotation[0], rotation[1])
-        out: Tensor = self.bind(grid, ranks)(q, k, v, *mixing, *rotated)
+        if sample_grids is not None and self.mixing is not None:
+            return self._of_samples(q, k, v, grid, rotation, key_mask, sample_grids)
+        out: Tensor = self.bind(grid, ranks)(q, k, v, *mixing, *_further(rotation, key_mask))
         return out
 
     def bind(self, grid: TokenGrid, ranks: TokenRanks | None = None) -> Bound:
-        """Return the call of q, k, v and, where positions are rotary, cosines and sines."""
+        """Return the call of q, k, v and, where there are some, cosines and sines of positions, and the key mask."""
         return bind_linear(grid, ranks, **self.options)
+
+    def _of_samples(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid,
+        rotation: Rotation | None,
+        key_mask: Tensor | None,
+        sample_grids: SampleGrids,
+    ) -> Tensor:
+        """Put the tokens of each sample into the blocks of its own grid, and attend to equal blocks with a mask."""
+        assert self.mixing is not None and key_mask is not None
+        block_grid = self.mixing.blocks.block_grid
+        blocks, layout = sample_grids.blocks(block_grid, grid.num_prefix_tokens, grid.repeats)
+        if rotation is not None:  # of the grid's tokens alone, without prefix tokens and pseudo-tokens
+            cos, sin = sample_grids.blocks(block_grid)[1].spread(*rotation)
+            rotation = cos, sin
+        q, k, v, key_mask = layout.spread(q, k, v, key_mask)
+        out = bind_equal_blocks(blocks, **self.options)(q, k, v, self.mixing(), *_further(rotation, key_mask))
+        return layout.collect(out)[0]
 
     def check_rotation(self) -> None:
         """Refuse rotary positions beside the normalizer of the released code, which has no rotated form."""
         if self.options["normalizer"] == "source_block":
             raise InputError("rotary positions need the normalizer 'paper' or None, not 'source_block'.")
+
+    def check_padding(self, sample_grids: SampleGrids | None) -> None:
+        """Refuse masks beside the normalizer of the released code, and grids of samples in causal rows of blocks."""
+        if self.options["normalizer"] == "source_block":
+            raise InputError("a key mask needs the normalizer 'paper' or None, not 'source_block'.")
+        if sample_grids is not None and self.causal == "rows":
+            raise InputError("causal='rows' needs one grid for all samples of a batch.")
 
     def check_ranks(self) -> None:
         """Refuse causal attention, and the normalizer of the released code, which takes queries of all blocks."""
@@ -148,7 +179,7 @@ class MHLACore(LinearCore):
         self.mixing = MixingMatrix(blocks, heads, mixing_init, mixing_trainable, **spec.factory, clip=mixing_clip)
 
     def bind(self, grid: TokenGrid, ranks: TokenRanks | None = None) -> Bound:
-        """Return the call of q, k, v, the mixing and, where positions are rotary, cosines and sines."""
+        """Return the call of q, k, v, the mixing and, where there are some, cosines, sines and the key mask."""
         row = self.row_length if self.causal == "rows" else None
         return bind_mhla_core(grid, ranks, self.mixing.blocks.block_grid, row, **self.options)
 
@@ -245,7 +276,7 @@ class MHLACore(LinearCore):
     ) -> Tensor:
         """Compute the tokens of a piece by a step that is given."""
         step, largest = partial(attend, **PLAIN), blocks.max_block_size
-        return rotated_mhla(q, k, v, mixing, *rotation, attend=step, largest=largest, grid=grid, options=self.options)
+        return separate_mhla(q, k, v, mixing, *rotation, attend=step, largest=largest, grid=grid, options=self.options)
 
     def flops(self, grid: TokenGrid) -> int:
         """Count linear attention, and the mixing of the memories of all blocks.
@@ -282,12 +313,18 @@ def bind_linear(grid: TokenGrid, ranks: TokenRanks | None, **options: Any) -> Bo
     blocks = one if ranks is None else TokenBlocks(grid, (1,) * len(grid.shape))
     bound = bind_blocks(blocks, grid, ranks, lambda mixing: mixing, options)
 
-    def plan(q: Tensor, k: Tensor, v: Tensor, *rotation: Tensor) -> Callable[..., Tensor]:
+    def plan(q: Tensor, k: Tensor, v: Tensor, *further: Tensor | None) -> Callable[..., Tensor]:
         size = (blocks.num_blocks,) * 2
-        run = bound.plan(q, k, v, q.new_ones(size), *rotation)
-        return lambda q, k, v, *rotation: run(q, k, v, q.new_ones(size), *rotation)
+        run = bound.plan(q, k, v, q.new_ones(size), *further)
+        return lambda q, k, v, *further: run(q, k, v, q.new_ones(size), *further)
 
     return Bound(plan)
+
+
+@kept
+def bind_equal_blocks(blocks: TokenBlocks, **options: Any) -> Bound:
+    """Bind :func:`headmix_vision.ops.mhla` to the blocks of a padded batch, which are mixed as they are."""
+    return bind_blocks(blocks, blocks.grid, None, lambda mixing: mixing, options)
 
 
 def bind_blocks(
@@ -297,7 +334,10 @@ def bind_blocks(
     fit: Callable[[Tensor], Tensor],
     options: dict[str, Any],
 ) -> Bound:
-    """Bind :func:`headmix_vision.ops.mhla` to blocks; the call takes q, k, v, the mixing, and rotary positions if any.
+    """Bind :func:`headmix_vision.ops.mhla` to blocks.
+
+    The call takes q, k, v, the mixing and, each None where missing, cosines and sines of rotary positions, and the key
+    mask.
 
     Args:
         blocks: of all tokens.
@@ -313,10 +353,10 @@ def bind_blocks(
     def weigh(mixing: Tensor) -> Tensor:
         return per_token(fit(mixing), grid, options)
 
-    def plan(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *rotation: Tensor) -> Callable[..., Tensor]:
-        if rotation:
+    def plan(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *further: Tensor | None) -> Callable[..., Tensor]:
+        if further:
             return partial(
-                rotated_mhla, attend=plain, weigh=weigh, largest=blocks.max_block_size, grid=held_grid, options=options
+                separate_mhla, attend=plain, weigh=weigh, largest=blocks.max_block_size, grid=held_grid, options=options
             )
         weighed = weigh(mixing)
         run = op.planned(q, k, v, weighed)
@@ -328,13 +368,14 @@ def bind_blocks(
 PLAIN: dict[str, Any] = {"normalizer": None, "feature_map": "identity", "eps": 1e-6}  # products and sums alone
 
 
-def rotated_mhla(
+def separate_mhla(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mixing: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    key_mask: Tensor | None = None,
     *,
     attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     largest: int,
@@ -342,14 +383,16 @@ def rotated_mhla(
     options: dict[str, Any],
     weigh: Callable[[Tensor], Tensor] = lambda mixing: mixing,
 ) -> Tensor:
-    """Compute :func:`headmix_vision.ops.mhla` with features rotated in the numerator, not in the denominator.
+    """Compute the numerator and the denominator of :func:`headmix_vision.ops.mhla` apart.
 
-    Rotated features may be negative: a denominator of them could be zero. In types below float32 both sums are rounded
-    before they are divided.
+    Rotary positions rotate the features of the numerator alone: rotated features may be negative, and a denominator of
+    them could be zero. A key mask sets features and values of padding to zero after the feature map, whose ``eps``
+    would add them to both sums again. In types below float32 both sums are rounded before they are divided.
 
     Args:
         q, k, v, mixing: as in ``mhla``.
-        cos, sin: rotary positions of the tokens.
+        cos, sin: rotary positions of the tokens, or None.
+        key_mask: bool [B, N], False for padding, whose outputs are zero; or None.
         attend: ``mhla`` of q, k, v and the mixing, with the options ``PLAIN``.
         largest: tokens in the largest block.
         grid: the tokens.
@@ -358,6 +401,10 @@ def rotated_mhla(
     """
     normalizer, feature_map, eps = options["normalizer"], options["feature_map"], options["eps"]
     q, k = (apply_feature_map(y.to(accumulation_dtype(y.dtype)), feature_map, eps) for y in (q, k))
+    ones, padding = v.new_ones(*v.shape[:3], 1), None
+    if key_mask is not None:
+        padding = ~key_mask[..., None, None]
+        q, k, v, ones = (y.masked_fill(padding, 0) for y in (q, k, v, ones))
     mixing = weigh(mixing)
     if normalizer is not None:  # cancels, and keeps sums within the range of float16
         mixing = mixing / largest
@@ -365,8 +412,18 @@ def rotated_mhla(
     def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q.type_as(v), k.type_as(v), v, mixing)
 
-    out = mix(rotate(q, (cos, sin), grid), rotate(k, (cos, sin), grid), v)
-    return out if normalizer is None else out / mix(q, k, v.new_ones(*v.shape[:3], 1))
+    rotation = None if cos is None or sin is None else (cos, sin)
+    out = mix(*((q, k, v) if rotation is None else (rotate(q, rotation, grid), rotate(k, rotation, grid), v)))
+    if normalizer is None:
+        return out
+    sums = mix(q, k, ones)
+    return out / (sums if padding is None else sums.masked_fill(padding, 1))
+
+
+def _further(rotation: Rotation | None, key_mask: Tensor | None) -> tuple[Tensor | None, ...]:
+    """List the tensors that a call takes after its usual ones."""
+    rotated = () if rotation is None else (rotation[0], rotation[1])
+    return rotated if key_mask is None else (*(rotated or (None, None)), key_mask)
 
 
 def per_token(mixing: Tensor, grid: TokenGrid, options: dict[str, Any]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.layers.cores.base import CORES, AttentionCore, LayerSpec
 from headmix_vision.layers.positions import Rotation, rotate
-from headmix_vision.ops import TokenGrid, TokenWindow
+from headmix_vision.ops import SampleGrids, TokenGrid, TokenWindow
 from headmix_vision.ops.dispatch import kept
 
 
@@ -44,19 +44,29 @@ class SoftmaxCore(AttentionCore):
         attn_mask: Tensor | None,
         is_causal: bool,
         rotation: Rotation | None = None,
+        key_mask: Tensor | None = None,
+        sample_grids: SampleGrids | None = None,
     ) -> Tensor:
         _check_mask(attn_mask, q)
         if rotation is not None:
             q, k = (rotate(y, rotation, grid).type_as(v) for y in (q, k))
         if self.window is not None:
             attn_mask = _window_mask(attn_mask, is_causal, grid, self.window, q)
+        if key_mask is not None:
+            attn_mask = _join_key_mask(attn_mask, is_causal, key_mask)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         dropout = self.attn_drop if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal)
-        return out.transpose(1, 2)
+        out = out.transpose(1, 2)
+        return out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)
 
     def check_rotation(self) -> None:
         """Accept rotary positions, of queries and keys."""
+
+    def check_padding(self, sample_grids: SampleGrids | None) -> None:
+        """Refuse a window on grids that differ between samples."""
+        if sample_grids is not None and self.window is not None:
+            raise InputError(f"window={self.window} needs one grid for all samples of a batch.")
 
     def set_grid(self, grid: TokenGrid) -> None:
         """Adopt another token grid; a window must fit it."""
@@ -83,6 +93,17 @@ def _window_mask(
 
 
 _window = kept(TokenWindow)
+
+
+@torch.fx.wrap
+def _join_key_mask(attn_mask: Tensor | None, is_causal: bool, key_mask: Tensor) -> Tensor:
+    """Leave padding out of the keys of a mask, bool or added to scores."""
+    if is_causal:
+        raise InputError("is_causal cannot be joined with a key mask: give both in attn_mask.")
+    keys = key_mask[:, None, None]
+    if attn_mask is None:
+        return keys
+    return attn_mask & keys if attn_mask.dtype == torch.bool else attn_mask.masked_fill(~keys, -torch.inf)
 
 
 @torch.fx.wrap

@@ -19,6 +19,7 @@ from headmix_vision.ops.dispatch import (
     is_plain,
     kept,
     select,
+    values_are_at_hand,
     why_not_triton,
 )
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
@@ -83,7 +84,7 @@ def _check_common(
 
 
 def _check_decay(log_decay: Tensor) -> None:
-    if _values_are_at_hand(log_decay) and (log_decay > 0).any():
+    if values_are_at_hand(log_decay) and (log_decay > 0).any():
         raise InputError(f"log_decay must not be above 0, got {log_decay.max().item():.4g}: the state would grow.")
 
 
@@ -134,11 +135,6 @@ def _check_permutation(scan: Tensor) -> None:
 
 def _is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _values_are_at_hand(x: Tensor) -> bool:
-    """Return whether reading values is free; an accelerator would have to wait."""
-    return x.device.type == "cpu" and is_plain(x)
 
 
 State = tuple[Tensor, Tensor]  # output and final state
@@ -221,6 +217,8 @@ def head_in_head(
     ``r = 1`` with a mask of one is the gated delta rule. A symmetric positive semidefinite mask with unit diagonal and
     keys of norm at most 1 make the transition a contraction for beta in [0, 2]. Sums run in float32 (float64 for
     float64 inputs) whatever the input type, also under autocast.
+
+    A token with beta and log-decay 0 leaves the state as it is: give both to padding.
 
     Args:
         q: [B, N, H, Dk], queries in raster order, prefix tokens first; any floating type, any strides. Neither q nor k

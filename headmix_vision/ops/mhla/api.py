@@ -132,7 +132,9 @@ def mhla(
         normalizer: ``"paper"`` divides by the denominator above. ``"source_block"`` divides by the denominator of the
             released code, ``sum_b m[i, b] (q_b . z_b) + eps``, where ``q_b`` is the query at the same position in
             block ``b`` (a block without it adds nothing) and ``z_b`` the sum of its keys. ``None`` does not divide.
-        feature_map: ``"relu"``: relu(x) + eps, ``"elu1"``: elu(x) + 1 + eps, ``"identity"``: x.
+        feature_map: ``"relu"``: relu(x) + eps, ``"elu1"``: elu(x) + 1 + eps, ``"identity"``: x. To leave
+            padding out, apply the map before, set keys and values of padding to zero, and give ``"identity"``: the
+            ``eps`` of the other maps would add padding again.
         eps: see ``feature_map`` and ``normalizer``.
         causal: count only tokens up to and with the query itself, in the order of :meth:`TokenBlocks.order` (Appendix
             C): all blocks before, and of the query's own block the tokens before. So do the sums of the normalizers:
