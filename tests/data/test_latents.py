@@ -309,10 +309,7 @@ def test_a_cache_knows_its_images(images: Path, tmp_path: Path, capsys: pytest.C
     assert run(*pixel_arguments(moved, out)) == 0 and contents(out) == before
     (moved / "bee" / "bee1.png").rename(moved / "bee" / "bee9.png")
     line = refused(capsys, *pixel_arguments(moved, out))
-    assert (
-        f"{out} holds latents of other images than {moved}: names or sizes differ (first in shard-00001"
-        in line
-    )
+    assert f"{out} holds latents of other images than {moved}: names or sizes differ (first in shard-00001" in line
     (moved / "bee" / "bee9.png").rename(moved / "bee" / "bee1.png")
     write_image(moved / "cat" / "cat3.png", seed=7, size=(21, 16))
     assert "first in shard-00002" in refused(capsys, *pixel_arguments(moved, out))
