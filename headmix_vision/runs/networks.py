@@ -21,6 +21,8 @@ from headmix_vision.models.building import building
 from headmix_vision.models.headmix_vit import name_grid
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
 from headmix_vision.models.names import CORRECT, FAMILIES
+from headmix_vision.models.swap import SWAPPED
+from headmix_vision.models.swap_files import swapped_architecture
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,
@@ -84,8 +86,9 @@ def create_network(
     check_finite(state, checkpoint)
     if name == LITE0_MODEL and "conv_stem.weight" not in state:
         state = lite0_state(state, checkpoint)
-    classes = num_classes if num_classes is not None else get_pretrained_cfg_value(name, "num_classes")
-    classifier = get_pretrained_cfg_value(name, "classifier")
+    configured = swapped_architecture(model_args or {}) if name == SWAPPED else name
+    classes = num_classes if num_classes is not None else get_pretrained_cfg_value(configured, "num_classes")
+    classifier = get_pretrained_cfg_value(configured, "classifier")
     if new_head:
         own = _create(name, arguments).state_dict().items()
         state |= {entry: value for entry, value in own if entry.startswith(f"{classifier}.")}
