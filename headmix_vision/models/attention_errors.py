@@ -101,7 +101,7 @@ def tell_grid(pairs: Pairs, images: Tensor) -> None:
         pairs: attention layers of teacher and student.
         images: those that the teacher is given next, [B, C, H, W].
     """
-    grids = [layer.grid_of_call for _, layer in pairs if "grid_of_call" in vars(layer)]
+    grids: list[Any] = [layer.grid_of_call for _, layer in pairs if "grid_of_call" in vars(layer)]
     for grid in {id(grid): grid for grid in grids}.values():
         grid.embed(images)
 

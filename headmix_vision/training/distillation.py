@@ -144,7 +144,9 @@ class _StageSchedule:
             for group, rate in zip(groups, rates, strict=True):
                 group.pop("initial_lr", None)
                 group["lr"] = rate / peak * stage.lr
-            config = ScheduleConfig(warmup_epochs=stage.warmup_share * stage.steps, warmup_lr=0.0, min_lr=0.0)
+            config = ScheduleConfig(
+                warmup_epochs=stage.warmup_share * stage.steps, warmup_lr=stage.lr / 100, min_lr=0.0
+            )
             self.schedules[type(stage)] = make_schedule(optimizer, config, stage.steps, epoch_steps=1)
 
     def step_update(self, num_updates: int) -> None:
