@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import timm
-from torch import Tensor, nn
+from torch import nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.reading import check_fields, read_json
@@ -183,24 +183,6 @@ def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> M
     return made
 
 
-class Student(NamedTuple):
-    """A student that computes as its teacher does in all but attention.
-
-    Attributes:
-        name: Its name in timm.
-        arguments: Plain arguments of `timm.create_model`.
-        state: Its weights.
-        layers: Names of the layers that differ from the teacher's.
-        report: What was taken over, for a person to read.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    state: dict[str, Tensor]
-    layers: list[str]
-    report: str
-
-
 def make_student(
     teacher: Made,
     core: str = "mhla",
@@ -208,8 +190,8 @@ def make_student(
     head_mix: str | None = None,
     softmax_every: int = 0,
     options: dict[str, Any] | None = None,
-) -> Student:
-    """Make a student of a teacher by another attention; the teacher is not changed.
+) -> Made:
+    """Make a student that computes as its teacher does in all but attention; the teacher is not changed.
 
     A model of this package gets the core as its argument, every other model of timm by `swap_attention`.
 
@@ -234,10 +216,8 @@ def make_student(
         arguments = {**teacher.arguments, "core": core, "head_mix": head_mix, **options}
         network = _create(teacher.name, arguments, None, None).network
         converted = convert_state_dict(teacher.network.state_dict(), cast(HeadMixVisionTransformer, network))
-        names = [name for name, _ in network.named_modules() if name.endswith(".attn")]
-        report = f"new parameters: {', '.join(converted.new_parameters) or 'none'}"
-        return Student(teacher.name, arguments, converted.state_dict, names, report)
+        network.load_state_dict(converted.state_dict)
+        return Made(network.eval(), teacher.name, arguments)
     copied: Any = copy.deepcopy(teacher.network)
-    swapped = swap_attention(copied, core, layers, head_mix, softmax_every=softmax_every, **options)
-    arguments = {**teacher.arguments, **copied._model_args}
-    return Student(SWAPPED, arguments, copied.state_dict(), swapped.layers, str(swapped))
+    swap_attention(copied, core, layers, head_mix, softmax_every=softmax_every, **options)
+    return Made(copied, SWAPPED, {**teacher.arguments, **copied._model_args})

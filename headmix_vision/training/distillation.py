@@ -234,7 +234,7 @@ class DistilledClassifier(ImageClassifier):
             **common,
         )
         self.same_classes = self.num_classes == own_classes
-        state = {**self.net.state_dict(), **student.state}
+        state = {**self.net.state_dict(), **student.network.state_dict()}
         if not self.same_classes:
             state |= {name: value for name, value in self.net.state_dict().items() if name.startswith("head.")}
         self.net.load_state_dict(state)

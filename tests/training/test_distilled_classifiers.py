@@ -115,7 +115,7 @@ def test_the_first_stage_changes_attention_alone(teacher: str, tmp_path: Path) -
     config = write_config(tmp_path / "a.yaml", teacher, model__layers=[1], **options)
     assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
     made = open_teacher(teacher)
-    before = make_student(made, layers=[1], options={"block_grid": [2, 2]}).state
+    before = make_student(made, layers=[1], options={"block_grid": [2, 2]}).network.state_dict()
     after = open_network(tmp_path / "run")[0].state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.startswith("blocks.1.attn.") and "grid" not in name}
