@@ -14,9 +14,7 @@ from torch import nn
 from headmix_vision.errors import InputError
 from headmix_vision.files.reading import check_fields, read_json
 from headmix_vision.files.tensors import read_weights
-from headmix_vision.models.convert import convert_state_dict
 from headmix_vision.models.convert_transformers import transformers_to_timm
-from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
 from headmix_vision.models.names import CORRECT
 from headmix_vision.models.swap import SWAPPED, swap_attention
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, find_checkpoint, is_generator, read_checkpoint
@@ -193,31 +191,17 @@ def make_student(
 ) -> Made:
     """Make a student that computes as its teacher does in all but attention; the teacher is not changed.
 
-    A model of this package gets the core as its argument, every other model of timm by `swap_attention`.
-
     Args:
         teacher: The teacher.
         core: The new core.
         layers: Layers to swap, by number or name; all when None.
         head_mix: Mix across feature heads, or None.
         softmax_every: k, for an original layer as the first of each k; 0 for none.
-        options: Further options of `swap_attention`; of a model of this package further arguments.
+        options: Further options of `swap_attention`.
 
     Raises:
         InputError: If there is nothing to swap, a layer cannot be swapped, or an option does not fit.
     """
-    options = options or {}
-    if isinstance(teacher.network, HeadMixVisionTransformer):
-        if layers is not None or softmax_every:
-            raise InputError(
-                f"{teacher.name} is a model of this package, which takes no model.layers and no model.softmax_every:"
-                " leave them out, or set global_every in model.swap_args"
-            )
-        arguments = {**teacher.arguments, "core": core, "head_mix": head_mix, **options}
-        network = _create(teacher.name, arguments, None, None).network
-        converted = convert_state_dict(teacher.network.state_dict(), cast(HeadMixVisionTransformer, network))
-        network.load_state_dict(converted.state_dict)
-        return Made(network.eval(), teacher.name, arguments)
     copied: Any = copy.deepcopy(teacher.network)
-    swap_attention(copied, core, layers, head_mix, softmax_every=softmax_every, **options)
+    swap_attention(copied, core, layers, head_mix, softmax_every=softmax_every, **(options or {}))
     return Made(copied, SWAPPED, {**teacher.arguments, **copied._model_args})
