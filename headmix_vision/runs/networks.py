@@ -14,7 +14,7 @@ from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypo
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.errors import InputError, suggest
+from headmix_vision.errors import InputError, pair, suggest
 from headmix_vision.files.reading import check_fields, parse_json, read_json
 from headmix_vision.files.tensors import header_of, one_line_damage, read_weights, state_sha256
 from headmix_vision.models.building import building
@@ -78,7 +78,7 @@ def create_network(
     if checkpoint is None:
         if new_head:
             raise InputError("model.new_head is true, it must be false without model.checkpoint")
-        return _create(name, arguments)
+        return _of_size(_create(name, arguments), img_size)
 
     state, size = _start_weights(checkpoint)
     if not state:  # timm would fetch its own
@@ -86,9 +86,8 @@ def create_network(
     check_finite(state, checkpoint)
     if name == LITE0_MODEL and "conv_stem.weight" not in state:
         state = lite0_state(state, checkpoint)
-    configured = swapped_architecture(model_args or {}) if name == SWAPPED else name
-    classes = num_classes if num_classes is not None else get_pretrained_cfg_value(configured, "num_classes")
-    classifier = get_pretrained_cfg_value(configured, "classifier")
+    classes = num_classes if num_classes is not None else configured(name, model_args, "num_classes")
+    classifier = configured(name, model_args, "classifier")
     if new_head:
         own = _create(name, arguments).state_dict().items()
         state |= {entry: value for entry, value in own if entry.startswith(f"{classifier}.")}
@@ -100,7 +99,8 @@ def create_network(
     if size is not None and any(name.partition(".")[0] in variants for variants in FAMILIES.values()):
         state = name_grid(state, size)
     # from nowhere else, whatever the arguments say
-    overlay = {"state_dict": state, "num_classes": classes, "source": None}
+    overlay = {**(arguments.pop("pretrained_cfg_overlay", None) or {}), "state_dict": state}
+    overlay |= {"num_classes": classes, "source": None}
     try:
         with _building(name, arguments):
             network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
@@ -111,6 +111,19 @@ def create_network(
         raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
     check_kinds(state, network.state_dict(), checkpoint)
     cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
+    return _of_size(network, img_size)
+
+
+def configured(name: str, arguments: dict[str, Any] | None, key: str) -> Any:
+    """Return a value of timm's configuration of a model, for a swapped one that of its architecture."""
+    return get_pretrained_cfg_value(swapped_architecture(arguments or {}) if name == SWAPPED else name, key)
+
+
+def _of_size(network: nn.Module, img_size: int | list[int] | None) -> nn.Module:
+    """Let the data of a model have the size that was asked for: timm asks models of any size for their usual one."""
+    cfg = cast("dict[str, Any]", network.pretrained_cfg)
+    if img_size is not None and "input_size" in cfg:
+        cfg["input_size"] = (cfg["input_size"][0], *pair("img_size", img_size))
     return network
 
 
@@ -303,7 +316,7 @@ def _load_as_timm(path: Path) -> Any:
 
 
 def _trained_size(name: str, arguments: dict[str, Any]) -> Any:
-    usual = get_pretrained_cfg_value(name, "input_size") if timm.is_model(name) else None
+    usual = configured(name, arguments.get("model_args", arguments), "input_size") if timm.is_model(name) else None
     return arguments.get("img_size") or (usual and usual[-2:])
 
 
