@@ -42,8 +42,9 @@ class ClassificationData(DataModule):
         dataset: digits (embedded), canvas or canvas/opposite (boards of digits, of the model's input size), folder (a
             directory or tar file per split and class), shards (tar files with the index of
             headmix index-shards), fashion_mnist (idx files; without a root those of Debian's dataset-fashion-mnist),
-            hfds (a local Hugging Face directory), fake (random images of the model's input size), table/NAME (a table of images, labelled by its column NAME), or a timm name: torch/NAME, hfds/NAME,
-            hfids/NAME, wds/, tfds/NAME.
+            hfds (a local Hugging Face directory), fake (random images of the model's input size), table/NAME (a table
+            of images, labelled by its column NAME), or a timm name: torch/NAME, hfds/NAME, hfids/NAME, wds/,
+            tfds/NAME.
         root: Place of the data. For folder a directory with train/ and val/ or train.tar and val.tar, or one tar
             file with these directories inside; for table/NAME a .csv, or the directory of an images.csv.
         train_split: Name of the training split.
