@@ -14,7 +14,7 @@ from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypo
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.errors import InputError, suggest
+from headmix_vision.errors import InputError, explain, suggest
 from headmix_vision.files.reading import check_fields, parse_json, read_json
 from headmix_vision.files.tensors import header_of, one_line_damage, read_weights, state_sha256
 from headmix_vision.models.building import building
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from headmix_vision.models import HeadMixDiT
 
 
+LOCAL = "local-dir:"  # as timm names folders
 _SOURCES = ("pretrained", "checkpoint_path", "cache_dir")
 _GENERATORS = "dit_"
 # A constructor of timm refuses an argument by whatever the first line that cannot use it raises.
@@ -308,8 +309,8 @@ def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False
     """Open a trained network alone, without data or autoencoder, in evaluation mode and on the CPU.
 
     Args:
-        path: A run directory, a `.ckpt` file, a `.safetensors` file or a pipeline directory of `headmix export`, or the
-            name of a model whose weights come with the package.
+        path: A run directory, a `.ckpt` file, a `.safetensors` file or a pipeline directory of `headmix export`, the
+            name of a model whose weights come with the package, or `local-dir:` with a folder that timm has saved.
         checkpoint: Of a run directory: `best`, `last` or a file; the best one when None, of a generator the last.
         raw: The weights being trained instead of their EMA; not of an export, which has one kind.
 
@@ -382,7 +383,22 @@ def _open_checkpoint(path: Path, raw: bool) -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
+def _open_folder(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """Open a model that timm has saved with its weights."""
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise InputError(f"{folder} has no {name}: it is not a folder of timm's save_for_hf with safetensors")
+    try:
+        network = timm.create_model(f"{LOCAL}{folder}", pretrained=True)
+    except _REFUSALS as error:
+        raise InputError(f"timm cannot open {folder}: {' '.join(explain(error).split())[:300]}") from None
+    check_finite(network.state_dict(), str(folder))
+    return network, {"name": folder.name, "weights": "stored"}
+
+
 def _open_export(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    if str(path).startswith(LOCAL):
+        return _open_folder(Path(str(path).removeprefix(LOCAL)))
     if (path / INDEX).is_file():
         from headmix_vision.runs.pipelines import load_exported_network  # loads diffusers, which classifiers do without
 
