@@ -41,7 +41,7 @@ LEAST_PICTURES = 60
 FORMATS: dict[str, dict[str, Any]] = {"png": {}, "webp": {"lossless": True, "quality": 100}}
 """Formats of the files, and how Pillow writes them."""
 
-_MIT = """MIT License
+MIT = """MIT License
 
 {holder}.
 
@@ -455,7 +455,7 @@ def _write_notices(folder: Path, packages: dict[str, Files]) -> None:
         place = folder / "licences" / style.name
         place.mkdir(parents=True)
         if style.licence[0] == "MIT":  # which asks for its text beside what it covers
-            (place / "LICENSE-PICTURES.txt").write_text(_MIT.format(holder=style.holder))
+            (place / "LICENSE-PICTURES.txt").write_text(MIT.format(holder=style.holder))
         for name in ("LICENSE", "README.md"):
             if name in packages[style.name]:
                 (place / name).write_bytes(packages[style.name][name])

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from headmix_vision import layers as layers
     from headmix_vision import models as models
     from headmix_vision import ops as ops
+    from headmix_vision.models.swap import swap_attention as swap_attention
+    from headmix_vision.models.swap_files import from_pretrained as from_pretrained
+    from headmix_vision.models.swap_files import save_pretrained as save_pretrained
 
 __version__ = "0.2.0"
 
@@ -23,7 +26,12 @@ else:
     register_after_timm()
 
 
+_FUNCTIONS = {"swap_attention": "swap", "save_pretrained": "swap_files", "from_pretrained": "swap_files"}
+
+
 def __getattr__(name: str) -> Any:
     if name in ("layers", "models", "ops"):
         return import_module(f"{__name__}.{name}")
+    if name in _FUNCTIONS:
+        return getattr(import_module(f"{__name__}.models.{_FUNCTIONS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

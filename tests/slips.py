@@ -575,8 +575,8 @@ SLIPS = [
     Slip(
         "prefix tokens do not turn",
         "layers/positions.py",
-        "(0, 0, grid.num_prefix_tokens, 0)",
-        "(0, 0, 0, grid.num_prefix_tokens)",
+        "(0, 0, 0, 0, grid.num_prefix_tokens, 0)",
+        "(0, 0, 0, 0, 0, grid.num_prefix_tokens)",
         TURN,
     ),
     Slip(

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from headmix_vision.errors import InputError, check_choice, check_counts, check_flags, check_keywords, keywords
 from headmix_vision.layers.convolutions import POSITION_ENCODINGS, GridConvolution, in_autocast_type, is_bare
 from headmix_vision.layers.cores import CORES
-from headmix_vision.layers.cores.base import LayerSpec
+from headmix_vision.layers.cores.base import AttentionCore, LayerSpec
 from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.layers.positions import Rotation
 from headmix_vision.ops import TokenGrid, TokenRanks
@@ -91,20 +91,10 @@ class HeadMixAttention(nn.Module):
         check_counts(1, dim=dim, num_heads=num_heads)
         if dim % num_heads:
             raise InputError(f"num_heads={num_heads} does not divide the width dim={dim}.")
-        check_choice("core", core, tuple(CORES))
-        if head_mix not in (None, *HEAD_MIXES):
-            raise InputError(f"head_mix must be None or one of {tuple(HEAD_MIXES)}, got {head_mix!r}.")
-        if head_mix is None and head_mix_args not in (None, {}):
-            raise InputError(f"head_mix_args={head_mix_args!r} needs a head_mix, one of {tuple(HEAD_MIXES)}.")
-        _check_options("core_args", core, CORES[core], core_args)
-        if head_mix is not None:
-            _check_options("head_mix_args", head_mix, HEAD_MIXES[head_mix], head_mix_args)
+        check_parts(core, head_mix, core_args, head_mix_args, lepe)
         if not isinstance(cpe, bool) and cpe != "factorised":
             raise InputError(f"cpe must be true or false or 'factorised', got {cpe!r}.")
         check_flags(qk_norm=qk_norm, input_norm=input_norm, output_norm=output_norm, output_gate=output_gate)
-        check_counts(0, lepe=lepe)
-        if lepe and (lepe % 2 == 0 or head_mix is not None):
-            raise InputError(f"lepe must be 0, or odd in a layer without a head mix, got {lepe}.")
         for count in as_axes("block_grid", block_grid):
             check_counts(1, block_grid=count)
         head_dim = dim // num_heads
@@ -129,10 +119,7 @@ class HeadMixAttention(nn.Module):
         self.folds = self.head_mix is not None and self.head_mix.folds and not qk_norm
         core_spec = self.head_mix.core_spec(spec) if self.head_mix else spec
         self.core = CORES[core](core_spec, **(core_args or {}))
-        if self.core.causal and (cpe or lepe):
-            name, value = ("cpe", cpe) if cpe else ("lepe", lepe)
-            causal = f"causal={self.core.causal!r}"
-            raise InputError(f"{name}={value!r} cannot be joined with {causal}: the convolution sees later tokens.")
+        check_sees_later(self.core, cpe, lepe)
         self.output_norm = nn.RMSNorm(head_dim, eps=1e-6, **factory) if output_norm else nn.Identity()
         self.gate = nn.Linear(dim, dim, bias=False, **factory) if output_gate else None
         self.norm = (norm_layer or nn.LayerNorm)(dim, **factory) if scale_norm else nn.Identity()
@@ -146,11 +133,14 @@ class HeadMixAttention(nn.Module):
         activations and other work on single numbers are not.
         """
         tokens = self.grid if grid is None else replace(self.grid, shape=tuple(grid))
-        projections = [self.qkv, self.proj, *([] if self.gate is None else [self.gate])]
-        total = 2 * tokens.num_tokens * sum(projection.weight.numel() for projection in projections)
+        total = 2 * tokens.num_tokens * sum(projection.weight.numel() for projection in self.projections())
         total += self.core.flops(tokens.repeat(self.repeats))
         total += 0 if self.head_mix is None else self.head_mix.flops(tokens)
         return total + sum(0 if conv is None else conv.flops(tokens) for conv in (self.cpe, self.lepe))
+
+    def projections(self) -> list[nn.Linear]:
+        """Return the projections of the layer."""
+        return [self.qkv, self.proj, *([] if self.gate is None else [self.gate])]
 
     def _project(self, x: Tensor) -> list[Tensor]:
         """Project to queries, keys and values and mix their heads: [B, N * repeats, heads, D] each."""
@@ -293,14 +283,18 @@ class HeadMixAttention(nn.Module):
 
     def _finish(self, x: Tensor, out: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mix the heads back, add ``positions``, norm, gate and project: [B, N, C]."""
+        out = self._join(x, out, positions)
+        if self.gate is not None:
+            out = out * F.silu(self.gate(x))
+        return self.proj_drop(self.proj(self.norm(out)))
+
+    def _join(self, x: Tensor, out: Tensor, positions: Tensor | None) -> Tensor:
+        """Mix the heads back, norm each and add ``positions``: [B, N, H * D]."""
         if self.head_mix is not None:
             out = self.head_mix("after", out)
             _assert_mixed(self.num_heads, x.shape[1], out)
         out = self.output_norm(out).flatten(2)
-        out = out if positions is None else out + positions
-        if self.gate is not None:
-            out = out * F.silu(self.gate(x))
-        return self.proj_drop(self.proj(self.norm(out)))
+        return out if positions is None else out + positions
 
 
 def attention_of_layers(
@@ -370,6 +364,35 @@ def undecayed_parameters(model: nn.Module) -> set[str]:
         for name in getattr(module, "undecayed", ())
         if getattr(module, name, None) is not None
     }
+
+
+def check_parts(
+    core: str,
+    head_mix: str | None,
+    core_args: dict[str, Any] | None,
+    head_mix_args: dict[str, Any] | None,
+    lepe: int,
+) -> None:
+    """Raise InputError for an unknown core or head mix, for options that they do not take, and for a wrong ``lepe``."""
+    check_choice("core", core, tuple(CORES))
+    if head_mix not in (None, *HEAD_MIXES):
+        raise InputError(f"head_mix must be None or one of {tuple(HEAD_MIXES)}, got {head_mix!r}.")
+    if head_mix is None and head_mix_args not in (None, {}):
+        raise InputError(f"head_mix_args={head_mix_args!r} needs a head_mix, one of {tuple(HEAD_MIXES)}.")
+    _check_options("core_args", core, CORES[core], core_args)
+    if head_mix is not None:
+        _check_options("head_mix_args", head_mix, HEAD_MIXES[head_mix], head_mix_args)
+    check_counts(0, lepe=lepe)
+    if lepe and (lepe % 2 == 0 or head_mix is not None):
+        raise InputError(f"lepe must be 0, or odd in a layer without a head mix, got {lepe}.")
+
+
+def check_sees_later(core: AttentionCore, cpe: bool | str, lepe: int) -> None:
+    """Raise InputError if a convolution stands beside a causal core."""
+    if core.causal and (cpe or lepe):
+        name, value = ("cpe", cpe) if cpe else ("lepe", lepe)
+        causal = f"causal={core.causal!r}"
+        raise InputError(f"{name}={value!r} cannot be joined with {causal}: the convolution sees later tokens.")
 
 
 def _check_options(name: str, of: str, cls: type[nn.Module], options: object) -> None:

@@ -14,7 +14,8 @@ from headmix_vision.ops import TokenGrid
 from headmix_vision.ops.dispatch import is_plain
 from headmix_vision.ops.runtime import accumulation_dtype, cached_tables
 
-Rotation = tuple[Tensor, Tensor]  # cosines and sines [N, D / 2], float32
+# Cosines and sines of the tokens on the grid, [N, D / 2], or [N, H, D / 2] or [B, N, H, D / 2] with 1 for equal ones.
+Rotation = tuple[Tensor, Tensor]
 
 
 def grid_places(
@@ -94,11 +95,12 @@ def rotate(x: Tensor, rotation: Rotation, grid: TokenGrid) -> Tensor:
     Prefix tokens are not rotated; pseudo-tokens are rotated as their token.
     """
     cos, sin = (table.to(accumulation_dtype(x.dtype)) for table in rotation)
+    if len(cos.shape) == 2:
+        cos, sin = cos[:, None], sin[:, None]
     if grid.num_prefix_tokens:
-        padding = (0, 0, grid.num_prefix_tokens, 0)
+        padding = (0, 0, 0, 0, grid.num_prefix_tokens, 0)
         cos, sin = F.pad(cos, padding, value=1.0), F.pad(sin, padding)
     if grid.repeats > 1:
-        cos, sin = cos.repeat_interleave(grid.repeats, 0), sin.repeat_interleave(grid.repeats, 0)
-    cos, sin = cos[:, None], sin[:, None]
+        cos, sin = cos.repeat_interleave(grid.repeats, -3), sin.repeat_interleave(grid.repeats, -3)
     first, second = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(-2)

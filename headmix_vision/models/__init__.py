@@ -9,9 +9,20 @@ require_extra("models", __name__)
 import headmix_vision.models.headmix_dit_names  # noqa: F401  (registers them)
 from headmix_vision.models.compress import compress_heads
 from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
+from headmix_vision.models.swap import SwapReport, swap_attention
+from headmix_vision.models.swap_files import from_pretrained, save_pretrained
 
 if TYPE_CHECKING:
     from headmix_vision.models.headmix_dit import HeadMixDiT, HeadMixVideoDiT
 
-__all__ = ["HeadMixDiT", "HeadMixVideoDiT", "HeadMixVisionTransformer", "compress_heads"]
+__all__ = [
+    "HeadMixDiT",
+    "HeadMixVideoDiT",
+    "HeadMixVisionTransformer",
+    "SwapReport",
+    "compress_heads",
+    "from_pretrained",
+    "save_pretrained",
+    "swap_attention",
+]
 __getattr__ = imported_when_used(__name__, "headmix_dit", ("HeadMixDiT", "HeadMixVideoDiT"), "diffusion")

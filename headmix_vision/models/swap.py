@@ -1,0 +1,389 @@
+"""Replacement of the attention in a trained vision transformer of timm or transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from timm.models import beit
+from torch import Tensor, nn
+
+from headmix_vision.errors import InputError, check_counts, check_keywords, is_whole, keywords, pair
+from headmix_vision.layers import undecayed_parameters
+from headmix_vision.layers.swapped_attention import GridOfCall, Names, SwappedAttention
+from headmix_vision.ops import TokenGrid
+
+
+class _OfBeit(SwappedAttention):
+    """BEiT's layer: its bias of scores by relative positions stays with softmax."""
+
+    set_window_size = beit.Attention.set_window_size
+    init_non_persistent_buffers = beit.Attention.init_non_persistent_buffers
+    _init_buffers = beit.Attention._init_buffers
+
+    def forward(self, x: Tensor, *args: Any, shared_rel_pos_bias: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if self.core.forms_weights:
+            own = (
+                None if self.relative_position_bias_table is None else beit.Attention._get_rel_pos_bias(cast(Any, self))
+            )
+            biases = [bias for bias in (own, shared_rel_pos_bias) if bias is not None]
+            if biases:
+                kwargs["attn_mask"] = sum(biases[1:], biases[0])
+        return super().forward(x, *args, **kwargs)
+
+
+class _OfTransformers(SwappedAttention):
+    """A layer of transformers: it gets rotary positions as cosines and sines, and returns no weights."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        rotation = None
+        if position_embeddings is not None:
+            cos, sin = position_embeddings
+            rotation = self._rotation(sin, cos)
+        return super().forward(hidden_states, attention_mask, rotation=rotation), None
+
+
+_HF = Names("num_attention_heads", ("q_proj", "k_proj", "v_proj"), "o_proj", "attention_dropout")
+_HF_ROTARY = Names("num_heads", ("q_proj", "k_proj", "v_proj"), "o_proj", "dropout", rotate_half=True)
+KNOWN: dict[str, tuple[type[SwappedAttention], Names]] = {
+    "timm.layers.attention.Attention": (SwappedAttention, Names()),
+    "timm.layers.attention.AttentionRope": (SwappedAttention, Names()),
+    "timm.models.eva.EvaAttention": (SwappedAttention, Names()),
+    "timm.models.beit.Attention": (
+        _OfBeit,
+        Names(bias=("relative_position_bias_table", "relative_position_index")),
+    ),
+    "transformers.models.vit.modeling_vit.ViTAttention": (_OfTransformers, _HF),
+    "transformers.models.deit.modeling_deit.DeiTAttention": (_OfTransformers, _HF),
+    "transformers.models.dinov2.modeling_dinov2.Dinov2Attention": (_OfTransformers, _HF),
+    "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersAttention": (
+        _OfTransformers,
+        _HF,
+    ),
+    "transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTAttention": (_OfTransformers, _HF_ROTARY),
+}
+_LIKE_ATTENTION = re.compile(r"Attn|Attention|XCA|ParallelScalingBlock")
+_REASONS = {
+    "AttentionPoolLatent": "it pools by cross-attention",
+    "AttentionPoolPrr": "it pools by cross-attention",
+    "ClassAttn": "only its class token has queries",
+    "ClassAttention": "only its class token has queries",
+    "ClassAttentionBlock": "only its class token has queries",
+    "CrossAttention": "it attends to tokens of another branch",
+    "DiffAttention": "it is the difference of two softmax attentions",
+    "DiffParallelScalingBlock": "its attention and MLP share a projection",
+    "HeadMixAttention": "it belongs to this package, whose models take the core as an argument",
+    "MaskUnitAttention": "its attention is windowed",
+    "ParallelScalingBlock": "its attention and MLP share a projection",
+    "RelPosAttention": "relative positions bias its softmax",
+    "TalkingHeadAttn": "it mixes the attention weights of its heads",
+    "WindowAttention": "its attention is windowed",
+    "WindowMultiHeadAttention": "its attention is windowed",
+    "XCA": "it attends between channels, not tokens",
+}
+
+
+@dataclass
+class SwapReport:
+    """The result of :func:`swap_attention`.
+
+    Attributes:
+        core: the new core.
+        layers: names of the swapped layers in the model, such as ``blocks.0.attn``.
+        replaced: class of each of them before.
+        kept: reasons of the attention layers that stay, by name.
+        new: names of the parameters that were not there before; they are untrained.
+        left_out: names of parameters that the new core cannot use; the model has them no more.
+    """
+
+    core: str
+    layers: list[str]
+    replaced: dict[str, str]
+    kept: dict[str, str] = field(default_factory=dict)
+    new: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        classes = ", ".join(dict.fromkeys(self.replaced.values()))
+        lines = [f"{len(self.layers)} layers swapped to {self.core} ({classes}): {_listed(self.layers)}"]
+        for reason in dict.fromkeys(self.kept.values()):
+            lines.append(f"kept: {_listed([name for name, own in self.kept.items() if own == reason])} ({reason})")
+        lines.append(f"new parameters: {_listed(self.new)}")
+        if self.left_out:
+            lines.append(f"left out: {_listed(self.left_out)}")
+        return "\n".join(lines)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = names if len(names) < 4 else [names[0], "…", names[-1]]
+    return f"{', '.join(shown) or 'none'}{f' ({len(names)})' if len(names) > 3 else ''}"
+
+
+def swap_attention(
+    model: nn.Module,
+    core: str = "mhla",
+    layers: Iterable[int | str] | None = None,
+    head_mix: str | None = None,
+    *,
+    softmax_every: int = 0,
+    **options: Any,
+) -> SwapReport:
+    """Put another attention into a trained vision transformer, in place, and keep all other weights.
+
+    It takes timm's models whose blocks hold attention of ``timm.layers`` (also with rotary positions, norms of queries
+    and keys, a gate or grouped queries), EVA and BEiT, and ViT, DeiT, DINOv2 and DINOv3 of transformers. The grid
+    follows ``set_input_size`` and ``dynamic_img_size``. With gradient checkpointing and ``dynamic_img_size``, run the
+    backward pass before a forward pass on another size. Rotary positions rotate features in the numerator and not in
+    the denominator. For example::
+
+        model = timm.create_model("vit_small_patch14_dinov2", pretrained=True)
+        print(headmix_vision.swap_attention(model, "mhla", softmax_every=3))
+        headmix_vision.save_pretrained(model, "swapped")
+
+    Args:
+        model: the model, or a module that contains it.
+        core: the new core, see :data:`headmix_vision.layers.CORES`.
+        layers: the layers to swap, by number among the layers that can be swapped or by name; None for all.
+        head_mix: mix across feature heads, or None.
+        softmax_every: k, at least 2, for an original layer as the first of each k; 0 for none. It takes no ``layers``.
+        options: ``block_grid``, ``core_args``, ``head_mix_args``, ``cpe``, ``lepe`` and ``output_norm``, see
+            :class:`~headmix_vision.layers.HeadMixAttention`.
+
+    Returns:
+        What was swapped, what was kept and why, and the parameters that are new or left out.
+
+    Raises:
+        InputError: if there is nothing to swap, a layer cannot be swapped, or an option does not fit. The model is as
+            before then.
+    """
+    check_keywords("swap_attention", options, _OPTIONS)
+    if "block_grid" in options:
+        options["block_grid"] = pair("block_grid", options["block_grid"])
+    found, kept = _find(model)
+    chosen = _choose(list(found), kept, layers, softmax_every)
+    owners = {name: _owner(model, name) for name in chosen}
+    modules = dict(owners.values())
+    grids = {owner: cast(tuple[Any, int], _grid_of(module)) for owner, module in modules.items()}
+    new = {}
+    for name, (owner, module) in owners.items():
+        try:
+            new[name] = _swapped(found[name], module, *grids[owner], core=core, head_mix=head_mix, **options)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
+    before = dict(model.named_parameters())
+    for name, layer in new.items():
+        model.set_submodule(name, layer)
+    for owner, module in modules.items():
+        grid_of_call = grids[owner][0]
+        grid_of_call.embed.register_forward_hook(grid_of_call)
+        _leave_out_shared_bias(module)
+        of_owner = [name.removeprefix(f"{owner}.") for name in chosen if owners[name][0] == owner]
+        _record(module, {"core": core, "layers": of_owner, "head_mix": head_mix, **options})
+    after = dict(model.named_parameters())
+    return SwapReport(
+        core=core if head_mix is None else f"{core} with {head_mix}",
+        layers=chosen,
+        replaced={name: type(found[name]).__name__ for name in chosen},
+        kept=kept | {name: "asked to stay" for name in found if name not in new},
+        new=[name for name in after if name not in before],
+        left_out=[name for name in before if name not in after],
+    )
+
+
+_OPTIONS = [
+    name
+    for name in keywords(SwappedAttention)
+    if name not in ("original", "names", "grid", "grid_of_call", "core", "head_mix")
+]
+SWAP_ARGUMENTS = ["core", "layers", "head_mix", "softmax_every", *_OPTIONS]
+SWAPPED = "swapped"  # the name in timm's registry that headmix_vision.models.swap_files gives swapped models
+
+
+def _find(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the layers that can be swapped, and the reasons of other attention layers, by name."""
+    found: dict[str, nn.Module] = {}
+    others: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if _class_of(module) in KNOWN:
+            owner, _ = _owner(model, name)
+            if owner is None:
+                others[name] = "no module around it names a token grid, as patch_embed.grid_size of timm does"
+            else:
+                found[name] = module
+        elif _LIKE_ATTENTION.search(type(module).__name__):
+            others[name] = _reason(module)
+    inner = [*found, *others]
+    containers = {name for name in others if any(other.startswith(f"{name}.") for other in inner)}
+    return found, {name: reason for name, reason in others.items() if name not in containers}
+
+
+def _reason(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if isinstance(module, SwappedAttention):
+        return "it has been swapped before"
+    return f"{kind}: {_REASONS.get(kind, 'this class is unknown here')}"
+
+
+def _class_of(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _choose(
+    names: list[str], kept: dict[str, str], layers: Iterable[int | str] | None, softmax_every: int
+) -> list[str]:
+    """Return the names of the layers to swap, in their order."""
+    if not names:
+        reasons = {reason: name for name, reason in reversed(kept.items())}
+        why = "; ".join(f"{name} cannot be swapped: {reason}" for reason, name in reversed(reasons.items()))
+        raise InputError(f"the model has nothing to swap. {why or 'It has no attention layer that is known here'}.")
+    if isinstance(layers, str):
+        raise InputError(
+            f"layers must list the layers to swap by number or name, got {layers!r}. softmax_every=3 keeps the first of"
+            " each 3 layers."
+        )
+    check_counts(0, softmax_every=softmax_every)
+    if softmax_every:
+        if layers is not None:
+            raise InputError("give layers or softmax_every, not both.")
+        if softmax_every == 1 or softmax_every > len(names):
+            most = f"the {len(names)} layers that can be swapped"
+            raise InputError(f"softmax_every must be 0, or from 2 to {most}, got {softmax_every}.")
+        return [name for index, name in enumerate(names) if index % softmax_every]
+    if layers is None:
+        return names
+    wanted = set()
+    for layer in layers:
+        if layer in kept:
+            raise InputError(f"{layer} cannot be swapped: {kept[layer]}.")
+        if is_whole(layer) and 0 <= layer < len(names):
+            wanted.add(names[layer])
+        elif layer in names:
+            wanted.add(layer)
+        else:
+            raise InputError(
+                f"the model has no layer {layer!r} to swap: give numbers from 0 to {len(names) - 1}, or names from"
+                f" {names[0]} to {names[-1]}."
+            )
+    if not wanted:
+        raise InputError("layers is empty: name at least one layer to swap.")
+    return [name for name in names if name in wanted]
+
+
+class _ImageGrid:
+    """Token grid of the images that timm's patch embedding was last called with."""
+
+    def __init__(self, embed: Any) -> None:
+        self.embed, self.seen = embed, tuple(embed.grid_size)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.embed.grid_size) if self.embed.strict_img_size else self.seen
+
+    def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
+        if not self.embed.strict_img_size:
+            self.seen = tuple(self.embed.dynamic_feat_size(inputs[0].shape[-2:]))
+
+
+class _NaFlexGrid:
+    """Token grid of the images that NaFlexVit was last called with, all of one size."""
+
+    def __init__(self, embed: Any, shape: tuple[int, ...]) -> None:
+        self.embed, self.shape = embed, shape
+
+    def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> None:
+        if output[1] is None:
+            raise InputError("swapped layers take images of one size, [B, C, H, W], not patches with coordinates.")
+        self.shape = tuple(output[1])
+
+
+class _PixelGrid:
+    """Token grid of the images that the patch embedding of transformers was last called with."""
+
+    def __init__(self, embed: nn.Module, config: Any) -> None:
+        self.embed, self.patch = embed, pair("patch_size", config.patch_size)
+        self.shape = self._of(pair("image_size", config.image_size))
+
+    def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
+        self.shape = self._of(inputs[0].shape[-2:])
+
+    def _of(self, size: Sequence[int]) -> tuple[int, ...]:
+        return size[0] // self.patch[0], size[1] // self.patch[1]
+
+
+def _grid_of(module: Any) -> tuple[Any, int] | None:
+    """Return the token grid of a model and the number of its prefix tokens; None where it is not known."""
+    embed: Any = getattr(module, "patch_embed", None)
+    embeddings: Any = getattr(module, "embeddings", None)
+    if getattr(embed, "grid_size", None) and hasattr(embed, "strict_img_size") and hasattr(module, "num_prefix_tokens"):
+        return _ImageGrid(embed), module.num_prefix_tokens
+    if _class_of(module) == "timm.models.naflexvit.NaFlexVit":
+        shape = module.embeds.pos_embed_grid_size or module.embeds.default_grid_size
+        return _NaFlexGrid(module.embeds, tuple(shape)), module.num_prefix_tokens
+    if hasattr(embeddings, "patch_embeddings") and hasattr(getattr(module, "config", None), "patch_size"):
+        tokens = (getattr(embeddings, name, None) for name in ("cls_token", "register_tokens", "distillation_token"))
+        prefix = sum(token.shape[1] for token in tokens if token is not None)
+        return _PixelGrid(embeddings.patch_embeddings, module.config), prefix
+    return None
+
+
+def _owner(model: nn.Module, name: str) -> tuple[str | None, nn.Module]:
+    """Return the nearest module around a layer that knows its token grid, with its name; None without one."""
+    while name:
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+        if _grid_of(module) is not None:
+            return name, module
+    return None, model
+
+
+def _swapped(original: nn.Module, owner: Any, grid_of_call: GridOfCall, prefix: int, **options: Any) -> nn.Module:
+    rate = getattr(getattr(owner, "patch_drop", None), "prob", 0)
+    if rate:
+        raise InputError(f"patch_drop_rate must be 0, got {rate}: dropped patches leave holes in the token grid.")
+    cls, names = KNOWN[_class_of(original)]
+    layer = cls(original, names, TokenGrid(grid_of_call.shape, prefix), grid_of_call, **options)
+    if getattr(owner, "rope", None) is not None or names.rotate_half:
+        layer.core.check_rotation()
+    return layer
+
+
+def _leave_out_shared_bias(owner: Any) -> None:
+    """Remove BEiT's bias of all layers once none of them can use it."""
+    layers = [module for module in owner.modules() if isinstance(module, (_OfBeit, beit.Attention))]
+    uses = [layer for layer in layers if not isinstance(layer, _OfBeit) or layer.core.forms_weights]
+    if layers and not uses and getattr(owner, "rel_pos_bias", None) is not None:
+        owner.rel_pos_bias = None
+
+
+class _Undecayed:
+    """``no_weight_decay`` of a swapped model, with the parameters that its cores list."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self) -> set[str]:
+        own: set[str] = type(self.model).no_weight_decay(self.model)
+        return own | undecayed_parameters(self.model)
+
+
+def _record(owner: Any, swap: dict[str, Any]) -> None:
+    """Note a swap where timm looks for the arguments of a model that it saves."""
+    if hasattr(type(owner), "no_weight_decay"):
+        owner.no_weight_decay = _Undecayed(owner)
+    config = getattr(owner, "pretrained_cfg", None)
+    if not config or not config.get("architecture"):
+        return
+    arguments = dict(getattr(owner, "_model_args", {}))
+    arguments.setdefault("architecture", config["architecture"])
+    swap = {name: value for name, value in swap.items() if value is not None}
+    arguments["swaps"] = [*arguments.get("swaps", []), swap]
+    owner._model_args = arguments
+    owner.pretrained_cfg = owner.default_cfg = {**config, "architecture": SWAPPED}

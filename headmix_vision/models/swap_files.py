@@ -1,0 +1,152 @@
+"""Swapped models in timm's registry, and folders of them in timm's hub format.
+
+``swapped`` is a name of timm: its arguments are the architecture, the swaps and what the architecture takes, so timm's
+scripts make and open swapped models::
+
+    python train.py DATA --model swapped --model-kwargs architecture=vit_small_patch16_224 swaps=mhla --pretrained
+
+A folder holds `config.json` and `model.safetensors`; ``timm.create_model("local-dir:FOLDER", pretrained=True)`` opens
+it once this package is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.models import build_model_with_cfg, is_model, model_entrypoint, register_model
+from timm.models._builder import resolve_pretrained_cfg
+from timm.models._hub import save_config_for_hf
+from torch import nn
+
+from headmix_vision.errors import InputError, check_keywords, explain
+from headmix_vision.files.reading import check_fields, read_json
+from headmix_vision.files.tensors import read_tensors, write_tensors
+from headmix_vision.files.writing import atomic_path
+from headmix_vision.models.building import building
+from headmix_vision.models.swap import SWAP_ARGUMENTS, SWAPPED, swap_attention
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@register_model
+def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Make a model of timm with swapped attention, as a model of timm.
+
+    Args:
+        pretrained: load the weights of the folder that timm opens; elsewhere those of the architecture, before they
+            are swapped.
+        kwargs: ``architecture``, a name of timm; ``swaps``, the arguments of
+            :func:`~headmix_vision.models.swap.swap_attention`, a list of them or a core; and arguments of the
+            architecture.
+
+    Raises:
+        InputError: if an argument is missing or wrong.
+    """
+    architecture, swaps = kwargs.pop("architecture", None), _checked(kwargs.pop("swaps", None))
+    if not isinstance(architecture, str) or architecture == SWAPPED or not is_model(architecture):
+        raise InputError(f"architecture must be the name of a model of timm, got {architecture!r}.")
+    given, overlay = kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
+    is_stored = isinstance(given, dict) and given.get("source") in ("local-dir", "hf-hub")
+    if isinstance(given, dict) and not is_stored and given.get("architecture") == SWAPPED:
+        given = None  # timm's default for a name without weights
+    create, source = model_entrypoint(architecture), {} if is_stored else {"pretrained_cfg_overlay": overlay}
+
+    def build(**arguments: Any) -> nn.Module:
+        weights = {"pretrained": pretrained and not is_stored, "pretrained_cfg": None if is_stored else given}
+        model = create(**weights, **source, **arguments)
+        for swap in swaps:
+            swap_attention(model, **swap)
+        return model
+
+    config = given if is_stored else resolve_pretrained_cfg(architecture, given, overlay).to_dict()
+    made: nn.Module = build_model_with_cfg(
+        build,
+        SWAPPED,
+        pretrained and is_stored,
+        pretrained_cfg={**config, "architecture": SWAPPED},
+        pretrained_filter_fn=getattr(sys.modules[create.__module__], "checkpoint_filter_fn", None),
+        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
+        **kwargs,
+    )
+    return made
+
+
+def _checked(swaps: Any) -> list[dict[str, Any]]:
+    """Return the arguments of one or more swaps, given as a list of them, those of one, or a core."""
+    swaps = {"core": swaps} if isinstance(swaps, str) else swaps
+    swaps = [swaps] if isinstance(swaps, Mapping) else swaps
+    if not isinstance(swaps, (list, tuple)) or not swaps:
+        raise InputError(f"swaps must be a core, or arguments of swap_attention or a list of such, got {swaps!r}.")
+    for swap in swaps:
+        check_keywords("swaps", swap, SWAP_ARGUMENTS)
+    return [dict(swap) for swap in swaps]
+
+
+def save_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Save a model of timm, swapped or not, in timm's hub format.
+
+    Args:
+        model: a model that ``timm.create_model`` made.
+        folder: the folder; files of an earlier model there are replaced.
+
+    Raises:
+        InputError: if the model was made in another way, or has arguments that JSON cannot hold.
+        OSError: if the folder cannot be written.
+    """
+    config = getattr(model, "pretrained_cfg", None)
+    if not config or not config.get("architecture") or not hasattr(model, "_model_args"):
+        raise InputError(
+            f"{type(model).__name__} was not made by timm.create_model: its arguments are not known, and it could not"
+            " be opened again."
+        )
+    folder = Path(folder)
+    with atomic_path(folder / CONFIG) as temporary:
+        try:
+            save_config_for_hf(model, str(temporary))
+        except ValueError as error:
+            raise InputError(f"{type(model).__name__} cannot be saved: {error}") from None
+        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+
+
+def from_pretrained(folder: str | Path) -> nn.Module:
+    """Open a folder that :func:`save_pretrained` or timm wrote; nothing is downloaded.
+
+    Args:
+        folder: the folder, with `config.json` and `model.safetensors`.
+
+    Returns:
+        The model with its weights, in evaluation mode.
+
+    Raises:
+        InputError: if a file is damaged, names something that timm or this package does not have, or the weights
+            belong to another model.
+        OSError: if a file is missing.
+    """
+    path = Path(folder) / CONFIG
+    wanted = {"architecture": str, "pretrained_cfg": dict, "model_args": (dict, type(None))}
+    config = check_fields(str(path), read_json(path), wanted)
+    with building(f"the model of {path}", config["model_args"] or {}):
+        try:
+            model = timm.create_model(f"local-dir:{folder}")
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        except _FAILURES as error:
+            reason = explain(error).splitlines()[0]
+            raise InputError(f"{path} describes a model that timm cannot make: {reason}") from None
+    state, own = read_tensors(Path(folder) / WEIGHTS), model.state_dict()
+    for name in state.keys() | own.keys():
+        shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (state, own)]
+        if shapes[0] != shapes[1]:
+            states = ["absent" if shape is None else f"of shape {shape}" for shape in shapes]
+            raise InputError(
+                f"{Path(folder) / WEIGHTS} belongs to another model than {path} describes: {name} is {states[0]} in the"
+                f" file and {states[1]} in the model."
+            )
+    model.load_state_dict(state)
+    return model.eval()
