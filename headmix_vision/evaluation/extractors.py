@@ -15,6 +15,7 @@ from torch.nn.functional import interpolate
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.console import open_device
+from headmix_vision.data.augmentation import input_config
 from headmix_vision.errors import InputError, explain
 from headmix_vision.files.tensors import file_sha256, header_of, read_weights, state_sha256
 from headmix_vision.models.lite0 import LITE0_MODEL, LITE0_PACKAGE, lite0_state
@@ -166,7 +167,7 @@ class TimmExtractor(FeatureExtractor):
         device: torch.device | str = "cpu",
         interpolation: str = "bilinear",
     ) -> None:
-        config = timm.data.resolve_input_data_config(network)
+        config = input_config(network)
         channels, *size = config["input_size"]
         if channels not in (1, 3):
             raise InputError(f"{name} takes {channels} channels, images have 1 or 3")
@@ -263,10 +264,9 @@ class BackboneExtractor(TimmExtractor):
                 net.set_input_size(img_size=(input_size, input_size))
             except (AssertionError, ValueError) as error:
                 raise InputError(f"{name} does not take images of {input_size} pixels: {explain(error)}") from None
-        interpolation = timm.data.resolve_input_data_config(network)["interpolation"]
+        interpolation = input_config(network)["interpolation"]
         super().__init__(network, name, device, interpolation if interpolation in SCALINGS else "bicubic")
-        own = getattr(getattr(net, "patch_embed", None), "img_size", None)
-        self.size = (input_size, input_size) if input_size else tuple(own or self.size)
+        self.size = (input_size, input_size) if input_size else self.size
         self.description |= {"resize": self._resize(), "features": "last"}
 
     @torch.inference_mode()

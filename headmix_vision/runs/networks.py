@@ -14,13 +14,14 @@ from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypo
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.errors import InputError, explain, suggest
+from headmix_vision.errors import InputError, suggest
 from headmix_vision.files.reading import check_fields, parse_json, read_json
 from headmix_vision.files.tensors import header_of, one_line_damage, read_weights, state_sha256
 from headmix_vision.models.building import building
 from headmix_vision.models.headmix_vit import name_grid
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
 from headmix_vision.models.names import CORRECT, FAMILIES
+from headmix_vision.models.swap_files import CONFIG, WEIGHTS, from_pretrained
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,
@@ -384,14 +385,11 @@ def _open_checkpoint(path: Path, raw: bool) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _open_folder(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Open a model that timm has saved with its weights."""
-    for name in ("config.json", "model.safetensors"):
+    """Open a model that timm or `save_pretrained` has saved."""
+    for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise InputError(f"{folder} has no {name}: it is not a folder of timm's save_for_hf with safetensors")
-    try:
-        network = timm.create_model(f"{LOCAL}{folder}", pretrained=True)
-    except _REFUSALS as error:
-        raise InputError(f"timm cannot open {folder}: {' '.join(explain(error).split())[:300]}") from None
+            raise InputError(f"{folder} has no {name}: save the model by headmix_vision.save_pretrained")
+    network = from_pretrained(folder)
     check_finite(network.state_dict(), str(folder))
     return network, {"name": folder.name, "weights": "stored"}
 
