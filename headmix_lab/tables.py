@@ -160,6 +160,17 @@ class ResultTable:
         return row if row and row["recipe"] == recipe else None
 
 
+def read_csv(path: Path, **wanted: str) -> list[dict[str, str]]:
+    """Read the rows of a CSV file with these texts in their columns."""
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if all(row[column] == text for column, text in wanted.items())]
+
+
+def numbers(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
+    """Return the numbers of a column."""
+    return [float(row[column]) for row in rows]
+
+
 def mean_and_deviation(values: Sequence[float], digits: int = 2) -> str:
     """Write `mean ± standard deviation` (n - 1); the value alone where there is one, a dash without any."""
     if not values:

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.measuring import numbers, read_csv
 from experiments.emoji.runs import MODELS, REAL, TEST, TRAIN, VALIDATION, Case, Runs
-from experiments.harness.script_runs import mark
-from headmix_lab.tables import ResultTable, Row, markdown_table, mean_and_deviation
+from headmix_lab.script_runs import mark
+from headmix_lab.tables import ResultTable, Row, markdown_table, mean_and_deviation, numbers, read_csv
 from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.evaluation.sample_sets import SampleSet
 from headmix_vision.evaluation.sample_sources import TensorSamples

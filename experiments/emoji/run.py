@@ -33,8 +33,8 @@ from pathlib import Path
 
 from experiments.emoji.report import Report, open_table
 from experiments.emoji.runs import BASE, MODELS, TEST, Case, Runs
-from experiments.harness.script_runs import Outcome, add_options, check_options, compare
-from experiments.harness.script_runs import complete as score_all
+from headmix_lab.script_runs import Outcome, add_options, check_options, compare
+from headmix_lab.script_runs import complete as score_all
 from headmix_lab.tables import ResultTable
 
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import yaml
 from torch import Tensor
 
-from experiments.harness.script_runs import GeneratorRuns, flat, hash_of, run_script, trained_steps
+from headmix_lab.script_runs import GeneratorRuns, flat, hash_of, run_script, trained_steps
 from headmix_lab.tables import ResultTable
 from headmix_vision.console import default_device
 from headmix_vision.data.datasets import open_source

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from benchmarks.measuring import numbers
-from experiments.harness.script_runs import mark
 from experiments.moving_digits.runs import (
     BASE,
     EXTENDS,
@@ -25,7 +23,8 @@ from experiments.moving_digits.runs import (
     Runs,
     parse_arguments,
 )
-from headmix_lab.tables import ResultTable, Row, markdown_table, mean_and_deviation
+from headmix_lab.script_runs import mark
+from headmix_lab.tables import ResultTable, Row, markdown_table, mean_and_deviation, numbers
 from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE, MovingDigits
 from headmix_vision.files.writing import atomic_path

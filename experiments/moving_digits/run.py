@@ -27,10 +27,10 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from experiments.harness.script_runs import Outcome, check_options, compare, say
-from experiments.harness.script_runs import complete as score_all
 from experiments.moving_digits.report import Report, open_table
 from experiments.moving_digits.runs import MODELS, Case, Runs, parse_arguments
+from headmix_lab.script_runs import Outcome, check_options, compare, say
+from headmix_lab.script_runs import complete as score_all
 from headmix_lab.tables import ResultTable
 
 

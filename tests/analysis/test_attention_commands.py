@@ -198,7 +198,19 @@ def test_maps_of_teacher_and_swapped_student_stand_side_by_side(
     folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [f"local-dir:{folder}" for folder in folders]
-    options = ("--data", "digits", "--device", "cpu", "--tokens", "2,3", "--layers", "0", "1", "--out", tmp_path / "out")
+    options = (
+        "--data",
+        "digits",
+        "--device",
+        "cpu",
+        "--tokens",
+        "2,3",
+        "--layers",
+        "0",
+        "1",
+        "--out",
+        tmp_path / "out",
+    )
     assert run(capsys, "maps", "--model", *names, *options)[0] == 0
     rows = table(tmp_path / "out" / "maps.csv")
     shares = {
