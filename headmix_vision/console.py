@@ -61,14 +61,20 @@ _LONG = timedelta(days=7)  # a process may have much less to do than another
 _CHILD_PATIENCE_S = 10.0
 
 
+DISTILLED = ("classifier", "generator")
+"""Kinds of models behind `headmix distill`."""
+
+
 def command_words() -> list[str]:
     """Return the words that call this command: `headmix train-cls`, `headmix-train-cls` or `python train_cls.py`."""
-    program = Path(sys.argv[0])
+    program, words = Path(sys.argv[0]), sys.argv[1:3]
     if program.parts[-2:] == ("headmix_vision", "__main__.py"):
-        return ["python", "-m", "headmix_vision", *sys.argv[1:2]]
-    if program.name == "headmix":
-        return ["headmix", *sys.argv[1:2]]
-    return [program.name] if program.name.startswith("headmix-") else ["python", sys.argv[0]]
+        called = ["python", "-m", "headmix_vision", *words[:1]]
+    elif program.name == "headmix":
+        called = ["headmix", *words[:1]]
+    else:
+        called, words = [program.name] if program.name.startswith("headmix-") else ["python", sys.argv[0]], ["", *words]
+    return [*called, *(word for word in words[1:2] if word in DISTILLED)]
 
 
 def _spelled(word: str, known: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ _FORMER_MODELS = {  # model files of earlier versions, by command
 
 
 def recipe_names(group: str) -> list[str]:
-    """List the names of the recipes of a command (`cls` or `gen`), as `--config` takes them: `models/dit_xl_2`."""
+    """List the names of the recipes of a command (`cls`, `gen` or `distill`), as `--config` takes them: `models/dit_xl_2`."""
     folder = FOLDER / group
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
@@ -52,7 +52,7 @@ def find_config(name: str, group: str) -> str:
 
 def _options_of_model_file(recipe: str, group: str) -> str:
     """Return the options that replace a model file of an earlier version; none for other names."""
-    found = _FORMER_MODELS[group].fullmatch(recipe)
+    found = _FORMER_MODELS[group].fullmatch(recipe) if group in _FORMER_MODELS else None
     if found is None:
         return ""
     if group == "cls":

@@ -1,4 +1,4 @@
-"""Draws small mistakes in the code that runs without a GPU, and chooses the tests that should notice them.
+"""Draws small mistakes in the code that runs without a GPU, and runs the tests that should notice them.
 
 Some places are never drawn, as a mistake there changes no result on a CPU: kernels, launch parameters and what reads
 ``torch.cuda``; messages, representations and internal assertions, ``strict`` of `zip` among them; sizes of caches,
@@ -6,25 +6,17 @@ layouts in memory and asynchronous copies; and ``fsync``, which only a power cut
 """
 
 import ast
-import inspect
 import random
 import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from slip_runs import ROOT, Copy
+from slip_reach import Reach
+from slip_runs import ROOT, Copy, Verdict
 
-NEAREST, MOST_FILES = 3, 9  # files of tests for one slip, first the nearest
-MOST_USERS = 6  # files that use a function, where tests of theirs are near
-CHECK = re.compile("_?(check|require)|__post_init__")
-REFUSING = {"forge", "refus", "wrong"}  # tests of wrong input
-SHARED = {"excha", "proce", "ranks", "shard"}  # what several processes do together
-UNTOLD = {"impl", "init", "launc", "py", "test", "tests", "trito"}
 FOLDERS = (
     "console", "data", "diffusion", "evaluation", "files", "layers", "models", "ops", "runs", "sampling", "training",
 )  # fmt: skip
@@ -39,18 +31,6 @@ UNSEEN_KEYWORDS = {
     "num_warps", "stacklevel", "strict",
 }  # fmt: skip
 REPRESENTING = {"__repr__", "__str__", "extra_repr"}
-COMMON = {
-    "backward",
-    "forward",
-    "main",
-    "setup",
-    "update",
-    "state_dict",
-    "__init__",
-    "__call__",
-    "__getitem__",
-    "__len__",
-}
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),
     ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,),
@@ -223,118 +203,21 @@ def draw_slip(rng: random.Random) -> DrawnSlip:
     return DrawnSlip(file, node.lineno, names, ast.unparse(node), after, text)  # type: ignore[attr-defined]
 
 
-@cache
-def _imported(path: Path) -> frozenset[str]:
-    """Name the files of the package, like ``data/clip_frames.py``, that a file imports."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level:  # helpers beside the tests
-            for name in [node.module] if node.module else [alias.name for alias in node.names]:
-                if (helper := path.parent / f"{name}.py").is_file():
-                    names |= {f"headmix_vision.{name}" for name in _imported(helper)}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    bare = {name.removeprefix("headmix_vision").strip(".").removesuffix(".py").replace(".", "/") for name in names}
-    package = ROOT / "headmix_vision"
-    files = {f"{name}.py" for name in bare if (package / f"{name}.py").is_file()}
-    inits = {str(Path(name) / "__init__.py") for name in bare}
-    return frozenset(files | {name for name in inits if (package / name).is_file()})
-
-
-@cache
-def _distance(test: Path, file: str) -> int:
-    """Count the imports between a file of tests and one of the package; 9 where there are none."""
-    reached, front = set(), _imported(test)
-    for distance in range(9):
-        if file in front:
-            return distance
-        reached |= front
-        front = frozenset(x for near in front for x in _imported(ROOT / "headmix_vision" / near)) - reached
-    return 9
-
-
-def _reached_by(slip: DrawnSlip) -> set[str]:
-    """Name the function, its class, and the public ones of the file through which a private one is reached."""
-    mentioned = {
-        node.name: {getattr(x, "attr", getattr(x, "id", "")) for x in ast.walk(node)}
-        for node in ast.walk(ast.parse((ROOT / "headmix_vision" / slip.file).read_text()))
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    }
-    found = {name for name in slip.names if name not in COMMON}
-    while private := {name for name in found if name.startswith("_")}:
-        callers = {name for name, names in mentioned.items() if names & private and name not in COMMON} - found
-        if not callers:
-            break
-        found |= callers
-    return {name for name in found if not name.startswith("_")} or found or {Path(slip.file).stem}
-
-
-def _users(file: str, names: set[str]) -> set[str]:
-    """Name the other files of the package that name one of these, if they are few."""
-    package, users = ROOT / "headmix_vision", set[str]()
-    texts = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
-    for name in names:
-        named = re.compile(rf"\b{name}\b")
-        using = {other for other, text in texts.items() if other != file and named.search(text)}
-        users |= using if len(using) <= MOST_USERS else set()
-    return users
-
-
-def _words(name: str) -> set[str]:
-    """Split a name into the first letters of its words, which ``resuming`` shares with ``resume``."""
-    return {word[:5] for word in re.findall("[a-z0-9]+", name.lower())} - UNTOLD
-
-
-def tests_for(slip: DrawnSlip) -> tuple[list[str], Callable[[Any], Any]]:
-    """Choose files of tests near the file and its users, and a sort key that puts tests first which name the code."""
-    names = _reached_by(slip)
-    named = re.compile(rf"\b({'|'.join(sorted(names))})\b")
-    words = {file: _words(file) for file in (slip.file, *_users(slip.file, names))}
-    words[slip.file] |= _words("_".join([*names, slip.before]))
-    if any(CHECK.match(name) for name in (*slip.names, slip.before)):
-        words[slip.file] |= REFUSING
-    tests = [*(ROOT / "tests").rglob("test_*.py")]
-    counts = Counter(word for test in tests for word in _words(str(test.relative_to(ROOT))))
-    ranks = {}
-    for test in tests:
-        place, text = str(test.relative_to(ROOT)), test.read_text()
-        if place.endswith("_gpu.py") or place.split("/")[1] in ("benchmarks", "peers", "analysis"):
-            continue
-        told = _words(place)
-        distance = min(
-            _distance(test, file) - sum(1 + 4 / counts[word] for word in told & own) for file, own in words.items()
-        )
-        is_slow = bool(re.search("torchrun|distributed|Popen|run_on_ranks|two_processes", text))
-        ranks[place] = distance - 2 * bool(named.search(text)) + 2 * (is_slow and not words[slip.file] & SHARED)
-    chosen = sorted(ranks, key=lambda test: (ranks[test], len(test), test))[:MOST_FILES]
-
-    def order(item: Any) -> tuple[bool, int]:
-        try:
-            mentions = bool(named.search(inspect.getsource(item.function)))
-        except (OSError, TypeError):
-            mentions = False
-        return not mentions, chosen.index(item.location[0])
-
-    return chosen, order
-
-
-def draw(copy: Copy, count: int, seed: int, limit_s: float) -> int:
+def draw(copy: Copy, reach: Reach, count: int, seed: int, limit_s: float) -> int:
     """Draw slips and run their tests; a test notices a slip if it passes without. Returns how many go unnoticed."""
     rng, verdicts = random.Random(seed), []
     while len(verdicts) < count:
         slip, start = draw_slip(rng), time.monotonic()
-        files, order = tests_for(slip)
+        before = (ROOT / "headmix_vision" / slip.file).read_text()
+        chosen = reach.choose(slip.file, before, slip.line, limit_s / 3)  # a mistake may slow them down
         module = "headmix_vision." + slip.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        files, verdict = sorted({test.partition("::")[0] for test in chosen}), Verdict("passed", "no test runs it")
         with copy.changed(slip.file, slip.text):
-            for chosen in (files[:NEAREST], files[NEAREST:]):
-                verdict = copy.run(chosen, limit_s, order, module)
-                while verdict.test in chosen:  # a file that cannot be collected; another one may notice the slip
-                    chosen.remove(verdict.test)
-                    verdict = copy.run(chosen, limit_s, order, module) if chosen else verdict
-                if verdict.kind not in ("passed", "too long", "broken"):
+            while files:
+                verdict = copy.run(files, limit_s, chosen, module)
+                if verdict.test not in files:
                     break
+                files.remove(verdict.test)  # it cannot be collected; another one may notice the slip
         if verdict.kind == "broken" and not verdict.test:
             continue  # it cannot be imported, which every test would notice
         verdicts.append(verdict)

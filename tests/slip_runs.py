@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-Order = Callable[[Any], Any]
 LIBRARIES = ("torch", "timm", "diffusers", "lightning.pytorch", "torchmetrics", "torch_fidelity", "sklearn.datasets")
 
 
@@ -48,12 +47,12 @@ class Verdict(NamedTuple):
 class Observer:
     """Sends the name of each test that starts, and each failure, to the parent."""
 
-    def __init__(self, answer: Connection, order: Order | None) -> None:
-        self.answer, self.order = answer, order
+    def __init__(self, answer: Connection, chosen: Sequence[str]) -> None:
+        self.answer, self.places = answer, {name: place for place, name in enumerate(chosen)}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        if self.order is not None:
-            items.sort(key=self.order)
+        if self.places:
+            items[:] = sorted((x for x in items if x.nodeid in self.places), key=lambda x: self.places[x.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.answer.send(("running", nodeid))
@@ -66,7 +65,7 @@ class Observer:
         self.answer.send((kind, node.nodeid, " ".join(call.excinfo.exconly().split())[:160]))
 
 
-def _run(copy: Path, arguments: list[str], order: Order | None, module: str, answer: Connection) -> None:
+def _run(copy: Path, arguments: list[str], chosen: Sequence[str], module: str, answer: Connection) -> None:
     os.setsid()  # ended with everything that the tests start
     os.chdir(copy)
     sys.path.insert(0, str(copy))
@@ -80,8 +79,8 @@ def _run(copy: Path, arguments: list[str], order: Order | None, module: str, ans
             except Exception as error:
                 answer.send(("broken", "", f"{type(error).__name__}: {error}"[:160]))
                 return
-        status = pytest.main([*options, *arguments], plugins=[Observer(answer, order)])
-    answer.send(("passed",) if status == 0 else ("broken", "", f"pytest ended with status {status}"))
+        status = pytest.main([*options, *arguments], plugins=[Observer(answer, chosen)])
+    answer.send(("passed",) if status == 0 else ("broken", "pytest", f"ended with status {status}"))
 
 
 class Copy:
@@ -109,17 +108,17 @@ class Copy:
         finally:
             path.write_text(before)
 
-    def run(self, arguments: list[str], limit_s: float, order: Order | None = None, module: str = "") -> Verdict:
+    def run(self, arguments: list[str], limit_s: float, chosen: Sequence[str] = (), module: str = "") -> Verdict:
         """Run tests until the first failure.
 
         Args:
             arguments: of pytest.
             limit_s: seconds after which the run is ended.
-            order: sort key of the tests.
+            chosen: tests of these arguments that run, in this order; all where it is empty.
             module: imported first; where that fails no test runs.
         """
         running = ""
-        for kind, *rest in self._messages(["-x", *arguments], limit_s, order, module):
+        for kind, *rest in self._messages(["-x", *arguments], limit_s, chosen, module):
             if kind != "running":
                 return Verdict(kind, *(rest or [running]))
             running = rest[0]
@@ -131,12 +130,12 @@ class Copy:
         return {rest[0] for kind, *rest in messages if kind in ("failed", "broken")} - {""}
 
     def _messages(
-        self, arguments: list[str], limit_s: float, order: Order | None = None, module: str = ""
+        self, arguments: list[str], limit_s: float, chosen: Sequence[str] = (), module: str = ""
     ) -> Iterator[tuple[str, ...]]:
         """Run tests in a fork, and pass on what it sends; the last message is a verdict on the whole run."""
         ours, theirs = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("fork").Process(
-            target=_run, args=(self.root, arguments, order, module, theirs)
+            target=_run, args=(self.root, arguments, chosen, module, theirs)
         )
         process.start()
         theirs.close()

@@ -2,6 +2,7 @@
 
 python tests/slips.py                       # the known ones, some minutes
 python tests/slips.py sampling              # those whose behaviour or file holds this word
+python tests/slip_reach.py runs/reach       # record which tests run which lines, some twenty minutes
 python tests/slips.py --draw 60 --seed 1    # mistakes that are drawn, an hour
 
 What is never drawn, since a mistake there changes no result, is listed in `slip_drawing.py`. On a busy machine give
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slip_drawing import draw
+from slip_reach import Reach
 from slip_runs import ROOT, Copy, Verdict
 
 
@@ -566,6 +568,69 @@ SLIPS = [
     Slip("bounds of frame rates", "sampling/planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.1", RATES),
     Slip("bounds of frame rates", "sampling/planning.py", "_RATE_TOLERANCE = 0.05", "_RATE_TOLERANCE = 0.03", RATES),
     Slip(
+        "swapped layers keep their parts",
+        "layers/swapped_attention.py",
+        "q, k = self.q_norm(q), self.k_norm(k)",
+        "q, k = q, k",
+        "tests/models/test_swap.py -k parts",
+    ),
+    Slip(
+        "swapped layers keep their parts",
+        "layers/swapped_attention.py",
+        "self.gate(x).sigmoid()",
+        "self.gate(x)",
+        "tests/models/test_swap.py -k parts",
+    ),
+    Slip(
+        "halves turn as pairs",
+        "layers/swapped_attention.py",
+        "slice(self.head_dim // 2) if",
+        "slice(None, None, 2) if",
+        "tests/models/test_swap.py -k rope or parts",
+    ),
+    Slip(
+        "halves turn as pairs",
+        "layers/swapped_attention.py",
+        "unflatten(-1, (2, -1)).mT.flatten(-2)",
+        "unflatten(-1, (2, -1)).flatten(-2)",
+        "tests/models/test_swap.py -k parts or dinov3",
+    ),
+    Slip(
+        "keys of groups",
+        "layers/swapped_attention.py",
+        "y.repeat_interleave(self.queries_per_key, 2)",
+        "y.repeat(1, 1, self.queries_per_key, 1)",
+        "tests/models/test_swap.py -k parts",
+    ),
+    Slip(
+        "swapped convolutions start at zero",
+        "layers/swapped_attention.py",
+        "nn.init.zeros_(parameter)",
+        "nn.init.ones_(parameter)",
+        "tests/models/test_swap.py -k convolutions",
+    ),
+    Slip(
+        "the grid follows the images",
+        "models/swap.py",
+        "self.seen = tuple(self.embed.dynamic_feat_size(inputs[0].shape[-2:]))",
+        "pass",
+        "tests/models/test_swap.py -k grid_follows",
+    ),
+    Slip(
+        "the first of each k layers stays",
+        "models/swap.py",
+        "if index % softmax_every and name in found",
+        "if (index + 1) % softmax_every and name in found",
+        "tests/models/test_swap.py -k chosen",
+    ),
+    Slip(
+        "weights of before a swap",
+        "models/swap_files.py",
+        "if is_swapped else {",
+        "if True else {",
+        "tests/models/test_swap.py -k start_from",
+    ),
+    Slip(
         "prefix tokens do not turn",
         "layers/positions.py",
         "F.pad(cos, padding, value=1.0)",
@@ -630,11 +695,12 @@ def main() -> None:
     parser.add_argument("--draw", type=int, metavar="N", help="draw this number of mistakes instead of the known ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300, metavar="S", help="seconds of the tests of a mistake (300)")
+    parser.add_argument("--reach", type=Path, default=Path("runs/reach"), help="a recording of slip_reach.py")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
         if options.draw:
-            unnoticed = draw(copy, options.draw, options.seed, options.limit)
+            unnoticed = draw(copy, Reach(ROOT, options.reach), options.draw, options.seed, options.limit)
         else:
             unnoticed = run_known(copy, options.word, options.limit)
     sys.exit(bool(unnoticed))

@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from headmix_vision.training.base_cli import RunCLI
 
 
+Kind = Literal["classifier", "generator", "distilled", "distilled_classifier"]
+
+
 def run(
     command: str,
-    kind: Literal["classifier", "generator", "distilled"],
+    kind: Kind,
     args: Sequence[str] | None,
     default_config: str | None,
 ) -> None:

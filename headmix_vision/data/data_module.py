@@ -210,7 +210,7 @@ class DataModule(lightning.LightningDataModule):
             root=self.root,
             num_classes=self._model_classes,
             background=self.background,
-            needs_labels=self.use == "classification" or self._model_classes > 0,
+            needs_labels=self._needs_labels,
             skip_unlabelled=self.skip_unlabelled,
             seed=self.seed,
             train_split=self.train_split,
@@ -313,6 +313,8 @@ class DataModule(lightning.LightningDataModule):
         net: Any = trainer.lightning_module.net
         self._stage = stage
         self._model_classes = int(net.num_classes)
+        usual = self.use == "classification" or self._model_classes > 0
+        self._needs_labels = getattr(trainer.lightning_module, "needs_labels", usual)
         self._shape = self.sample_shape(net)
 
     def _check_interval(self, loader: DataLoader[Any]) -> None:

@@ -103,14 +103,13 @@ class SwappedAttention(HeadMixAttention):
         if getattr(original, names.qkv[0]) is None:  # timm's layers have one projection or three
             names = replace(names, qkv=("q_proj", "k_proj", "v_proj"))
         self.names, self.grid, self.grid_of_call, self.ranks = names, grid, grid_of_call, None
-        self._take_over(original, keep_bias=core == "softmax")
         half = names.rotate_half
         self.rotate_half = bool(getattr(original, "rotate_half", False)) if half is None else half
-        weight, dim = getattr(self, names.out).weight, getattr(self, names.qkv[0]).in_features
-        self.num_heads = getattr(original, names.heads)
-        self.head_dim = getattr(self, names.out).in_features // self.num_heads
-        self.queries_per_key = self.num_heads // getattr(original, "num_kv_heads", self.num_heads)
-        drop = getattr(original, names.drop)
+        parts: Any = original
+        dim, out, drop = getattr(parts, names.qkv[0]).in_features, getattr(parts, names.out), getattr(parts, names.drop)
+        self.num_heads = getattr(parts, names.heads)
+        self.head_dim = out.in_features // self.num_heads
+        self.queries_per_key = self.num_heads // getattr(parts, "num_kv_heads", self.num_heads)
         spec = LayerSpec(
             dim,
             self.num_heads,
@@ -119,32 +118,35 @@ class SwappedAttention(HeadMixAttention):
             tuple(block_grid),
             drop.p if isinstance(drop, nn.Dropout) else drop,
             CORES[core].averages_places,
-            weight.device,
-            weight.dtype,
+            out.weight.device,
+            out.weight.dtype,
         )
         factory, axes = spec.factory, len(grid.shape)
-
-        self.input_norm = nn.Identity()
-        self.cpe = _silenced(ConvPositionEncoding(dim, axes, **factory)) if cpe else None
-        self.lepe = _silenced(GridConvolution(self.num_heads * self.head_dim, axes, lepe, **factory)) if lepe else None
-        self.head_mix = None if head_mix is None else HEAD_MIXES[head_mix](spec, **(head_mix_args or {}))
-        if self.head_mix is not None and self.head_mix.projected_heads != (self.num_heads,) * 3:
+        mix = None if head_mix is None else HEAD_MIXES[head_mix](spec, **(head_mix_args or {}))
+        if mix is not None and mix.projected_heads != (self.num_heads,) * 3:
             raise InputError(
                 f"head_mix_args={head_mix_args!r} change the number of projected heads, which stay {self.num_heads}:"
                 " leave component_heads out."
             )
-        self.repeats = self.head_mix.repeats if self.head_mix else 1
-        self.core = CORES[core](self.head_mix.core_spec(spec) if self.head_mix else spec, **(core_args or {}))
-        check_sees_later(self.core, cpe, lepe)
+        self.repeats = 1 if mix is None else mix.repeats
+        made = CORES[core](spec if mix is None else mix.core_spec(spec), **(core_args or {}))
+        check_sees_later(made, cpe, lepe)
+        self.takes_bias = made.forms_weights and self.repeats == 1 and getattr(made, "window", None) is None
+
+        self._take_over(original)
+        self.input_norm = nn.Identity()
+        self.cpe = _silenced(ConvPositionEncoding(dim, axes, **factory)) if cpe else None
+        self.lepe = _silenced(GridConvolution(out.in_features, axes, lepe, **factory)) if lepe else None
+        self.head_mix, self.core = mix, made
         self.output_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **factory) if output_norm else nn.Identity()
-        for part in (self.input_norm, self.cpe, self.lepe, self.head_mix, self.core, self.output_norm):
+        for part in (self.input_norm, self.cpe, self.lepe, mix, made, self.output_norm):
             if part is not None:
                 part.train(original.training)
 
-    def _take_over(self, original: nn.Module, keep_bias: bool) -> None:
+    def _take_over(self, original: nn.Module) -> None:
         """Take the modules, parameters, buffers and settings of the original; parts that it lacks do nothing."""
         names = self.names
-        left_out = {names.drop, *(() if keep_bias else names.bias)}
+        left_out = {names.drop, *(() if self.takes_bias else names.bias)}
         settings = {name: value for name, value in vars(original).items() if not name.startswith("_")}
         self.__dict__.update({name: value for name, value in settings.items() if name not in vars(self)})
         self.training = original.training
@@ -175,17 +177,19 @@ class SwappedAttention(HeadMixAttention):
             k, v = (y.repeat_interleave(self.queries_per_key, 2) for y in (k, v))
         return [q, k, v] if self.head_mix is None else list(self.head_mix("before", q, k, v))
 
-    def _flat_projections(self, x: Tensor) -> Any:
+    def _flat_projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, [B, N, heads * D] each."""
         if len(self.names.qkv) > 1:
-            return [getattr(self, name)(x) for name in self.names.qkv]
+            return cast(tuple[Tensor, Tensor, Tensor], tuple(getattr(self, name)(x) for name in self.names.qkv))
         qkv = getattr(self, self.names.qkv[0])
         q_bias = getattr(self, "q_bias", None)
         if q_bias is None:
-            return qkv(x).chunk(3, -1)
-        bias = torch.cat([q_bias, cast(Tensor, self.k_bias), cast(Tensor, self.v_bias)])
-        out = F.linear(x, qkv.weight, bias) if is_bare(qkv, nn.Linear) else qkv(x) + bias
-        return out.chunk(3, -1)
+            out = qkv(x)
+        else:
+            bias = torch.cat([q_bias, cast(Tensor, self.k_bias), cast(Tensor, self.v_bias)])
+            out = F.linear(x, qkv.weight, bias) if is_bare(qkv, nn.Linear) else qkv(x) + bias
+        q, k, v = out.chunk(3, -1)  # unpacked, which torch.fx can trace
+        return q, k, v
 
     def _finish(self, x: Tensor, out: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mix the heads back, add ``positions``, norm, gate by a sigmoid and project: [B, N, C]."""
@@ -202,10 +206,13 @@ class SwappedAttention(HeadMixAttention):
         grid: tuple[int, ...] | None = None,
         rotation: Rotation | None = None,
         rope: Tensor | None = None,
+        **arguments: Any,
     ) -> Tensor:
         grid = self.grid_of_call.shape if grid is None else grid
-        rotation = rotation if rope is None else self._rotation(*rope.chunk(2, -1))
-        return super().forward(x, attn_mask, is_causal, grid, rotation)
+        if rope is not None:
+            sin, cos = rope.chunk(2, -1)
+            rotation = self._rotation(sin, cos)
+        return super().forward(x, attn_mask, is_causal, grid, rotation, **arguments)
 
     def _rotation(self, sin: Tensor, cos: Tensor) -> Rotation:
         """Turn tables with a value for each channel, [N, D], [H, N, D] or [B, H, N, D], into those of the cores."""

@@ -103,6 +103,10 @@ def _layers_to_compress(model: nn.Module) -> dict[str, HeadMixAttention]:
 
 def _check_layer(name: str, layer: HeadMixAttention, component_heads: int) -> None:
     check_counts(1, layer.num_heads, component_heads=component_heads)
+    if type(layer) is not HeadMixAttention:
+        raise InputError(
+            f"{name} is a {type(layer).__name__}: compress a model of this package by its weights instead."
+        )
     if layer.head_mix is not None:
         raise InputError(f"{name} has a head mix, {type(layer.head_mix).__name__}: only plain heads are compressed.")
     if type(layer.qkv) is not nn.Linear:

@@ -61,6 +61,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         core_args: options of the core, see :mod:`headmix_vision.layers.cores`.
         head_mix_args: options of the head mix, see :mod:`headmix_vision.layers.head_mixes`.
         global_every: k, at least 2, for a plain layer, without head mix and window, as the last of each k; 0 for none.
+        softmax_every: k, at least 2, for a layer of the softmax core as the first of each k; 0 for none.
         cpe, lepe, input_norm, output_norm, output_gate: options of :class:`~headmix_vision.layers.HeadMixAttention`.
         kwargs: arguments of timm's VisionTransformer, except ``attn_layer``, and ``patch_drop_rate``, which must be 0.
             ``qk_norm`` normalises over the full width.
@@ -81,6 +82,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         core_args: dict[str, Any] | None = None,
         head_mix_args: dict[str, Any] | None = None,
         global_every: int = 0,
+        softmax_every: int = 0,
         cpe: bool = False,
         lepe: int = 0,
         input_norm: bool = False,
@@ -102,7 +104,9 @@ class HeadMixVisionTransformer(VisionTransformer):
             head_mix=head_mix,
             head_mix_args=head_mix_args,
             global_every=global_every,
+            softmax_every=softmax_every,
         )
+        self.softmax_every = softmax_every
         for block, layer in zip(self.blocks, layers, strict=True):
             block.attn = HeadMixAttention(
                 **cast(_AttentionArguments, block.attn).arguments,
@@ -138,8 +142,9 @@ class HeadMixVisionTransformer(VisionTransformer):
     def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
         """Change the number of token blocks and resample the mixing matrices."""
         blocks = pair("block_grid", block_grid)
-        for attention in self._attentions():
-            attention.set_block_grid(blocks)
+        for index, attention in enumerate(self._attentions()):
+            if not self.softmax_every or index % self.softmax_every:
+                attention.set_block_grid(blocks)
 
     def _attentions(self) -> list[HeadMixAttention]:
         return [cast(HeadMixAttention, block.attn) for block in self.blocks]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from headmix_vision.layers.swapped_attention import GridOfCall, Names, SwappedAt
 from headmix_vision.ops import TokenGrid
 
 
-class _OfBeit(SwappedAttention):
+class _SwappedBeitAttention(SwappedAttention):
     """BEiT's layer: its bias of scores by relative positions stays with softmax."""
 
     set_window_size = beit.Attention.set_window_size
@@ -24,7 +24,7 @@ class _OfBeit(SwappedAttention):
     _init_buffers = beit.Attention._init_buffers
 
     def forward(self, x: Tensor, *args: Any, shared_rel_pos_bias: Tensor | None = None, **kwargs: Any) -> Tensor:
-        if self.core.forms_weights:
+        if self.takes_bias:
             own = (
                 None if self.relative_position_bias_table is None else beit.Attention._get_rel_pos_bias(cast(Any, self))
             )
@@ -34,7 +34,7 @@ class _OfBeit(SwappedAttention):
         return super().forward(x, *args, **kwargs)
 
 
-class _OfTransformers(SwappedAttention):
+class _SwappedTransformersAttention(SwappedAttention):
     """A layer of transformers: it gets rotary positions as cosines and sines, and returns no weights."""
 
     def forward(  # type: ignore[override]
@@ -58,17 +58,20 @@ KNOWN: dict[str, tuple[type[SwappedAttention], Names]] = {
     "timm.layers.attention.AttentionRope": (SwappedAttention, Names()),
     "timm.models.eva.EvaAttention": (SwappedAttention, Names()),
     "timm.models.beit.Attention": (
-        _OfBeit,
+        _SwappedBeitAttention,
         Names(bias=("relative_position_bias_table", "relative_position_index")),
     ),
-    "transformers.models.vit.modeling_vit.ViTAttention": (_OfTransformers, _HF),
-    "transformers.models.deit.modeling_deit.DeiTAttention": (_OfTransformers, _HF),
-    "transformers.models.dinov2.modeling_dinov2.Dinov2Attention": (_OfTransformers, _HF),
+    "transformers.models.vit.modeling_vit.ViTAttention": (_SwappedTransformersAttention, _HF),
+    "transformers.models.deit.modeling_deit.DeiTAttention": (_SwappedTransformersAttention, _HF),
+    "transformers.models.dinov2.modeling_dinov2.Dinov2Attention": (_SwappedTransformersAttention, _HF),
     "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersAttention": (
-        _OfTransformers,
+        _SwappedTransformersAttention,
         _HF,
     ),
-    "transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTAttention": (_OfTransformers, _HF_ROTARY),
+    "transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTAttention": (
+        _SwappedTransformersAttention,
+        _HF_ROTARY,
+    ),
 }
 _LIKE_ATTENTION = re.compile(r"Attn|Attention|XCA|ParallelScalingBlock")
 _REASONS = {
@@ -151,7 +154,8 @@ def swap_attention(
     Args:
         model: the model, or a module that contains it.
         core: the new core, see :data:`headmix_vision.layers.CORES`.
-        layers: the layers to swap, by number among the layers that can be swapped or by name; None for all.
+        layers: the layers to swap, by name or by number; None for all. Numbers count the layers that can be swapped or
+            have been, from 0.
         head_mix: mix across feature heads, or None.
         softmax_every: k, at least 2, for an original layer as the first of each k; 0 for none. It takes no ``layers``.
         options: ``block_grid``, ``core_args``, ``head_mix_args``, ``cpe``, ``lepe`` and ``output_norm``, see
@@ -168,7 +172,8 @@ def swap_attention(
     if "block_grid" in options:
         options["block_grid"] = pair("block_grid", options["block_grid"])
     found, kept = _find(model)
-    chosen = _choose(list(found), kept, layers, softmax_every)
+    numbered = [name for name, _ in model.named_modules() if name in found or kept.get(name) == _SWAPPED_BEFORE]
+    chosen = _choose(numbered, found, kept, layers, softmax_every)
     owners = {name: _owner(model, name) for name in chosen}
     modules = dict(owners.values())
     grids = {owner: cast(tuple[Any, int], _grid_of(module)) for owner, module in modules.items()}
@@ -185,8 +190,8 @@ def swap_attention(
         grid_of_call = grids[owner][0]
         grid_of_call.embed.register_forward_hook(grid_of_call)
         _leave_out_shared_bias(module)
-        of_owner = [name.removeprefix(f"{owner}.") for name in chosen if owners[name][0] == owner]
-        _record(module, {"core": core, "layers": of_owner, "head_mix": head_mix, **options})
+        of_owner = [name for name in chosen if owners[name][0] == owner]
+        _record(model, cast(str, owner), of_owner, {"core": core, "head_mix": head_mix, **options})
     after = dict(model.named_parameters())
     return SwapReport(
         core=core if head_mix is None else f"{core} with {head_mix}",
@@ -205,6 +210,9 @@ _OPTIONS = [
 ]
 SWAP_ARGUMENTS = ["core", "layers", "head_mix", "softmax_every", *_OPTIONS]
 SWAPPED = "swapped"  # the name in timm's registry that headmix_vision.models.swap_files gives swapped models
+
+
+_SWAPPED_BEFORE = "it has been swapped before"
 
 
 def _find(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
@@ -228,7 +236,7 @@ def _find(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
 def _reason(module: nn.Module) -> str:
     kind = type(module).__name__
     if isinstance(module, SwappedAttention):
-        return "it has been swapped before"
+        return _SWAPPED_BEFORE
     return f"{kind}: {_REASONS.get(kind, 'this class is unknown here')}"
 
 
@@ -237,44 +245,48 @@ def _class_of(module: nn.Module) -> str:
 
 
 def _choose(
-    names: list[str], kept: dict[str, str], layers: Iterable[int | str] | None, softmax_every: int
+    numbered: list[str],
+    found: Collection[str],
+    kept: dict[str, str],
+    layers: Iterable[int | str] | None,
+    softmax_every: int,
 ) -> list[str]:
     """Return the names of the layers to swap, in their order."""
-    if not names:
+    if not found:
         reasons = {reason: name for name, reason in reversed(kept.items())}
         why = "; ".join(f"{name} cannot be swapped: {reason}" for reason, name in reversed(reasons.items()))
         raise InputError(f"the model has nothing to swap. {why or 'It has no attention layer that is known here'}.")
-    if isinstance(layers, str):
-        raise InputError(
-            f"layers must list the layers to swap by number or name, got {layers!r}. softmax_every=3 keeps the first of"
-            " each 3 layers."
-        )
     check_counts(0, softmax_every=softmax_every)
     if softmax_every:
         if layers is not None:
             raise InputError("give layers or softmax_every, not both.")
-        if softmax_every == 1 or softmax_every > len(names):
-            most = f"the {len(names)} layers that can be swapped"
-            raise InputError(f"softmax_every must be 0, or from 2 to {most}, got {softmax_every}.")
-        return [name for index, name in enumerate(names) if index % softmax_every]
+        if softmax_every == 1 or softmax_every > len(numbered):
+            raise InputError(f"softmax_every must be 0, or from 2 to the {len(numbered)} layers, got {softmax_every}.")
+        return [name for index, name in enumerate(numbered) if index % softmax_every and name in found]
     if layers is None:
-        return names
-    wanted = set()
-    for layer in layers:
-        if layer in kept:
-            raise InputError(f"{layer} cannot be swapped: {kept[layer]}.")
-        if is_whole(layer) and 0 <= layer < len(names):
-            wanted.add(names[layer])
-        elif layer in names:
-            wanted.add(layer)
-        else:
-            raise InputError(
-                f"the model has no layer {layer!r} to swap: give numbers from 0 to {len(names) - 1}, or names from"
-                f" {names[0]} to {names[-1]}."
-            )
+        return [*found]
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise InputError(
+            f"layers must list the layers to swap by number or name, got {layers!r}. softmax_every=3 keeps the first of"
+            " each 3 layers."
+        )
+    wanted = {_name_of(layer, numbered, found, kept) for layer in layers}
     if not wanted:
         raise InputError("layers is empty: name at least one layer to swap.")
-    return [name for name in names if name in wanted]
+    return [name for name in found if name in wanted]
+
+
+def _name_of(layer: object, numbered: list[str], found: Collection[str], kept: dict[str, str]) -> str:
+    """Return the name of a layer that is given by its number or name."""
+    name = numbered[layer] if is_whole(layer) and 0 <= layer < len(numbered) else layer
+    if isinstance(name, str) and name in found:
+        return name
+    if isinstance(name, str) and name in kept:
+        raise InputError(f"{name} cannot be swapped: {kept[name]}.")
+    raise InputError(
+        f"the model has no layer {layer!r} to swap: give numbers from 0 to {len(numbered) - 1}, or names from"
+        f" {numbered[0]} to {numbered[-1]}."
+    )
 
 
 class _ImageGrid:
@@ -336,12 +348,18 @@ def _grid_of(module: Any) -> tuple[Any, int] | None:
 
 def _owner(model: nn.Module, name: str) -> tuple[str | None, nn.Module]:
     """Return the nearest module around a layer that knows its token grid, with its name; None without one."""
+    for around in _around(name):
+        module = model.get_submodule(around)
+        if _grid_of(module) is not None:
+            return around, module
+    return None, model
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yield the names of the modules around one, from the nearest to the model itself."""
     while name:
         name = name.rpartition(".")[0]
-        module = model.get_submodule(name)
-        if _grid_of(module) is not None:
-            return name, module
-    return None, model
+        yield name
 
 
 def _swapped(original: nn.Module, owner: Any, grid_of_call: GridOfCall, prefix: int, **options: Any) -> nn.Module:
@@ -357,8 +375,8 @@ def _swapped(original: nn.Module, owner: Any, grid_of_call: GridOfCall, prefix: 
 
 def _leave_out_shared_bias(owner: Any) -> None:
     """Remove BEiT's bias of all layers once none of them can use it."""
-    layers = [module for module in owner.modules() if isinstance(module, (_OfBeit, beit.Attention))]
-    uses = [layer for layer in layers if not isinstance(layer, _OfBeit) or layer.core.forms_weights]
+    layers = [module for module in owner.modules() if isinstance(module, (_SwappedBeitAttention, beit.Attention))]
+    uses = [layer for layer in layers if not isinstance(layer, _SwappedBeitAttention) or layer.takes_bias]
     if layers and not uses and getattr(owner, "rel_pos_bias", None) is not None:
         owner.rel_pos_bias = None
 
@@ -374,16 +392,33 @@ class _Undecayed:
         return own | undecayed_parameters(self.model)
 
 
-def _record(owner: Any, swap: dict[str, Any]) -> None:
-    """Note a swap where timm looks for the arguments of a model that it saves."""
-    if hasattr(type(owner), "no_weight_decay"):
-        owner.no_weight_decay = _Undecayed(owner)
-    config = getattr(owner, "pretrained_cfg", None)
-    if not config or not config.get("architecture"):
+def _record(model: nn.Module, owner: str, layers: list[str], swap: dict[str, Any]) -> None:
+    """Note a swap where timm looks for the arguments of a model that it saves, and its parameters without decay."""
+    names = (owner, *_around(owner))
+    name = next((name for name in names if hasattr(model.get_submodule(name), "pretrained_cfg")), owner)
+    made: Any = model.get_submodule(name)
+    if hasattr(type(made), "no_weight_decay"):
+        made.no_weight_decay = _Undecayed(made)
+    config, arguments = getattr(made, "pretrained_cfg", None), getattr(made, "_model_args", None)
+    if not config or arguments is None:  # timm.create_model did not make it
         return
-    arguments = dict(getattr(owner, "_model_args", {}))
-    arguments.setdefault("architecture", config["architecture"])
-    swap = {name: value for name, value in swap.items() if value is not None}
-    arguments["swaps"] = [*arguments.get("swaps", []), swap]
-    owner._model_args = arguments
-    owner.pretrained_cfg = owner.default_cfg = {**config, "architecture": SWAPPED}
+    arguments = {"architecture": config["architecture"], "swaps": [], **arguments}
+    swap = {"layers": [layer.removeprefix(f"{name}.") for layer in layers], **swap}
+    swap = {option: value for option, value in swap.items() if value is not None}
+    made._model_args = {**arguments, "swaps": [*as_swaps(arguments["swaps"]), swap]}
+    made.pretrained_cfg = made.default_cfg = {**config, "architecture": SWAPPED}
+
+
+def as_swaps(swaps: Any) -> list[dict[str, Any]]:
+    """Return the arguments of swaps, given as a list of them, those of one, or a core.
+
+    Raises:
+        InputError: if it is something else, or :func:`swap_attention` has no such argument.
+    """
+    swaps = {"core": swaps} if isinstance(swaps, str) else swaps
+    swaps = [swaps] if isinstance(swaps, Mapping) else swaps
+    if not isinstance(swaps, (list, tuple)):
+        raise InputError(f"swaps must be a core, arguments of swap_attention, or a list of such, got {swaps!r}.")
+    for swap in swaps:
+        check_keywords("swaps", swap, SWAP_ARGUMENTS)
+    return [dict(swap) for swap in swaps]

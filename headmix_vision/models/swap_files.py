@@ -11,26 +11,35 @@ it once this package is imported.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
-from timm.models import build_model_with_cfg, is_model, model_entrypoint, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, is_model, model_entrypoint, register_model
 from timm.models._builder import resolve_pretrained_cfg
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
-from headmix_vision.errors import InputError, check_keywords, explain
+from headmix_vision.errors import InputError, explain
 from headmix_vision.files.reading import check_fields, read_json
 from headmix_vision.files.tensors import read_tensors, write_tensors
 from headmix_vision.files.writing import atomic_path
+from headmix_vision.layers.swapped_attention import SwappedAttention
 from headmix_vision.models.building import building
-from headmix_vision.models.swap import SWAP_ARGUMENTS, SWAPPED, swap_attention
+from headmix_vision.models.swap import SWAPPED, as_swaps, swap_attention
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_NEW = re.compile(r"\.(core|head_mix|output_norm|cpe|lepe)\.")  # in names of parameters that a swap adds
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+# Of any architecture: what is read of a name's configuration must be there, and its classes are always stated.
+default_cfgs = generate_default_cfgs(
+    {SWAPPED: {"num_classes": -1, "fixed_input_size": True, "classifier": "head", "first_conv": "patch_embed.proj"}}
+)
 
 
 @register_model
@@ -38,8 +47,8 @@ def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """Make a model of timm with swapped attention, as a model of timm.
 
     Args:
-        pretrained: load the weights of the folder that timm opens; elsewhere those of the architecture, before they
-            are swapped.
+        pretrained: load weights: of the folder that timm opens, of ``pretrained_cfg``, or of the architecture. Weights
+            from before the swap are loaded before it.
         kwargs: ``architecture``, a name of timm; ``swaps``, the arguments of
             :func:`~headmix_vision.models.swap.swap_attention`, a list of them or a core; and arguments of the
             architecture.
@@ -47,27 +56,31 @@ def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     Raises:
         InputError: if an argument is missing or wrong.
     """
-    architecture, swaps = kwargs.pop("architecture", None), _checked(kwargs.pop("swaps", None))
-    if not isinstance(architecture, str) or architecture == SWAPPED or not is_model(architecture):
-        raise InputError(f"architecture must be the name of a model of timm, got {architecture!r}.")
+    architecture, swaps = swapped_architecture(kwargs), as_swaps(kwargs.pop("swaps", None))
+    del kwargs["architecture"]
+    if not swaps:
+        raise InputError("swaps is empty: it must be a core, arguments of swap_attention, or a list of such.")
     given, overlay = kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
-    is_stored = isinstance(given, dict) and given.get("source") in ("local-dir", "hf-hub")
-    if isinstance(given, dict) and not is_stored and given.get("architecture") == SWAPPED:
-        given = None  # timm's default for a name without weights
-    create, source = model_entrypoint(architecture), {} if is_stored else {"pretrained_cfg_overlay": overlay}
+    if isinstance(given, dict) and given.get("source") in ("local-dir", "hf-hub"):
+        config, is_swapped = given, True
+    else:
+        if isinstance(given, dict) and given.get("architecture") == SWAPPED:
+            given = None  # timm's default for a name without weights
+        config = resolve_pretrained_cfg(architecture, given, overlay).to_dict()
+        is_swapped = any(_NEW.search(name) for name in config.get("state_dict") or ())
+    create = model_entrypoint(architecture)
+    before = {} if is_swapped else {"pretrained": pretrained, "pretrained_cfg": config}
 
     def build(**arguments: Any) -> nn.Module:
-        weights = {"pretrained": pretrained and not is_stored, "pretrained_cfg": None if is_stored else given}
-        model = create(**weights, **source, **arguments)
+        model = create(**before, **arguments)
         for swap in swaps:
             swap_attention(model, **swap)
         return model
 
-    config = given if is_stored else resolve_pretrained_cfg(architecture, given, overlay).to_dict()
     made: nn.Module = build_model_with_cfg(
         build,
         SWAPPED,
-        pretrained and is_stored,
+        pretrained and is_swapped,
         pretrained_cfg={**config, "architecture": SWAPPED},
         pretrained_filter_fn=getattr(sys.modules[create.__module__], "checkpoint_filter_fn", None),
         feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
@@ -76,15 +89,16 @@ def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     return made
 
 
-def _checked(swaps: Any) -> list[dict[str, Any]]:
-    """Return the arguments of one or more swaps, given as a list of them, those of one, or a core."""
-    swaps = {"core": swaps} if isinstance(swaps, str) else swaps
-    swaps = [swaps] if isinstance(swaps, Mapping) else swaps
-    if not isinstance(swaps, (list, tuple)) or not swaps:
-        raise InputError(f"swaps must be a core, or arguments of swap_attention or a list of such, got {swaps!r}.")
-    for swap in swaps:
-        check_keywords("swaps", swap, SWAP_ARGUMENTS)
-    return [dict(swap) for swap in swaps]
+def swapped_architecture(arguments: Mapping[str, Any]) -> str:
+    """Return the architecture among the arguments of :func:`swapped`.
+
+    Raises:
+        InputError: if timm has no such model.
+    """
+    architecture = arguments.get("architecture")
+    if not isinstance(architecture, str) or architecture == SWAPPED or not is_model(architecture):
+        raise InputError(f"architecture must be the name of a model of timm, got {architecture!r}.")
+    return architecture
 
 
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
@@ -98,12 +112,14 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
         InputError: if the model was made in another way, or has arguments that JSON cannot hold.
         OSError: if the folder cannot be written.
     """
-    config = getattr(model, "pretrained_cfg", None)
-    if not config or not config.get("architecture") or not hasattr(model, "_model_args"):
+    config, arguments = getattr(model, "pretrained_cfg", None), getattr(model, "_model_args", None)
+    if not config or not config.get("architecture") or arguments is None:
         raise InputError(
             f"{type(model).__name__} was not made by timm.create_model: its arguments are not known, and it could not"
             " be opened again."
         )
+    if "swaps" not in arguments and any(isinstance(module, SwappedAttention) for module in model.modules()):
+        raise InputError("a part of the model was swapped: save this part, or swap the whole model.")
     folder = Path(folder)
     with atomic_path(folder / CONFIG) as temporary:
         try:

@@ -14,14 +14,15 @@ from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypo
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.errors import InputError, suggest
+from headmix_vision.errors import InputError, pair, suggest
 from headmix_vision.files.reading import check_fields, parse_json, read_json
 from headmix_vision.files.tensors import header_of, one_line_damage, read_weights, state_sha256
 from headmix_vision.models.building import building
 from headmix_vision.models.headmix_vit import name_grid
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
 from headmix_vision.models.names import CORRECT, FAMILIES
-from headmix_vision.models.swap_files import CONFIG, WEIGHTS, from_pretrained
+from headmix_vision.models.swap import SWAPPED
+from headmix_vision.models.swap_files import CONFIG, WEIGHTS, from_pretrained, swapped_architecture
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,
@@ -78,7 +79,7 @@ def create_network(
     if checkpoint is None:
         if new_head:
             raise InputError("model.new_head is true, it must be false without model.checkpoint")
-        return _create(name, arguments)
+        return _of_size(_create(name, arguments), img_size)
 
     state, size = _start_weights(checkpoint)
     if not state:  # timm would fetch its own
@@ -86,8 +87,9 @@ def create_network(
     check_finite(state, checkpoint)
     if name == LITE0_MODEL and "conv_stem.weight" not in state:
         state = lite0_state(state, checkpoint)
-    classes = num_classes if num_classes is not None else get_pretrained_cfg_value(name, "num_classes")
-    classifier = get_pretrained_cfg_value(name, "classifier")
+    configured = swapped_architecture(model_args or {}) if name == SWAPPED else name
+    classes = num_classes if num_classes is not None else get_pretrained_cfg_value(configured, "num_classes")
+    classifier = get_pretrained_cfg_value(configured, "classifier")
     if new_head:
         own = _create(name, arguments).state_dict().items()
         state |= {entry: value for entry, value in own if entry.startswith(f"{classifier}.")}
@@ -99,7 +101,8 @@ def create_network(
     if size is not None and any(name.partition(".")[0] in variants for variants in FAMILIES.values()):
         state = name_grid(state, size)
     # from nowhere else, whatever the arguments say
-    overlay = {"state_dict": state, "num_classes": classes, "source": None}
+    overlay = {**(arguments.pop("pretrained_cfg_overlay", None) or {}), "state_dict": state}
+    overlay |= {"num_classes": classes, "source": None}
     try:
         with _building(name, arguments):
             network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
@@ -110,6 +113,14 @@ def create_network(
         raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
     check_kinds(state, network.state_dict(), checkpoint)
     cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
+    return _of_size(network, img_size)
+
+
+def _of_size(network: nn.Module, img_size: int | list[int] | None) -> nn.Module:
+    """Let the data of a model have the size that was asked for: timm asks models of any size for their usual one."""
+    cfg = cast("dict[str, Any]", network.pretrained_cfg)
+    if img_size is not None and "input_size" in cfg:
+        cfg["input_size"] = (cfg["input_size"][0], *pair("img_size", img_size))
     return network
 
 

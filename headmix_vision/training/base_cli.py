@@ -182,12 +182,27 @@ class RunCLI(LightningCLI):
         return self.config[self.config.subcommand]
 
     def default_run_name(self) -> str:
-        """Join the names of the config files and of a model on the command line; overlays change no result."""
-        paths = [Path(str(path)) for path in self.options.get("config") or [] if path is not None]  # None: written out
-        stems = [path.stem for path in paths if path.parent.name != "overlays"]
+        """Join the names of the config files and of a model on the command line."""
+        stems = self.config_names()
         if not stems or "model.name" in self.given:
             stems.append(self.options.model.name)
         return "-".join(stems)
+
+    def config_names(self) -> list[str]:
+        """Return the names of the config files; overlays change no result."""
+        paths = [Path(str(path)) for path in self.options.get("config") or [] if path is not None]  # None: written out
+        return [path.stem for path in paths if path.parent.name != "overlays"]
+
+    def complete_options(self) -> None:
+        """Set the options that follow from others."""
+
+    def check_model(self, checkpoint: dict[str, Any]) -> None:
+        """Raise InputError if a checkpoint belongs to another model than the options name."""
+        check_description(checkpoint, self.options.model.name, self.options.model.num_classes)
+
+    def early_stop(self, config: EarlyStoppingConfig) -> EarlyStop:
+        """Return the rule that ends a run early."""
+        return EarlyStop(config, self.monitor)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, then settle run directory and checkpoint, so that errors in them are raised before any work."""
@@ -211,6 +226,7 @@ class RunCLI(LightningCLI):
         self.trust.check(options, training=self.config.subcommand == "fit")
         check_texts(options)
         check_trainer_options(options.trainer, self.config.subcommand)
+        self.complete_options()
         require(
             0 <= options.seed_everything < 2**32,
             f"seed_everything must be in [0, 2**32), got {options.seed_everything}",
@@ -255,7 +271,7 @@ class RunCLI(LightningCLI):
             options.ckpt_path = str(find_checkpoint(options.run_dir, options.ckpt_path))
         self.checkpoint = read_checkpoint(options.ckpt_path, sharded=(), values=False)
         check_entries(self.checkpoint, options.ckpt_path, resuming=training)
-        check_description(self.checkpoint, options.model.name, options.model.num_classes)
+        self.check_model(self.checkpoint)
         if training:
             self._check_best()
         if training and getattr(rank_zero_only, "rank", 0) == 0:
@@ -380,7 +396,7 @@ class RunCLI(LightningCLI):
         stopping = self.config_init[self.config.subcommand].early_stopping
         analysis = self.config_init[self.config.subcommand].analysis
         numbers = [AttentionNumbers(analysis)] if analysis.every_n_epochs is not None else []
-        stop = [EarlyStop(stopping, self.monitor)] if stopping.patience is not None else []
+        stop = [self.early_stop(stopping)] if stopping.patience is not None else []
         # the order matters: average, show, save; Lightning puts the best checkpoint last
         return [
             average or ValidateWhole(),

@@ -2,7 +2,7 @@
 
 import math
 import time
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -31,6 +31,13 @@ _STEP = 0  # stream of random numbers
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)  # fused on GPUs; fused SGD fails on parameters without a first gradient
 
 Compile = bool | Literal["blocks", "graphs"]
+
+
+class Schedule(Protocol):
+    """Learning rates as a function of the optimizer step."""
+
+    def step_update(self, num_updates: int) -> None:
+        """Set the rates of a step."""
 
 
 def count_epoch_steps(trainer: Trainer) -> float:
@@ -148,7 +155,7 @@ class BaseModule(LightningModule):
     description: dict[str, Any]
     class_names: list[str] | None = None
     train_loss: Tensor
-    schedule: Scheduler
+    schedule: Schedule
     sharers: int = 1
     step_loss: Tensor | None = None
     epoch_loss: float | None = None
@@ -256,12 +263,16 @@ class BaseModule(LightningModule):
         if math.isinf(epoch_steps) and self.schedule_config.warmup_epochs:
             raise InputError("the length of an epoch is unknown: set schedule.warmup_epochs=0")
         self._check_warmup(total_steps, epoch_steps)
-        self.schedule = make_schedule(optimizer, self.schedule_config, int(total_steps), epoch_steps)
+        self.schedule = self.make_schedule(optimizer, int(total_steps), epoch_steps)
         self.schedule.step_update(max(0, self.trainer.global_step - 1))
         if not hasattr(self, "train_loss"):
             self.train_loss = torch.zeros(2)
         self.train_loss = self.train_loss.to(self.device)
         self.throughput.start()  # an epoch that goes on from its middle has no start of its own
+
+    def make_schedule(self, optimizer: Optimizer, total_steps: int, epoch_steps: float) -> Schedule:
+        """Make the schedule of the run; see the function of this name."""
+        return make_schedule(optimizer, self.schedule_config, total_steps, epoch_steps)
 
     def _check_warmup(self, total_steps: float, epoch_steps: float) -> None:
         """Refuse a warm-up that the run does not finish; the default one, and that of a shortened recipe, are noted."""

@@ -1,9 +1,9 @@
 """Define the command line of classifier training: `fit`, `validate`, `test` and `predict`."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.classification import ClassificationData
@@ -26,14 +26,15 @@ from headmix_vision.training.options import MONITORED, BestConfig
 class ClassificationCLI(RunCLI):
     """Train and evaluate classifiers from the command line: `headmix train-cls`."""
 
-    module_class = ImageClassifier
+    module_class: ClassVar[type[LightningModule]] = ImageClassifier
     data_class = ClassificationData
     recipes = "cls"
+    best_class: ClassVar[type] = BestConfig
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the choice of the best checkpoint to the options of all trainings."""
         super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(BestConfig, "best")
+        parser.add_class_arguments(self.best_class, "best")
 
     @property
     def monitor(self) -> str:
@@ -62,7 +63,7 @@ class ClassificationCLI(RunCLI):
         choose = min if self.best.mode == "min" else max
         best = choose(rows, key=lambda row: row[self.monitor])
         value = best[self.monitor]
-        found = f"{value:.4f}" if self.monitor == "val/loss" else f"{100 * value:.2f} %"
+        found = f"{100 * value:.2f} %" if self.monitor in ("val/top1", "val/balanced") else f"{value:.4f}"
         self.summary = (
             f"best {MONITORED[self.monitor]} {found} (epoch {best['epoch'] + 1:.0f}) · run {run_dir}"
             f" · checkpoint {run_dir / BEST} · curves {run_dir / CURVES}"

@@ -69,6 +69,9 @@ class ImageClassifier(BaseModule):
     Random numbers of a training batch (dropout, drop path, mixup) follow from the seed, the epoch, the batch index
     and the rank alone, so that an interrupted run continues as if it had not been interrupted.
 
+    Attributes:
+        labelled: Whether the data have labels of the model's classes.
+
     Args:
         name: Name of the model in timm, for example `deit_mhla_small`.
         num_classes: Number of classes; the model's default when null.
@@ -88,6 +91,8 @@ class ImageClassifier(BaseModule):
             than 2 classes.
     """
 
+    labelled: bool = True
+
     def __init__(
         self,
         name: str,
@@ -103,10 +108,12 @@ class ImageClassifier(BaseModule):
         **common: Any,
     ) -> None:
         super().__init__(optimizer, schedule, **common)
-        if num_classes is not None and num_classes < 2:
+        if self.labelled and num_classes is not None and num_classes < 2:
             raise InputError(f"model.num_classes must be at least 2, got {num_classes}")
         self.net = create_network(name, num_classes, img_size, model_args, checkpoint, new_head)
         self.num_classes = int(self.net.num_classes)  # type: ignore[arg-type]
+        if self.labelled and self.num_classes < 2:
+            raise InputError(f"model {name} has no classifier: set model.num_classes to the number of classes")
         self.description: dict[str, Any] = {
             "name": name,
             "num_classes": self.num_classes,
@@ -117,7 +124,7 @@ class ImageClassifier(BaseModule):
 
         self.criterion = _make_criterion(loss, soft_targets=mixup.enabled)
         self.mix = _make_mixup(mixup, loss, self.num_classes) if mixup.enabled else None
-        self.val_metrics, self.test_metrics = (ClassificationMetrics(self.num_classes) for _ in range(2))
+        self.val_metrics, self.test_metrics = (ClassificationMetrics(max(self.num_classes, 2)) for _ in range(2))
         self._validated_at = -1
 
     def forward(self, images: Tensor) -> Tensor:
@@ -132,7 +139,7 @@ class ImageClassifier(BaseModule):
         """
         datamodule = getattr(self.trainer, "datamodule", None)
         classes = getattr(datamodule, "num_classes", None)
-        if classes is not None and classes != self.num_classes:
+        if self.labelled and classes is not None and classes != self.num_classes:
             raise InputError(
                 f"the model has {self.num_classes} classes, the data {classes}: set model.num_classes={classes}"
             )
@@ -143,13 +150,18 @@ class ImageClassifier(BaseModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss of images [B, C, H, W], float32, and targets [B], int64."""
-        images, targets = batch
-        if self.mix is not None:
-            with seeded(self.batch_seed(batch_idx, _MIXUP)):
-                images, targets = self.mix(images, targets)
+        images, targets = self.mixed(batch, batch_idx)
         loss = self.criterion(self.net(images).float(), targets)
         self.track_loss(loss, len(images))
         return loss
+
+    def mixed(self, batch: Batch, batch_idx: int) -> Batch:
+        """Return a training batch with mixup, if it is asked for."""
+        if self.mix is None:
+            return batch
+        with seeded(self.batch_seed(batch_idx, _MIXUP)):
+            images, targets = self.mix(*batch)
+        return images, targets
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         """Update the validation metrics with images [B, C, H, W] and targets [B]; return predicted classes [B]."""
@@ -193,7 +205,7 @@ class ImageClassifier(BaseModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Describe the model, and keep the running mean of the loss."""
-        fresh = self._validated_at == self.trainer.global_step
+        fresh = self.labelled and self._validated_at == self.trainer.global_step
         top1 = float(self.trainer.callback_metrics["val/top1"]) if fresh else None
         checkpoint[DESCRIPTION_KEY] = {**self.description, "class_names": self.class_names, "top1": top1}
         super().on_save_checkpoint(checkpoint)

@@ -1,22 +1,19 @@
-"""Define the command lines that train generators: from data, and after a teacher."""
+"""Define the command line that trains generators: `fit` and `validate`."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
-from headmix_vision.errors import InputError
 from headmix_vision.runs.directory import CURVES, SAMPLES
 from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
 from headmix_vision.training.callbacks.samples import ImageSampler, SampleFid, SampleGrids
-from headmix_vision.training.distillation import DistilledGenerator
 from headmix_vision.training.generator import ImageGenerator
 from headmix_vision.training.options import FidConfig, SampleGridConfig
-from headmix_vision.training.sharding import ShardedStrategy
 
 
 class GenerationCLI(RunCLI):
@@ -65,22 +62,3 @@ class GenerationCLI(RunCLI):
         samples = "videos" if len(self.model.net.input_size) == 3 else "images"
         where = f"run {run_dir} · samples {run_dir / SAMPLES}"
         self.summary = f"{loss}{where} · next: headmix sample {samples} --model {run_dir}"
-
-
-class DistillationCLI(GenerationCLI):
-    """Train generators after a teacher, from the command line: `headmix distill`."""
-
-    module_class = DistilledGenerator
-    runs_folder = "runs/distilled"
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """As `RunCLI` says.
-
-        Raises:
-            InputError: Also if the student would be sharded: its attention layers run outside of the blocks that
-                gather weights.
-        """
-        trainer = super().instantiate_trainer(**kwargs)
-        if isinstance(trainer.strategy, ShardedStrategy):
-            raise InputError("distillation cannot shard the student: set trainer.strategy=ddp")
-        return trainer

@@ -76,6 +76,11 @@ _IDLE_IN_TRAINING = (
         lambda o: o.model.schedule.sched == "constant",
     ),
     Idle(
+        ("model.optimizer.lr", "trainer.max_steps", "trainer.max_epochs", "trainer.min_steps", "trainer.min_epochs"),
+        "each stage has its own: --model.attention.steps and --model.attention.lr, likewise features and labels",
+        lambda o: _entry(o, "model", "attention") is not None,
+    ),
+    Idle(
         ("model.checkpoint", "model.new_head"),
         "weights come from --ckpt-path",
         lambda o: o.ckpt_path is not None,

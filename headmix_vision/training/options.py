@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Timer
 from timm.optim import list_optimizers
 from torch.distributed import is_torchelastic_launched
 
-from headmix_vision.errors import InputError, check_counts, check_numbers, suggest
+from headmix_vision.errors import InputError, check_counts, check_numbers, check_positive, suggest
 from headmix_vision.files.reading import check_workers
 
 MAX_ROWS, MAX_FID_SAMPLES = 1000, 1_000_000
@@ -243,7 +243,7 @@ class AnalysisConfig:
 
 def mode_of(monitor: str) -> Literal["min", "max"]:
     """Return `min` for a loss and `max` for every other metric of the validation."""
-    return "min" if monitor.endswith("loss") else "max"
+    return "min" if monitor.endswith(("loss", "error")) else "max"
 
 
 @dataclass
@@ -270,7 +270,13 @@ class EarlyStoppingConfig:
 
 
 Monitored = Literal["val/top1", "val/balanced", "val/loss"]
-MONITORED = {"val/top1": "top-1", "val/balanced": "balanced accuracy", "val/loss": "loss"}
+MONITORED = {
+    "val/top1": "top-1",
+    "val/balanced": "balanced accuracy",
+    "val/loss": "loss",
+    "val/feature_cosine": "feature cosine",
+    "val/attention_error": "attention error",
+}
 """By what a checkpoint of a classifier is chosen, and what it is called."""
 
 
@@ -284,6 +290,97 @@ class BestConfig:
     """
 
     monitor: Monitored = "val/top1"
+
+
+@dataclass
+class DistilledBestConfig:
+    """Choice of the checkpoint of a distillation that is kept as `best.ckpt`.
+
+    Args:
+        monitor: What it is the best of; accuracy and loss need labels.
+    """
+
+    monitor: Literal["val/feature_cosine", "val/attention_error", "val/top1", "val/balanced", "val/loss"] = (
+        "val/feature_cosine"
+    )
+
+
+@dataclass
+class StageConfig:
+    """A stage of a distillation: its length and its learning rate.
+
+    Args:
+        steps: Optimizer steps at most; the stage is left out when 0.
+        lr: Peak learning rate.
+        warmup_share: Share of the steps in which the rate rises linearly; then it falls by half a cosine.
+    """
+
+    steps: int = 0
+    lr: float = 1e-4
+    warmup_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__.removesuffix("Stage").lower()
+        check_counts(0, **{f"model.{name}.steps": self.steps})
+        check_positive(**{f"model.{name}.lr": self.lr})
+        check_numbers(0, 1, **{f"model.{name}.warmup_share": self.warmup_share})
+
+
+@dataclass
+class AttentionStage(StageConfig):
+    """First stage: each new attention layer learns the output of its original, on the teacher's activations.
+
+    Only the new layers change.
+
+    Args:
+        steps: Optimizer steps at most; the stage is left out when 0.
+        lr: Peak learning rate.
+        warmup_share: Share of the steps in which the rate rises linearly; then it falls by half a cosine.
+    """
+
+    steps: int = 1000
+    lr: float = 5e-4
+
+
+@dataclass
+class FeaturesStage(StageConfig):
+    """Second stage: the student learns the last features of the teacher.
+
+    Args:
+        steps: Optimizer steps at most; the stage is left out when 0.
+        lr: Peak learning rate.
+        warmup_share: Share of the steps in which the rate rises linearly; then it falls by half a cosine.
+        loss: 1 - cosine of each token, squared error over the teacher's mean square, or the sum of both.
+        learn: What changes: all weights, or the new attention layers alone.
+    """
+
+    steps: int = 200
+    lr: float = 2e-5
+    loss: Literal["cosine", "mse", "both"] = "both"
+    learn: Literal["all", "attention"] = "all"
+
+
+@dataclass
+class LabelsStage(StageConfig):
+    """Third stage: the student learns labels, and the teacher's logits beside them, all weights.
+
+    Args:
+        steps: Optimizer steps at most; the stage is left out when 0.
+        lr: Peak learning rate.
+        warmup_share: Share of the steps in which the rate rises linearly; then it falls by half a cosine.
+        distill_weight: Weight of the Kullback-Leibler divergence to the teacher, beside 1 for the labels.
+        temperature: Temperature of that divergence.
+    """
+
+    steps: int = 0
+    lr: float = 5e-5
+    distill_weight: float = 1.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(0, **{"model.labels.distill_weight": self.distill_weight})
+        check_positive(**{"model.labels.temperature": self.temperature})
 
 
 _MOST = 2**31 - 1
@@ -365,3 +462,4 @@ DEFAULT_OPTIMIZER = OptimizerConfig()
 DEFAULT_SCHEDULE = ScheduleConfig()
 DEFAULT_LOSS = LossConfig()
 DEFAULT_MIXUP = MixupConfig()
+NO_MIXUP = MixupConfig(mixup_alpha=0.0, cutmix_alpha=0.0)

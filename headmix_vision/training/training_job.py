@@ -11,11 +11,12 @@ from typing import Any, Literal
 from headmix_vision.errors import check_request
 from headmix_vision.training.base_cli import run_words
 
-Kind = Literal["classifier", "generator", "distilled"]
+Kind = Literal["classifier", "generator", "distilled", "distilled_classifier"]
 _CLIS = {
     "classifier": ("classification_cli", "ClassificationCLI"),
     "generator": ("generation_cli", "GenerationCLI"),
-    "distilled": ("generation_cli", "DistillationCLI"),
+    "distilled": ("distillation_cli", "DistillationCLI"),
+    "distilled_classifier": ("distillation_cli", "ClassifierDistillationCLI"),
 }
 
 
@@ -24,7 +25,8 @@ class TrainingRequest:
     """Request for training, or for the validation, test or predictions of a run.
 
     Args:
-        kind: What is trained; `distilled` is a generator whose attention layers learn from a teacher.
+        kind: What is trained; `distilled` is a generator, `distilled_classifier` a classifier or backbone, whose
+            attention layers learn from a teacher.
         action: `fit` trains, the others use the weights of a run; generators have `fit` and `validate`.
         configs: Recipes by name, or files; later ones win.
         options: Options by the names of the command line, which win over the configs:

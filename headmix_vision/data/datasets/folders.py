@@ -114,7 +114,8 @@ def open_folder(request: SplitRequest) -> Source:
     """Open a split of a folder.
 
     Its root is a directory with one sub-directory or tar file per split, or one tar file of that; `train`,
-    `validation` and their synonyms are interchangeable.
+    `validation` and their synonyms are interchangeable. Where no labels are needed, a root without the training split is
+    that split itself.
 
     Raises:
         InputError: Nothing there, an empty class folder, or images outside of a class folder.
@@ -132,6 +133,8 @@ def open_folder(request: SplitRequest) -> Source:
             return open_class_folders(root / name, request)
         if (root / f"{name}.tar").is_file():
             return _open_tar(root / f"{name}.tar", request)
+    if request.split == request.train_split and not request.needs_labels:
+        return open_class_folders(root, request)
     looked_for = ", ".join(f"{name}/" for name in names)
     raise InputError(f"root {str(root)!r} has no {request.split} split: looked for {looked_for} and the same with .tar")
 

@@ -285,6 +285,44 @@ class EarlyStop(EarlyStopping):
             print(f"stopped: no better {self.monitor} than {best:.4f} in {self.wait_count} validations", flush=True)
 
 
+class StageStop(EarlyStop):
+    """End a stage of a distillation after so many validations without a better one, and the run with its last stage.
+
+    Each stage is judged by its own metric of the validation, unless the rule names one.
+
+    Args:
+        config: The rule; its patience must be given.
+        monitor: What is monitored before the first stage is known.
+    """
+
+    state_key = "StageStop"
+
+    def __init__(self, config: EarlyStoppingConfig, monitor: str) -> None:
+        super().__init__(config, monitor)
+        self.asked, self.stage = config.monitor, -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Keep the stage, too."""
+        return {**super().state_dict(), "stage": self.stage}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the stage, too."""
+        super().load_state_dict(state_dict)
+        self.stage = state_dict["stage"]
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the validation with the best one of the stage; go on with the next stage where it is over."""
+        module: Any = pl_module
+        self.monitor = self.asked or module.figure
+        self.mode = mode_of(self.monitor)
+        if not trainer.sanity_checking and self.stage != module.stage_number:
+            self.stage, self.wait_count = module.stage_number, 0
+            self.best_score = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
+        super().on_validation_end(trainer, pl_module)
+        if self.wait_count >= self.patience and module.end_stage():
+            trainer.should_stop = False
+
+
 def can_resume_after_batch(trainer: Trainer) -> bool:
     """Return whether a checkpoint written in `on_train_batch_end` loses nothing.
 

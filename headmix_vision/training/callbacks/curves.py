@@ -21,6 +21,14 @@ GENERATOR_PANELS: Panels = {
     "learning rate": ["lr"],
 }
 
+DISTILLED_PANELS: Panels = {
+    "attention error": ["val/attention_error"],
+    "feature cosine": ["val/feature_cosine"],
+    "accuracy": ["val/top1", "val/balanced"],
+    "loss": ["train/loss_step"],
+    "learning rate": ["lr"],
+}
+
 
 class LearningCurves(Callback):
     """Draw logged metrics over the epochs into an SVG file, after epochs and at the end.

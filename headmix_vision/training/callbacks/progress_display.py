@@ -60,7 +60,9 @@ class EpochLines(Callback):
             parts.append(f"loss {module.epoch_loss:.4f}")
         if self._validated:
             metrics = trainer.callback_metrics
-            parts += [f"val loss {float(metrics['val/loss']):.4f}"] if "val/loss" in metrics else []
+            for name in ("val/loss", "val/attention_error", "val/feature_cosine"):
+                shown = name.replace("/", " ").replace("_", " ")
+                parts += [f"{shown} {float(metrics[name]):.4f}"] if name in metrics else []
             for name, shown in (("val/top1", "val top-1"), ("val/balanced", "val balanced")):
                 parts += [f"{shown} {100 * float(metrics[name]):.2f} %"] if name in metrics else []
         if finished:

@@ -1,0 +1,242 @@
+"""Teachers of distillation: trained classifiers and backbones from any place, and students made of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import timm
+from torch import Tensor, nn
+
+from headmix_vision.errors import InputError
+from headmix_vision.files.reading import check_fields, read_json
+from headmix_vision.files.tensors import read_weights
+from headmix_vision.models.convert import convert_state_dict
+from headmix_vision.models.convert_transformers import transformers_to_timm
+from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
+from headmix_vision.models.names import CORRECT
+from headmix_vision.models.swap import SWAPPED, swap_attention
+from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, find_checkpoint, is_generator, read_checkpoint
+from headmix_vision.runs.directory import CHECKPOINTS
+from headmix_vision.runs.networks import LOCAL, create_network, export_arguments, without_sources
+
+_WEIGHTS = "model.safetensors"
+_PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+_ACTIVATIONS = ("gelu", "gelu_python")
+
+
+class Made(NamedTuple):
+    """A network, and what makes another one of its kind.
+
+    Attributes:
+        network: The network, on the CPU.
+        name: Its name in timm.
+        arguments: Plain arguments of `timm.create_model`.
+    """
+
+    network: nn.Module
+    name: str
+    arguments: dict[str, Any]
+
+
+def open_teacher(
+    source: str,
+    checkpoint: str | None = None,
+    arguments: dict[str, Any] | None = None,
+    img_size: int | list[int] | None = None,
+) -> Made:
+    """Open a trained classifier or backbone in evaluation mode, on the CPU.
+
+    Args:
+        source: A run directory, a `.ckpt`, a `.safetensors` of `headmix export`, the name of a model in timm, or
+            `local-dir:` with a folder that timm or transformers (ViT, DINOv2) has saved.
+        checkpoint: Weights of a model named in timm; not needed where weights come with the package.
+        arguments: Further arguments of `timm.create_model` for a model named in timm.
+        img_size: Image size in pixels, to which position embeddings are resampled; that of the weights when None.
+
+    Raises:
+        InputError: There is no such teacher, it is a generator, its weights are missing or do not fit, or an option
+            does not apply to it.
+    """
+    path = Path(source)
+    named = timm.is_model(source.partition(".")[0]) and not path.exists()
+    for option, value in (("teacher_checkpoint", checkpoint), ("teacher_args", arguments)):
+        if value and not named:
+            raise InputError(f"model.{option} applies to the name of a model in timm, not to {source}: leave it out")
+    if source.startswith(LOCAL):
+        made = _open_folder(Path(source.removeprefix(LOCAL)), img_size)
+    elif named:
+        made = _open_named(source, checkpoint, arguments or {}, img_size)
+    elif path.suffix == ".ckpt" or (path / CHECKPOINTS).is_dir():
+        made = _open_run(find_checkpoint(path), img_size)
+    elif path.suffix == ".safetensors" and path.is_file() and (described := export_arguments(path)) is not None:
+        made = _create(*described, img_size, str(path))
+    else:
+        raise InputError(
+            f"teacher {source} is neither a run directory (with {CHECKPOINTS}/), nor a .ckpt, nor a .safetensors of"
+            f" headmix export, nor a model of timm, nor {LOCAL}FOLDER"
+        )
+    made.network.eval().requires_grad_(False)
+    return made
+
+
+def _create(name: str, arguments: dict[str, Any], img_size: Any, checkpoint: str | None) -> Made:
+    given = {**arguments, **({} if img_size is None else {"img_size": img_size})}
+    size = {key: given.get(key) for key in ("num_classes", "img_size")}
+    rest = {key: value for key, value in given.items() if key not in size}
+    network = create_network(name, **cast("dict[str, Any]", size), model_args=rest, checkpoint=checkpoint)
+    return Made(network, name, {key: value for key, value in given.items() if value is not None})
+
+
+def _open_named(name: str, checkpoint: str | None, arguments: dict[str, Any], img_size: Any) -> Made:
+    if checkpoint is None and name in CORRECT:
+        network = timm.create_model(name, pretrained=True, img_size=img_size, **arguments)
+        return Made(network, name, {**arguments, **({} if img_size is None else {"img_size": img_size})})
+    if checkpoint is None:
+        raise InputError(
+            f"teacher {name} needs weights: give a file by model.teacher_checkpoint, or a folder by {LOCAL}FOLDER"
+        )
+    return _create(name, arguments, img_size, checkpoint)
+
+
+def _open_run(checkpoint: Path, img_size: Any) -> Made:
+    read = read_checkpoint(checkpoint)
+    about = read[DESCRIPTION_KEY]
+    if is_generator(read):
+        raise InputError(f"{checkpoint} holds the generator {about['name']}, the teacher must be a classifier")
+    arguments = {**without_sources(about["model_args"]), **{key: about[key] for key in ("num_classes", "img_size")}}
+    return _create(about["name"], arguments, img_size, str(checkpoint))
+
+
+def _open_folder(folder: Path, img_size: Any) -> Made:
+    """Open a folder that timm or transformers has saved."""
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} has no config.json: it was not saved by timm or transformers")
+    weights = folder / _WEIGHTS
+    if not weights.is_file():
+        raise InputError(f"{folder} has no {_WEIGHTS}: save the model anew with safetensors")
+    config = check_fields(str(folder / "config.json"), read_json(folder / "config.json"), {})
+    if "model_type" in config:
+        return _open_transformers(folder, config, img_size)
+    where = f"{folder / 'config.json'}"
+    found = check_fields(where, {"model_args": {}, "pretrained_cfg": {}, **config}, {"architecture": str})
+    found = check_fields(where, found, {"model_args": dict, "pretrained_cfg": dict})
+    classes = {"num_classes": found["num_classes"]} if "num_classes" in found else {}
+    arguments = {**classes, **without_sources(found["model_args"])}
+    made = _create(found["architecture"], arguments, img_size, str(weights))
+    own = cast("dict[str, Any]", made.network.pretrained_cfg)
+    changed = {
+        name: value
+        for name, value in found["pretrained_cfg"].items()
+        if name in _PREPROCESSING and json.dumps(own.get(name)) != json.dumps(value)
+    }
+    if changed:
+        own.update(changed)
+        made.arguments["pretrained_cfg_overlay"] = changed
+    return made
+
+
+def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> Made:
+    """Make timm's network of a ViT or DINOv2 of transformers."""
+    where, kind = f"{folder / 'config.json'}", config["model_type"]
+    if kind not in ("vit", "dinov2") or config.get("use_swiglu_ffn") or config.get("hidden_act") not in _ACTIVATIONS:
+        raise InputError(
+            f"{where} describes a {kind!r:.40} that cannot be a teacher: it must be a ViT or DINOv2 with GELU, or a"
+            " folder of timm"
+        )
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "num_channels")
+    config = check_fields(where, {"mlp_ratio": 4, **config}, dict.fromkeys(sizes, int) | {"mlp_ratio": int})
+    state = transformers_to_timm(read_weights(folder / _WEIGHTS))
+    if kind == "dinov2":  # its classifier sees the class token and the mean of the patches
+        state = {name: value for name, value in state.items() if not name.startswith("head.")}
+    ratio = config["mlp_ratio"] if kind == "dinov2" else config["intermediate_size"] / config["hidden_size"]
+    arguments: dict[str, Any] = {
+        "num_classes": len(state["head.weight"]) if "head.weight" in state else 0,
+        "img_size": config["image_size"],
+        "patch_size": config["patch_size"],
+        "in_chans": config["num_channels"],
+        "embed_dim": config["hidden_size"],
+        "depth": config["num_hidden_layers"],
+        "num_heads": config["num_attention_heads"],
+        "mlp_ratio": ratio,
+        "qkv_bias": bool(config.get("qkv_bias", True)),
+        **({"init_values": 1.0} if kind == "dinov2" else {}),
+    }
+    made = _create("vit_base_patch16_224", arguments, None, None)
+    network: Any = made.network
+    try:
+        network.load_state_dict(state)
+    except RuntimeError as error:
+        raise InputError(f"{folder} does not fit its config.json: {' '.join(str(error).split())[:300]}") from None
+    preprocessing = folder / "preprocessor_config.json"
+    found = check_fields(str(preprocessing), read_json(preprocessing), {}) if preprocessing.is_file() else {}
+    overlay = {ours: found[name] for ours, name in (("mean", "image_mean"), ("std", "image_std")) if name in found}
+    network.pretrained_cfg.update(overlay)
+    made.arguments.update({"pretrained_cfg_overlay": overlay} if overlay else {})
+    if img_size is not None:
+        network.set_input_size(img_size)
+        made.arguments["img_size"] = img_size
+    return made
+
+
+class Student(NamedTuple):
+    """A student that computes as its teacher does in all but attention.
+
+    Attributes:
+        name: Its name in timm.
+        arguments: Plain arguments of `timm.create_model`.
+        state: Its weights.
+        layers: Names of the layers that differ from the teacher's.
+        report: What was taken over, for a person to read.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    state: dict[str, Tensor]
+    layers: list[str]
+    report: str
+
+
+def make_student(
+    teacher: Made,
+    core: str = "mhla",
+    layers: Sequence[int | str] | None = None,
+    head_mix: str | None = None,
+    softmax_every: int = 0,
+    options: dict[str, Any] | None = None,
+) -> Student:
+    """Make a student of a teacher by another attention; the teacher is not changed.
+
+    A model of this package gets the core as its argument, every other model of timm by `swap_attention`.
+
+    Args:
+        teacher: The teacher.
+        core: The new core.
+        layers: Layers to swap, by number or name; all when None.
+        head_mix: Mix across feature heads, or None.
+        softmax_every: k, for an original layer as the first of each k; 0 for none.
+        options: Further options of `swap_attention`; of a model of this package further arguments.
+
+    Raises:
+        InputError: If there is nothing to swap, a layer cannot be swapped, or an option does not fit.
+    """
+    options = options or {}
+    if isinstance(teacher.network, HeadMixVisionTransformer):
+        if layers is not None or softmax_every:
+            raise InputError(
+                f"{teacher.name} is a model of this package, which takes no model.layers and no model.softmax_every:"
+                " leave them out, or set global_every in model.swap_args"
+            )
+        arguments = {**teacher.arguments, "core": core, "head_mix": head_mix, **options}
+        network = _create(teacher.name, arguments, None, None).network
+        converted = convert_state_dict(teacher.network.state_dict(), cast(HeadMixVisionTransformer, network))
+        names = [name for name, _ in network.named_modules() if name.endswith(".attn")]
+        report = f"new parameters: {', '.join(converted.new_parameters) or 'none'}"
+        return Student(teacher.name, arguments, converted.state_dict, names, report)
+    copied: Any = copy.deepcopy(teacher.network)
+    swapped = swap_attention(copied, core, layers, head_mix, softmax_every=softmax_every, **options)
+    arguments = {**teacher.arguments, **copied._model_args}
+    return Student(SWAPPED, arguments, copied.state_dict(), swapped.layers, str(swapped))
