@@ -34,7 +34,16 @@ import yaml
 
 from experiments.swap.report import COLUMNS, STAGES, TEACHER, open_table, task_table
 from headmix_lab.photographs import write_photographs
-from headmix_lab.script_runs import Outcome, add_options, check_options, compare, complete, hash_of, run_script
+from headmix_lab.script_runs import (
+    Outcome,
+    add_options,
+    check_options,
+    compare,
+    complete,
+    hash_of,
+    run_script,
+    trained_steps,
+)
 from headmix_lab.tables import ResultTable
 from headmix_lab.training_runs import train
 from headmix_vision.files.tensors import file_sha256
@@ -183,10 +192,10 @@ class Runs:
         return found | {"recipe": self.recipe(case), **(self._cost(place) if is_run else {})}
 
     def _cost(self, run: Path) -> dict[str, object]:
-        """Steps, and minutes at the run's median speed."""
-        speeds = read_curve(run, "train/images_per_s")
-        steps = max(read_curve(run, "val/feature_cosine")) + 1
-        return {"steps": steps, "minutes": steps * self.given.batch / statistics.median(speeds.values()) / 60}
+        """Steps, and minutes at the run's median speed, where it was long enough to be measured."""
+        speeds, steps = read_curve(run, "train/images_per_s").values(), trained_steps(run)
+        minutes = {"minutes": steps * self.given.batch / statistics.median(speeds) / 60} if speeds else {}
+        return {"steps": steps, **minutes}
 
     def draw_maps(self, folder: Path, photographs: Path) -> None:
         """Draw attention maps of the teacher and of finished students of the first size."""
@@ -202,7 +211,7 @@ class Runs:
                 save_pretrained(network, models / row)
         sources = [f"{LOCAL}{models / row}" for row in (TEACHER, *self.given.rows) if (models / row).exists()]
         side = size // network.patch_embed.patch_size[0]
-        tokens = [f"{int(y * side)},{int(x * side)}" for y in TOKENS for x in TOKENS]
+        tokens = [f"{int(at * side)},{int(at * side)}" for at in TOKENS]
         pictures = ["--data", "folder", "--root", photographs, "--images", 2, "--tokens", *tokens]
         run_script(["-m", "headmix_vision", "analyze", "maps", "--model", *sources, *pictures, "--out", folder])
 
