@@ -251,3 +251,13 @@ def check_options(arguments: argparse.Namespace, models: Sequence[str], unique: 
     for name, value in vars(arguments).items():
         if type(value) is int and value < least.get(name, 1):
             raise SystemExit(f"error: --{name.replace('_', '-')} must be at least {least.get(name, 1)}, got {value}")
+
+
+def find_features(option: str, features: str) -> str:
+    """Return what `headmix evaluate --features` takes with a path from the root on: scripts run in the repository."""
+    kind, colon, path = features.rpartition(":")
+    if features in ("inception", "digits"):
+        return features
+    if not Path(path).exists():
+        raise SystemExit(f"error: --{option} {features}: there is no {path}")
+    return f"{kind}{colon}{Path(path).absolute()}"

@@ -176,6 +176,11 @@ def numbers(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
     return [float(row[column]) for row in rows]
 
 
+def recorded(folder: Path, claims: Mapping[str, str]) -> dict[str, str]:
+    """Return the claims whose CSV files are there: those of a question that was not run yet are not."""
+    return {name: claim for name, claim in claims.items() if (folder / f"{name}.csv").exists()}
+
+
 def mean_and_deviation(values: Sequence[float], digits: int = 2) -> str:
     """Write `mean ± standard deviation` (n - 1); the value alone where there is one, a dash without any."""
     if not values:

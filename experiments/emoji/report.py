@@ -5,16 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from experiments.emoji.runs import MODELS, REAL, TEST, TRAIN, VALIDATION, Case, Runs
+from headmix_lab.photographs import save_png
 from headmix_lab.script_runs import mark
 from headmix_lab.tables import ResultTable, Row, column_cell, markdown_table, read_csv
 from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.evaluation.sample_sets import SampleSet
 from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import nearest
-from headmix_vision.files.writing import atomic_path
 from headmix_vision.sampling.folder import draw_grid
 
 SCORES = {
@@ -81,11 +80,11 @@ class Report:
                     drawn[case.row] = arrays["arr_0"]
         if drawn:
             shown = self.given.shown if self.given.shown in drawn else next(iter(drawn))
-            save(folder / f"{self.given.task}.png", sheet(drawn[shown], self._in_turn(WIDTH * SHEET_ROWS)))
+            save_png(folder / f"{self.given.task}.png", sheet(drawn[shown], self._in_turn(WIDTH * SHEET_ROWS)))
             some = self._in_turn(WIDTH)
             sheets = [sheet(pixels, some, row) for row, pixels in drawn.items()]
-            save(folder / f"{self.given.task}_cores.png", np.concatenate(sheets))
-            save(folder / f"{self.given.task}_neighbours.png", self._neighbours(drawn[shown]))
+            save_png(folder / f"{self.given.task}_cores.png", np.concatenate(sheets))
+            save_png(folder / f"{self.given.task}_neighbours.png", self._neighbours(drawn[shown]))
         self._plot(folder / f"{self.given.task}_guidance.svg")
 
     def _in_turn(self, count: int) -> list[int]:
@@ -131,11 +130,6 @@ class Report:
 def sheet(pixels: np.ndarray, numbers: Sequence[int], title: str = "") -> np.ndarray:
     """Samples of these numbers side by side, at most `WIDTH` in a row."""
     return draw_grid(pixels[list(numbers)], title=title, columns=min(WIDTH, len(numbers)))
-
-
-def save(path: Path, picture: np.ndarray) -> None:
-    with atomic_path(path) as temporary:
-        Image.fromarray(picture).save(temporary, "png")
 
 
 TABLES = {

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from experiments.emoji.report import Report, open_table
 from experiments.emoji.runs import BASE, MODELS, TASKS, TEST, Runs
-from headmix_lab.script_runs import Outcome, add_options, check_options, compare
+from headmix_lab.script_runs import Outcome, add_options, check_options, compare, find_features
 from headmix_lab.script_runs import complete as score_all
 from headmix_lab.tables import ResultTable
 
@@ -84,20 +84,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def find(option: str, features: str) -> str:
-    """Return what `headmix evaluate --features` takes with a path from the root on: scripts run in the repository."""
-    kind, colon, path = features.rpartition(":")
-    if features in ("inception", "digits"):
-        return features
-    if not Path(path).exists():
-        raise SystemExit(f"error: --{option} {features}: there is no {path}")
-    return f"{kind}{colon}{Path(path).absolute()}"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     check_options(arguments, list(MODELS), ("rows", "seeds", "guidance"), samples=0)
-    arguments.features, arguments.judge = (find(name, vars(arguments)[name]) for name in ("features", "judge"))
+    arguments.features, arguments.judge = (find_features(name, vars(arguments)[name]) for name in ("features", "judge"))
 
     def run(deadline_s: float) -> tuple[Outcome, Report]:
         runs, table = Runs(arguments, deadline_s), open_table(arguments.out)

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from experiments.moving_digits.runs import (
     BASE,
@@ -23,11 +22,11 @@ from experiments.moving_digits.runs import (
     Runs,
     parse_arguments,
 )
+from headmix_lab.photographs import save_png
 from headmix_lab.script_runs import mark
 from headmix_lab.tables import ResultTable, Row, column_cell, markdown_table
 from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE, MovingDigits
-from headmix_vision.files.writing import atomic_path
 from headmix_vision.runs.directory import read_curve
 from headmix_vision.sampling.folder import draw_strips
 
@@ -182,8 +181,7 @@ class Report:
         clips[REAL] = np.rint(real[like][0].movedim(0, -1).numpy() * 255).astype(np.uint8)
         title = f"{real.class_names[SHOWN]}, {given.frames} frames of {given.size} pixels, seed {given.seeds[0]}"
         picture = draw_strips(np.stack(list(clips.values())), list(clips), title, FRAME_RATE)
-        with atomic_path(path) as temporary:
-            Image.fromarray(picture).save(temporary, "png")
+        save_png(path, picture)
 
     def _plot(self, path: Path) -> None:
         """Validation losses of the runs that are there, a line for each seed."""

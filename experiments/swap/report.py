@@ -1,10 +1,9 @@
 """Tables of a trained backbone with another attention."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 
-from headmix_lab.tables import ResultTable, Row, markdown_table, read_csv
+from headmix_lab.tables import ResultTable, Row, markdown_table, read_csv, recorded
 
 FOLDER = Path(__file__).parent
 TEACHER = "teacher"
@@ -18,11 +17,10 @@ SCORES = {
     "cosine_patches": "cosine, patches",
 }
 COLUMNS = ("row", "size", "stage", *SCORES, "steps", "minutes", "recipe")
-FILES = {
-    "fashion_mnist": "a trained backbone with another attention, on Fashion-MNIST",
-    "emoji": "the same on emoji",
-}
-CLAIMS = {name: claim for name, claim in FILES.items() if (FOLDER / f"{name}.csv").exists()}
+CLAIMS = recorded(
+    FOLDER,
+    {"fashion_mnist": "a trained backbone with another attention, on Fashion-MNIST", "emoji": "the same on emoji"},
+)
 
 
 def open_table(path: Path) -> ResultTable:
@@ -40,8 +38,4 @@ def task_table(rows: Iterable[Row]) -> str:
     return markdown_table(["pixels", "attention", "stage", "steps", "minutes", *SCORES.values()], lines)
 
 
-def _of_file(name: str) -> str:
-    return task_table(read_csv(FOLDER / f"{name}.csv"))
-
-
-TABLES: dict[str, Callable[[], str]] = {f"swap_{name}": partial(_of_file, name) for name in CLAIMS}
+TABLES = {f"swap_{name}": lambda name=name: task_table(read_csv(FOLDER / f"{name}.csv")) for name in CLAIMS}

@@ -1,12 +1,11 @@
 """Fashion-MNIST from its idx files, and the augmentation of whole batches that its recipe uses."""
 
-import gzip
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from inputs import write_fashion_mnist
 from torch.nn.functional import pad
 
 from headmix_vision.data import ClassificationData
@@ -23,19 +22,9 @@ TRAIN, TEST = 24, 12
 CONFIG = {"mean": (0.0,), "std": (1.0,)}
 
 
-def write_idx(path: Path, numbers: np.ndarray, packed: bool = True) -> None:
-    data = struct.pack(f">I{numbers.ndim}I", 0x800 | numbers.ndim, *numbers.shape) + numbers.astype(np.uint8).tobytes()
-    path.with_name(f"{path.name}.gz" if packed else path.name).write_bytes(gzip.compress(data) if packed else data)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Pictures whose pixels are their number, the training ones packed."""
-    for prefix, count in (("train", TRAIN), ("t10k", TEST)):
-        pixels = np.arange(count)[:, None, None] + np.zeros((1, 28, 28))
-        write_idx(tmp_path / f"{prefix}-images-idx3-ubyte", pixels, packed=prefix == "train")
-        write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte", np.arange(count) % 10, packed=prefix == "train")
-    return tmp_path
+    return write_fashion_mnist(tmp_path, TRAIN, TEST)
 
 
 def request(root: Path | None, split: str, channels: int = 1) -> SplitRequest:
