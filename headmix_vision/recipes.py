@@ -17,7 +17,7 @@ _FORMER_MODELS = {  # model files of earlier versions, by command
 
 
 def recipe_names(group: str) -> list[str]:
-    """List the names of the recipes of a command (`cls`, `gen` or `distill`), as `--config` takes them: `models/dit_xl_2`."""
+    """List the recipes of a command (`cls`, `gen`, `distill`) by name, as `--config` takes them: `models/dit_xl_2`."""
     folder = FOLDER / group
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 

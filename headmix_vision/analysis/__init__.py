@@ -12,12 +12,12 @@ The command is `headmix analyze`. From Python:
 
 from typing import TYPE_CHECKING
 
-from headmix_vision.analysis.analysis_request import MapsRequest, MixingRequest, ProfileRequest
+from headmix_vision.analysis.analysis_request import MapsRequest, MixingRequest, ProfileRequest, SensitivityRequest
 from headmix_vision.errors import imported_when_used
 
 if TYPE_CHECKING:
     from headmix_vision.analysis.analysis_job import Analyzed, analyze
 
-__all__ = ["Analyzed", "MapsRequest", "MixingRequest", "ProfileRequest", "analyze"]
+__all__ = ["Analyzed", "MapsRequest", "MixingRequest", "ProfileRequest", "SensitivityRequest", "analyze"]
 
 __getattr__ = imported_when_used(__name__, "analysis_job", __all__)

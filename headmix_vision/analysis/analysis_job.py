@@ -18,6 +18,7 @@ from headmix_vision.analysis.analysis_request import (
     MapsRequest,
     MixingRequest,
     ProfileRequest,
+    SensitivityRequest,
 )
 from headmix_vision.analysis.attention_matrices import Layer, attention_layers, record_attention
 from headmix_vision.analysis.block_maps import draw_block_mixing
@@ -27,6 +28,7 @@ from headmix_vision.analysis.interleaved_heads import draw_interleaved
 from headmix_vision.analysis.maps import attention_maps, draw_maps
 from headmix_vision.analysis.profiles import PROFILES, draw_profiles, profile_layers
 from headmix_vision.analysis.results import ResultFolder
+from headmix_vision.analysis.sensitivity import write_sensitivity
 from headmix_vision.console import default_device, open_device
 from headmix_vision.data.augmentation import eval_config, eval_transform
 from headmix_vision.data.batches import as_it_is
@@ -197,11 +199,13 @@ class Analyzed:
     tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
 
-def analyze(request: AttentionRequest | MixingRequest, found: Found = lambda line: None) -> Analyzed:
+def analyze(
+    request: AttentionRequest | MixingRequest | SensitivityRequest, found: Found = lambda line: None
+) -> Analyzed:
     """Look into attention layers, and write figures and tables to a folder.
 
     Args:
-        request: A `ProfileRequest`, `MapsRequest` or `MixingRequest`.
+        request: A `ProfileRequest`, `MapsRequest`, `MixingRequest` or `SensitivityRequest`.
         found: Called with each line of the result.
 
     Raises:
@@ -211,6 +215,10 @@ def analyze(request: AttentionRequest | MixingRequest, found: Found = lambda lin
         return _profile(request, found)
     if isinstance(request, MapsRequest):
         return _maps(request, found)
+    if isinstance(request, SensitivityRequest):
+        images = ImageRequest(request.data, request.root, request.split, request.images, 0, request.background)
+        paths, rows = write_sensitivity(request, lambda network: read_inputs(network, {}, images).arguments[0], found)
+        return Analyzed(tuple(paths), {"sensitivity": rows} if rows else {})
     assert isinstance(request, MixingRequest)
     return _mixing(request, found)
 

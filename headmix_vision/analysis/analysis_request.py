@@ -33,6 +33,63 @@ class MixingRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SensitivityRequest:
+    """Request for the error at the output of a teacher when one attention layer alone is swapped.
+
+    Args:
+        teacher: Run directory, `.ckpt`, export, name in timm, or `local-dir:` with a folder of timm or transformers.
+        out: Folder to write.
+        data: Name of a data set: digits, folder, torch/NAME, ...; no labels are needed.
+        student: Run of `headmix distill classifier`, whose trained layers are taken; untrained layers when None.
+        teacher_checkpoint: Weights of a teacher that is named in timm.
+        core: Core of untrained layers.
+        head_mix: Mix of untrained layers across feature heads.
+        block_grid: Blocks along height and width of untrained layers; 4 x 4 when None.
+        keep: Layers that may stay as they are: the most sensitive ones are named.
+        img_size: Height and width of the images; the teacher's when None.
+        dry_run: Check everything and write nothing.
+        root: Place of the data.
+        split: Split of the data.
+        images: Number of images, evenly spaced over the split.
+        batch_size: Images at a time.
+        background: Colour behind transparent pixels.
+        device: Device that computes, in float32; a GPU if there is one when None.
+
+    Raises:
+        InputError: A number out of range, or options of untrained layers beside a student.
+    """
+
+    teacher: str
+    out: Path
+    data: str
+    student: Path | None = None
+    teacher_checkpoint: str | None = None
+    core: str = "mhla"
+    head_mix: str | None = None
+    block_grid: tuple[int, ...] | None = None
+    keep: int = 0
+    img_size: int | None = None
+    dry_run: bool = False
+    root: str | None = None
+    split: str = "validation"
+    images: int = 64
+    batch_size: int = 32
+    background: str = "white"
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        check_request(self)
+        check_counts(0, keep=self.keep)
+        check_counts(1, batch_size=self.batch_size)
+        if self.img_size is not None:
+            check_counts(1, img_size=self.img_size)
+        given = {"core": self.core != "mhla", "head_mix": self.head_mix, "block_grid": self.block_grid}
+        for name, value in given.items() if self.student is not None else ():
+            if value:
+                raise InputError(f"{name} applies to untrained layers, not to those of student {self.student}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionRequest:
     """Settings of all requests for attention matrices.
 

@@ -23,6 +23,7 @@ WRITTEN = {
     "rank": ("rank.svg", "rank.csv"),
     "entropy": ("entropy.svg", "entropy.csv"),
     "maps": ("maps.png", "maps.csv"),
+    "sensitivity": ("sensitivity.csv",),
 }
 
 

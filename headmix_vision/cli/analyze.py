@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.analysis.analysis_request import MapsRequest, MixingRequest, ProfileRequest
+from headmix_vision.analysis.analysis_request import MapsRequest, MixingRequest, ProfileRequest, SensitivityRequest
 from headmix_vision.console import OneLineParser, add_options, importing, one_line_errors
 from headmix_vision.errors import require_extra
 
@@ -13,6 +13,7 @@ _REQUESTS = {
     "rank": ("rank and stable rank of the attention matrices, by layer and head", ProfileRequest),
     "entropy": ("how widely and how far queries look, by layer and head", ProfileRequest),
     "maps": ("what chosen query tokens attend to, as maps over the image", MapsRequest),
+    "sensitivity": ("error at the output when one attention layer alone is swapped", SensitivityRequest),
     "mixing": ("what has been learned to mix: heads (IHA, MEA) and token blocks (MHLA)", MixingRequest),
 }
 _SWEEP = "train classifiers that differ in one thing, and compare them"
@@ -88,7 +89,7 @@ def _place(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a place such as 3,4") from None
 
 
-def _request(options: dict[str, Any]) -> ProfileRequest | MapsRequest | MixingRequest:
+def _request(options: dict[str, Any]) -> ProfileRequest | MapsRequest | MixingRequest | SensitivityRequest:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
     }

@@ -11,7 +11,7 @@ _CLASSIFIER, _GENERATOR = DISTILLED
 
 
 def main(args: Sequence[str] | None = None, default_config: str | None = DEFAULT) -> None:
-    """Run the command, of generators where no kind is named; wrong input ends the process with one line and status 2."""
+    """Run the command, for generators where no kind is named; wrong input ends the process with one line."""
     words = [*(sys.argv[1:] if args is None else args)]
     named = words.pop(0) if words[:1] in ([_CLASSIFIER], [_GENERATOR]) else _GENERATOR
     kind: Kind = "distilled_classifier" if named == _CLASSIFIER else "distilled"

@@ -7,6 +7,7 @@ from headmix_vision.layers.cores import CORES, AttentionCore, HeadInHeadCore, Li
 from headmix_vision.layers.cores.base import LayerSpec
 from headmix_vision.layers.cores.head_in_head import SubHeadMask
 from headmix_vision.layers.head_mixes import HEAD_MIXES, ExplicitHeads, HeadMix, InterleavedHeads
+from headmix_vision.layers.swapped_attention import SwappedAttention
 
 __all__ = [
     "CORES",
@@ -24,6 +25,7 @@ __all__ = [
     "MixingMatrix",
     "SoftmaxCore",
     "SubHeadMask",
+    "SwappedAttention",
     "resample_mixing",
     "undecayed_parameters",
 ]

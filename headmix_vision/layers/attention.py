@@ -5,6 +5,7 @@ B batch, N tokens, C width, H heads, D = C / H head dim.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, cast
@@ -197,6 +198,24 @@ class HeadMixAttention(nn.Module):
         for count in as_axes("block_grid", block_grid):
             check_counts(1, block_grid=count)
         self.core.set_block_grid(tuple(block_grid))
+
+    def with_core(
+        self, core: str, block_grid: tuple[int, ...] = (4, 4), core_args: dict[str, Any] | None = None
+    ) -> HeadMixAttention:
+        """Return a layer with another core, which shares all other parts with this one.
+
+        Raises:
+            InputError: if the core or an option is unknown or does not fit the layer.
+        """
+        check_parts(core, None, core_args, None, 0)
+        averages, weight = CORES[core].averages_places, self.qkv.weight
+        sizes = (weight.shape[1], self.num_heads, self.head_dim, self.grid, tuple(block_grid))
+        spec = LayerSpec(*sizes, getattr(self.core, "attn_drop", 0.0), averages, weight.device, weight.dtype)
+        made = CORES[core](self.head_mix.core_spec(spec) if self.head_mix else spec, **(core_args or {}))
+        check_sees_later(made, self.cpe is not None, 0 if self.lepe is None else self.lepe.proj.kernel_size[0])
+        new = copy.copy(self)
+        new._modules = {**self._modules, "core": made.train(self.training)}
+        return new
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse torch.jit.script, which calls this, before it fails on the first line that it cannot read."""

@@ -20,8 +20,8 @@ from headmix_vision.models.converted import ConvertedModel
 Pairs = Sequence[tuple[nn.Module, nn.Module]]
 
 
-def attention_pairs(teacher: nn.Module, student: nn.Module) -> Pairs:
-    """Pair the attention layers of teacher and student that have the same name and compute differently.
+def attention_names(teacher: nn.Module, student: nn.Module) -> list[str]:
+    """Name the attention layers that teacher and student both have under a name, and that compute differently.
 
     Layers of ours differ by core or head mix, those of diffusers by their processor. A layer that
     :func:`headmix_vision.swap_attention` has swapped differs from its original. The teacher of a converted Wan is
@@ -38,16 +38,26 @@ def attention_pairs(teacher: nn.Module, student: nn.Module) -> Pairs:
             f" {type(teacher).__name__}."
         )
     theirs, ours = (dict(model.named_modules()) for model in (teacher, student))
-    names = [name for name, layer in ours.items() if _kind(layer)]
+    attention = [name for name, layer in ours.items() if _kind(layer)]
     of_teacher = {name for name, layer in theirs.items() if _kind(layer)}
-    if odd := {*names} - theirs.keys() | of_teacher - {*names}:
+    if odd := {*attention} - theirs.keys() | of_teacher - {*attention}:
         raise InputError(f"teacher and student must have the same layers, but one of them has no {min(odd)}.")
-    pairs = [(theirs[name], ours[name]) for name in names if _kind(ours[name]) != _kind(theirs[name])]
-    if not pairs:
+    names = [name for name in attention if _kind(ours[name]) != _kind(theirs[name])]
+    if not names:
         raise InputError(
             "teacher and student have the same kind of attention in all layers: there is nothing to distil."
         )
-    return pairs
+    return names
+
+
+def attention_pairs(teacher: nn.Module, student: nn.Module) -> Pairs:
+    """Return the layers that :func:`attention_names` names, of the teacher and of the student.
+
+    Raises:
+        InputError: as there.
+    """
+    names = attention_names(teacher, student)
+    return [(teacher.get_submodule(name), student.get_submodule(name)) for name in names]
 
 
 def _kind(layer: nn.Module) -> tuple[type, ...]:
@@ -101,7 +111,7 @@ def tell_grid(pairs: Pairs, images: Tensor) -> None:
         pairs: attention layers of teacher and student.
         images: those that the teacher is given next, [B, C, H, W].
     """
-    grids = [layer.grid_of_call for _, layer in pairs if "grid_of_call" in vars(layer)]
+    grids: list[Any] = [layer.grid_of_call for _, layer in pairs if "grid_of_call" in vars(layer)]
     for grid in {id(grid): grid for grid in grids}.values():
         grid.embed(images)
 

@@ -20,7 +20,7 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError, check_choice, check_counts, check_keywords, check_numbers, keywords, pair
-from headmix_vision.layers import HeadMixAttention, undecayed_parameters
+from headmix_vision.layers import HeadMixAttention, SoftmaxCore, undecayed_parameters
 from headmix_vision.layers.attention import attention_of_layers
 from headmix_vision.layers.convolutions import PatchConv2d
 from headmix_vision.models.names import Variant, register_family
@@ -106,7 +106,6 @@ class HeadMixVisionTransformer(VisionTransformer):
             global_every=global_every,
             softmax_every=softmax_every,
         )
-        self.softmax_every = softmax_every
         for block, layer in zip(self.blocks, layers, strict=True):
             block.attn = HeadMixAttention(
                 **cast(_AttentionArguments, block.attn).arguments,
@@ -142,9 +141,9 @@ class HeadMixVisionTransformer(VisionTransformer):
     def set_block_grid(self, block_grid: int | tuple[int, int]) -> None:
         """Change the number of token blocks and resample the mixing matrices."""
         blocks = pair("block_grid", block_grid)
-        for index, attention in enumerate(self._attentions()):
-            if not self.softmax_every or index % self.softmax_every:
-                attention.set_block_grid(blocks)
+        attentions = self._attentions()
+        for attention in [one for one in attentions if not isinstance(one.core, SoftmaxCore)] or attentions:
+            attention.set_block_grid(blocks)
 
     def _attentions(self) -> list[HeadMixAttention]:
         return [cast(HeadMixAttention, block.attn) for block in self.blocks]

@@ -11,7 +11,7 @@ from timm.models import beit
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError, check_counts, check_keywords, is_whole, keywords, pair
-from headmix_vision.layers import undecayed_parameters
+from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.swapped_attention import GridOfCall, Names, SwappedAttention
 from headmix_vision.ops import TokenGrid
 
@@ -25,12 +25,10 @@ class _SwappedBeitAttention(SwappedAttention):
 
     def forward(self, x: Tensor, *args: Any, shared_rel_pos_bias: Tensor | None = None, **kwargs: Any) -> Tensor:
         if self.takes_bias:
-            own = (
-                None if self.relative_position_bias_table is None else beit.Attention._get_rel_pos_bias(cast(Any, self))
-            )
-            biases = [bias for bias in (own, shared_rel_pos_bias) if bias is not None]
-            if biases:
-                kwargs["attn_mask"] = sum(biases[1:], biases[0])
+            biases = [] if shared_rel_pos_bias is None else [shared_rel_pos_bias]
+            if self.relative_position_bias_table is not None:
+                biases.append(beit.Attention._get_rel_pos_bias(cast(Any, self)))
+            kwargs["attn_mask"] = sum(biases[1:], biases[0]) if biases else None
         return super().forward(x, *args, **kwargs)
 
 
@@ -53,7 +51,9 @@ class _SwappedTransformersAttention(SwappedAttention):
 
 _HF = Names("num_attention_heads", ("q_proj", "k_proj", "v_proj"), "o_proj", "attention_dropout")
 _HF_ROTARY = Names("num_heads", ("q_proj", "k_proj", "v_proj"), "o_proj", "dropout", rotate_half=True)
-KNOWN: dict[str, tuple[type[SwappedAttention], Names]] = {
+OWN = "headmix_vision.layers.attention.HeadMixAttention"
+KNOWN: dict[str, tuple[type[HeadMixAttention], Names]] = {
+    OWN: (HeadMixAttention, Names()),
     "timm.layers.attention.Attention": (SwappedAttention, Names()),
     "timm.layers.attention.AttentionRope": (SwappedAttention, Names()),
     "timm.models.eva.EvaAttention": (SwappedAttention, Names()),
@@ -83,7 +83,6 @@ _REASONS = {
     "CrossAttention": "it attends to tokens of another branch",
     "DiffAttention": "it is the difference of two softmax attentions",
     "DiffParallelScalingBlock": "its attention and MLP share a projection",
-    "HeadMixAttention": "it belongs to this package, whose models take the core as an argument",
     "MaskUnitAttention": "its attention is windowed",
     "ParallelScalingBlock": "its attention and MLP share a projection",
     "RelPosAttention": "relative positions bias its softmax",
@@ -142,10 +141,10 @@ def swap_attention(
     """Put another attention into a trained vision transformer, in place, and keep all other weights.
 
     It takes timm's models whose blocks hold attention of ``timm.layers`` (also with rotary positions, norms of queries
-    and keys, a gate or grouped queries), EVA and BEiT, and ViT, DeiT, DINOv2 and DINOv3 of transformers. The grid
-    follows ``set_input_size`` and ``dynamic_img_size``. With gradient checkpointing and ``dynamic_img_size``, run the
-    backward pass before a forward pass on another size. Rotary positions rotate features in the numerator and not in
-    the denominator. For example::
+    and keys, a gate or grouped queries), EVA and BEiT, ViTs of this package, whose head mixes stay, and ViT, DeiT,
+    DINOv2 and DINOv3 of transformers. Rotary positions rotate features in the numerator and not in the denominator.
+    The grid follows ``set_input_size`` and ``dynamic_img_size``. With ``dynamic_img_size`` and gradient checkpointing,
+    run the backward pass before a forward pass on another size. For example::
 
         model = timm.create_model("vit_small_patch14_dinov2", pretrained=True)
         print(headmix_vision.swap_attention(model, "mhla", softmax_every=3))
@@ -210,8 +209,6 @@ _OPTIONS = [
 ]
 SWAP_ARGUMENTS = ["core", "layers", "head_mix", "softmax_every", *_OPTIONS]
 SWAPPED = "swapped"  # the name in timm's registry that headmix_vision.models.swap_files gives swapped models
-
-
 _SWAPPED_BEFORE = "it has been swapped before"
 
 
@@ -367,10 +364,22 @@ def _swapped(original: nn.Module, owner: Any, grid_of_call: GridOfCall, prefix: 
     if rate:
         raise InputError(f"patch_drop_rate must be 0, got {rate}: dropped patches leave holes in the token grid.")
     cls, names = KNOWN[_class_of(original)]
-    layer = cls(original, names, TokenGrid(grid_of_call.shape, prefix), grid_of_call, **options)
+    if isinstance(original, HeadMixAttention):
+        return _with_core(original, **options)
+    layer = cast(type[SwappedAttention], cls)(
+        original, names, TokenGrid(grid_of_call.shape, prefix), grid_of_call, **options
+    )
     if getattr(owner, "rope", None) is not None or names.rotate_half:
         layer.core.check_rotation()
     return layer
+
+
+def _with_core(layer: HeadMixAttention, core: str, head_mix: str | None, **options: Any) -> HeadMixAttention:
+    """Swap the core of a layer of this package, which keeps the parts that it was made with."""
+    for name, value in {"head_mix": head_mix, **options}.items():
+        if name not in ("block_grid", "core_args") and value is not None:
+            raise InputError(f"{name}={value!r} cannot be added to a layer of this package: leave {name} out.")
+    return layer.with_core(core, **options)
 
 
 def _leave_out_shared_bias(owner: Any) -> None:

@@ -69,6 +69,7 @@ def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         config = resolve_pretrained_cfg(architecture, given, overlay).to_dict()
         is_swapped = any(_NEW.search(name) for name in config.get("state_dict") or ())
     create = model_entrypoint(architecture)
+    module = vars(sys.modules[create.__module__])
     before = {} if is_swapped else {"pretrained": pretrained, "pretrained_cfg": config}
 
     def build(**arguments: Any) -> nn.Module:
@@ -82,7 +83,7 @@ def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         SWAPPED,
         pretrained and is_swapped,
         pretrained_cfg={**config, "architecture": SWAPPED},
-        pretrained_filter_fn=getattr(sys.modules[create.__module__], "checkpoint_filter_fn", None),
+        pretrained_filter_fn=module.get("filter_pretrained", module.get("checkpoint_filter_fn")),
         feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
         **kwargs,
     )

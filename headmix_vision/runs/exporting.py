@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from timm.models import get_pretrained_cfg_value, is_model
+from timm.models import is_model
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.errors import InputError, check_request
@@ -15,7 +15,7 @@ from headmix_vision.files.tensors import write_tensors
 from headmix_vision.files.writing import atomic_folder, check_place, hold_lock, remove_temporaries
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, find_checkpoint, is_generator, read_checkpoint
 from headmix_vision.runs.directory import INDEX
-from headmix_vision.runs.networks import load_network, without_sources
+from headmix_vision.runs.networks import configured, load_network, without_sources
 
 # They act while training only, and change no weight's name or shape.
 _TRAINING_ARGUMENTS = ("drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate")
@@ -92,7 +92,7 @@ def create_model_arguments(description: dict[str, Any]) -> dict[str, Any]:
     name = description["name"]
     stored = without_sources(description["model_args"])
     arguments = {name: value for name, value in stored.items() if name not in _TRAINING_ARGUMENTS}
-    default = get_pretrained_cfg_value(name, "num_classes") if is_model(name) else None
+    default = configured(name, stored, "num_classes") if is_model(name) else None
     if description["num_classes"] != default:
         arguments["num_classes"] = description["num_classes"]
     if description["img_size"] is not None:

@@ -87,9 +87,8 @@ def create_network(
     check_finite(state, checkpoint)
     if name == LITE0_MODEL and "conv_stem.weight" not in state:
         state = lite0_state(state, checkpoint)
-    configured = swapped_architecture(model_args or {}) if name == SWAPPED else name
-    classes = num_classes if num_classes is not None else get_pretrained_cfg_value(configured, "num_classes")
-    classifier = get_pretrained_cfg_value(configured, "classifier")
+    classes = num_classes if num_classes is not None else configured(name, model_args, "num_classes")
+    classifier = configured(name, model_args, "classifier")
     if new_head:
         own = _create(name, arguments).state_dict().items()
         state |= {entry: value for entry, value in own if entry.startswith(f"{classifier}.")}
@@ -114,6 +113,11 @@ def create_network(
     check_kinds(state, network.state_dict(), checkpoint)
     cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
     return _of_size(network, img_size)
+
+
+def configured(name: str, arguments: dict[str, Any] | None, key: str) -> Any:
+    """Return a value of timm's configuration of a model, for a swapped one that of its architecture."""
+    return get_pretrained_cfg_value(swapped_architecture(arguments or {}) if name == SWAPPED else name, key)
 
 
 def _of_size(network: nn.Module, img_size: int | list[int] | None) -> nn.Module:
@@ -313,7 +317,7 @@ def _load_as_timm(path: Path) -> Any:
 
 
 def _trained_size(name: str, arguments: dict[str, Any]) -> Any:
-    usual = get_pretrained_cfg_value(name, "input_size") if timm.is_model(name) else None
+    usual = configured(name, arguments.get("model_args", arguments), "input_size") if timm.is_model(name) else None
     return arguments.get("img_size") or (usual and usual[-2:])
 
 

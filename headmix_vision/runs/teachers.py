@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import timm
-from torch import Tensor, nn
+from torch import nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.reading import check_fields, read_json
 from headmix_vision.files.tensors import read_weights
-from headmix_vision.models.convert import convert_state_dict
 from headmix_vision.models.convert_transformers import transformers_to_timm
-from headmix_vision.models.headmix_vit import HeadMixVisionTransformer
 from headmix_vision.models.names import CORRECT
 from headmix_vision.models.swap import SWAPPED, swap_attention
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, find_checkpoint, is_generator, read_checkpoint
@@ -182,24 +180,6 @@ def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> M
     return made
 
 
-class Student(NamedTuple):
-    """A student that computes as its teacher does in all but attention.
-
-    Attributes:
-        name: Its name in timm.
-        arguments: Plain arguments of `timm.create_model`.
-        state: Its weights.
-        layers: Names of the layers that differ from the teacher's.
-        report: What was taken over, for a person to read.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    state: dict[str, Tensor]
-    layers: list[str]
-    report: str
-
-
 def make_student(
     teacher: Made,
     core: str = "mhla",
@@ -207,10 +187,8 @@ def make_student(
     head_mix: str | None = None,
     softmax_every: int = 0,
     options: dict[str, Any] | None = None,
-) -> Student:
-    """Make a student of a teacher by another attention; the teacher is not changed.
-
-    A model of this package gets the core as its argument, every other model of timm by `swap_attention`.
+) -> Made:
+    """Make a student that computes as its teacher does in all but attention; the teacher is not changed.
 
     Args:
         teacher: The teacher.
@@ -218,25 +196,11 @@ def make_student(
         layers: Layers to swap, by number or name; all when None.
         head_mix: Mix across feature heads, or None.
         softmax_every: k, for an original layer as the first of each k; 0 for none.
-        options: Further options of `swap_attention`; of a model of this package further arguments.
+        options: Further options of `swap_attention`.
 
     Raises:
         InputError: If there is nothing to swap, a layer cannot be swapped, or an option does not fit.
     """
-    options = options or {}
-    if isinstance(teacher.network, HeadMixVisionTransformer):
-        if layers is not None or softmax_every:
-            raise InputError(
-                f"{teacher.name} is a model of this package, which takes no model.layers and no model.softmax_every:"
-                " leave them out, or set global_every in model.swap_args"
-            )
-        arguments = {**teacher.arguments, "core": core, "head_mix": head_mix, **options}
-        network = _create(teacher.name, arguments, None, None).network
-        converted = convert_state_dict(teacher.network.state_dict(), cast(HeadMixVisionTransformer, network))
-        names = [name for name, _ in network.named_modules() if name.endswith(".attn")]
-        report = f"new parameters: {', '.join(converted.new_parameters) or 'none'}"
-        return Student(teacher.name, arguments, converted.state_dict, names, report)
     copied: Any = copy.deepcopy(teacher.network)
-    swapped = swap_attention(copied, core, layers, head_mix, softmax_every=softmax_every, **options)
-    arguments = {**teacher.arguments, **copied._model_args}
-    return Student(SWAPPED, arguments, copied.state_dict(), swapped.layers, str(swapped))
+    swap_attention(copied, core, layers, head_mix, softmax_every=softmax_every, **(options or {}))
+    return Made(copied, SWAPPED, {**teacher.arguments, **copied._model_args})

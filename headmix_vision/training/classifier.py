@@ -146,7 +146,8 @@ class ImageClassifier(BaseModule):
         batch_size = getattr(datamodule, "batch_size", None)
         if stage == "fit" and self.mix is not None and batch_size is not None and batch_size % 2:
             raise InputError(f"mixup pairs images and needs an even data.batch_size, got {batch_size}")
-        self.class_names = getattr(datamodule, "class_names", None) or self.class_names
+        if self.labelled:
+            self.class_names = getattr(datamodule, "class_names", None) or self.class_names
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss of images [B, C, H, W], float32, and targets [B], int64."""

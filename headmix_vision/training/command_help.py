@@ -13,7 +13,14 @@ Options = dict[str, str]
 KINDS = {
     "classifier": ("Train and evaluate image classifiers.", ("fit", "validate", "test", "predict")),
     "generator": ("Train generators of images and videos.", ("fit", "validate")),
-    "distilled": ("Train the attention layers of a generator after the layers of a teacher.", ("fit", "validate")),
+    "distilled": (
+        "Train the attention layers of a generator after a teacher; of classifiers: headmix distill classifier.",
+        ("fit", "validate"),
+    ),
+    "distilled_classifier": (
+        "Swap the attention of a classifier or backbone, and train it after the original.",
+        ("fit", "validate", "test", "predict"),
+    ),
 }
 DESCRIPTIONS = {
     "fit": "Train a model; without a recipe, a small one on handwritten digits.",
@@ -78,19 +85,45 @@ _GENERATOR: Options = {
     "fid.every_n_epochs": "score samples every so many epochs; never if not given",
 }
 
+_STUDENT: Options = {
+    "model.teacher": "run, .ckpt, export, name in timm, local-dir:FOLDER",
+    "model.teacher_checkpoint": "weights of a name in timm",
+    "model.core": "new core (mhla)",
+    "model.layers": "layers to swap, by number or name; all if not given",
+    "model.softmax_every": "k: the first of each k layers stays; 0 for none",
+    "model.swap_args": "further ones: --model.swap_args.block_grid '[4,4]'",
+    "model.img_size": "size of the input; else the teacher's",
+    "model.labelled": "whether accuracy is measured, too",
+}
+_STAGES: Options = {
+    "model.attention.steps": "steps on outputs of attention layers (1000)",
+    "model.attention.lr": "their peak learning rate (0.0005)",
+    "model.features.steps": "steps on the last features (200)",
+    "model.features.lr": "their peak learning rate (2e-05)",
+    "model.labels.steps": "steps on labels",
+    "model.labels.lr": "their peak learning rate (5e-05)",
+    "model.optimizer.opt": "optimizer in timm (adamw)",
+    "ema.decay": "decay of the EMA; null for none (0.9996)",
+    "early_stopping.patience": "end a stage after so many validations without a gain",
+    "best.monitor": "metric that selects the best checkpoint (val/feature_cosine)",
+}
+
 
 def common_options(subcommand: str, recipes: str) -> dict[str, Options]:
     """Return the common options of a subcommand with their help, by the title of their group.
 
     Args:
         subcommand: `fit`, `validate`, `test` or `predict`.
-        recipes: `cls` for classifiers, `gen` for generators.
+        recipes: `cls` for classifiers, `gen` for generators, `distill` for distilled classifiers.
     """
     generator = recipes == "gen"
     if subcommand != "fit":
         paths = {"data.predict_path": "image or folder of images"} if subcommand == "predict" else {}
         batch = {"data.eval_batch_size": "samples per process and step"}
         return {"run": _START | _EVALUATION | _DRY, "data": paths | _DATA | batch, "devices": _DEVICES}
+    if recipes == "distill":
+        run, data = _START | _RUN | _DRY, _DATA | {"data.batch_size": "samples per process and step (128)"}
+        return {"run": run, "model": _STUDENT, "training": _STAGES, "data": data, "devices": _DEVICES}
     size = {"model.input_size" if generator else "model.img_size": "size of the input; else the model's"}
     batch = {"data.batch_size": f"samples per process and step ({256 if generator else 128})"}
     training = _TRAINING | (_GENERATOR if generator else _CLASSIFIER)
@@ -139,7 +172,7 @@ def asked_help(kind: str, args: Sequence[str]) -> str | None:
     if not words:
         return command_help(kind)
     if len(words) == 1 and words[0] in KINDS[kind][1]:
-        return subcommand_help(words[0], "cls" if kind == "classifier" else "gen")
+        return subcommand_help(words[0], {"classifier": "cls", "distilled_classifier": "distill"}.get(kind, "gen"))
     return None
 
 

@@ -144,7 +144,9 @@ class _StageSchedule:
             for group, rate in zip(groups, rates, strict=True):
                 group.pop("initial_lr", None)
                 group["lr"] = rate / peak * stage.lr
-            config = ScheduleConfig(warmup_epochs=stage.warmup_share * stage.steps, warmup_lr=0.0, min_lr=0.0)
+            config = ScheduleConfig(
+                warmup_epochs=stage.warmup_share * stage.steps, warmup_lr=stage.lr / 100, min_lr=0.0
+            )
             self.schedules[type(stage)] = make_schedule(optimizer, config, stage.steps, epoch_steps=1)
 
     def step_update(self, num_updates: int) -> None:
@@ -232,7 +234,7 @@ class DistilledClassifier(ImageClassifier):
             **common,
         )
         self.same_classes = self.num_classes == own_classes
-        state = {**self.net.state_dict(), **student.state}
+        state = {**self.net.state_dict(), **student.network.state_dict()}
         if not self.same_classes:
             state |= {name: value for name, value in self.net.state_dict().items() if name.startswith("head.")}
         self.net.load_state_dict(state)

@@ -80,6 +80,24 @@ class ClassifierDistillationCLI(_OfTeacher, ClassificationCLI):
         )
         return [curves, best]
 
+    def after_fit(self) -> None:
+        """Sum up the last validation, if there was one, and where the files are."""
+        super().after_fit()
+        if self.summary:
+            self.summary = f"{self._figures()}{self.summary}"
+
+    def after_validate(self) -> None:
+        """Sum up the errors against the teacher, and where there are labels the accuracy of the classes."""
+        super().after_validate()
+        if self.trainer.is_global_zero:
+            self.summary = f"{self._figures()}{self.summary}".rstrip("\n")
+
+    def _figures(self) -> str:
+        logged = self.trainer.callback_metrics
+        names = {"val/attention_error": "attention error", "val/feature_cosine": "feature cosine"}
+        shown = [f"{words} {float(logged[name]):.4f}" for name, words in names.items() if name in logged]
+        return f"{', '.join(shown)}\n" if shown else ""
+
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
         """As those of classifiers; count no classes where there are no labels."""
         callbacks = super().evaluation_callbacks(run_dir)

@@ -155,11 +155,13 @@ def test_mhla_computes_what_a_converted_model_computes():
     close(source(images()), named(images()))
 
 
-def test_linear_attention_rotates_the_numerator_and_not_the_denominator():
-    model = create("vit_small_patch16_dinov3")
-    original = copy.deepcopy(model.blocks[0].attn)
+@pytest.mark.parametrize("family", ["vit_small_patch16_dinov3", "vit_small_patch16_rope_mixed_224"])
+def test_linear_attention_rotates_the_numerator_and_not_the_denominator(family):
+    model = create(family)
+    original = copy.deepcopy(model.blocks[1].attn)
     swap_attention(model, "linear")
     rope, prefix = model.rope.get_embed(shape=(4, 4)), model.num_prefix_tokens
+    rope = rope[1] if rope.ndim == 4 else rope  # of the layer, and of each of its heads
     x = torch.randn(2, prefix + 16, 32)
     q, k, v = original.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
     q, k = (y.relu() + 1e-6 for y in (q, k))
@@ -168,8 +170,25 @@ def test_linear_attention_rotates_the_numerator_and_not_the_denominator():
         for y in (q, k)
     )
     heads = (turned_q @ turned_k.mT) @ v / (q @ k.mT).sum(-1, keepdim=True)
-    expected = original.proj(heads.transpose(1, 2).flatten(2))
-    close(model.blocks[0].attn(x, rope=rope), expected)
+    close(model.blocks[1].attn(x, rope=rope), original.proj(heads.transpose(1, 2).flatten(2)))
+
+
+def test_trained_models_of_this_package_are_swapped_and_opened(tmp_path):
+    model = timm.create_model("deit_softmax_digits", pretrained=True).eval()
+    digits = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    expected = model(digits)
+    same, linear = copy.deepcopy(model), copy.deepcopy(model)
+    swap_attention(same, "softmax")
+    assert torch.equal(same(digits), expected)
+    report = swap_attention(linear, "mhla", softmax_every=2)
+    assert report.new == [f"blocks.{index}.attn.core.mixing.weight" for index in (1, 3)]
+    assert torch.equal(model(digits), expected) and not torch.equal(linear(digits), expected)
+    save_pretrained(linear, tmp_path)
+    assert torch.equal(from_pretrained(tmp_path)(digits), linear(digits))
+    linear.set_block_grid(2)
+    assert linear.blocks[1].attn.core.mixing.weight.shape == (4, 4)
+    with pytest.raises(InputError, match=r"blocks.0.attn: cpe=True cannot be added to a layer of this package"):
+        swap_attention(model, "linear", cpe=True)
 
 
 def test_beit_keeps_its_bias_with_softmax_alone():
@@ -332,7 +351,7 @@ def test_models_keep_softmax_in_some_layers():
         ("vit_base_patch16_xp_224", "blocks.0 cannot be swapped: ParallelScalingBlock: its attention and MLP"),
         ("vit_relpos_small_patch16_224", "RelPosAttention: relative positions bias its softmax"),
         ("pit_ti_224", "transformers.0.blocks.0.attn cannot be swapped: no module around it names a token grid"),
-        ("vit_mhla_tiny", "HeadMixAttention: it belongs to this package"),
+        ("sam2_hiera_tiny", "MultiScaleAttention: this class is unknown here"),
         ("resnet10t", "It has no attention layer that is known here"),
     ],
 )

@@ -10,7 +10,8 @@ from headmix_vision.cli.training import run_command_line
 from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.classification_cli import ClassificationCLI
 from headmix_vision.training.command_help import KINDS, asked_help, common_options
-from headmix_vision.training.generation_cli import DistillationCLI, GenerationCLI
+from headmix_vision.training.distillation_cli import ClassifierDistillationCLI, DistillationCLI
+from headmix_vision.training.generation_cli import GenerationCLI
 
 from . import gen_helpers, helpers
 
@@ -20,6 +21,7 @@ CLIS: dict[str, type[RunCLI]] = {
     "classifier": ClassificationCLI,
     "generator": GenerationCLI,
     "distilled": DistillationCLI,
+    "distilled_classifier": ClassifierDistillationCLI,
 }
 
 
@@ -62,8 +64,14 @@ def test_the_help_names_options_that_exist_and_their_defaults(command: str, monk
 
 
 def test_the_help_of_a_command_lists_its_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
-    for main, command in ((train_cls.main, "classifier"), (train_gen.main, "generator"), (distill.main, "distilled")):
-        main(["--help"])
+    for main, words, command in (
+        (train_cls.main, [], "classifier"),
+        (train_gen.main, [], "generator"),
+        (distill.main, [], "distilled"),
+        (distill.main, ["generator"], "distilled"),
+        (distill.main, ["classifier"], "distilled_classifier"),
+    ):
+        main([*words, "--help"])
         listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
         assert listed == [*KINDS[command][1]]
 

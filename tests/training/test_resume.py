@@ -18,10 +18,15 @@ from .helpers import assert_same_run, load, read_csv, run, write_config
 
 
 def interrupt_in(
-    monkeypatch: pytest.MonkeyPatch, hook: str, epoch: int, batch: int | None, signum: signal.Signals
+    monkeypatch: pytest.MonkeyPatch,
+    hook: str,
+    epoch: int,
+    batch: int | None,
+    signum: signal.Signals,
+    module: type[ImageClassifier] = ImageClassifier,
 ) -> None:
     """Make the process send itself a signal inside a hook of the module, once."""
-    original: Callable[..., Any] = getattr(ImageClassifier, hook)
+    original: Callable[..., Any] = getattr(module, hook)
     fired = []
 
     def patched(self: ImageClassifier, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +36,7 @@ def interrupt_in(
             os.kill(os.getpid(), signum)
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(ImageClassifier, hook, patched)
+    monkeypatch.setattr(module, hook, patched)
 
 
 @pytest.mark.parametrize(

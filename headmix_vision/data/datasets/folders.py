@@ -114,8 +114,8 @@ def open_folder(request: SplitRequest) -> Source:
     """Open a split of a folder.
 
     Its root is a directory with one sub-directory or tar file per split, or one tar file of that; `train`,
-    `validation` and their synonyms are interchangeable. Where no labels are needed, a root without the training split is
-    that split itself.
+    `validation` and their synonyms are interchangeable. Where no labels are needed, a root without the training split
+    is that split itself.
 
     Raises:
         InputError: Nothing there, an empty class folder, or images outside of a class folder.

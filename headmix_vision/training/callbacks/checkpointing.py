@@ -315,12 +315,13 @@ class StageStop(EarlyStop):
         module: Any = pl_module
         self.monitor = self.asked or module.figure
         self.mode = mode_of(self.monitor)
+        self.min_delta = abs(self.min_delta) if self.mode == "max" else -abs(self.min_delta)  # as Lightning's has it
         if not trainer.sanity_checking and self.stage != module.stage_number:
             self.stage, self.wait_count = module.stage_number, 0
             self.best_score = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
         super().on_validation_end(trainer, pl_module)
         if self.wait_count >= self.patience and module.end_stage():
-            trainer.should_stop = False
+            trainer.should_stop, self.wait_count = False, 0
 
 
 def can_resume_after_batch(trainer: Trainer) -> bool:
