@@ -95,7 +95,7 @@ class AttentionRequest:
 
     Args:
         model: Networks: each a run directory, `.ckpt`, export, the name of a model that comes with weights, or
-            `local-dir:` with a folder that timm or `save_pretrained` has saved; also with timm's softmax attention.
+            `local-dir:` with a folder that timm or transformers has saved; also with timm's softmax attention.
         out: Folder to write.
         data: Name of a data set: digits, folder, torch/NAME, latents, moving_digits, ...
         checkpoint: Of a run directory: `best`, `last` or a file; when None the best, of a generator the last.

@@ -290,7 +290,7 @@ class ProbeRequest(Evaluation):
 
     Args:
         model: A run directory, `.ckpt`, export, a model of timm that comes with weights, or `local-dir:` with a folder
-            that timm has saved.
+            that timm or transformers has saved.
         train: Labelled images that neighbours and the probe come from, of a data set `NAME[:SPLIT][SLICE]`. Each fifth
             chooses the number of neighbours and the regularisation.
         test: Labelled images that are scored, likewise.

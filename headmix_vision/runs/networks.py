@@ -22,7 +22,7 @@ from headmix_vision.models.headmix_vit import name_grid
 from headmix_vision.models.lite0 import LITE0_MODEL, lite0_state
 from headmix_vision.models.names import CORRECT, FAMILIES
 from headmix_vision.models.swap import SWAPPED
-from headmix_vision.models.swap_files import CONFIG, WEIGHTS, from_pretrained, swapped_architecture
+from headmix_vision.models.swap_files import swapped_architecture
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
     check_finite,
@@ -326,7 +326,8 @@ def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False
 
     Args:
         path: A run directory, a `.ckpt` file, a `.safetensors` file or a pipeline directory of `headmix export`, the
-            name of a model whose weights come with the package, or `local-dir:` with a folder that timm has saved.
+            name of a model whose weights come with the package, or `local-dir:` with a folder that timm or transformers
+            has saved.
         checkpoint: Of a run directory: `best`, `last` or a file; the best one when None, of a generator the last.
         raw: The weights being trained instead of their EMA; not of an export, which has one kind.
 
@@ -399,19 +400,13 @@ def _open_checkpoint(path: Path, raw: bool) -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def _open_folder(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Open a model that timm or `save_pretrained` has saved."""
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise InputError(f"{folder} has no {name}: save the model by headmix_vision.save_pretrained")
-    network = from_pretrained(folder)
-    check_finite(network.state_dict(), str(folder))
-    return network, {"name": folder.name, "weights": "stored"}
-
-
 def _open_export(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     if str(path).startswith(LOCAL):
-        return _open_folder(Path(str(path).removeprefix(LOCAL)))
+        from headmix_vision.runs.teachers import open_teacher  # which opens runs by this module
+
+        stored = open_teacher(str(path)).network
+        check_finite(stored.state_dict(), str(path))
+        return stored, {"name": path.name, "weights": "stored"}
     if (path / INDEX).is_file():
         from headmix_vision.runs.pipelines import load_exported_network  # loads diffusers, which classifiers do without
 
