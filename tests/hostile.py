@@ -79,7 +79,7 @@ class Captured(BaseException):
 @cache
 def parser_of(command: str) -> Any:
     """Return the parser of a command, and import what the command imports, which its forks then have."""
-    for module in WORK.get(command, ("training.training_job", "training.generation_cli")):
+    for module in WORK.get(command, ("training.training_job", "training.distillation_cli")):
         import_module(f"headmix_vision.{module}")
 
     def capture(_: Any, *given: Any) -> None:
@@ -89,7 +89,8 @@ def parser_of(command: str) -> Any:
     OneLineParser.parse_args = lambda self, *_: capture(self, self)
     RunCLI.parse_arguments = lambda self, parser, _: capture(self, parser)
     try:
-        COMMANDS[command](["fit"])
+        name, *words = command.split()
+        COMMANDS[name]([*words, "fit"])
     except Captured as caught:
         return caught.args[0]
     finally:
@@ -99,8 +100,9 @@ def parser_of(command: str) -> Any:
 @cache
 def options_of(words: tuple[str, ...]) -> list[argparse.Action]:
     """List the options and arguments of a subcommand, without its help."""
-    parser = parser_of(words[0])
-    for word in words[1:]:
+    kind = words[1:2] if words[0] == "distill" and words[1] not in ("fit", "validate") else ()
+    parser = parser_of(" ".join([words[0], *kind]))
+    for word in words[1 + len(kind) :]:
         (choices,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
         parser = choices[word]
     return [one for one in parser._actions if not re.search("help|print_config", one.dest)]
@@ -109,7 +111,9 @@ def options_of(words: tuple[str, ...]) -> list[argparse.Action]:
 def command_of(line: Line) -> tuple[str, ...]:
     """Return the command and subcommand of a line."""
     words = line.words.split()
-    return tuple(words[: 1 if words[0] in ("export", "cache-latents", "index-shards", "models", "doctor") else 2])
+    if words[0] in ("export", "cache-latents", "index-shards", "models", "doctor"):
+        return (words[0],)
+    return tuple(words[: 3 if words[:2] == ["distill", "classifier"] else 2])
 
 
 def kinds_of(option: argparse.Action) -> set[str]:

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import inputs
 import numpy as np
+import timm
 from mutations import CALL
 from PIL import Image
 from training import gen_helpers, helpers
 
+from headmix_vision import save_pretrained
 from headmix_vision.data.datasets.digits import Digits
 
 
@@ -36,6 +38,8 @@ DATA = "--data digits --images 2"
 MORE = "--ckpt_path last --trainer.max_epochs 2 --trainer.max_steps 5"
 NPZ = "samples/samples.npz"
 STUDENT = "--model.name dit_linear_digits --model.teacher gen"
+DISTIL = "distill classifier fit -c distil.yaml --run_dir new --model.teacher"
+SENSITIVITY = "analyze sensitivity --core linear --data digits --images 2 --out new --teacher"
 OF_RUN = "run/config.yaml run/checkpoints/best.ckpt"
 OURS = [
     Line(f"{CLS} new --model.checkpoint model.safetensors", "new", "model.safetensors"),
@@ -55,6 +59,8 @@ OURS = [
     Line(f"train-gen fit --run_dir gen {MORE}", "gen", "gen/*.* gen/checkpoints/*"),
     Line("train-gen validate --run_dir gen", "gen", "gen/config.yaml gen/checkpoints/last.ckpt"),
     Line(f"{GEN.replace('train-gen', 'distill')} new {STUDENT}", "new", "gen/checkpoints/*"),
+    Line(f"{DISTIL} run", "new", "run/checkpoints/best.ckpt"),
+    Line(f"{SENSITIVITY} run", "new", "run/checkpoints/best.ckpt"),
     Line(f"sample images --model gen {DRAW} --out new", "new", "gen/checkpoints/last.ckpt"),
     Line(f"sample images --model pipe {DRAW} --out new", "new", "pipe/*.json pipe/*/*"),
     Line(f"sample images --model gen {DRAW} --num 6 --npz --out samples", "samples", "samples/*.* samples/images/*"),
@@ -84,6 +90,8 @@ OURS = [
     Line("doctor --device cpu", ""),
 ]
 THEIRS = [
+    Line(f"{DISTIL} local-dir:timm", "new", "timm/*"),
+    Line(f"{SENSITIVITY} local-dir:timm", "new", "timm/*"),
     Line(f"{CLS} new", "new", "cls.yaml"),
     Line(f"{CLS} new {THREE} folder --data.root images", "new", "images/train/0/*.png"),
     Line(f"{CLS} new {THREE} table/label --data.root images/images.csv", "new", "images/images.csv"),
@@ -136,6 +144,10 @@ def make_kit(lines: list[Line], kit: Path, run: Callable[[list[str], Path], None
     short |= {"samples__every_n_steps": None, "samples__classes": [0, 1]}
     gen_helpers.write_config(kit / "gen.yaml", **short)
     gen_helpers.write_config(kit / "clips.yaml", **short, **gen_helpers.VIDEO)
+    stages = {name: {"steps": steps} for name, steps in (("attention", 2), ("features", 1), ("labels", 1))}
+    model = {"core": "linear", **stages}
+    helpers.write_config(kit / "distil.yaml", model=model, trainer__limit_val_batches=1, trainer__max_epochs=1)
+    save_pretrained(timm.create_model("deit_softmax_digits", **sizes), kit / "timm")
     write_pictures(kit)
     words = " ".join(f"{line.words} {line.opens}" for line in lines)
     for name, command in reversed(KIT.items()):

@@ -8,6 +8,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -90,18 +91,13 @@ class Reach:
     def __init__(self, root: Path, folder: Path) -> None:
         if not (folder / SOURCE).is_file() or (folder / SOURCE).read_text() != _source(root):
             sys.exit(f"{folder} has no recording of this source: python tests/slip_reach.py {folder}")
-        self.data = CoverageData(str(folder / DATA))
+        self.root, self.data = root, CoverageData(str(folder / DATA))
         self.data.read()
         self.files = {file.rpartition("headmix_vision/")[2]: file for file in self.data.measured_files()}
         self.seconds = defaultdict[str, float](float)
         for line in (folder / SECONDS).read_text().splitlines():
             test, seconds = json.loads(line)
             self.seconds[test] += seconds
-        self.counts = defaultdict[str, int](int)  # lines that a test runs
-        for file in self.files.values():
-            for contexts in self.data.contexts_by_lineno(file).values():
-                for test in self._tests(contexts):
-                    self.counts[test] += 1
 
     def _tests(self, contexts: list[str]) -> set[str]:
         """Name tests without the processes and the phases that coverage.py and pytest add to them."""
@@ -109,28 +105,49 @@ class Reach:
         return {name for name in names if name in self.seconds}
 
     def choose(self, file: str, text: str, line: int, limit_s: float) -> list[str]:
-        """List tests that run a line for so many seconds, those that run least else first.
+        """List tests that run a line for so many seconds, the quickest first.
 
-        A line that no test runs takes the tests of the innermost function around it that one runs, else of the file.
+        A line that is run when its file is imported takes the tests of the lines that name what it sets; else of the
+        innermost function or class around it that one runs, else of the file.
         """
-        lines = {number: self._tests(names) for number, names in self._contexts(file).items()}
-        scopes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
+        tree, lines = ast.parse(text), self._lines(file)
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        bodies = {
+            number for node in functions for number in range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        lines = {number: tests for number, tests in lines.items() if number in bodies}
+        scopes = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
         around = sorted(((node.lineno, node.end_lineno or node.lineno) for node in scopes), reverse=True)
         around = [(first, last) for first, last in around if first <= line <= last]
-        for first, last in [(line, line), *around, (0, len(text))]:
-            found = {test for number in range(first, last + 1) for test in lines.get(number, ())}
-            if found:
-                break
+        found = lines.get(line, set()) or self._users(tree, line)
+        for first, last in [*around, (0, len(text))]:
+            found = found or {test for number in range(first, last + 1) for test in lines.get(number, ())}
         chosen, spent = [], 0.0
-        for test in sorted(found, key=lambda test: (self.counts[test], test)):
+        for test in sorted(found, key=lambda test: (self.seconds[test], test)):
             spent += self.seconds[test] + 0.01
             if chosen and (spent > limit_s or len(chosen) == MOST_TESTS):
                 break
             chosen.append(test)
         return chosen
 
-    def _contexts(self, file: str) -> dict[int, list[str]]:
-        return self.data.contexts_by_lineno(self.files[file]) if file in self.files else {}
+    def _users(self, tree: ast.Module, line: int) -> set[str]:
+        """Name the tests that run a line of the package with a name that a statement outside of functions sets."""
+        set_here = [node for node in tree.body if node.lineno <= line <= (node.end_lineno or node.lineno)]
+        targets = [x for node in set_here if isinstance(node, (ast.Assign, ast.AnnAssign)) for x in ast.walk(node)]
+        names = {x.id for x in targets if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+        if not names:
+            return set()
+        named, found = re.compile(rf"\b({'|'.join(names)})\b"), set[str]()
+        for file in self.files:
+            texts = enumerate((self.root / "headmix_vision" / file).read_text().splitlines(), 1)
+            if numbers := [number for number, text in texts if named.search(text)]:
+                lines = self._lines(file)
+                found |= {test for number in numbers for test in lines.get(number, ())}
+        return found
+
+    def _lines(self, file: str) -> dict[int, set[str]]:
+        contexts = self.data.contexts_by_lineno(self.files[file]) if file in self.files else {}
+        return {number: self._tests(names) for number, names in contexts.items()}
 
 
 if __name__ == "__main__":

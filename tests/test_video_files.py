@@ -194,6 +194,7 @@ def test_what_we_write_names_its_colours(tmp_path: Path) -> None:
     with av.open(str(tmp_path / "a.mp4")) as container:
         context = container.streams.video[0].codec_context
         assert (context.colorspace, context.color_range) == (6, 1)
+        assert (context.color_primaries, context.color_trc) == (1, 13)
     assert np.abs(read_video(tmp_path / "a.mp4")[0] - image.astype(int)).max() <= 4
 
 

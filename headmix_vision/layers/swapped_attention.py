@@ -144,8 +144,9 @@ class SwappedAttention(HeadMixAttention):
                 part.train(original.training)
 
     def _take_over(self, original: nn.Module) -> None:
-        """Take the modules, parameters, buffers and settings of the original; parts that it lacks do nothing."""
+        """Take the modules, parameters, buffers, settings and hooks of the original; parts that it lacks do nothing."""
         names = self.names
+        self.__dict__.update({name: value for name, value in vars(original).items() if "_hook" in name})
         left_out = {names.drop, *(() if self.takes_bias else names.bias)}
         settings = {name: value for name, value in vars(original).items() if not name.startswith("_")}
         self.__dict__.update({name: value for name, value in settings.items() if name not in vars(self)})

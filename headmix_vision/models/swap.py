@@ -141,17 +141,18 @@ def swap_attention(
     """Put another attention into a trained vision transformer, in place, and keep all other weights.
 
     It takes timm's models whose blocks hold attention of ``timm.layers`` (also with rotary positions, norms of queries
-    and keys, a gate or grouped queries), EVA and BEiT, ViTs of this package, whose head mixes stay, and ViT, DeiT,
-    DINOv2 and DINOv3 of transformers. Rotary positions rotate features in the numerator and not in the denominator.
-    The grid follows ``set_input_size`` and ``dynamic_img_size``. With ``dynamic_img_size`` and gradient checkpointing,
-    run the backward pass before a forward pass on another size. For example::
+    and keys, a gate or grouped queries), EVA and BEiT, and ViT, DeiT, DINOv2 and DINOv3 of transformers. The grid
+    follows ``set_input_size`` and ``dynamic_img_size``. With gradient checkpointing and ``dynamic_img_size``, run the
+    backward pass before a forward pass on another size. Rotary positions rotate features in the numerator and not in
+    the denominator. For example::
 
         model = timm.create_model("vit_small_patch14_dinov2", pretrained=True)
         print(headmix_vision.swap_attention(model, "mhla", softmax_every=3))
         headmix_vision.save_pretrained(model, "swapped")
 
     Args:
-        model: the model, or a module that contains it.
+        model: the model, or a module that contains it. ViTs of this package are taken too, and keep their head mixes
+            and convolutions.
         core: the new core, see :data:`headmix_vision.layers.CORES`.
         layers: the layers to swap, by name or by number; None for all. Numbers count the layers that can be swapped or
             have been, from 0.
@@ -170,6 +171,7 @@ def swap_attention(
     check_keywords("swap_attention", options, _OPTIONS)
     if "block_grid" in options:
         options["block_grid"] = pair("block_grid", options["block_grid"])
+    _check_wrappers(model)
     found, kept = _find(model)
     numbered = [name for name, _ in model.named_modules() if name in found or kept.get(name) == _SWAPPED_BEFORE]
     chosen = _choose(numbered, found, kept, layers, softmax_every)
@@ -179,6 +181,8 @@ def swap_attention(
     new = {}
     for name, (owner, module) in owners.items():
         try:
+            if name.endswith("_orig_mod"):
+                raise InputError("it is compiled already: swap before torch.compile.")
             new[name] = _swapped(found[name], module, *grids[owner], core=core, head_mix=head_mix, **options)
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
@@ -210,6 +214,14 @@ _OPTIONS = [
 SWAP_ARGUMENTS = ["core", "layers", "head_mix", "softmax_every", *_OPTIONS]
 SWAPPED = "swapped"  # the name in timm's registry that headmix_vision.models.swap_files gives swapped models
 _SWAPPED_BEFORE = "it has been swapped before"
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    """Refuse a model whose wrapper has already listed its parameters."""
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
+                raise InputError(f"the model is wrapped by {cls.__name__}, which knows no new layers: swap it before.")
 
 
 def _find(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
@@ -363,6 +375,8 @@ def _swapped(original: nn.Module, owner: Any, grid_of_call: GridOfCall, prefix: 
     rate = getattr(getattr(owner, "patch_drop", None), "prob", 0)
     if rate:
         raise InputError(f"patch_drop_rate must be 0, got {rate}: dropped patches leave holes in the token grid.")
+    if "forward" in vars(original):
+        raise InputError("its forward was replaced, as hooks of accelerate do: remove them before the swap.")
     cls, names = KNOWN[_class_of(original)]
     if isinstance(original, HeadMixAttention):
         return _with_core(original, **options)

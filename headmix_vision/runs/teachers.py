@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 import timm
 from torch import nn
 
-from headmix_vision.errors import InputError
+from headmix_vision.data.augmentation import INTERPOLATIONS, check_interpolation
+from headmix_vision.errors import InputError, check_choice, check_counts, check_numbers
 from headmix_vision.files.reading import check_fields, read_json
 from headmix_vision.files.tensors import read_weights
 from headmix_vision.models.convert_transformers import transformers_to_timm
@@ -128,13 +129,30 @@ def _open_folder(folder: Path, img_size: Any) -> Made:
     own = cast("dict[str, Any]", made.network.pretrained_cfg)
     changed = {
         name: value
-        for name, value in found["pretrained_cfg"].items()
-        if name in _PREPROCESSING and json.dumps(own.get(name)) != json.dumps(value)
+        for name, value in _preprocessing(where, found["pretrained_cfg"]).items()
+        if json.dumps(own.get(name)) != json.dumps(value)
     }
     if changed:
         own.update(changed)
         made.arguments["pretrained_cfg_overlay"] = changed
     return made
+
+
+def _preprocessing(where: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what a folder says of the preparation of its images, checked."""
+    found = {name: value for name, value in found.items() if name in _PREPROCESSING and value is not None}
+    for name in found.keys() & {"mean", "std"}:
+        numbers = found[name] if isinstance(found[name], list) else [found[name]]
+        check_counts(1, 3, **{f"the length of {name} in {where}": len(numbers)})
+        for number in numbers:
+            check_numbers(-1e6 if name == "mean" else 1e-6, 1e6, **{f"{name} in {where}": number})
+    if "crop_pct" in found:
+        check_numbers(1e-3, 10, **{f"crop_pct in {where}": found["crop_pct"]})
+    if "interpolation" in found:
+        check_interpolation(f"interpolation in {where}", found["interpolation"], INTERPOLATIONS)
+    if "crop_mode" in found:
+        check_choice(f"crop_mode in {where}", found["crop_mode"], ("center", "squash", "border"))
+    return found
 
 
 def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> Made:
@@ -171,7 +189,9 @@ def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> M
         raise InputError(f"{folder} does not fit its config.json: {' '.join(str(error).split())[:300]}") from None
     preprocessing = folder / "preprocessor_config.json"
     found = check_fields(str(preprocessing), read_json(preprocessing), {}) if preprocessing.is_file() else {}
-    overlay = {ours: found[name] for ours, name in (("mean", "image_mean"), ("std", "image_std")) if name in found}
+    names = {"mean": "image_mean", "std": "image_std"}
+    stated = {ours: found[name] for ours, name in names.items() if found.get(name) is not None}
+    overlay = _preprocessing(str(preprocessing), stated)
     network.pretrained_cfg.update(overlay)
     made.arguments.update({"pretrained_cfg_overlay": overlay} if overlay else {})
     if img_size is not None:

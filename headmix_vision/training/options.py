@@ -305,6 +305,9 @@ class DistilledBestConfig:
     )
 
 
+_MOST_STEPS = 100_000_000
+
+
 @dataclass
 class StageConfig:
     """A stage of a distillation: its length and its learning rate.
@@ -321,7 +324,7 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         name = type(self).__name__.removesuffix("Stage").lower()
-        check_counts(0, **{f"model.{name}.steps": self.steps})
+        check_counts(0, _MOST_STEPS, **{f"model.{name}.steps": self.steps})
         check_positive(**{f"model.{name}.lr": self.lr})
         check_numbers(0, 1, **{f"model.{name}.warmup_share": self.warmup_share})
 

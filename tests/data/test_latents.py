@@ -206,6 +206,7 @@ def test_latents_of_images_are_stills_where_clips_are_taken(images: Path, tmp_pa
 
 def test_decoding_inverts_the_scale(vae: Path) -> None:
     autoencoder = load_autoencoder(str(vae))
+    assert not any(parameter.requires_grad for parameter in autoencoder.module.parameters())
     mean, _ = autoencoder.moments(torch.rand(2, 3, 12, 12))
     module = AutoencoderKL.from_pretrained(vae).eval()
     with torch.inference_mode():

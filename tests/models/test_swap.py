@@ -265,6 +265,11 @@ def test_timm_makes_a_swapped_model_by_its_name(tmp_path):
     assert config["architecture"] == "swapped" and config["model_args"]["swaps"] == swaps
     again = timm.create_model("swapped", architecture="vit_tiny_patch16_224", swaps="linear", **{**SIZES, "depth": 1})
     assert type(again.blocks[0].attn.core).__name__ == "LinearCore"
+    request = {"architecture": "vit_tiny_patch16_224", "swaps": "linear", "depth": 1}  # as timm's scripts resolve it
+    resolved = timm.models.resolve_model_input_args("swapped", {"img_size": 64}, **request)
+    assert timm.create_model(**resolved).patch_embed.grid_size == (4, 4)
+    resolved = timm.models.resolve_model_input_args(f"local-dir:{tmp_path}", {"img_size": 96})
+    assert timm.create_model(pretrained=True, **resolved).patch_embed.grid_size == (6, 6)
 
 
 def test_a_swapped_model_compiles_and_exports():
@@ -404,6 +409,30 @@ def test_models_with_dropped_weights_patches_or_rotation_are_refused():
     swap_attention(rotary, "linear")
     with pytest.raises(InputError, match="attn_mask and is_causal need the 'softmax' core"):
         rotary(images(), is_causal=True)
+
+
+def test_hooks_stay_and_wrappers_are_refused():
+    model, calls = create(), []
+    handle = model.blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
+    swap_attention(model, "linear", [0])
+    model(images())
+    handle.remove()
+    model(images())
+    assert calls == [1]
+    model.blocks[1].attn.forward = lambda x, **_: x
+    with pytest.raises(InputError, match=r"blocks.1.attn: its forward was replaced"):
+        swap_attention(model, "linear")
+    compiled = create()
+    compiled.blocks[0].attn = torch.compile(compiled.blocks[0].attn)
+    with pytest.raises(InputError, match=r"it is compiled already: swap before torch.compile"):
+        swap_attention(compiled, "linear")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(create())
+        with pytest.raises(InputError, match="wrapped by DistributedDataParallel, which knows no new layers"):
+            swap_attention(wrapped, "linear")
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def saved(folder: Path) -> Path:
