@@ -11,7 +11,6 @@ Each is the median of repeated passes over the copies, divided by the calls of a
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import itertools
 import math
@@ -239,14 +238,3 @@ def write_csv(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
         return
     texts = ({key: f"{x:.5g}" if isinstance(x, float) else x for key, x in row.items()} for row in rows)
     write_table(path, list(rows[0]), texts)
-
-
-def read_csv(path: Path, **wanted: str) -> list[dict[str, str]]:
-    """The rows of a CSV file with these texts in their columns."""
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if all(row[column] == text for column, text in wanted.items())]
-
-
-def numbers(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
-    """Return the numbers of a column."""
-    return [float(row[column]) for row in rows]

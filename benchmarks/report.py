@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import plan_scale, plots
-from benchmarks.measuring import RESULTS, read_csv
-from headmix_lab.tables import markdown_table
+from benchmarks.measuring import RESULTS
+from headmix_lab.tables import markdown_table, read_csv
 from headmix_vision.doctor.machine import COMPILED, KNOWN_GPUS, MEASURED
 
 FOLDER = RESULTS

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report as benchmarks_report
-from benchmarks.measuring import REPOSITORY, numbers
+from benchmarks.measuring import REPOSITORY
 from benchmarks.report import ms
-from headmix_lab.tables import ORIGINS, markdown_table, mean_and_deviation, origins_of
+from headmix_lab.tables import ORIGINS, markdown_table, mean_and_deviation, numbers, origins_of
 
 HERE = Path(__file__).parent
 REPORTS: list[Any] = [

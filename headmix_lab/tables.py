@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ COMMIT_VARIABLE = "HEADMIX_VISION_COMMIT"  # for copies of a clone without its g
 _REPOSITORY = Path(__file__).parents[1]
 _CODE = ("headmix_*", "benchmarks/*.py", "experiments/*.py", "experiments/*.yaml")  # results are not changes
 Row = dict[str, str]
+Key = TypeVar("Key", bound=Iterable[object])
 
 
 def origins_of(table: Path) -> list[dict[str, str]]:
@@ -159,6 +160,26 @@ class ResultTable:
         row = self.rows.get(tuple(map(str, key)))
         return row if row and row["recipe"] == recipe else None
 
+    def lacking(self, keys: Iterable[Key], recipe: Callable[[Key], str]) -> list[Key]:
+        """Return the keys without a row of their recipe."""
+        return [key for key in keys if self.row(key, recipe(key)) is None]
+
+
+def read_csv(path: Path, **wanted: str) -> list[dict[str, str]]:
+    """Read the rows of a CSV file with these texts in their columns."""
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if all(row[column] == text for column, text in wanted.items())]
+
+
+def numbers(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
+    """Return the numbers of a column."""
+    return [float(row[column]) for row in rows]
+
+
+def recorded(folder: Path, claims: Mapping[str, str]) -> dict[str, str]:
+    """Return the claims whose CSV files are there: those of a question that was not run yet are not."""
+    return {name: claim for name, claim in claims.items() if (folder / f"{name}.csv").exists()}
+
 
 def mean_and_deviation(values: Sequence[float], digits: int = 2) -> str:
     """Write `mean ± standard deviation` (n - 1); the value alone where there is one, a dash without any."""
@@ -166,6 +187,11 @@ def mean_and_deviation(values: Sequence[float], digits: int = 2) -> str:
         return "–"
     mean = f"{statistics.mean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def column_cell(rows: Sequence[Row], column: str) -> str:
+    """Write the mean ± standard deviation of a column, where it is not empty."""
+    return mean_and_deviation(numbers([row for row in rows if row[column]], column))
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,5 +1,6 @@
 """Pictures, videos and folders as users have them, made on the spot."""
 
+import gzip
 import io
 import os
 import struct
@@ -148,3 +149,18 @@ def show_turned(path: Path, right: tuple[int, int], down: tuple[int, int]) -> No
     place = data.index(b"tkhd") + 44
     matrix = struct.pack(">9i", right[0] << 16, right[1] << 16, 0, down[0] << 16, down[1] << 16, 0, 0, 0, 1 << 30)
     path.write_bytes(data[:place] + matrix + data[place + len(matrix) :])
+
+
+def write_idx(path: Path, numbers: np.ndarray, packed: bool = True) -> None:
+    """Write an idx file of bytes."""
+    data = struct.pack(f">I{numbers.ndim}I", 0x800 | numbers.ndim, *numbers.shape) + numbers.astype(np.uint8).tobytes()
+    path.with_name(f"{path.name}.gz" if packed else path.name).write_bytes(gzip.compress(data) if packed else data)
+
+
+def write_fashion_mnist(folder: Path, train: int, test: int) -> Path:
+    """Write the files of Fashion-MNIST with pictures whose pixels are their number, the training ones packed."""
+    for prefix, count in (("train", train), ("t10k", test)):
+        pixels = np.arange(count)[:, None, None] + np.zeros((1, 28, 28))
+        write_idx(folder / f"{prefix}-images-idx3-ubyte", pixels, packed=prefix == "train")
+        write_idx(folder / f"{prefix}-labels-idx1-ubyte", np.arange(count) % 10, packed=prefix == "train")
+    return folder

@@ -3,8 +3,7 @@
 import statistics
 from pathlib import Path
 
-from benchmarks.measuring import numbers, read_csv
-from headmix_lab.tables import markdown_table
+from headmix_lab.tables import markdown_table, numbers, read_csv
 
 FOLDER = Path(__file__).parent
 CLAIMS = {"rank": "rank of attention matrices", "entropy": "entropy and reach of attention matrices"}

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.measuring import read_csv
-from headmix_lab.tables import markdown_table
+from headmix_lab.tables import markdown_table, read_csv
 
 FOLDER = Path(__file__).parent
 CLAIMS = {"results": "the demos, and the weights of the package"}

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import REPOSITORY, write_csv
-from experiments.harness.script_runs import run_script
-from experiments.harness.script_runs import train as start_training
+from headmix_lab.script_runs import run_script
+from headmix_lab.script_runs import train as start_training
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, read_checkpoint
 from headmix_vision.runs.directory import BEST, LAST, read_curve
 

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.measuring import numbers, read_csv
-from headmix_lab.tables import markdown_table, mean_and_deviation
+from headmix_lab.tables import markdown_table, mean_and_deviation, numbers, read_csv
 
 FOLDER = Path(__file__).parent
 CLAIMS = {"results": "cores on digits"}

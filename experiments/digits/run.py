@@ -13,11 +13,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.measuring import read_csv
 from experiments.digits.report import table
-from experiments.harness.script_runs import train
+from headmix_lab.script_runs import train
 from headmix_lab.scripts import RunFailed
-from headmix_lab.tables import write_table
+from headmix_lab.tables import read_csv, write_table
 from headmix_vision.runs.directory import read_curve
 
 CORES = ("softmax", "linear", "mhla", "hih")

@@ -5,17 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
-from benchmarks.measuring import numbers, read_csv
 from experiments.emoji.runs import MODELS, REAL, TEST, TRAIN, VALIDATION, Case, Runs
-from experiments.harness.script_runs import mark
-from headmix_lab.tables import ResultTable, Row, markdown_table, mean_and_deviation
+from headmix_lab.photographs import save_png
+from headmix_lab.script_runs import mark
+from headmix_lab.tables import ResultTable, Row, column_cell, markdown_table, read_csv
 from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.evaluation.sample_sets import SampleSet
 from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import nearest
-from headmix_vision.files.writing import atomic_path
 from headmix_vision.sampling.folder import draw_grid
 
 SCORES = {
@@ -52,7 +50,7 @@ def quality(rows: Sequence[Row]) -> str:
         found = [row for row in rows if row["row"] == name]
         size = f"{float(found[0]['parameters']) / 1e6:.2f} M" if found[0]["parameters"] else "–"
         about = [size, (found[0]["steps"] or "–") + mark(found), found[0]["guidance"] or "–"]
-        lines.append([name, *about, *(_cell(found, column) for column in SCORES)])
+        lines.append([name, *about, *(column_cell(found, column) for column in SCORES)])
     return markdown_table(["attention", "parameters", "steps", "guidance", *SCORES.values()], lines)
 
 
@@ -82,12 +80,12 @@ class Report:
                     drawn[case.row] = arrays["arr_0"]
         if drawn:
             shown = self.given.shown if self.given.shown in drawn else next(iter(drawn))
-            save(folder / "emoji.png", sheet(drawn[shown], self._in_turn(WIDTH * SHEET_ROWS)))
+            save_png(folder / f"{self.given.task}.png", sheet(drawn[shown], self._in_turn(WIDTH * SHEET_ROWS)))
             some = self._in_turn(WIDTH)
             sheets = [sheet(pixels, some, row) for row, pixels in drawn.items()]
-            save(folder / "emoji_cores.png", np.concatenate(sheets))
-            save(folder / "emoji_neighbours.png", self._neighbours(drawn[shown]))
-        self._plot(folder / "emoji_guidance.svg")
+            save_png(folder / f"{self.given.task}_cores.png", np.concatenate(sheets))
+            save_png(folder / f"{self.given.task}_neighbours.png", self._neighbours(drawn[shown]))
+        self._plot(folder / f"{self.given.task}_guidance.svg")
 
     def _in_turn(self, count: int) -> list[int]:
         """Numbers of samples of all classes in turn, group by group: the first of each, then the second."""
@@ -100,7 +98,7 @@ class Report:
         """Samples of classes in turn, then those that lie nearest to training pictures, each above its nearest one."""
         scorer = self.runs.scorer(self.given.features)
         mode = scorer.extractor.mode
-        train = self.runs.pictures(TRAIN, mode)
+        train = self.runs.pictures(self.runs.split(TRAIN), mode)
         samples = SampleSet(TensorSamples(torch.from_numpy(pixels).movedim(-1, 1)), mode)
         distances, numbers = nearest(scorer.collect(samples), scorer.collect(train))
         known = torch.cat(list(train.batches(256))).movedim(1, -1).numpy()
@@ -132,15 +130,6 @@ class Report:
 def sheet(pixels: np.ndarray, numbers: Sequence[int], title: str = "") -> np.ndarray:
     """Samples of these numbers side by side, at most `WIDTH` in a row."""
     return draw_grid(pixels[list(numbers)], title=title, columns=min(WIDTH, len(numbers)))
-
-
-def save(path: Path, picture: np.ndarray) -> None:
-    with atomic_path(path) as temporary:
-        Image.fromarray(picture).save(temporary, "png")
-
-
-def _cell(rows: Sequence[Row], column: str) -> str:
-    return mean_and_deviation(numbers([row for row in rows if row[column]], column))
 
 
 TABLES = {

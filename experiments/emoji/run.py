@@ -1,4 +1,4 @@
-"""Attention in models that draw emoji: softmax, linear, MHLA and Head-in-Head, under one recipe.
+"""Attention in models that draw emoji or clothes: softmax, linear, MHLA and Head-in-Head, under one recipe.
 
     python -m experiments.emoji.run --root data/emoji --features lite0:LITE0.pth --judge runs/emoji_judge \\
         --out experiments/emoji/results.csv --pictures experiments/emoji --jobs 9
@@ -20,6 +20,8 @@ The same command leaves out finished rows and resumes interrupted ones whose dir
 --minutes it interrupts what is running and ends with status 75. Another machine needs the CSV and whole directories of
 runs without `images`; for pictures `drawn_test*/samples.npz`.
 
+`--task fashion_mnist` draws Fashion-MNIST (../fashion_mnist/README.md).
+
 On a CPU, to try it: --size 16 --dim 32 --depth 2 --heads 2 --batch 16 --epochs 2 --interval 1 --samples 40
 --sampling-steps 2 --guidance 1 2 --seeds 0
 """
@@ -32,9 +34,9 @@ from itertools import product
 from pathlib import Path
 
 from experiments.emoji.report import Report, open_table
-from experiments.emoji.runs import BASE, MODELS, TEST, Case, Runs
-from experiments.harness.script_runs import Outcome, add_options, check_options, compare
-from experiments.harness.script_runs import complete as score_all
+from experiments.emoji.runs import BASE, MODELS, TASKS, TEST, Runs
+from headmix_lab.script_runs import Outcome, add_options, check_options, compare, find_features
+from headmix_lab.script_runs import complete as score_all
 from headmix_lab.tables import ResultTable
 
 
@@ -42,19 +44,16 @@ def complete(runs: Runs, table: ResultTable) -> Outcome:
     """Run everything that the table lacks, until the deadline."""
     start_s, given = time.monotonic(), runs.arguments
     shown = {"FID": "fid", "as its label, %": "top1_percent", "copied, %": "copied_percent", "steps": "steps"}
-
-    def lacking(cases: Sequence[Case]) -> list[Case]:
-        return [case for case in cases if table.row(case, runs.recipe(case)) is None]
-
-    wanted = {(case.row, case.seed) for case in lacking([*runs.swept(), *runs.compared(table)])}
+    wanted = {(case.row, case.seed) for case in table.lacking([*runs.swept(), *runs.compared(table)], runs.recipe)}
     if wanted:
         runs.check()
     with ThreadPoolExecutor(given.jobs) as pool:
         for seed, row in product(given.seeds, given.rows):
             if runs.chosen(table, row) is None or (row, seed) in wanted:
                 pool.submit(runs.train, row, seed)  # what goes wrong is said by the rows that need it
-    failures, missing = score_all(table, lacking(runs.swept()), runs.score, shown, given.jobs, start_s)
-    cases = lacking(runs.compared(table))
+    swept = table.lacking(runs.swept(), runs.recipe)
+    failures, missing = score_all(table, swept, runs.score, shown, given.jobs, start_s)
+    cases = table.lacking(runs.compared(table), runs.recipe)
     others = score_all(table, cases, runs.score, shown, given.jobs, start_s)
     return Outcome(failures + others.failures, missing + others.missing)
 
@@ -63,9 +62,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add_options(parser, "runs/emoji_gen")
-    add("--root", type=Path, default=Path("data/emoji"), help="what headmix_lab.emoji wrote (%(default)s)")
+    add("--task", choices=TASKS, default="emoji", help="the pictures, and the recipe of training (%(default)s)")
+    add("--root", type=Path, help="their place, of emoji what headmix_lab.emoji wrote (that of the recipe)")
     add("--features", required=True, help="of FID, precision, recall and copies: lite0:PATH, inception, a run")
-    add("--judge", required=True, help="classifier of table/style+group: a run or an export")
+    add("--judge", required=True, help="classifier of the same classes: a run or an export")
     add("--rows", nargs="+", default=list(BASE), help=f"all, or of {', '.join(MODELS)} (the first four)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of training and samples (0 1 2)")
     add("--guidance", type=float, nargs="+", default=[1, 1.5, 2, 3, 4], help="scales to choose from (1 1.5 2 3 4)")
@@ -84,20 +84,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def find(option: str, features: str) -> str:
-    """Return what `headmix evaluate --features` takes with a path from the root on: scripts run in the repository."""
-    kind, colon, path = features.rpartition(":")
-    if features in ("inception", "digits"):
-        return features
-    if not Path(path).exists():
-        raise SystemExit(f"error: --{option} {features}: there is no {path}")
-    return f"{kind}{colon}{Path(path).absolute()}"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     check_options(arguments, list(MODELS), ("rows", "seeds", "guidance"), samples=0)
-    arguments.features, arguments.judge = (find(name, vars(arguments)[name]) for name in ("features", "judge"))
+    arguments.features, arguments.judge = (find_features(name, vars(arguments)[name]) for name in ("features", "judge"))
 
     def run(deadline_s: float) -> tuple[Outcome, Report]:
         runs, table = Runs(arguments, deadline_s), open_table(arguments.out)

@@ -7,30 +7,40 @@ import threading
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import yaml
-from torch import Tensor
 
-from experiments.harness.script_runs import GeneratorRuns, flat, hash_of, run_script, trained_steps
+from headmix_lab.scoring import RememberingScorer
+from headmix_lab.script_runs import GeneratorRuns, flat, hash_of, run_script, trained_steps
 from headmix_lab.tables import ResultTable
-from headmix_vision.console import default_device
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import Source, SplitRequest
-from headmix_vision.evaluation.extractors import open_extractor
-from headmix_vision.evaluation.frechet import Statistics
 from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
-from headmix_vision.evaluation.scores import Scorer, accuracy, check_judge, fid, neighbours, precision_recall
+from headmix_vision.evaluation.scores import accuracy, check_judge, fid, neighbours, precision_recall
 from headmix_vision.recipes import find_config
 from headmix_vision.runs.networks import create_generator
 
-DATASET = "table/style+group"
 CORES = ("softmax", "linear", "mhla", "hih")
 MODELS = {f"{core}{suffix}": (core, cpe) for suffix, cpe in (("", False), ("-cpe", True)) for core in CORES}
 BASE = CORES
 REAL = "validation pictures"
 VALIDATION, TEST = "validation", "test"
-TRAIN = f"{DATASET}:train"
+TRAIN = "train"
+
+
+class Task(NamedTuple):
+    """Pictures that are drawn: the data set, which is also the judge's, its recipe and place, and the channels."""
+
+    dataset: str
+    recipe: str
+    channels: int
+    root: str | None = None
+
+
+TASKS = {
+    "emoji": Task("table/style+group", "emoji", 3, "data/emoji"),
+    "fashion_mnist": Task("fashion_mnist", "fashion_mnist", 1),
+}
 
 
 class Case(NamedTuple):
@@ -42,34 +52,19 @@ class Case(NamedTuple):
     guidance: str
 
 
-class RememberingScorer(Scorer):
-    """Scorer that keeps features, logits and statistics of a set of pictures as long as the set exists."""
-
-    def __init__(self, features: str) -> None:
-        super().__init__(open_extractor(features, default_device()), batch_size=256)
-        self._collected: WeakKeyDictionary[SampleSet, dict[str, Tensor]] = WeakKeyDictionary()
-        self._statistics: WeakKeyDictionary[SampleSet, Statistics] = WeakKeyDictionary()
-
-    def collect(self, images: SampleSet, name: str = "features") -> Tensor:
-        known = self._collected.setdefault(images, {})
-        if name not in known:
-            known[name] = super().collect(images, name)
-        return known[name]
-
-    def statistics(self, images: SampleSet) -> Statistics:
-        if images not in self._statistics:
-            self._statistics[images] = super().statistics(images)
-        return self._statistics[images]
-
-
 class Runs(GeneratorRuns):
     """Runs of the comparison: commands and places."""
 
     def __init__(self, arguments: argparse.Namespace, deadline_s: float) -> None:
         super().__init__(arguments, deadline_s)
+        self.task = TASKS[arguments.task]
+        root = arguments.root or self.task.root
+        self.root = None if root is None else str(Path(root).absolute())
         self._scoring = threading.Lock()
         self.scorer, self.pictures = cache(RememberingScorer), cache(self._open_pictures)
-        self.config = yaml.safe_load(Path(find_config("emoji", "gen")).read_text())  # comments are no part of a recipe
+        self.config = yaml.safe_load(
+            Path(find_config(self.task.recipe, "gen")).read_text()
+        )  # comments are no part of a recipe
 
     @cached_property
     def labels(self) -> dict[str, list[int]]:
@@ -87,7 +82,11 @@ class Runs(GeneratorRuns):
         return self._open(TEST).class_names
 
     def _open(self, split: str) -> Source:
-        return open_source(SplitRequest(DATASET, split, (3,), "scoring", root=str(self.arguments.root)))
+        return open_source(SplitRequest(self.task.dataset, split, (3,), "scoring", root=self.root))
+
+    def split(self, name: str) -> str:
+        """Return a split as `headmix evaluate` takes it."""
+        return f"{self.task.dataset}:{name}"
 
     def swept(self) -> list[Case]:
         """The cases by which the guidance of each row is chosen: of the first seed, on the validation split."""
@@ -110,7 +109,7 @@ class Runs(GeneratorRuns):
         """Name and arguments of a row's network."""
         given, (core, cpe) = self.arguments, MODELS[row]
         sizes = {"embed_dim": given.dim, "depth": given.depth, "num_heads": given.heads, "patch_size": given.patch}
-        return f"dit_{core}_s_4", {**sizes, "in_channels": 3, "cpe": cpe, "output_gate": False}
+        return f"dit_{core}_s_4", {**sizes, "in_channels": self.task.channels, "cpe": cpe, "output_gate": False}
 
     def parameters(self, row: str) -> int:
         """Number of parameters of a row's network."""
@@ -135,9 +134,9 @@ class Runs(GeneratorRuns):
 
     def train(self, row: str, seed: int) -> Path:
         """Train, as `train_once` does."""
-        data = ["--data.root", self.arguments.root.absolute(), "--model.num_classes", len(self.class_names)]
+        data = ["--data.root", self.root or "null", "--model.num_classes", len(self.class_names)]
         options = [*self.options(row, seed), *data]
-        return self.train_once(self.directory(row, seed), "train_gen.py", "emoji", lambda: options)
+        return self.train_once(self.directory(row, seed), "train_gen.py", self.task.recipe, lambda: options)
 
     def recipe(self, case: Case) -> str:
         """Hash of everything that a row of the table depends on but the pictures and the classifiers."""
@@ -165,7 +164,7 @@ class Runs(GeneratorRuns):
             TimeOver: There was no time for all of it.
         """
         if case.row == REAL:
-            return {"recipe": self.recipe(case), **self._scores(f"{DATASET}:{VALIDATION}", case)}
+            return {"recipe": self.recipe(case), **self._scores(self.split(VALIDATION), case)}
         run, folder = self.train(case.row, case.seed), self.samples(case)
         if not (folder / "samples.npz").exists():
             labels = self.labels[case.split]
@@ -183,16 +182,16 @@ class Runs(GeneratorRuns):
         """
         self.scorer(self.arguments.features)
         judge = self.scorer(self.arguments.judge).extractor
-        check_judge(judge, self.pictures(f"{DATASET}:{TEST}", judge.mode))
+        check_judge(judge, self.pictures(self.split(TEST), judge.mode))
 
     def _open_pictures(self, source: str, mode: str) -> SampleSet:
-        return open_samples(source, mode, self.arguments.size, str(self.arguments.root.absolute()))
+        return open_samples(source, mode, self.arguments.size, self.root)
 
     def _scores(self, fake: str, case: Case) -> dict[str, float]:
         """FID from the split; of the test split also precision, recall, what the judge says, and copies."""
         with self._scoring:
             scorer = self.scorer(self.arguments.features)
-            mode, split = scorer.extractor.mode, f"{DATASET}:{case.split}"
+            mode, split = scorer.extractor.mode, self.split(case.split)
             real, samples = self.pictures(split, mode), self._open_pictures(fake, mode)
             scores = {"fid": fid(scorer, real, samples)["fid"]}
             if case.split == VALIDATION:
@@ -200,7 +199,7 @@ class Runs(GeneratorRuns):
             found = precision_recall(scorer, real, samples)
             scores |= {f"{name}_percent": 100 * found[name] for name in ("precision", "recall")}
             scores |= self._judged(split if case.row == REAL else fake)
-            found = neighbours(scorer, self.pictures(TRAIN, mode), samples, real)
+            found = neighbours(scorer, self.pictures(self.split(TRAIN), mode), samples, real)
             return scores | {f"{name}_percent": 100 * found[name] for name in ("nearer", "copied")}
 
     def _judged(self, source: str) -> dict[str, float]:

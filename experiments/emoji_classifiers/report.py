@@ -1,16 +1,16 @@
 """Tables and figures of classifiers of emoji, from the CSV files that `headmix analyze sweep` has written."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.measuring import read_csv
 from benchmarks.model_families import read_spelling
 from headmix_lab.sweeps.figure import draw
+from headmix_lab.sweeps.recorded import SCORES, cells, compared, network_table
 from headmix_lab.sweeps.runs import read_test
 from headmix_lab.sweeps.table import LABELS, values
-from headmix_lab.tables import Row, markdown_table, mean_and_deviation
+from headmix_lab.tables import Row, markdown_table, read_csv
 from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
 
 FOLDER = Path(__file__).parent
@@ -27,27 +27,11 @@ CLAIMS = {
     "length": "256 and 1,024 tokens in classifiers of emoji",
     "speeds": "images per second of these classifiers",
 }
-SCORES = ("val_percent", "test_top1_percent", "test_balanced_percent")
-
-
-def compared(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the runs of each network at its rate, the best validation at seed 0."""
-    found = {}
-    for name in dict.fromkeys(row["variant"] for row in rows):
-        tuning = [row for row in rows if (row["variant"], row["seed"]) == (name, "0")]
-        rate = max(tuning, key=lambda row: float(row["val_percent"]))["rate"]
-        found[name] = [row for row in rows if (row["variant"], row["rate"]) == (name, rate)]
-    return found
 
 
 def sweep(name: str, *columns: str) -> str:
-    """Networks with their learning rates and these columns, mean ± standard deviation over seeds.
-
-    A rate at an end of those that were tried has a star.
-    """
-    rows = _read(name)
-    lines = [[network, *_cells(rows, of_it, columns)] for network, of_it in compared(rows).items()]
-    return markdown_table(["network", "rate", *(LABELS[column] for column in columns)], lines)
+    """Networks with their learning rates and these columns, mean ± standard deviation over seeds."""
+    return network_table(FOLDER / f"{name}.csv", *columns)
 
 
 def figure(kind: str, path: Path, name: str = "", curves: str = "") -> None:
@@ -82,12 +66,12 @@ def classifiers() -> str:
     of_task = {task: compared(rows) for task, rows in tasks.items()}
     lines = []
     for name in of_task["groups"]:
-        cells = [_cells(rows, of_task[task][name], SCORES) for task, rows in tasks.items()]
-        lines.append([name, *(cell for of_it in cells for cell in of_it)])
+        of_tasks = [cells(rows, of_task[task][name], SCORES) for task, rows in tasks.items()]
+        lines.append([name, *(cell for of_it in of_tasks for cell in of_it)])
     known = {"EfficientNet-Lite0 of ImageNet": SCORES[1:], "always the commonest class": ("floor_percent",)}
     for name, columns in known.items():
-        cells = [[f"{ceilings[task][column]:.2f}" for column in columns] for task in tasks]
-        lines.append([name, *(cell for of_it in cells for cell in ("–", "–", *of_it, "–")[:4])])
+        scores = [[f"{ceilings[task][column]:.2f}" for column in columns] for task in tasks]
+        lines.append([name, *(cell for of_it in scores for cell in ("–", "–", *of_it, "–")[:4])])
     header = [f"{title}: {x}" for title in titles.values() for x in ("rate", *(LABELS[column] for column in SCORES))]
     return markdown_table(["network", *header], lines)
 
@@ -108,12 +92,6 @@ def speeds() -> str:
 
 def _read(name: str) -> list[Row]:
     return read_csv(FOLDER / f"{name}.csv")
-
-
-def _cells(rows: Sequence[Row], of_it: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    rate, tried = of_it[0]["rate"], sorted({float(row["rate"]) for row in rows})
-    star = "*" if len(tried) > 1 and float(rate) in (tried[0], tried[-1]) else ""
-    return [rate + star, *(mean_and_deviation(values(of_it, column)) for column in columns)]
 
 
 RANKS = ("rank", "stable_rank", "entropy")

@@ -7,10 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from benchmarks.measuring import numbers
-from experiments.harness.script_runs import mark
 from experiments.moving_digits.runs import (
     BASE,
     EXTENDS,
@@ -25,10 +22,11 @@ from experiments.moving_digits.runs import (
     Runs,
     parse_arguments,
 )
-from headmix_lab.tables import ResultTable, Row, markdown_table, mean_and_deviation
+from headmix_lab.photographs import save_png
+from headmix_lab.script_runs import mark
+from headmix_lab.tables import ResultTable, Row, column_cell, markdown_table
 from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE, MovingDigits
-from headmix_vision.files.writing import atomic_path
 from headmix_vision.runs.directory import read_curve
 from headmix_vision.sampling.folder import draw_strips
 
@@ -113,9 +111,9 @@ class Report:
         case = Case(REAL, 0, self.given.frames, WHOLE)
         real = self.table.row(case, self.runs.recipe(case))
         none = "–"
-        lines.append(["real clips", none, none, none, _cell([real] if real else [], "fvd"), *ceilings])
+        lines.append(["real clips", none, none, none, column_cell([real] if real else [], "fvd"), *ceilings])
         for name, control in CONTROLS.items() if real and title == "Attention" else ():
-            lines.append([name, none, none, none, _cell([real], control), none, none])
+            lines.append([name, none, none, none, column_cell([real], control), none, none])
         return markdown_table(header, lines)
 
     def lengths(self) -> str:
@@ -126,7 +124,7 @@ class Report:
         header += [f"{frames} frames, us a frame" for frames in times]
         lines = []
         for row in BASE:
-            cells = [_cell(self._found(row), column) for column in QUALITY]
+            cells = [column_cell(self._found(row), column) for column in QUALITY]
             cells += [self._lost(row, column, WHOLE) for column in QUALITY if long]
             cells += [_us(self._ms(row, frames, FORWARD)) for frames in times]
             if set(cells) != {"–"}:
@@ -150,19 +148,19 @@ class Report:
         steps = " to ".join(sorted({each["steps"] for each in found}, key=int))
         motion = statistics.mean(float(each["motion_percent"]) for each in found)
         learned = "" if motion >= LEARNED_PERCENT else " (has not learned)"
-        return [row + learned, steps + mark(found), *(_cell(found, column) for column in ("fvd", *QUALITY))]
+        return [row + learned, steps + mark(found), *(column_cell(found, column) for column in ("fvd", *QUALITY))]
 
     def _ceilings(self, rows: Sequence[str], frames: int, way: str) -> list[str]:
         """The judge's scores of real clips, which are the same beside all rows."""
         found = [each for row in rows for each in self._found(row, frames, way)][:1]
-        return [_cell(found, column) for column in CEILINGS]
+        return [column_cell(found, column) for column in CEILINGS]
 
     def _lost(self, row: str, column: str, way: str) -> str:
         """A share of longer clips, and its lead over clips of training's length, seed by seed."""
         short = {each["seed"]: float(each[column]) for each in self._found(row)}
         found = [each for each in self._found(row, self.given.long, way) if each["seed"] in short]
         gains = [float(each[column]) - short[each["seed"]] for each in found]
-        return f"{_cell(found, column)} ({statistics.mean(gains):+.2f})" if found else "–"
+        return f"{column_cell(found, column)} ({statistics.mean(gains):+.2f})" if found else "–"
 
     def draw(self, folder: Path) -> None:
         """Draw samples of the first seed, one for each attention, and the plot, as `moving_digits*`."""
@@ -183,8 +181,7 @@ class Report:
         clips[REAL] = np.rint(real[like][0].movedim(0, -1).numpy() * 255).astype(np.uint8)
         title = f"{real.class_names[SHOWN]}, {given.frames} frames of {given.size} pixels, seed {given.seeds[0]}"
         picture = draw_strips(np.stack(list(clips.values())), list(clips), title, FRAME_RATE)
-        with atomic_path(path) as temporary:
-            Image.fromarray(picture).save(temporary, "png")
+        save_png(path, picture)
 
     def _plot(self, path: Path) -> None:
         """Validation losses of the runs that are there, a line for each seed."""
@@ -204,10 +201,6 @@ class Report:
 
 def _us(ms: str) -> str:
     return ms if ms == "–" else f"{1000 * float(ms):.2f}"
-
-
-def _cell(rows: Sequence[Row], column: str) -> str:
-    return mean_and_deviation(numbers([row for row in rows if row[column]], column))
 
 
 def table(part: Callable[[Report], str], name: str = "results", seeds: str = "0123") -> str:

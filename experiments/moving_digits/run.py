@@ -27,21 +27,17 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from experiments.harness.script_runs import Outcome, check_options, compare, say
-from experiments.harness.script_runs import complete as score_all
 from experiments.moving_digits.report import Report, open_table
-from experiments.moving_digits.runs import MODELS, Case, Runs, parse_arguments
+from experiments.moving_digits.runs import MODELS, Runs, parse_arguments
+from headmix_lab.script_runs import Outcome, check_options, compare, say
+from headmix_lab.script_runs import complete as score_all
 from headmix_lab.tables import ResultTable
 
 
 def complete(runs: Runs, table: ResultTable, deadline_s: float) -> Outcome:
     """Run everything that the table lacks, until the deadline."""
     start_s, late = time.monotonic(), list[tuple[object, ...]]()
-
-    def lacking(cases: Sequence[Case]) -> list[Case]:
-        return [case for case in cases if table.row(case, runs.recipe(case)) is None]
-
-    for case in lacking(runs.timed()):  # alone, before others need the device
+    for case in table.lacking(runs.timed(), runs.recipe):  # alone, before others need the device
         if time.monotonic() >= deadline_s:
             late.append(case)
             continue
@@ -49,7 +45,8 @@ def complete(runs: Runs, table: ResultTable, deadline_s: float) -> Outcome:
         say(start_s, case, f"{ms:.4g} ms")
 
     shown = {"FVD": "fvd", "digit, %": "digit_percent", "motion, %": "motion_percent", "steps": "steps"}
-    failures, missing = score_all(table, lacking(runs.drawn()), runs.score, shown, runs.arguments.jobs, start_s)
+    drawn = table.lacking(runs.drawn(), runs.recipe)
+    failures, missing = score_all(table, drawn, runs.score, shown, runs.arguments.jobs, start_s)
     return Outcome(failures, late + missing)
 
 

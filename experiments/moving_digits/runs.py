@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.measuring import REPOSITORY, release_memory, time_calls
-from experiments.harness.script_runs import GeneratorRuns, add_options, flat, hash_of, run_script, trained_steps, yes
+from headmix_lab.script_runs import GeneratorRuns, add_options, flat, hash_of, run_script, trained_steps, yes
 from headmix_vision.console import default_device, open_device
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.runs.networks import create_generator

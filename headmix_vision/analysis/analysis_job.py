@@ -37,6 +37,8 @@ from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import PreparedSource, SplitRequest, Transform
 from headmix_vision.errors import InputError, check_counts, check_numbers
 from headmix_vision.files.pictures import check_background, readable
+from headmix_vision.layers import SwappedAttention
+from headmix_vision.models.swap import swap_attention
 from headmix_vision.runs.networks import open_network
 
 Found = Callable[[str], object]
@@ -233,11 +235,25 @@ class _Model(NamedTuple):
 def _open_models(request: AttentionRequest) -> list[_Model]:
     paths = request.model
     opened = [open_network(path, checkpoint=request.checkpoint, raw=request.raw) for path in paths]
+    for path, (network, _) in zip(paths, opened, strict=True):
+        _take_over_softmax(network, path)
     names = [about["name"] for _, about in opened]
     return [
         _Model(str(path) if names.count(about["name"]) > 1 else about["name"], network, about)
         for path, (network, about) in zip(paths, opened, strict=True)
     ]
+
+
+def _take_over_softmax(network: nn.Module, path: Path) -> None:
+    """Put the softmax layer of this package, which computes the same, in the place of timm's attention layers."""
+    layers = attention_layers(network)
+    if not all(isinstance(layer.attention, SwappedAttention) for layer in layers):
+        return  # a network of this package
+    try:
+        swap_attention(network, "softmax")
+    except InputError as error:
+        if not layers:
+            raise InputError(f"{path} cannot be analysed: {error}") from None
 
 
 def _open_inputs(request: AttentionRequest, models: Sequence[_Model]) -> list[Inputs]:

@@ -94,7 +94,8 @@ class AttentionRequest:
     """Settings of all requests for attention matrices.
 
     Args:
-        model: Networks: each a run directory, `.ckpt`, export, or the name of a model that comes with weights.
+        model: Networks: each a run directory, `.ckpt`, export, the name of a model that comes with weights, or
+            `local-dir:` with a folder that timm or transformers has saved; also with timm's softmax attention.
         out: Folder to write.
         data: Name of a data set: digits, folder, torch/NAME, latents, moving_digits, ...
         checkpoint: Of a run directory: `best`, `last` or a file; when None the best, of a generator the last.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from headmix_vision.evaluation.score_request import Evaluation
     from headmix_vision.evaluation.scores import Scored
 
-_DESCRIPTION = """Score generated images (fid, kid, is, prc, accuracy, neighbours) and clips (fvd, moving-digits).
+_DESCRIPTION = """Score images (fid, kid, is, prc, accuracy, neighbours), clips (fvd, moving-digits), features (probe).
 
 --real and --fake are a folder of images, an npz file of ADM (images, or mu and sigma), a statistics file (.safetensors)
 or a data set NAME[:SPLIT][SLICE]. `stats` keeps the statistics of real images, to read the images only once. Clips are
@@ -37,7 +37,15 @@ def _show(scored: "Scored") -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from headmix_vision.evaluation.score_request import CLIP_METRICS, METRICS, SIDES, STATISTICS, ScoreRequest, sides_of
+    from headmix_vision.evaluation import score_request as requests
+    from headmix_vision.evaluation.score_request import (
+        CLIP_METRICS,
+        METRICS,
+        REQUEST_METRICS,
+        SIDES,
+        STATISTICS,
+        sides_of,
+    )
 
     parser = OneLineParser(
         prog="headmix evaluate", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -49,26 +57,29 @@ def _parser() -> argparse.ArgumentParser:
         unlabelled = () if metric is not None and metric.takes_labels else ("skip_unlabelled",)
         left_out = ("metric", "options", *unlabelled, *(side for side in SIDES if side not in sides))
         command = commands.add_parser(name, help=about)
-        add_options(command, ScoreRequest, leave_out=left_out, required=(*sides, *(("out",) if metric is None else ())))
+        add_options(
+            command, requests.ScoreRequest, leave_out=left_out, required=(*sides, *(("out",) if metric is None else ()))
+        )
         for option, (default, about) in (metric.options if metric else {}).items():
             command.add_argument(f"--{option.replace('_', '-')}", type=int, default=default, help=about)
-    for name, request in _clip_requests().items():
-        add_options(commands.add_parser(name, help=CLIP_METRICS[name].help), request, leave_out=("metric",))
+    for name, request in _own_requests().items():
+        left_out = ("metric", *(() if name in CLIP_METRICS else ("incomplete",)))
+        add_options(commands.add_parser(name, help=REQUEST_METRICS[name].help), request, leave_out=left_out)
     return parser
 
 
-def _clip_requests() -> "dict[str, type[Evaluation]]":
-    from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest
+def _own_requests() -> "dict[str, type[Evaluation]]":
+    from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest, ProbeRequest
 
-    return {"fvd": FvdRequest, "moving-digits": MovingDigitsRequest}
+    return {"fvd": FvdRequest, "moving-digits": MovingDigitsRequest, "probe": ProbeRequest}
 
 
 def _request(options: dict[str, Any]) -> "Evaluation":
     from headmix_vision.evaluation.score_request import METRICS, ScoreRequest
 
-    clips = _clip_requests()
-    if options["metric"] in clips:
-        return clips[options["metric"]](**options)
+    own = _own_requests()
+    if options["metric"] in own:
+        return own[options["metric"]](**options)
     metric = METRICS.get(options["metric"])
     numbers = {name: options.pop(name) for name in (metric.options if metric else ())}
     return ScoreRequest(**options, options=numbers)

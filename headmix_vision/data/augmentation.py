@@ -133,14 +133,23 @@ def eval_config(
     Raises:
         InputError: The model does not take 1 or 3 channels.
     """
-    from timm.data import resolve_input_data_config
-
     asked = {"crop_pct": crop_pct, "interpolation": interpolation}
     if exact:
         asked = {"crop_pct": crop_pct or 1.0, "interpolation": interpolation or "bilinear"}
-    config: dict[str, Any] = resolve_input_data_config(net, asked)
+    config = input_config(net, asked)
     if config["input_size"][0] not in PIL_MODES:
         raise InputError(f"the model takes {config['input_size'][0]} input channels, images have 1 or 3")
+    return config
+
+
+def input_config(net: Any, asked: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Resolve timm's data configuration of a model, with the input size that the model was made for or set to."""
+    from timm.data import resolve_input_data_config
+
+    config: dict[str, Any] = resolve_input_data_config(net, asked or {})
+    size = getattr(getattr(net, "patch_embed", None), "img_size", None)
+    if isinstance(size, (tuple, list)) and len(size) == 2:
+        config["input_size"] = (config["input_size"][0], *size)
     return config
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,10 @@ class SampleKey(NamedTuple):
     epoch: int
     repeat: int
     still: bool = False
+
+    def seed(self, seed: int) -> int:
+        """Derive the seed of what is drawn for the sample."""
+        return derive_seed(seed, self.epoch, self.sample, self.repeat)
 
 
 class TrainBatchSampler(Sampler[list[SampleKey]]):
@@ -250,7 +255,7 @@ class TrainSamples(Dataset[tuple[Tensor, int]]):
         samples: list[tuple[Tensor, int] | None] = []
         with restored_generators():
             for key in keys:
-                seed = derive_seed(self.seed, key.epoch, key.sample, key.repeat)
+                seed = key.seed(self.seed)
                 image, target = self._read(key.sample, seed)
                 seed_generators(seed)
                 samples.append((self.transform.single(image), target))
@@ -332,17 +337,28 @@ class EvalSamples(Dataset[tuple[Tensor, int | str] | None]):
         return self.transform(image), self.source.name(index) if self.with_name else target
 
 
+class RandomBatch(ABC):
+    """Random transform of a whole batch, in which a sample's numbers follow from its own seed."""
+
+    @abstractmethod
+    def __call__(self, images: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Transform images float32 [B, C, H, W] in [0, 1] by a seed each; they may be overwritten."""
+
+
 class WholeBatches(Dataset[tuple[Tensor, Tensor]]):
     """Training or evaluation batches of a source that reads them at once.
 
     Args:
         source: The images, of the model's input size.
-        scale: From pixels in [0, 1] to what the model takes; all that is done to them.
+        transform: From pixels in [0, 1] to what the model takes; all that is done to them. A random one depends on
+            (seed, epoch, index, repeat) as in `TrainSamples`.
+        seed: Seed of a random transform.
     """
 
-    def __init__(self, source: BatchSource, scale: Transform) -> None:
+    def __init__(self, source: BatchSource, transform: Transform | RandomBatch, seed: int = 0) -> None:
         self.source = source
-        self.scale = scale
+        self.transform = transform
+        self.seed = seed
 
     def __len__(self) -> int:
         return len(self.source)
@@ -351,7 +367,10 @@ class WholeBatches(Dataset[tuple[Tensor, Tensor]]):
         """Images float32 [B, C, *grid] and targets int64 [B]; torch's loader asks for a whole batch by this name."""
         indices = [key.sample if isinstance(key, SampleKey) else key for key in keys]
         images, targets = self.source.read_batch(indices)
-        return self.scale(images), targets
+        if not isinstance(self.transform, RandomBatch):
+            return self.transform(images), targets
+        drawn = [key for key in keys if isinstance(key, SampleKey)]
+        return self.transform(images, [key.seed(self.seed) for key in drawn]), targets
 
 
 def as_it_is(batch: Any) -> Any:

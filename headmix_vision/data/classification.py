@@ -14,6 +14,8 @@ from headmix_vision.data.augmentation import (
     normalize,
     train_transform,
 )
+from headmix_vision.data.batch_augmentation import batch_augmentation
+from headmix_vision.data.batches import RandomBatch
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets.base import PIL_MODES, Transform
 from headmix_vision.data.datasets.folders import ImageFiles, find_images
@@ -39,9 +41,10 @@ class ClassificationData(DataModule):
     Args:
         dataset: digits (embedded), canvas or canvas/opposite (boards of digits, of the model's input size), folder (a
             directory or tar file per split and class), shards (tar files with the index of
-            headmix index-shards), hfds (a local Hugging Face directory), fake (random images of the model's input
-            size), table/NAME (a table of images, labelled by its column NAME), or a timm name: torch/NAME, hfds/NAME,
-            hfids/NAME, wds/, tfds/NAME.
+            headmix index-shards), fashion_mnist (idx files; without a root those of Debian's dataset-fashion-mnist),
+            hfds (a local Hugging Face directory), fake (random images of the model's input size), table/NAME (a table
+            of images, labelled by its column NAME), or a timm name: torch/NAME, hfds/NAME, hfids/NAME, wds/,
+            tfds/NAME.
         root: Place of the data. For folder a directory with train/ and val/ or train.tar and val.tar, or one tar
             file with these directories inside; for table/NAME a .csv, or the directory of an images.csv.
         train_split: Name of the training split.
@@ -117,10 +120,11 @@ class ClassificationData(DataModule):
         """Resize, cut the centre out and normalise."""
         return eval_transform(self._data_config)
 
-    def batch_transform(self, training: bool) -> Transform | None:
-        """Normalise, where nothing else is to be done."""
-        idle = self.augmentation.is_idle if training else self._data_config["crop_pct"] == 1
-        return normalize(self._data_config) if idle else None
+    def batch_transform(self, training: bool) -> Transform | RandomBatch | None:
+        """Normalise; in training also flip, shift and erase, where nothing else is to be done."""
+        if training and not self.augmentation.is_idle:
+            return batch_augmentation(self._data_config, self.augmentation)
+        return normalize(self._data_config) if training or self._data_config["crop_pct"] == 1 else None
 
     def setup(self, stage: str) -> None:
         """Open the splits that `stage` (fit, validate, test) needs, or the files to predict, and check them."""

@@ -21,6 +21,7 @@ from headmix_vision.data.batches import (
     Collate,
     EvalSamples,
     PreparedSamples,
+    RandomBatch,
     TrainBatchSampler,
     TrainLoader,
     TrainSamples,
@@ -163,7 +164,7 @@ class DataModule(lightning.LightningDataModule):
         """Return what makes a sample for evaluation."""
 
     @abstractmethod
-    def batch_transform(self, training: bool) -> Transform | None:
+    def batch_transform(self, training: bool) -> Transform | RandomBatch | None:
         """Return all that is done to samples of the network's shape, where a whole batch at once can take it."""
 
     def setup(self, stage: str) -> None:
@@ -376,7 +377,7 @@ class DataModule(lightning.LightningDataModule):
         transform = self.batch_transform(training)
         if transform is None or not isinstance(split, BatchSource) or split.shape != shape:
             return None
-        return WholeBatches(split, transform)
+        return WholeBatches(split, transform, self.seed)
 
     def _eval_samples(self, source: Source, share: int, with_name: bool = False) -> EvalSamples:
         transform = as_it_is if isinstance(source, PreparedSource) else self.eval_transform()

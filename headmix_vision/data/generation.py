@@ -38,8 +38,9 @@ class GenerationData(DataModule):
     Args:
         dataset: digits (embedded), canvas or canvas/opposite (boards of digits), latents (shards of cache_latents),
             fake (random numbers, to try a recipe), folder (a directory per split and class), shards (tar files with
-            the index of headmix index-shards), table/NAME (a table of images, labelled by its column NAME) or a timm
-            name torch/NAME, hfds/NAME. For networks of clips: moving_digits (embedded), videos (a directory per split
+            the index of headmix index-shards), fashion_mnist (idx files; without a root those of Debian's
+            dataset-fashion-mnist), table/NAME (a table of images, labelled by its column NAME) or a timm name
+            torch/NAME, hfds/NAME. For networks of clips: moving_digits (embedded), videos (a directory per split
             and class, of files or of folders of frames, or a table), videos/unlabelled, shards, latents, fake.
         root: Place of the data; of latents the directory of the cache, or of a cache for each split.
         train_split: Name of the training split; `all` trains on both splits of digits.

@@ -9,13 +9,13 @@ The command is `headmix evaluate`. From Python:
 from typing import TYPE_CHECKING
 
 from headmix_vision.errors import imported_when_used, require_extra
-from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest, ScoreRequest
+from headmix_vision.evaluation.score_request import FvdRequest, MovingDigitsRequest, ProbeRequest, ScoreRequest
 
 require_extra("eval", __name__)
 
 if TYPE_CHECKING:
     from headmix_vision.evaluation.scores import Scored, evaluate
 
-__all__ = ["FvdRequest", "MovingDigitsRequest", "ScoreRequest", "Scored", "evaluate"]
+__all__ = ["FvdRequest", "MovingDigitsRequest", "ProbeRequest", "ScoreRequest", "Scored", "evaluate"]
 
 __getattr__ = imported_when_used(__name__, "scores", __all__)

@@ -15,7 +15,8 @@ from torch.nn.functional import interpolate
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.console import open_device
-from headmix_vision.errors import InputError
+from headmix_vision.data.augmentation import input_config
+from headmix_vision.errors import InputError, explain
 from headmix_vision.files.tensors import file_sha256, header_of, read_weights, state_sha256
 from headmix_vision.models.lite0 import LITE0_MODEL, LITE0_PACKAGE, lite0_state
 from headmix_vision.runs.checkpoints import (
@@ -26,13 +27,14 @@ from headmix_vision.runs.checkpoints import (
     read_checkpoint,
 )
 from headmix_vision.runs.directory import CHECKPOINTS
-from headmix_vision.runs.networks import export_class_names, load_export, load_network
+from headmix_vision.runs.networks import export_class_names, load_export, load_network, open_network
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
 SPATIAL_CHANNELS = 7
 LITE0 = "lite0"
 DIGITS_RUNS = ("runs/digits", "runs/demo")
+SCALINGS = ("bilinear", "bicubic")
 
 
 class FeatureExtractor(ABC):
@@ -143,10 +145,64 @@ class InceptionExtractor(FeatureExtractor):
         return {"features": features, "logits": logits, "spatial": self.spatial}
 
 
-class ClassifierExtractor(FeatureExtractor):
-    """The last features before the classifier of a timm model, and its logits.
+class TimmExtractor(FeatureExtractor):
+    """Base class of what a timm model computes of images.
 
     Images are scaled, with antialiasing, to the size that the model takes, where they have another one.
+
+    Args:
+        network: A timm model of 1 or 3 input channels.
+        name: What to call it in the result file.
+        device: Where to run.
+        interpolation: How images are scaled: `bilinear` or `bicubic`.
+
+    Raises:
+        InputError: Another number of input channels.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        name: str,
+        device: torch.device | str = "cpu",
+        interpolation: str = "bilinear",
+    ) -> None:
+        config = input_config(network)
+        channels, *size = config["input_size"]
+        if channels not in (1, 3):
+            raise InputError(f"{name} takes {channels} channels, images have 1 or 3")
+        self.mode = "L" if channels == 1 else "RGB"
+        self.network: Any = network.to(device).eval().requires_grad_(False)
+        self.num_classes = cast("int", network.num_classes)
+        self.device = torch.device(device)
+        self.size: tuple[int, int] = (size[0], size[1])
+        self.interpolation = interpolation
+        self.mean = torch.tensor(config["mean"], device=device).view(-1, 1, 1)
+        self.std = torch.tensor(config["std"], device=device).view(-1, 1, 1)
+        self.description = {
+            "name": name,
+            "sha256": state_sha256(network.state_dict()),
+            "resize": self._resize(),
+            "mode": self.mode,
+            "mean": list(config["mean"]),
+            "std": list(config["std"]),
+        }
+
+    def _resize(self) -> str:
+        return f"{self.size[0]}x{self.size[1]} {self.interpolation} with antialiasing, where the size differs"
+
+    def last_features(self, samples: Tensor) -> Tensor:
+        """Compute the model's last features of uint8 images [B, C, H, W], as its `forward_features` returns them."""
+        pixels = samples.float() / 255
+        if pixels.shape[-2:] != self.size:
+            pixels = interpolate(pixels, self.size, mode=self.interpolation, antialias=True).clamp(0, 1)
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            features: Tensor = self.network.forward_features((pixels - self.mean) / self.std)
+        return features
+
+
+class ClassifierExtractor(TimmExtractor):
+    """The last features before the classifier of a timm model, and its logits.
 
     Args:
         network: A timm model of 1 or 3 input channels.
@@ -169,43 +225,62 @@ class ClassifierExtractor(FeatureExtractor):
         class_names: list[str] | None = None,
         judges: bool = True,
     ) -> None:
-        config = timm.data.resolve_input_data_config(network)
-        channels, *size = config["input_size"]
-        if channels not in (1, 3) or not getattr(network, "num_classes", 0):
-            raise InputError(f"{name} takes {channels} channels and has {network.num_classes} classes: no classifier")
-        self.mode = "L" if channels == 1 else "RGB"
-        self.network: Any = network.to(device).eval().requires_grad_(False)
+        super().__init__(network, name, device, interpolation)
+        if not self.num_classes:
+            raise InputError(f"{name} has no classes, it must be a classifier")
         self.num_features = getattr(network, "head_hidden_size", None)
-        self.num_classes = cast("int", network.num_classes)
         self.class_names = class_names
         self.judges = judges
-        self.device = torch.device(device)
-        self.size: tuple[int, int] = (size[0], size[1])
-        self.interpolation = interpolation
-        self.mean = torch.tensor(config["mean"], device=device).view(-1, 1, 1)
-        self.std = torch.tensor(config["std"], device=device).view(-1, 1, 1)
-        self.description = {
-            "name": name,
-            "sha256": state_sha256(network.state_dict()),
-            "features": "penultimate",
-            "logits": "classifier",
-            "resize": f"{size[0]}x{size[1]} {interpolation} with antialiasing, where the size differs",
-            "mode": self.mode,
-            "mean": list(config["mean"]),
-            "std": list(config["std"]),
-            "num_classes": self.num_classes,
-        }
+        self.description |= {"features": "penultimate", "logits": "classifier", "num_classes": self.num_classes}
 
     @torch.inference_mode()
     def extract(self, samples: Tensor) -> dict[str, Tensor]:
-        pixels = samples.float() / 255
-        if pixels.shape[-2:] != self.size:
-            pixels = interpolate(pixels, self.size, mode=self.interpolation, antialias=True).clamp(0, 1)
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            hidden = self.network.forward_features((pixels - self.mean) / self.std)
-            features = self.network.forward_head(hidden, pre_logits=True)
-            logits = self.network.forward_head(hidden)
-        return {"features": features.float(), "logits": logits.float()}
+        hidden = self.last_features(samples)
+        features = self.network.forward_head(hidden, pre_logits=True)
+        return {"features": features.float(), "logits": self.network.forward_head(hidden).float()}
+
+
+class BackboneExtractor(TimmExtractor):
+    """The last features of a timm model without its classifier: class token, mean of the patches, and the patches.
+
+    Features are those after the last norm of the blocks. The places of a feature map count as patches.
+
+    Args:
+        network: A timm model of 1 or 3 input channels.
+        name: What to call it in the result file.
+        device: Where to run.
+        input_size: Height and width in pixels at which it sees images; its own when None.
+
+    Raises:
+        InputError: Another number of input channels, or a size that the network does not take.
+    """
+
+    def __init__(
+        self, network: nn.Module, name: str, device: torch.device | str = "cpu", input_size: int | None = None
+    ) -> None:
+        net: Any = network
+        if input_size is not None and hasattr(net, "set_input_size"):
+            try:
+                net.set_input_size(img_size=(input_size, input_size))
+            except (AssertionError, ValueError) as error:
+                raise InputError(f"{name} does not take images of {input_size} pixels: {explain(error)}") from None
+        interpolation = input_config(network)["interpolation"]
+        super().__init__(network, name, device, interpolation if interpolation in SCALINGS else "bicubic")
+        self.size = (input_size, input_size) if input_size else self.size
+        self.description |= {"resize": self._resize(), "features": "last"}
+
+    @torch.inference_mode()
+    def extract(self, samples: Tensor) -> dict[str, Tensor]:
+        """Compute `class_token` [B, D], where there is one, `patch_mean` [B, D] and `patches` [B, N, D], float32."""
+        hidden = self.last_features(samples).float()
+        prefix = getattr(self.network, "num_prefix_tokens", 0)
+        if hidden.ndim == 4:  # of feature maps, with channels first or last
+            last = getattr(self.network, "output_fmt", "NCHW") == "NHWC"
+            hidden = hidden.flatten(1, 2) if last else hidden.flatten(2).mT
+        patches = hidden[:, prefix:]
+        has_class_token = getattr(self.network, "cls_token", None) is not None
+        token = {"class_token": hidden[:, 0]} if has_class_token else {}
+        return {**token, "patch_mean": patches.mean(1), "patches": patches}
 
 
 def open_extractor(features: str, device: torch.device | str = "cpu") -> FeatureExtractor:
@@ -252,6 +327,23 @@ def open_extractor(features: str, device: torch.device | str = "cpu") -> Feature
             f"features {features!r} must be inception, digits, {LITE0}:PATH, or the path of a run or a weights file"
         )
     return open_weights(path, device)
+
+
+def open_backbone(source: str, device: torch.device | str = "cpu", input_size: int | None = None) -> BackboneExtractor:
+    """Open a trained model for its last features.
+
+    Args:
+        source: A classifier as `open_network` takes it: a run, checkpoint or export, or `local-dir:` with a folder.
+        device: Where to run.
+        input_size: Image size in pixels at which it sees images; its own when None.
+
+    Raises:
+        InputError: There is none, or it is a generator.
+    """
+    network, about = open_network(Path(source))
+    if "objective" in about:
+        raise InputError(f"{source} is the generator {about['name']}, features come from a classifier or backbone")
+    return BackboneExtractor(network, about["name"], open_device(str(device)), input_size)
 
 
 def open_lite0(path: Path, device: torch.device | str = "cpu") -> ClassifierExtractor:

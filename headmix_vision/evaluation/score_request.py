@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from headmix_vision.errors import InputError, check_request, suggest
+from headmix_vision.errors import InputError, check_counts, check_request, suggest
 
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000
 NEIGHBOURS = 3
@@ -90,30 +90,40 @@ METRICS = {
 
 
 @dataclass(frozen=True)
-class ClipMetric:
-    """Metric of clips.
+class RequestMetric:
+    """Metric with a request of its own.
 
     Args:
-        run: Scores the clips of a request, shows the progress, and shares the work among processes.
+        run: Scores the samples of a request, shows the progress, and shares the work among processes.
         help: What it measures.
+        unit: What its samples are.
     """
 
     run: str
     help: str
+    unit: str = "clips"
 
     def __call__(self, *arguments: Any) -> dict[str, Any]:
-        """Score the clips of a request."""
+        """Score the samples of a request."""
         result: dict[str, Any] = _load(self.run)(*arguments)
         return result
 
 
 CLIP_METRICS = {
-    "fvd": ClipMetric("clip_scores:run_fvd", "Fréchet video distance, kernel distance and controls, of clips"),
-    "moving-digits": ClipMetric(
+    "fvd": RequestMetric("clip_scores:run_fvd", "Fréchet video distance, kernel distance and controls, of clips"),
+    "moving-digits": RequestMetric(
         "clip_scores:run_moving_digits",
         "share of frames and clips of moving digits with their label's digit and motion",
     ),
 }
+FEATURE_METRICS = {
+    "probe": RequestMetric(
+        "probes:run_probe",
+        "what frozen features of a model know of labels: nearest neighbours and a linear probe",
+        unit="images",
+    ),
+}
+REQUEST_METRICS = CLIP_METRICS | FEATURE_METRICS
 
 
 def sides_of(metric: str) -> tuple[str, ...]:
@@ -133,7 +143,7 @@ class Evaluation:
     Samples are a folder, an `.npz` file or a data set `NAME[:SPLIT][SLICE]`.
 
     Args:
-        metric: One of `METRICS`, `CLIP_METRICS` or `stats`, which keeps the statistics of real images in a file.
+        metric: One of `METRICS`, `REQUEST_METRICS` or `stats`, which keeps the statistics of real images in a file.
         out: File to write.
         overwrite: Replace the file if it exists.
         root: Place of a data set that needs one.
@@ -160,7 +170,7 @@ class Evaluation:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        known = [*METRICS, STATISTICS, *CLIP_METRICS]
+        known = [*METRICS, STATISTICS, *REQUEST_METRICS]
         if self.metric not in known:
             raise InputError(f"no metric is called {self.metric!r}{suggest(self.metric, known, ', '.join(known))}")
         check_request(self)
@@ -193,7 +203,8 @@ class ScoreRequest(Evaluation):
         super().__post_init__()
         metric = METRICS.get(self.metric)
         if metric is None and self.metric != STATISTICS:
-            raise InputError(f"{self.metric} scores clips: make its own request")
+            unit = REQUEST_METRICS[self.metric].unit
+            raise InputError(f"{self.metric} scores {unit} by a request of its own: make that one")
         if metric is None and self.out is None:
             raise InputError("stats needs a file to write: give out")
         for name in SIDES:
@@ -271,3 +282,34 @@ class MovingDigitsRequest(Evaluation):
     features: str = "digits"
     count: int | None = None
     frame_rate: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest(Evaluation):
+    """Request for what frozen features of a model know of labels.
+
+    Args:
+        model: A run directory, `.ckpt`, export, a model of timm that comes with weights, or `local-dir:` with a folder
+            that timm or transformers has saved.
+        train: Labelled images that neighbours and the probe come from, of a data set `NAME[:SPLIT][SLICE]`. Each fifth
+            chooses the number of neighbours and the regularisation.
+        test: Labelled images that are scored, likewise.
+        teacher: Model with whose features those of test images are compared by their cosine.
+        input_size: Image size in pixels at which models see images; their own when None.
+        skip_unlabelled: Leave out, and count, images that have no valid label.
+    """
+
+    metric: str = "probe"
+    model: str
+    train: str
+    test: str
+    teacher: str | None = None
+    input_size: int | None = None
+    skip_unlabelled: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.input_size is not None:
+            check_counts(1, **{"--input-size": self.input_size})
+        if self.train == self.test:
+            raise InputError(f"--train and --test are both {self.test}: test images must not be those trained on")

@@ -41,11 +41,11 @@ from headmix_vision.evaluation.sample_sets import (
 )
 from headmix_vision.evaluation.sample_sources import DatasetSamples, npz_labels
 from headmix_vision.evaluation.score_request import (
-    CLIP_METRICS,
     KID_SUBSET_SIZE,
     KID_SUBSETS,
     METRICS,
     NEIGHBOURS,
+    REQUEST_METRICS,
     SPLITS,
     STATISTICS,
     Evaluation,
@@ -468,11 +468,11 @@ def _run(request: Evaluation, processes: Processes) -> dict[str, Any]:
         device = str(open_device(device, processes.local_rank))
     if isinstance(request, ScoreRequest):
         return _run_images(request, device, processes)
-    shown = partial(_progress, processes=processes, unit="clips")
-    result = CLIP_METRICS[request.metric](request, device, shown, processes)
+    metric = REQUEST_METRICS[request.metric]
+    result = metric(request, device, partial(_progress, processes=processes, unit=metric.unit), processes)
     if "dry_run" in result:
         return result
-    _check_finite(result["scores"], "clips")
+    _check_finite(result["scores"], metric.unit)
     return {"metric": request.metric, **result, "versions": _versions("av"), "device": device}
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from headmix_vision.models import HeadMixDiT
 
 
+LOCAL = "local-dir:"  # as timm names folders
 _SOURCES = ("pretrained", "checkpoint_path", "cache_dir")
 _GENERATORS = "dit_"
 # A constructor of timm refuses an argument by whatever the first line that cannot use it raises.
@@ -324,8 +325,9 @@ def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False
     """Open a trained network alone, without data or autoencoder, in evaluation mode and on the CPU.
 
     Args:
-        path: A run directory, a `.ckpt` file, a `.safetensors` file or a pipeline directory of `headmix export`, or the
-            name of a model whose weights come with the package.
+        path: A run directory, a `.ckpt` file, a `.safetensors` file or a pipeline directory of `headmix export`, the
+            name of a model whose weights come with the package, or `local-dir:` with a folder that timm or transformers
+            has saved.
         checkpoint: Of a run directory: `best`, `last` or a file; the best one when None, of a generator the last.
         raw: The weights being trained instead of their EMA; not of an export, which has one kind.
 
@@ -399,6 +401,12 @@ def _open_checkpoint(path: Path, raw: bool) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _open_export(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    if str(path).startswith(LOCAL):
+        from headmix_vision.runs.teachers import open_teacher  # which opens runs by this module
+
+        stored = open_teacher(str(path)).network
+        check_finite(stored.state_dict(), str(path))
+        return stored, {"name": path.name, "weights": "stored"}
     if (path / INDEX).is_file():
         from headmix_vision.runs.pipelines import load_exported_network  # loads diffusers, which classifiers do without
 

@@ -20,9 +20,8 @@ from headmix_vision.models.names import CORRECT
 from headmix_vision.models.swap import SWAPPED, swap_attention
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, find_checkpoint, is_generator, read_checkpoint
 from headmix_vision.runs.directory import CHECKPOINTS
-from headmix_vision.runs.networks import create_network, export_arguments, without_sources
+from headmix_vision.runs.networks import LOCAL, create_network, export_arguments, without_sources
 
-LOCAL = "local-dir:"
 _WEIGHTS = "model.safetensors"
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 _ACTIVATIONS = ("gelu", "gelu_python")

@@ -11,6 +11,7 @@ import timm
 import torch
 from matplotlib.figure import Figure
 
+from headmix_vision import from_pretrained, save_pretrained, swap_attention
 from headmix_vision.analysis.analysis_job import ImageRequest, read_inputs
 from headmix_vision.analysis.maps import attention_maps, draw_maps
 from headmix_vision.analysis.results import ResultFolder
@@ -179,3 +180,60 @@ def test_wrong_input_is_refused(
     status, stdout, stderr = run(capsys, command, "--model", MHLA, *DIGITS, "--out", out, *arguments)
     assert (status, stdout, len(stderr.splitlines()), out.exists()) == (2, "", 1, False), stderr
     assert stderr.startswith("error: ") and message in stderr
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """A ViT of timm, and the same with every other layer swapped, as folders."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 24, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "in_chans": 1}
+    network = timm.create_model("vit_tiny_patch16_224", num_classes=0, **sizes)
+    save_pretrained(network, tmp_path / "teacher")
+    swap_attention(network, "linear", layers=[1])
+    save_pretrained(network, tmp_path / "student")
+    return [tmp_path / "teacher", tmp_path / "student"]
+
+
+def test_maps_of_teacher_and_swapped_student_stand_side_by_side(
+    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"local-dir:{folder}" for folder in folders]
+    options = (
+        "--data",
+        "digits",
+        "--device",
+        "cpu",
+        "--tokens",
+        "2,3",
+        "--layers",
+        "0",
+        "1",
+        "--out",
+        tmp_path / "out",
+    )
+    assert run(capsys, "maps", "--model", *names, *options)[0] == 0
+    rows = table(tmp_path / "out" / "maps.csv")
+    shares = {
+        (model, layer): [float(row["share"]) for row in rows if (row["model"], row["layer"]) == (model, layer)]
+        for model in ("teacher", "student")
+        for layer in "01"
+    }
+    assert shares["teacher", "0"] == pytest.approx(shares["student", "0"]) != shares["teacher", "1"]
+    assert shares["teacher", "1"] != pytest.approx(shares["student", "1"])
+
+    network: Any = from_pretrained(folders[0])
+    attention, kept = network.blocks[1].attn, []
+    attention.fused_attn = False
+    attention.attn_drop.register_forward_hook(lambda _, inputs, __: kept.append(inputs[0]))
+    request = ImageRequest("digits", None, "validation", 1, 0.5)
+    network(*read_inputs(network, {}, request).arguments)
+    row = kept[0][0, :, 1 + 2 * 6 + 3, 1:]  # behind the class token
+    expected = (row / row.sum(-1, keepdim=True)).mean(0)
+    assert shares["teacher", "1"] == pytest.approx(expected.tolist(), rel=1e-3)
+
+
+def test_networks_without_attention_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_pretrained(timm.create_model("test_resnet"), tmp_path / "cnn")
+    options = ("--data", "digits", "--out", tmp_path / "out")
+    status, _, stderr = run(capsys, "rank", "--model", f"local-dir:{tmp_path / 'cnn'}", *options)
+    assert status == 2 and "cannot be analysed" in stderr and stderr.count("\n") == 1

@@ -121,7 +121,7 @@ def test_recorded_rows_have_the_recipes_of_their_command(name: str, options: str
 
 
 def test_paths_of_classifiers_are_those_of_the_working_directory(tmp_path: Path, monkeypatch) -> None:
-    find = comparison.find
+    find = comparison.find_features
     (tmp_path / "runs" / "judge").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert find("features", "lite0:runs/judge") == f"lite0:{tmp_path}/runs/judge"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.harness import script_runs
 from experiments.moving_digits import report
 from experiments.moving_digits import run as comparison
 from experiments.moving_digits import runs as runs_module
+from headmix_lab import script_runs
 from headmix_lab.scripts import RunFailed, TimeOver
 from headmix_vision.cli import train_gen
 from headmix_vision.layers import CORES

@@ -16,7 +16,7 @@ from headmix_vision.training.classification_cli import ClassificationCLI
 from .helpers import run
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "cls"
-RECIPES = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "emoji", "imagenet")]
+RECIPES = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "fashion_mnist", "emoji", "imagenet")]
 *_, EMOJI, IMAGENET = RECIPES
 LOCAL = CONFIGS / "models" / "deit_small_softmax_iha_local.yaml"
 PLAIN = ("--model.model_args.cpe", "false")

@@ -19,7 +19,7 @@ PAPER = ("--model.model_args", "{cpe: true, output_gate: true}")
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
 IMAGENET = [CONFIGS / f"imagenet{pixels}.yaml" for pixels in (256, 512)]
 VIDEOS = [CONFIGS / f"{name}.yaml" for name in ("ucf101", "skytimelapse")]  # after IMAGENET[0]
-ALONE = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "emoji", "folder", "moving_digits")]
+ALONE = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "fashion_mnist", "emoji", "folder", "moving_digits")]
 CAUSAL = [CONFIGS / "moving_digits.yaml", CONFIGS / "moving_digits_causal.yaml"]
 ONE_BATCH = (
     *("--data.dataset", "fake", "--data.root", "null", "--data.batch_size", 2, "--data.val_split", "null"),

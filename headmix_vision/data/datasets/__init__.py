@@ -53,6 +53,7 @@ DATASETS = {
         package=_SKLEARN,
         takes_root=False,
     ),
+    "fashion_mnist": DatasetEntry(".fashion_mnist:open_fashion_mnist", exact=True),
     "hfids": DatasetEntry(
         _STREAM, names=("hfids/NAME",), uses=("classification",), is_stream=True, package=_HUGGINGFACE
     ),

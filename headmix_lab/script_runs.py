@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from benchmarks.measuring import REPOSITORY
 from headmix_lab import training_runs
 from headmix_lab.scripts import EXIT_FAILED, EXIT_TIME_OVER, RunFailed, TimeOver, run_python
 from headmix_lab.tables import ResultTable, Row
@@ -23,6 +22,7 @@ from headmix_vision.files.writing import atomic_path, hold_lock
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, read_checkpoint
 from headmix_vision.runs.directory import FINISHED, LAST, read_curve
 
+REPOSITORY = Path(__file__).parents[1]
 run_script = partial(run_python, cwd=REPOSITORY)
 """`run_python` from the repository's root."""
 
@@ -251,3 +251,13 @@ def check_options(arguments: argparse.Namespace, models: Sequence[str], unique: 
     for name, value in vars(arguments).items():
         if type(value) is int and value < least.get(name, 1):
             raise SystemExit(f"error: --{name.replace('_', '-')} must be at least {least.get(name, 1)}, got {value}")
+
+
+def find_features(option: str, features: str) -> str:
+    """Return what `headmix evaluate --features` takes with a path from the root on: scripts run in the repository."""
+    kind, colon, path = features.rpartition(":")
+    if features in ("inception", "digits"):
+        return features
+    if not Path(path).exists():
+        raise SystemExit(f"error: --{option} {features}: there is no {path}")
+    return f"{kind}{colon}{Path(path).absolute()}"
