@@ -37,7 +37,7 @@ COMMANDS = {
         Command("models", "List the models of the package."),
         Command("train-cls", "Train, validate, test and use classifiers."),
         Command("train-gen", "Train and validate generators."),
-        Command("distill", "Swap the attention of a trained classifier or generator, and train it to match the original."),
+        Command("distill", "Swap the attention of a trained model and train it to match the original."),
         Command("sample", "Draw samples from a generator."),
         Command("evaluate", "Score generated images and clips, and classifiers."),
         Command("export", "Export the network of a run."),

@@ -71,8 +71,7 @@ def _kind(layer: nn.Module) -> tuple[type, ...]:
 def attention_errors(pairs: Pairs, *, learn: bool = True) -> Iterator[list[Tensor]]:
     """Run each student layer on what its teacher's is given while the teacher runs, and collect the errors.
 
-    A teacher that runs under ``torch.no_grad()`` leaves the gradients of the students alone, and no gradients of any other
-    part::
+    Under ``torch.no_grad()`` around the teacher, only the students get gradients::
 
         with attention_errors(attention_pairs(teacher, student)) as errors, torch.no_grad():
             teacher(latents, timestep, text)
