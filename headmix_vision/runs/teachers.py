@@ -172,13 +172,13 @@ def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> M
         )
     sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "num_channels"]
     sizes.append("mlp_ratio" if kind == "dinov2" else "intermediate_size")
-    for name, value in check_fields(where, {"mlp_ratio": 4, **config}, dict.fromkeys(sizes, int)).items():
-        check_counts(1, **({f"{name} in {where}": value} if name in sizes else {}))
+    config = check_fields(where, {"mlp_ratio": 4, **config}, dict.fromkeys(sizes, int))
+    check_counts(1, **{f"{name} in {where}": config[name] for name in sizes})
     state = transformers_to_timm(read_weights(folder / _WEIGHTS))
     check_finite(state, str(folder / _WEIGHTS))
     if kind == "dinov2":  # its classifier sees the class token and the mean of the patches
         state = {name: value for name, value in state.items() if not name.startswith("head.")}
-    ratio = config.get("mlp_ratio", 4) if kind == "dinov2" else config["intermediate_size"] / config["hidden_size"]
+    ratio = config["mlp_ratio"] if kind == "dinov2" else config["intermediate_size"] / config["hidden_size"]
     arguments: dict[str, Any] = {
         "num_classes": len(state["head.weight"]) if "head.weight" in state else 0,
         "img_size": config["image_size"],
