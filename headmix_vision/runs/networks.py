@@ -79,7 +79,7 @@ def create_network(
     if checkpoint is None:
         if new_head:
             raise InputError("model.new_head is true, it must be false without model.checkpoint")
-        return _of_size(_create(name, arguments), img_size)
+        return of_size(_create(name, arguments), img_size)
 
     state, size = _start_weights(checkpoint)
     if not state:  # timm would fetch its own
@@ -112,7 +112,7 @@ def create_network(
         raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
     check_kinds(state, network.state_dict(), checkpoint)
     cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
-    return _of_size(network, img_size)
+    return of_size(network, img_size)
 
 
 def configured(name: str, arguments: dict[str, Any] | None, key: str) -> Any:
@@ -120,7 +120,7 @@ def configured(name: str, arguments: dict[str, Any] | None, key: str) -> Any:
     return get_pretrained_cfg_value(swapped_architecture(arguments or {}) if name == SWAPPED else name, key)
 
 
-def _of_size(network: nn.Module, img_size: int | list[int] | None) -> nn.Module:
+def of_size(network: nn.Module, img_size: int | list[int] | None) -> nn.Module:
     """Let the data of a model have the size that was asked for: timm asks models of any size for their usual one."""
     cfg = cast("dict[str, Any]", network.pretrained_cfg)
     if img_size is not None and "input_size" in cfg:

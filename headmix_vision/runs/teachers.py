@@ -18,9 +18,15 @@ from headmix_vision.files.tensors import read_weights
 from headmix_vision.models.convert_transformers import transformers_to_timm
 from headmix_vision.models.names import CORRECT
 from headmix_vision.models.swap import SWAPPED, swap_attention
-from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, find_checkpoint, is_generator, read_checkpoint
+from headmix_vision.runs.checkpoints import (
+    DESCRIPTION_KEY,
+    check_finite,
+    find_checkpoint,
+    is_generator,
+    read_checkpoint,
+)
 from headmix_vision.runs.directory import CHECKPOINTS
-from headmix_vision.runs.networks import LOCAL, create_network, export_arguments, without_sources
+from headmix_vision.runs.networks import LOCAL, create_network, export_arguments, of_size, without_sources
 
 _WEIGHTS = "model.safetensors"
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -156,16 +162,19 @@ def _preprocessing(where: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> Made:
-    """Make timm's network of a ViT or DINOv2 of transformers."""
+    """Make timm's network of a ViT or DINOv2 of transformers; its norms have timm's epsilon."""
     where, kind = f"{folder / 'config.json'}", config["model_type"]
     if kind not in ("vit", "dinov2") or config.get("use_swiglu_ffn") or config.get("hidden_act") not in _ACTIVATIONS:
         raise InputError(
             f"{where} describes a {kind!r:.40} that cannot be a teacher: it must be a ViT or DINOv2 with GELU, or a"
             " folder of timm"
         )
-    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "num_channels")
-    config = check_fields(where, {"mlp_ratio": 4, **config}, dict.fromkeys(sizes, int) | {"mlp_ratio": int})
+    sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "num_channels"]
+    sizes.append("mlp_ratio" if kind == "dinov2" else "intermediate_size")
+    config = check_fields(where, {"mlp_ratio": 4, **config}, dict.fromkeys(sizes, int))
+    check_counts(1, **{f"{name} in {where}": config[name] for name in sizes})
     state = transformers_to_timm(read_weights(folder / _WEIGHTS))
+    check_finite(state, str(folder / _WEIGHTS))
     if kind == "dinov2":  # its classifier sees the class token and the mean of the patches
         state = {name: value for name, value in state.items() if not name.startswith("head.")}
     ratio = config["mlp_ratio"] if kind == "dinov2" else config["intermediate_size"] / config["hidden_size"]
@@ -196,6 +205,7 @@ def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> M
     made.arguments.update({"pretrained_cfg_overlay": overlay} if overlay else {})
     if img_size is not None:
         network.set_input_size(img_size)
+        of_size(network, img_size)
         made.arguments["img_size"] = img_size
     return made
 

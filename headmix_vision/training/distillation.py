@@ -234,9 +234,9 @@ class DistilledClassifier(ImageClassifier):
             **common,
         )
         self.same_classes = self.num_classes == own_classes
-        state = {**self.net.state_dict(), **student.network.state_dict()}
-        if not self.same_classes:
-            state |= {name: value for name, value in self.net.state_dict().items() if name.startswith("head.")}
+        state, own = student.network.state_dict(), self.net.state_dict()
+        if not self.same_classes:  # the classifier alone has another shape, or is new
+            state = own | {name: value for name, value in state.items() if value.shape == own[name].shape}
         self.net.load_state_dict(state)
         self._teacher = _Kept(made.network)
         self._teacher_sha256 = state_sha256(made.network.state_dict())
@@ -297,7 +297,7 @@ class DistilledClassifier(ImageClassifier):
             raise InputError(f"{stage} needs a classifier, and the student has none: set model.num_classes")
 
     def on_train_start(self) -> None:
-        """Move the teacher to the device of the student, and limit the run to the stages that are left."""
+        """Start as every training does, limited to the stages that are left."""
         super().on_train_start()
         self._limit_steps()
 
@@ -397,7 +397,7 @@ class DistilledClassifier(ImageClassifier):
         checkpoint[_STATE] = {"stage": self.stage_number, "start": self.stage_start}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """As a classifier does, and restore the stage.
+        """Load what a classifier has, and restore the stage.
 
         Raises:
             InputError: Also if the teacher has other weights, or there are other stages.

@@ -251,6 +251,15 @@ def test_a_teacher_of_transformers_becomes_one_of_timm(tmp_path: Path) -> None:
     wanted = theirs(images).last_hidden_state
     torch.testing.assert_close(made.network.forward_features(images), wanted, rtol=1e-4, atol=1e-4)
     assert make_student(made, options={"block_grid": 2}).name == "swapped"
+    small = open_teacher(f"local-dir:{tmp_path / 'dinov2'}", img_size=42)
+    assert small.network(torch.randn(1, 3, 42, 42)).shape == (1, 32)
+    assert small.network.pretrained_cfg["input_size"] == (3, 42, 42)
+    for wrong in ({"hidden_size": 0}, {"patch_size": "14"}, {"mlp_ratio": None}):
+        config = json.loads((tmp_path / "dinov2" / "config.json").read_text())
+        (tmp_path / "dinov2" / "config.json").write_text(json.dumps({**config, **wrong}))
+        with pytest.raises(InputError, match=min(wrong)):
+            open_teacher(f"local-dir:{tmp_path / 'dinov2'}")
+        (tmp_path / "dinov2" / "config.json").write_text(json.dumps(config))
     transformers.BertConfig().save_pretrained(tmp_path / "dinov2")
     with pytest.raises(InputError, match="describes a 'bert' that cannot be a teacher"):
         open_teacher(f"local-dir:{tmp_path / 'dinov2'}")
