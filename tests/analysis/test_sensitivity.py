@@ -21,19 +21,25 @@ from headmix_vision.models.attention_errors import feature_errors
 SIZES: dict[str, Any] = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 3, "num_heads": 2, "in_chans": 1}
 
 
-@pytest.fixture
-def teacher() -> torch.nn.Module:
+def make_teacher(**arguments: Any) -> torch.nn.Module:
     torch.manual_seed(0)
-    network = timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=10)
+    network = timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=10, **arguments)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     torch.nn.init.zeros_(network.blocks[1].attn.proj.weight)  # its attention changes nothing
     return network.eval()
 
 
+@pytest.fixture
+def teacher() -> torch.nn.Module:
+    return make_teacher()
+
+
+@pytest.mark.parametrize("height", [8, 12])
 @torch.no_grad()
-def test_the_table_has_the_errors_of_each_layer_alone(teacher: torch.nn.Module) -> None:
-    student, images = copy.deepcopy(teacher), torch.randn(5, 1, 8, 8)
+def test_the_table_has_the_errors_of_each_layer_alone(height: int) -> None:
+    teacher = make_teacher(dynamic_img_size=height != 8)
+    student, images = copy.deepcopy(teacher), torch.randn(5, 1, height, 8)
     headmix_vision.swap_attention(student, "linear")
     rows = measure_sensitivity(teacher, student, images, batch_size=2)
     assert [row["layer"] for row in rows] == ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn", "all"]

@@ -18,7 +18,8 @@ from headmix_vision.errors import InputError
 from headmix_vision.runs.networks import open_network
 from headmix_vision.runs.teachers import make_student, open_teacher
 from headmix_vision.training.distillation import DistilledClassifier
-from headmix_vision.training.options import LabelsStage
+from headmix_vision.training.run_directory import resume_command
+from headmix_vision.training.training_job import TrainingRequest, train
 
 from .helpers import assert_same_run, load, read_csv
 from .test_processes import TWO_RANKS, start
@@ -188,6 +189,7 @@ def test_a_student_with_other_classes_learns_a_new_classifier(teacher: str, tmp_
         ({"model__swap_args": {"blocks": 2}}, "swap_attention has no 'blocks'; did you mean block_grid?"),
         ({"model__core": "softmaxx"}, "core must be one of"),
         ({"model__attention__steps": 0, "model__features__steps": 0}, "no stage has steps"),
+        ({"model__labels": {"temperature": 0}}, "model.labels.temperature must be a finite number above 0"),
         ({"model__attention__lr": 0}, "model.attention.lr must be a finite number above 0, got 0"),
         ({"model__labels__steps": 3, "model__labelled": False}, "model.labelled is false"),
         ({"model__num_classes": 1}, "model.num_classes must be a whole number of at least 2, got 1"),
@@ -254,9 +256,32 @@ def test_a_teacher_of_transformers_becomes_one_of_timm(tmp_path: Path) -> None:
         open_teacher(f"local-dir:{tmp_path / 'dinov2'}")
 
 
-def test_the_weight_of_the_teacher_is_that_of_the_labels_stage() -> None:
-    with pytest.raises(InputError, match=r"model\.labels\.temperature must be a finite number above 0"):
-        LabelsStage(temperature=0)
+@pytest.mark.parametrize("recipe", ["digits", "folder"])
+def test_shipped_recipes_train(recipe: str, teacher: str, tmp_path: Path) -> None:
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(20):
+        Image.new("L", (9, 9), 12 * number).save(pictures / f"{number}.png")
+    options: dict[str, Any] = {"trainer.accelerator": "cpu", "trainer.val_check_interval": 1, "data.batch_size": 2}
+    options |= {
+        "model.attention.steps": 1,
+        "model.features.steps": 1,
+        "data.num_workers": 0,
+        "data.eval_batch_size": 8,
+        "trainer.limit_val_batches": 1,
+        "early_stopping.patience": 3,
+    }
+    if recipe == "folder":
+        options |= {"model.teacher": teacher, "data.root": str(pictures), "trainer.precision": "32-true"}
+    request = TrainingRequest(kind="distilled_classifier", configs=[recipe], options=options, run_dir=tmp_path / "run")
+    assert {"val/attention_error", "val/feature_cosine"} <= train(request).metrics.keys()
+
+
+def test_the_command_that_resumes_names_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/bin/headmix", "distill", "classifier", "fit"])
+    assert resume_command(Path("a")) == "headmix distill classifier fit -c a/config.yaml --ckpt-path last"
+    monkeypatch.setattr("sys.argv", ["/bin/headmix-distill", "generator", "fit"])
+    assert resume_command(Path("a")) == "headmix-distill generator fit -c a/config.yaml --ckpt-path last"
 
 
 @pytest.mark.slow
