@@ -63,7 +63,7 @@ WORK = {  # modules that do the work of a command
     "doctor": ("doctor.examination", "doctor.lines"),
     "models": ("models.model_list",),
     "sample": ("sampling.sample_job",),
-    "evaluate": ("evaluation.scores", "evaluation.clip_scores"),
+    "evaluate": ("evaluation.scores", "evaluation.clip_scores", "evaluation.probes"),
     "export": ("runs.exporting", "runs.pipelines"),
     "analyze": ("analysis.analysis_job",),
     "cache-latents": ("data.latent_cache",),

@@ -40,6 +40,7 @@ NPZ = "samples/samples.npz"
 STUDENT = "--model.name dit_linear_digits --model.teacher gen"
 DISTIL = "distill classifier fit -c distil.yaml --run_dir new --model.teacher"
 SENSITIVITY = "analyze sensitivity --core linear --data digits --images 2 --out new --teacher"
+PROBE = "evaluate probe --train digits:train[:60] --test digits:validation[:20] --batch-size 8 --model"
 OF_RUN = "run/config.yaml run/checkpoints/best.ckpt"
 OURS = [
     Line(f"{CLS} new --model.checkpoint model.safetensors", "new", "model.safetensors"),
@@ -73,6 +74,7 @@ OURS = [
     Line(f"evaluate kid --real digits:all[:30] --fake {NPZ} --subset-size 4 {SCORE}", "", NPZ),
     Line(f"evaluate accuracy --fake {NPZ} --features run", "", f"{NPZ} run/checkpoints/best.ckpt"),
     Line(f"evaluate fvd --real drawn --fake drawn --frames 4 --subset-size 2 {SCORE}", "", "drawn/*.* drawn/images/*"),
+    Line(f"{PROBE} run --teacher model.safetensors", "", "run/checkpoints/best.ckpt model.safetensors"),
     Line("export run --out new.safetensors", "new.safetensors", "run/checkpoints/best.ckpt"),
     Line("export gen --out new", "new", "gen/checkpoints/last.ckpt"),
     Line(
@@ -92,6 +94,9 @@ OURS = [
 THEIRS = [
     Line(f"{DISTIL} local-dir:timm", "new", "timm/*"),
     Line(f"{SENSITIVITY} local-dir:timm", "new", "timm/*"),
+    Line(f"{PROBE} local-dir:timm", "", "timm/*"),
+    Line("analyze maps --model local-dir:timm --data digits --out new", "new", "timm/*"),
+    Line(f"{CLS} new --data.dataset fashion_mnist --data.root clothes", "new", "clothes/*"),
     Line(f"{CLS} new", "new", "cls.yaml"),
     Line(f"{CLS} new {THREE} folder --data.root images", "new", "images/train/0/*.png"),
     Line(f"{CLS} new {THREE} table/label --data.root images/images.csv", "new", "images/images.csv"),
@@ -149,6 +154,8 @@ def make_kit(lines: list[Line], kit: Path, run: Callable[[list[str], Path], None
     helpers.write_config(kit / "distil.yaml", model=model, trainer__limit_val_batches=1, trainer__max_epochs=1)
     save_pretrained(timm.create_model("deit_softmax_digits", **sizes), kit / "timm")
     write_pictures(kit)
+    (kit / "clothes").mkdir()
+    inputs.write_fashion_mnist(kit / "clothes", 60, 12)
     words = " ".join(f"{line.words} {line.opens}" for line in lines)
     for name, command in reversed(KIT.items()):
         words += f" {command}" * (name in words)

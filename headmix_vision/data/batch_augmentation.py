@@ -20,7 +20,9 @@ _AREA, _ASPECT = (0.02, 1 / 3), 0.3  # of what is erased, as in Zhong et al. (20
 
 
 class BatchAugmentation(RandomBatch):
-    """Flip, shift by whole pixels onto black, normalise, and erase a rectangle to zero.
+    """Flip, shift by whole pixels onto black, normalise, and erase a rectangle to zero, the mean.
+
+    A rectangle that is longer than the image ends at its border; timm draws another one.
 
     Args:
         mean, std: Of the normalisation.

@@ -17,6 +17,7 @@ import headmix_vision  # noqa: F401  (registers the models with timm)
 from headmix_vision.console import open_device
 from headmix_vision.data.augmentation import input_config
 from headmix_vision.errors import InputError, explain
+from headmix_vision.files.reading import check_memory
 from headmix_vision.files.tensors import file_sha256, header_of, read_weights, state_sha256
 from headmix_vision.models.lite0 import LITE0_MODEL, LITE0_PACKAGE, lite0_state
 from headmix_vision.runs.checkpoints import (
@@ -35,6 +36,7 @@ SPATIAL_CHANNELS = 7
 LITE0 = "lite0"
 DIGITS_RUNS = ("runs/digits", "runs/demo")
 SCALINGS = ("bilinear", "bicubic")
+_PIXEL_BYTES = 12
 
 
 class FeatureExtractor(ABC):
@@ -258,12 +260,8 @@ class BackboneExtractor(TimmExtractor):
     def __init__(
         self, network: nn.Module, name: str, device: torch.device | str = "cpu", input_size: int | None = None
     ) -> None:
-        net: Any = network
-        if input_size is not None and hasattr(net, "set_input_size"):
-            try:
-                net.set_input_size(img_size=(input_size, input_size))
-            except (AssertionError, ValueError) as error:
-                raise InputError(f"{name} does not take images of {input_size} pixels: {explain(error)}") from None
+        if input_size is not None:
+            _set_input_size(network, name, input_size)
         interpolation = input_config(network)["interpolation"]
         super().__init__(network, name, device, interpolation if interpolation in SCALINGS else "bicubic")
         self.size = (input_size, input_size) if input_size else self.size
@@ -281,6 +279,21 @@ class BackboneExtractor(TimmExtractor):
         has_class_token = getattr(self.network, "cls_token", None) is not None
         token = {"class_token": hidden[:, 0]} if has_class_token else {}
         return {**token, "patch_mean": patches.mean(1), "patches": patches}
+
+
+def _set_input_size(network: Any, name: str, size: int) -> None:
+    """Let a network take images of another size, where its positions depend on it."""
+    check_memory(_PIXEL_BYTES * size**2, f"an image of {size} pixels")
+    patch = getattr(getattr(network, "patch_embed", None), "patch_size", None)
+    if patch is not None and any(size % side for side in patch):
+        raise InputError(
+            f"{name} has patches of {patch[0]}x{patch[1]} pixels: the input size must be a multiple, got {size}"
+        )
+    if hasattr(network, "set_input_size"):
+        try:
+            network.set_input_size(img_size=(size, size))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise InputError(f"{name} does not take images of {size} pixels: {explain(error)}") from None
 
 
 def open_extractor(features: str, device: torch.device | str = "cpu") -> FeatureExtractor:

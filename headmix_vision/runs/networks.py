@@ -345,7 +345,7 @@ def open_network(path: Path, *, checkpoint: str | None = None, raw: bool = False
         network, about = _open_checkpoint(find_checkpoint(path, checkpoint), raw)
     else:
         for option, given in ((f"--checkpoint {checkpoint}", checkpoint is not None), ("--raw", raw)):
-            if given and (path.exists() or str(path) in CORRECT):
+            if given and (path.exists() or str(path) in CORRECT or str(path).startswith(LOCAL)):
                 raise InputError(f"{path} is not a run with checkpoints: leave out {option}")
         network, about = _open_export(path)
     network.eval().requires_grad_(False)

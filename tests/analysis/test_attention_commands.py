@@ -221,6 +221,10 @@ def test_maps_of_teacher_and_swapped_student_stand_side_by_side(
     assert shares["teacher", "0"] == pytest.approx(shares["student", "0"]) != shares["teacher", "1"]
     assert shares["teacher", "1"] != pytest.approx(shares["student", "1"])
 
+    for option in (["--checkpoint", "last"], ["--raw"]):
+        status, _, stderr = run(capsys, "maps", "--model", *names, *options[:-1], tmp_path / "other", *option)
+        assert status == 2 and f"is not a run with checkpoints: leave out {' '.join(option)}" in stderr
+
     network: Any = from_pretrained(folders[0])
     attention, kept = network.blocks[1].attn, []
     attention.fused_attn = False

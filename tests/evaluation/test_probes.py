@@ -101,6 +101,7 @@ def test_features_are_those_of_the_network(folder: Path) -> None:
         (("--train", "digits:train[:1]", "--test", "digits:validation"), "at least 2 samples are needed"),
         (("--train", "digits[:2]", "--test", "digits:validation"), "at least 2 classes besides each fifth"),
         ((*SIDES, "--input-size", "0"), "--input-size"),
+        ((*SIDES, "--input-size", "1000000000000"), "an image of 1000000000000 pixels needs"),
         ((*SIDES, "--model", "local-dir:/nowhere"), "/nowhere has no config.json"),
         ((*SIDES, "--model", "vit_small_patch16_224"), "nor a model that comes with weights"),
         ((*SIDES, "--teacher", "missing"), "missing is neither a run directory"),
@@ -111,6 +112,11 @@ def test_wrong_input_is_refused_in_one_line(
 ) -> None:
     model = () if "--model" in options else ("--model", "deit_mhla_digits")
     assert message in refused(capsys, "probe", *model, *options, "--device", "cpu")
+
+
+def test_input_size_holds_whole_patches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", f"local-dir:{folder}", *SIDES, "--input-size", 18)
+    assert "has patches of 4x4 pixels: the input size must be a multiple, got 18" in refused(capsys, "probe", *options)
 
 
 def test_labels_come_from_data_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
