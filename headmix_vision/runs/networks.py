@@ -121,9 +121,9 @@ def configured(name: str, arguments: dict[str, Any] | None, key: str) -> Any:
 
 
 def of_size(network: nn.Module, img_size: int | list[int] | None) -> nn.Module:
-    """Let the data of a model have the size that was asked for: timm asks models of any size for their usual one."""
+    """Let the data of a model of any image size have the size that was asked for: its configuration has the usual."""
     cfg = cast("dict[str, Any]", network.pretrained_cfg)
-    if img_size is not None and "input_size" in cfg:
+    if img_size is not None and getattr(network, "dynamic_img_size", False) and "input_size" in cfg:
         cfg["input_size"] = (cfg["input_size"][0], *pair("img_size", img_size))
     return network
 

@@ -134,7 +134,7 @@ def test_lightning_dit_is_refused_by_name():
         state |= {f"blocks.{i}.norm{n}.weight": torch.ones(32) for n in (1, 2)}
         state |= {f"blocks.{i}.mlp.w12.weight": torch.randn(170, 32), f"blocks.{i}.mlp.w3.weight": torch.randn(32, 85)}
     message = (
-        "those of LightningDiT, with RMSNorm with weights, SwiGLU, rotary positions: no model here has these parts"
+        "weights of LightningDiT, with RMSNorm with weights, SwiGLU, rotary positions: no model here has these parts"
     )
     with pytest.raises(ValueError, match=message):
         convert_dit_state_dict({"ema": state}, create("dit_softmax_s_2", learned_variance=True))

@@ -264,7 +264,7 @@ def test_checkpoints_that_lack_an_entry(
 ) -> None:
     checkpoint = load(reference_run / "checkpoints" / "last.ckpt")
     del checkpoint["values_sha256"]
-    wrong = "must be a whole number" if name == "global_step" else "is no "
+    wrong = "must be a whole number" if name == "global_step" else "is not a "
     for change, message in (({name: None}, wrong), ({}, "lacks the entry")):
         torch.save({**{k: v for k, v in checkpoint.items() if k != name}, **change}, tmp_path / "forged.ckpt")
         options = ("--run_dir", tmp_path / "run", "--ckpt_path", tmp_path / "forged.ckpt")
