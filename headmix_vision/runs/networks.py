@@ -14,7 +14,7 @@ from timm.models import get_pretrained_cfg_value, load_state_dict, model_entrypo
 from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models with timm)
-from headmix_vision.errors import InputError, pair, suggest
+from headmix_vision.errors import InputError, suggest
 from headmix_vision.files.reading import check_fields, parse_json, read_json
 from headmix_vision.files.tensors import header_of, one_line_damage, read_weights, state_sha256
 from headmix_vision.models.building import building
@@ -79,7 +79,7 @@ def create_network(
     if checkpoint is None:
         if new_head:
             raise InputError("model.new_head is true, it must be false without model.checkpoint")
-        return of_size(_create(name, arguments), img_size)
+        return _create(name, arguments)
 
     state, size = _start_weights(checkpoint)
     if not state:  # timm would fetch its own
@@ -112,20 +112,12 @@ def create_network(
         raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
     check_kinds(state, network.state_dict(), checkpoint)
     cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
-    return of_size(network, img_size)
+    return network
 
 
 def configured(name: str, arguments: dict[str, Any] | None, key: str) -> Any:
     """Return a value of timm's configuration of a model, for a swapped one that of its architecture."""
     return get_pretrained_cfg_value(swapped_architecture(arguments or {}) if name == SWAPPED else name, key)
-
-
-def of_size(network: nn.Module, img_size: int | list[int] | None) -> nn.Module:
-    """Let the data of a model of any image size have the size that was asked for: its configuration has the usual."""
-    cfg = cast("dict[str, Any]", network.pretrained_cfg)
-    if img_size is not None and getattr(network, "dynamic_img_size", False) and "input_size" in cfg:
-        cfg["input_size"] = (cfg["input_size"][0], *pair("img_size", img_size))
-    return network
 
 
 def create_generator(

@@ -26,7 +26,7 @@ from headmix_vision.runs.checkpoints import (
     read_checkpoint,
 )
 from headmix_vision.runs.directory import CHECKPOINTS
-from headmix_vision.runs.networks import LOCAL, create_network, export_arguments, of_size, without_sources
+from headmix_vision.runs.networks import LOCAL, create_network, export_arguments, without_sources
 
 _WEIGHTS = "model.safetensors"
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -205,7 +205,6 @@ def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> M
     made.arguments.update({"pretrained_cfg_overlay": overlay} if overlay else {})
     if img_size is not None:
         network.set_input_size(img_size)
-        of_size(network, img_size)
         made.arguments["img_size"] = img_size
     return made
 

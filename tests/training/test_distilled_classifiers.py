@@ -14,6 +14,7 @@ from PIL import Image
 
 import headmix_vision
 from headmix_vision.cli import distill, export
+from headmix_vision.data.augmentation import input_config
 from headmix_vision.errors import InputError
 from headmix_vision.runs.networks import open_network
 from headmix_vision.runs.teachers import make_student, open_teacher
@@ -253,7 +254,7 @@ def test_a_teacher_of_transformers_becomes_one_of_timm(tmp_path: Path) -> None:
     assert make_student(made, options={"block_grid": 2}).name == "swapped"
     small = open_teacher(f"local-dir:{tmp_path / 'dinov2'}", img_size=42)
     assert small.network(torch.randn(1, 3, 42, 42)).shape == (1, 32)
-    assert small.network.pretrained_cfg["input_size"] == (3, 42, 42)
+    assert input_config(small.network)["input_size"] == (3, 42, 42)
     for wrong in ({"hidden_size": 0}, {"patch_size": "14"}, {"mlp_ratio": None}):
         config = json.loads((tmp_path / "dinov2" / "config.json").read_text())
         (tmp_path / "dinov2" / "config.json").write_text(json.dumps({**config, **wrong}))
