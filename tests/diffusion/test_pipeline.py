@@ -330,7 +330,7 @@ def test_guidance_needs_a_null_class():
             pipeline(labels, guidance_scale=1.5)
         for count in ({"num_images": 1}, {}):
             assert len(pipeline(labels, **count, num_inference_steps=2).images) == 1
-    with pytest.raises(ValueError, match="out of range"):
+    with pytest.raises(ValueError, match="class label 10 is out of range: the model takes 0 to 9"):
         pipeline([10])
     unconditional = HeadMixDiTPipeline(
         timm.create_model("dit_linear_digits", depth=1, num_classes=0), create_scheduler(None, ObjectiveConfig())
