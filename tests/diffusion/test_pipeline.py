@@ -277,6 +277,7 @@ def test_wrong_input_is_refused(digits):
         ({"class_labels": [3, 11]}, "class label 11 is out of range: the model takes 0 to 9"),
         ({"class_labels": [-1]}, "class label -1 is out of range"),
         ({"class_labels": []}, "class_labels are empty"),
+        ({"class_labels": [1.5]}, "class_labels must be a whole number for each image, got 1.5"),
         ({}, "class_labels are missing"),
         ({"class_labels": [1], "num_images": 2}, "1 class_labels, but num_images is 2"),
         ({"class_labels": [1], "num_inference_steps": 0}, "num_inference_steps must be a whole number from 1 to 1000"),

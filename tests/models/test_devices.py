@@ -5,6 +5,7 @@ import timm
 import torch
 
 from headmix_vision.diffusion import ObjectiveConfig
+from headmix_vision.diffusion.denoising import create_scheduler, set_steps
 from headmix_vision.diffusion.objectives import create_objective
 from headmix_vision.layers.attention import HeadMixAttention
 
@@ -43,6 +44,13 @@ def test_a_layer_has_its_tensors_where_and_as_they_are_asked_for(core, mix):
     tensors = [*layer.parameters(), *layer.buffers()]
     assert {x.device.type for x in tensors} == {"meta"}
     assert {x.dtype for x in tensors if x.is_floating_point()} == {torch.float64}
+
+
+@pytest.mark.parametrize("name", ["euler", "heun", "dpm++"])
+def test_times_of_sampling_are_on_the_device_that_is_asked_for(name):
+    scheduler = create_scheduler(name, ObjectiveConfig())
+    set_steps(scheduler, 4, "meta")
+    assert scheduler.timesteps.device.type == "meta"
 
 
 @pytest.mark.parametrize(

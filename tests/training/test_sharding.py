@@ -32,6 +32,7 @@ from headmix_vision.runs.networks import create_generator
 from headmix_vision.training.base_module import _check_batch
 from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
+from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.sharding import ShardedStrategy, _Writer
 from headmix_vision.training.signals import InterruptRequest
 
@@ -432,6 +433,13 @@ def test_a_run_does_not_go_on_beside_a_best_checkpoint_with_damaged_shards(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "the best checkpoint of the run cannot be opened" in line and "it lacks .metadata" in line
     assert len([*shards.iterdir()]) == 2
+
+
+def test_a_checkpoint_is_deleted_with_its_shards(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "kept", tmp_path / "kept")
+    left = {path.name for path in copy.iterdir() if not path.name.startswith("step=7.")}
+    AtomicCheckpointIO(lambda: None).remove_checkpoint(copy / "step=7.ckpt")
+    assert {path.name for path in copy.iterdir()} == left
 
 
 def widen(state: dict[str, torch.Tensor]) -> None:
