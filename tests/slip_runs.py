@@ -124,11 +124,6 @@ class Copy:
             running = rest[0]
         raise AssertionError("the last message is a verdict")
 
-    def failing(self, tests: list[str], limit_s: float) -> set[str]:
-        """Run tests to the end, and name those that do not pass."""
-        messages = list(self._messages(tests, limit_s)) if tests else []
-        return {rest[0] for kind, *rest in messages if kind in ("failed", "broken")} - {""}
-
     def _messages(
         self, arguments: list[str], limit_s: float, chosen: Sequence[str] = (), module: str = ""
     ) -> Iterator[tuple[str, ...]]:

@@ -51,6 +51,7 @@ def broken(monkeypatch):
 
         monkeypatch.setattr(Launch, "_compile_and_run", run)
 
+    runtime.find_gpu(torch.device(DEVICE))  # which remembers the interpreter
     dispatch.FAILED.clear()
     dispatch._warned.clear()
     yield break_
