@@ -10,6 +10,8 @@ from inputs import ATTACHED, photo, show_turned, write_film
 from PIL import Image
 
 from headmix_vision.data.clip_frames import ClipConfig
+from headmix_vision.data.datasets import open_source
+from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import Decoding
 from headmix_vision.files.video import ClipInfo, probe, read_clip, read_frames, read_video, write_video
@@ -242,6 +244,8 @@ def test_an_old_pyav_is_refused(frames: np.ndarray, tmp_path: Path, monkeypatch:
         probe(tmp_path / "a.mp4")
     with pytest.raises(InputError, match=r"writing a video needs PyAV 17 or later"):
         write_video(tmp_path / "b.mp4", frames, 8)
+    with pytest.raises(InputError, match=r"^reading a video needs PyAV 17 or later"):  # before any is read
+        open_source(SplitRequest("videos", "train", (3, 2, 8, 8), "generation", root=str(tmp_path)))
 
 
 def test_reading_leaves_no_threads_to_processes_that_are_forked_later(frames: np.ndarray, tmp_path: Path) -> None:

@@ -83,8 +83,7 @@ class Moments:
 
     def __init__(self) -> None:
         self.count = 0
-        self.mean = torch.empty(0, dtype=torch.float64)
-        self.scatter = torch.empty(0, 0, dtype=torch.float64)
+        self.mean = self.scatter = torch.empty(0)
 
     def update(self, features: Tensor) -> None:
         """Add a batch of features [B, D], of any float dtype and on any device.

@@ -246,7 +246,7 @@ def resample_mixing(
         raise InputError(
             f"mixing of shape {tuple(weight.shape)} does not fit the block grid {old_block_grid}: {m} blocks."
         )
-    mean = torch.ones(1, 1, dtype=torch.float64)
+    mean = torch.ones(1, 1)
     for old, new in zip(old_block_grid, new_block_grid, strict=True):
         mean = torch.kron(mean, _overlap(old, new))
     mean = torch.block_diag(torch.eye(num_prefix_blocks, dtype=torch.float64), mean).to(weight.device)

@@ -219,13 +219,13 @@ def _assembler(tool: Any, is_default: bool) -> Assembler:
     return Assembler(tool.path, (major, minor), is_default)
 
 
-def _driver_major() -> int:
+def _driver_major() -> float:
     """Return the major CUDA release of the driver, which does not load machine code of a later one."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except OSError:  # there is none: nothing is run here
-        return 99
+        return math.inf
     return version.value // 1000
 
 

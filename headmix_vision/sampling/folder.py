@@ -122,7 +122,7 @@ class SampleFolder:
             for entry in entries:
                 if not (pattern.fullmatch(entry.name) or is_temporary(entry.name)):
                     foreign.append(f"{folder}/{entry.name}")
-                elif not (entry.is_file() or entry.is_dir()):
+                else:
                     check_replaced(entry.path)
         return sorted(foreign)
 

@@ -58,8 +58,8 @@ class _OrderedReplica(DistributedDataParallel):
         self.reducer._push_all_rebuilt_params()  # the next forward pass lays them out, and none after it
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        parameters, are_sparse = super()._build_params_for_reducer()
-        return parameters[::-1], are_sparse[::-1]
+        parameters, are_sparse = (listed[::-1] for listed in super()._build_params_for_reducer())
+        return parameters, are_sparse
 
 
 class ReplicatedStrategy(DDPStrategy):

@@ -11,6 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from headmix_vision.data import ClassificationData
 from headmix_vision.data.augmentation import Augmentation, eval_transform, train_transform
 from headmix_vision.data.batches import TrainSamples, UnreadableImages
+from headmix_vision.data.datasets import canvas
 from headmix_vision.data.datasets.canvas import CELL, RULES, CanvasDigits
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.generation import GenerationData
@@ -169,6 +170,13 @@ def test_canvases_can_be_scored() -> None:
     (batch,) = images.batches(5)
     expected = torch.stack([CanvasDigits("train", 96)[index][0] for index in range(5)])
     assert torch.equal(batch, (expected * 255).round().to(torch.uint8))
+
+
+def test_a_layout_takes_the_memory_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(canvas, "check_memory", lambda needed_bytes, what: asked.append(needed_bytes))
+    canvases = CanvasDigits("train", length=9)
+    assert asked == [canvases._chosen.nbytes + canvases._labels.nbytes]
 
 
 def test_refusals() -> None:

@@ -111,6 +111,13 @@ def test_tensors_are_enlarged_in_hard_pixels_and_reduced_with_antialiasing() -> 
     assert torch.equal(ImageToRange((8, 8))(board), board.repeat_interleave(2, 1).repeat_interleave(2, 2) * 2 - 1)
 
 
+def test_images_are_flipped_as_often_as_is_asked_for() -> None:
+    ramp = torch.linspace(0, 1, 4).expand(1, 4, 4)
+    for hflip, flips in ((0.0, {False}), (0.5, {False, True}), (1.0, {True})):
+        pictures = [ImageToRange((4, 4), hflip)(ramp) for _ in range(30)]
+        assert {torch.equal(picture, ramp.flip(-1) * 2 - 1) for picture in pictures} == flips
+
+
 def places(transform: Transform, count: int = 60) -> Tensor:
     """Where a bright pixel in the middle of a black image comes to lie: [count, 2] rows and columns."""
     image = torch.zeros(1, 33, 33)

@@ -2,10 +2,13 @@
 
 import json
 import multiprocessing
+import os
 import pickle
 import random
 import shutil
+import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from headmix_vision.cli import cache_latents
 from headmix_vision.console import Processes
 from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.data.datasets.derived import Derived
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.latents import MANIFEST, LatentShards, open_latents, shard_name
@@ -175,6 +179,21 @@ def test_finished_shards_are_not_encoded_again(images: Path, vae: Path, tmp_path
     (tmp_path / "out" / "shard-00001.safetensors").unlink()
     assert write_cache(source, autoencoder, request, "here") == 1
     assert write_cache(source, autoencoder, request, "here") == 0
+
+
+class Interrupted(Derived):
+    """A source whose workers get Ctrl-C with every image."""
+
+    def read(self, index: int) -> tuple[Any, int]:
+        if torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.source.read(index)
+
+
+def test_a_signal_to_its_workers_does_not_end_caching(images: Path, tmp_path: Path) -> None:
+    source, request = Interrupted(open_class_folders(images, REQUEST)), asked(tmp_path / "out", image_size=12)
+    assert write_cache(source, load_autoencoder("none"), replace(request, workers=1), "here") == 1
+    assert len(LatentShards(tmp_path / "out")) == 12
 
 
 def test_pixels(images: Path, tmp_path: Path) -> None:

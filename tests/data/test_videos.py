@@ -17,6 +17,7 @@ from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.generation import GenerationData
+from headmix_vision.data.latent_cache import EvenClips
 from headmix_vision.data.stills import StillsConfig
 from headmix_vision.errors import InputError
 from headmix_vision.files.video import write_video
@@ -71,6 +72,7 @@ def test_frames_are_those_of_the_rate_or_stride_that_is_asked_for(root: Path) ->
     assert numbers(clip) == [8, 9, 10, 11]  # the middle
     assert numbers(videos.read_part(4, 0.0)[0]) == [0, 1, 2, 3]
     assert numbers(videos.read_part(4, 1.0)[0]) == [16, 17, 18, 19]
+    assert [numbers(EvenClips(videos, 2).read(number)[0])[0] for number in (8, 9)] == [4, 12]
     assert numbers(source(root / "ucf", clip=ClipConfig(frame_stride=3)).read(0)[0]) == [5, 8, 11, 14]
     assert numbers(source(root / "ucf", clip=ClipConfig(frame_rate=3)).read(0)[0]) == [6, 9, 11, 14]
     assert numbers(source(root / "ucf", (1, 8, 8)).read(0)[0]) == [10]

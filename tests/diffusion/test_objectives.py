@@ -226,6 +226,7 @@ def test_ddpm_is_the_process_of_the_scheduler():
         ({"learned_variance": True}, "needs objective.kind=ddpm"),
         ({"beta_start": 0.5}, "beta_start <= beta_end"),
         ({"clean_prefix": 1.5}, r"clean_prefix must be in \[0, 1\], got 1.5"),
+        ({"clean_prefix": -0.5}, r"clean_prefix must be in \[0, 1\], got -0.5"),
         ({"clean_prefix": 0.5, "prefix_noise": 2.0}, r"prefix_noise must be in \[0, 1\], got 2.0"),
         ({"prefix_noise": 0.5}, "prefix_noise is of known first frames: it needs objective.clean_prefix"),
         ({"kind": "ddpm", "clean_prefix": 0.5}, "clean_prefix needs objective.kind=flow"),

@@ -277,6 +277,7 @@ def test_wrong_input_is_refused(digits):
         ({"class_labels": [3, 11]}, "class label 11 is out of range: the model takes 0 to 9"),
         ({"class_labels": [-1]}, "class label -1 is out of range"),
         ({"class_labels": []}, "class_labels are empty"),
+        ({"class_labels": [1.5]}, "class_labels must be a whole number for each image, got 1.5"),
         ({}, "class_labels are missing"),
         ({"class_labels": [1], "num_images": 2}, "1 class_labels, but num_images is 2"),
         ({"class_labels": [1], "num_inference_steps": 0}, "num_inference_steps must be a whole number from 1 to 1000"),
@@ -330,7 +331,7 @@ def test_guidance_needs_a_null_class():
             pipeline(labels, guidance_scale=1.5)
         for count in ({"num_images": 1}, {}):
             assert len(pipeline(labels, **count, num_inference_steps=2).images) == 1
-    with pytest.raises(ValueError, match="out of range"):
+    with pytest.raises(ValueError, match="class label 10 is out of range: the model takes 0 to 9"):
         pipeline([10])
     unconditional = HeadMixDiTPipeline(
         timm.create_model("dit_linear_digits", depth=1, num_classes=0), create_scheduler(None, ObjectiveConfig())

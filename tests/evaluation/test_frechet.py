@@ -93,6 +93,8 @@ def test_zero_to_itself_and_no_warning_with_enough_images() -> None:
 
 def test_refusals() -> None:
     moments = Moments()
+    with pytest.raises(ValueError, match=r"must be \[B, D\]"):
+        moments.update(torch.zeros(3))
     moments.update(torch.zeros(1, 3))
     with pytest.raises(ValueError, match="1 images have no covariance"):
         moments.gaussian()

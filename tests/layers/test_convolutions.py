@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from headmix_vision.layers.convolutions import (
     ConvPositionEncoding,
@@ -57,6 +58,19 @@ def test_what_is_put_on_a_convolution_is_called(name, double):
     layer.proj = double(layer.proj) or layer.proj
     torch.testing.assert_close(call(layer), call(expected))
     assert (call(layer) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_prefix_tokens_stay_as_they_are(name):
+    layer, x = LAYERS[name](), torch.randn(2, GRID.num_tokens, 6)
+    for module in layer.modules():
+        if isinstance(module, nn.Conv3d | nn.Conv2d):
+            nn.init.normal_(module.weight)
+    out, alone = layer(x, GRID), layer(x[:, 2:], TokenGrid(GRID.shape))
+    assert out.shape == x.shape
+    torch.testing.assert_close(out[:, :2], F.silu(x[:, :2]) if name == "silu" else x[:, :2])
+    torch.testing.assert_close(out[:, 2:], alone)
+    assert (alone - x[:, 2:]).abs().max() > 1e-3
 
 
 def test_parts_are_convolved_as_the_whole():

@@ -144,6 +144,13 @@ def test_weights_of_a_name_have_its_usual_size(tmp_path):
     check(model)
 
 
+def test_a_conversion_takes_as_many_positions_for_the_models_own():
+    model = create("vit_softmax_tiny", (112, 448))
+    state = dict(source("vit_softmax_tiny", (112, 448)).state_dict())
+    model.load_state_dict(convert_state_dict(state, model).state_dict)
+    check(model)
+
+
 def _saved(state, folder):
     path = str(folder / "weights.safetensors")
     safetensors.torch.save_file(state, path)

@@ -470,6 +470,7 @@ def test_models_of_interleaved_heads_start_as_those_of_their_core_alone(name):
         ({"reg_tokens": -1}, "reg_tokens must be a whole number"),
         ({"drop_path_rate": float("nan")}, "drop_path_rate must be a finite number from 0 to 1, got nan"),
         ({"mlp_ratio": 0.0}, "leaves the MLP no width"),
+        ({"mlp_ratio": -0.5}, "mlp_ratio must be a finite number of at least 0, got -0.5"),
         ({"global_pool": "token"}, "needs class_token=True"),
         ({"global_pool": "mean"}, "global_pool must be one of"),
         ({"weight_init": "none"}, "weight_init must be one of"),

@@ -17,6 +17,7 @@ from headmix_vision.diffusion import HeadMixVideoDiTPipeline, ObjectiveConfig
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.runs.checkpoints import find_checkpoint, read_checkpoint
+from headmix_vision.runs.directory import has_results
 from headmix_vision.runs.exporting import ExportRequest, export_run
 from headmix_vision.runs.networks import create_generator, load_network, open_network
 from headmix_vision.runs.pipelines import load_pipeline
@@ -97,6 +98,12 @@ def test_a_generator_is_sampled_as_it_was_trained(tmp_path: Path) -> None:
     config = scheduler_of(objective).config
     assert (config.prediction_type, config.beta_start, config.beta_end) == ("v_prediction", 2e-4, 0.03)
     assert config.clip_sample  # pixels
+
+
+def test_metrics_tell_results_also_where_they_are_damaged(tmp_path: Path) -> None:
+    for rows, expected in ((b"0,1\n", False), (b"0,1\n1,2\n", True), (b"0,1\n1,\xff\n", True)):
+        (tmp_path / "metrics.csv").write_bytes(b"epoch,step\n" + rows)
+        assert has_results(tmp_path) == expected
 
 
 def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:

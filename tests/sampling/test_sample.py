@@ -107,7 +107,7 @@ def test_the_grid_shows_samples_above_their_classes(
     monkeypatch.setattr(sample_job, "draw_grid", lambda *sheet: shown.append(sheet) or draw_grid(*sheet))
     for classes, limit, most, count, columns in (
         ((3, 0, 7), "GRID_IMAGES", 100, 8, None),
-        (range(10), "GRID_PIXELS", 6 * 64, 6, 10),
+        (range(10), "GRID_PIXELS", 7 * 64 - 1, 6, 10),
         ((3, 0, 7, 1), "GRID_IMAGES", 5, 5, 4),
     ):
         monkeypatch.setattr(sample_job, limit, most)

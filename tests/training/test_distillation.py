@@ -124,6 +124,8 @@ def test_the_command_trains_a_student_of_a_run(tmp_path: Path, capsys: pytest.Ca
     assert len(losses) == 2
     theirs, ours = (open_network(path)[0].state_dict() for path in (teacher, student))
     assert set(ours) > set(theirs)
+    # attention learns in the first step, everything in the second
+    assert all(not torch.equal(ours[name], theirs[name]) for name in theirs if ".mlp." in name)
     assert not any("teacher" in name for name in torch.load(student / "checkpoints/last.ckpt")["state_dict"])
 
     assert run("fit", "-c", config, "--run_dir", teacher, "--seed_everything", 1, "--overwrite", "true") == 0

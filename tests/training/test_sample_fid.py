@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from headmix_vision.console import Processes
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.frechet import frechet_distance, write_statistics
@@ -81,6 +82,19 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     values: list[float] = []
     monkeypatch.setattr(ImageGenerator, "log_now", lambda self, metrics, step: values.append(metrics["val/fid"]))
     return values
+
+
+def test_each_sample_is_drawn_once_by_processes_with_equally_many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[Any]] = []
+    monkeypatch.setattr(ImageSampler, "draw", lambda self, trainer, module, plan, indices: indices)
+    monkeypatch.setattr(Processes, "in_turn", lambda self, share, rounds: drawn.append([*share]) or iter(()))
+    for count, world_size in ((90, 2), (70, 3), (30, 1)):
+        drawn.clear()
+        for rank in range(world_size):
+            ImageSampler(None).draw_shared(process(rank, world_size), generator(), None, count, 10, list)
+        assert {len(share) for share in drawn} == {-(-count // 10 // world_size)}
+        by_turns = [indices for turn in zip(*drawn, strict=True) for indices in turn if indices is not None]
+        assert [index for indices in by_turns for index in indices] == [*range(count)]
 
 
 @pytest.mark.parametrize("is_averaged", [False, True])

@@ -32,6 +32,7 @@ from headmix_vision.runs.networks import create_generator
 from headmix_vision.training.base_module import _check_batch
 from headmix_vision.training.callbacks.checkpointing import LastCheckpoint
 from headmix_vision.training.callbacks.non_finite import StopOnNonFinite
+from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
 from headmix_vision.training.sharding import ShardedStrategy, _Writer
 from headmix_vision.training.signals import InterruptRequest
 
@@ -434,6 +435,19 @@ def test_a_run_does_not_go_on_beside_a_best_checkpoint_with_damaged_shards(
     assert len([*shards.iterdir()]) == 2
 
 
+def test_a_checkpoint_is_deleted_with_its_shards(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "kept", tmp_path / "kept")
+    left = {path.name for path in copy.iterdir() if not path.name.startswith("step=7.")}
+    AtomicCheckpointIO(lambda: None).remove_checkpoint(copy / "step=7.ckpt")
+    assert {path.name for path in copy.iterdir()} == left
+
+
+def widen(state: dict[str, torch.Tensor]) -> None:
+    """Give the first tensor in the shards another shape."""
+    name = next(name for name, tensor in state.items() if tensor.is_meta)
+    state[name] = torch.empty(3, *state[name].shape, device="meta")
+
+
 def forget_hashes(checkpoint: Path) -> None:
     """Make a checkpoint one of an earlier version, which had no hashes."""
     stored = torch.load(checkpoint, weights_only=True)
@@ -462,6 +476,7 @@ def test_a_flipped_byte_of_a_shard_is_noticed(folder: Path, tmp_path: Path) -> N
         (lambda checkpoint: checkpoint.pop("shards"), "has no values, and the entry 'shards' is missing"),
         (lambda checkpoint: checkpoint["shards"].update(processes=10**9), "is of 1000000000 processes, but .* of 2"),
         (lambda checkpoint: checkpoint["shards"].update(processes=-1), "is of -1 processes, but .* of 2"),
+        (lambda checkpoint: widen(checkpoint["state_dict"]), r"is damaged: .* of shape \[3, .* is not in its shards"),
     ],
 )
 def test_forged_entries_of_shards_are_refused(forge: Any, message: str, folder: Path, tmp_path: Path) -> None:

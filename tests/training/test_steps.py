@@ -195,6 +195,13 @@ def test_every_image_weighs_alike_in_the_loss_of_a_ragged_validation() -> None:
     torch.testing.assert_close(metrics.compute()["loss"], cross_entropy(logits, targets))
 
 
+def test_top_five_of_five_classes_say_nothing() -> None:
+    for classes, expected in ((5, {"loss", "top1", "balanced"}), (6, {"loss", "top1", "top5", "balanced"})):
+        metrics = ClassificationMetrics(classes)
+        metrics.update(torch.eye(classes), torch.arange(classes))
+        assert set(metrics.compute()) == expected
+
+
 def validation_loss(*batches: tuple[int, tuple[torch.Tensor, torch.Tensor]], rank: int = 0) -> float:
     """The loss over batches with their numbers, of an untrained generator, whose output is zero."""
     module = generator(seed=1).eval()

@@ -16,6 +16,7 @@ import timm
 import torch
 import yaml
 from jsonargparse import Namespace
+from jsonargparse._common import parsing_settings
 from PIL import Image
 
 from headmix_vision.cli import COMMANDS
@@ -64,6 +65,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "canary", raising=False)
     (tmp_path / "canary.py").write_text(CANARY)
+    verdicts = dict(parsing_settings["import_path_verdicts"])  # which each command adds to
+    monkeypatch.setitem(parsing_settings, "import_path_verdicts", verdicts)
     _connections.clear()
     yield tmp_path
     assert not _connections
