@@ -373,18 +373,16 @@ class HeadMixAttention(nn.Module):
 
     def _finish(self, x: Tensor, out: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mix the heads back, add ``positions``, norm, gate and project: [B, N, C]."""
-        out = self._join(x, out, positions)
+        out = self.output_norm(out if self.head_mix is None else self._mix_back(x, out)).flatten(2)
+        out = out if positions is None else out + positions
         if self.gate is not None:
             out = out * F.silu(self.gate(x))
         return self.proj_drop(self.proj(self.norm(out)))
 
-    def _join(self, x: Tensor, out: Tensor, positions: Tensor | None) -> Tensor:
-        """Mix the heads back, norm each and add ``positions``: [B, N, H * D]."""
-        if self.head_mix is not None:
-            out = self.head_mix("after", out)
-            _assert_mixed(self.num_heads, x.shape[1], out)
-        out = self.output_norm(out).flatten(2)
-        return out if positions is None else out + positions
+    def _mix_back(self, x: Tensor, out: Tensor) -> Tensor:
+        out = cast(nn.Module, self.head_mix)("after", out)
+        _assert_mixed(self.num_heads, x.shape[1], out)
+        return out
 
 
 def attention_of_layers(

@@ -199,7 +199,8 @@ class SwappedAttention(HeadMixAttention):
 
     def _finish(self, x: Tensor, out: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mix the heads back, add ``positions``, norm, gate by a sigmoid and project: [B, N, C]."""
-        out = self.norm(self._join(x, out, positions))
+        out = self.output_norm(out if self.head_mix is None else self._mix_back(x, out)).flatten(2)
+        out = self.norm(out if positions is None else out + positions)
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return cast(Tensor, self.proj_drop(getattr(self, self.names.out)(out)))

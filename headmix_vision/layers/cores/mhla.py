@@ -67,10 +67,12 @@ class LinearCore(AttentionCore):
         key_mask: Tensor | None = None,
         sample_grids: SampleGrids | None = None,
     ) -> Tensor:
-        mixing = () if self.mixing is None else (self.mixing(),)
         if sample_grids is not None and self.mixing is not None:
             return self._of_samples(q, k, v, grid, rotation, key_mask, sample_grids)
-        out: Tensor = self.bind(grid, ranks)(q, k, v, *mixing, *_further(rotation, key_mask))
+        further: tuple[Tensor | None, ...] = () if self.mixing is None else (self.mixing(),)
+        if rotation is not None or key_mask is not None:
+            further += _further(rotation, key_mask)
+        out: Tensor = self.bind(grid, ranks)(q, k, v, *further)
         return out
 
     def bind(self, grid: TokenGrid, ranks: TokenRanks | None = None) -> Bound:
