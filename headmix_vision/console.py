@@ -405,7 +405,7 @@ def open_device(name: str, local_rank: int = 0) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()
     # each backend has its own way to say that it is missing; `meta` computes nothing
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(f"device {name!r} cannot be used here: {reason}") from None
     return device

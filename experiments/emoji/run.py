@@ -63,7 +63,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add_options(parser, "runs/emoji_gen")
     add("--task", choices=TASKS, default="emoji", help="the pictures, and the recipe of training (%(default)s)")
-    add("--root", type=Path, help="their place, of emoji what headmix_lab.emoji wrote (that of the recipe)")
+    add("--root", type=Path, help="folder of the data, as of headmix_lab.emoji (default: the recipe's)")
     add("--features", required=True, help="of FID, precision, recall and copies: lite0:PATH, inception, a run")
     add("--judge", required=True, help="classifier of the same classes: a run or an export")
     add("--rows", nargs="+", default=list(BASE), help=f"all, or of {', '.join(MODELS)} (the first four)")

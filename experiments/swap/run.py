@@ -110,7 +110,7 @@ class Runs:
         return [*(Case(TEACHER, size, "") for size in given.sizes), *students]
 
     def options(self, case: Case) -> list[object]:
-        """Options of the training of a student, without places; those of a later stage are left out."""
+        """Return the options of a student's first training, without its folders; stages after it are off."""
         given, swap = self.given, ROWS[case.row]
         options: list[object] = ["-c", "folder", "--model.img_size", case.size, "--model.features.steps", 0]
         options += [part for name, value in swap.items() for part in (f"--model.{name}", value)]

@@ -86,7 +86,9 @@ class SensitivityRequest:
         given = {"core": self.core != "mhla", "head_mix": self.head_mix, "block_grid": self.block_grid}
         for name, value in given.items() if self.student is not None else ():
             if value:
-                raise InputError(f"{name} applies to untrained layers, not to those of student {self.student}")
+                raise InputError(
+                    f"{name} applies to untrained layers: leave it out, or leave out student {self.student}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ B batch, N tokens, C channels.
 
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -136,7 +137,7 @@ def write_sensitivity(
     for network in (teacher.network, student):
         network.to(device)
     rows = measure_sensitivity(teacher.network, student, images.to(device), request.batch_size)
-    if any(row[name] != row[name] for row in rows for name in ("attention_error", "feature_error")):
+    if any(not math.isfinite(row[name]) for row in rows for name in ("attention_error", "feature_error")):
         raise InputError("a feature of the teacher or of the student is not finite")
     kind = "untrained" if request.student is None else "trained"
     found(f"one {kind} {request.core if request.student is None else 'layer'} at a time, {len(images)} images")

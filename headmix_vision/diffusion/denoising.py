@@ -63,7 +63,7 @@ def create_scheduler(
     """Make a scheduler that fits the objective of the network.
 
     Args:
-        name: One of `SCHEDULER_NAMES`; that of the objective (euler for flow matching, ddpm for DDPM) when None.
+        name: One of `SCHEDULER_NAMES`; when None euler for flow matching, ddpm for DDPM.
         objective: What the network was trained for.
         clip: Keep the estimate of the data in [-1, 1], for pixels; only ddim and ddpm do.
         spacing: Which of the 1,000 times ddim and ddpm take, see `spaced_times`; `trailing` for ddim and `linspace` for

@@ -14,7 +14,7 @@ KINDS = {
     "classifier": ("Train and evaluate image classifiers.", ("fit", "validate", "test", "predict")),
     "generator": ("Train generators of images and videos.", ("fit", "validate")),
     "distilled": (
-        "Train the attention layers of a generator after a teacher; of classifiers: headmix distill classifier.",
+        "Train a generator to match a teacher with another attention. For classifiers: headmix distill classifier.",
         ("fit", "validate"),
     ),
     "distilled_classifier": (

@@ -99,6 +99,6 @@ class ClassifierDistillationCLI(_OfTeacher, ClassificationCLI):
         return f"{', '.join(shown)}\n" if shown else ""
 
     def evaluation_callbacks(self, run_dir: Path) -> list[Callback]:
-        """As those of classifiers; count no classes where there are no labels."""
+        """Return the callbacks of classifiers; without labels, leave out the counts of classes."""
         callbacks = super().evaluation_callbacks(run_dir)
         return [one for one in callbacks if self.model.labelled or not isinstance(one, ClassReport)]
