@@ -3,10 +3,10 @@
     npm pack emoji-datasource-google@16.0.0 @lobehub/fluent-emoji-anim-{1,2,3,4}@1.0.0
     python -m headmix_lab.animated_emoji --source *.tgz --out data/animated_emoji
 
-The folder is one of clips for each split and group (`train/food-drink/...`, data set `videos`), with a table
-`subgroups.csv` for the same data set, labelled by subgroup. `clips.csv` names split, group, subgroup, thing, length and
-checksum of each clip. Emoji that the packages do not animate lie in `stills`, with a table `images.csv` (data set
-`table/NAME`), to be trained along (`data.stills`). `NOTICE.md` holds the licences.
+The folder is one of clips for each split and class (`train/person-role/...`, data set `videos`). A class is a subgroup
+of 50 clips or more, or the rest of a group, or the rest of all groups, `other`. `clips.csv` names split, class, group,
+subgroup, thing, length and checksum of each clip. Emoji that the packages do not animate lie in `stills`, with a table
+`images.csv` (data set `table/label`), to be trained along (`data.stills`). `NOTICE.md` holds the licences.
 
 A clip is one whole loop, of so many frames at even distances in time, or has a constant frame rate (--rate). A thing
 and its split are as in `headmix_lab.emoji`: skin tones and sexes of a thing are in one split, and of clips that are
@@ -29,7 +29,6 @@ from PIL import Image, ImageSequence
 from torch.utils.data import DataLoader, Dataset
 
 from headmix_lab.emoji import (
-    LEAST_PICTURES,
     STYLES,
     Drawn,
     Emoji,
@@ -69,7 +68,10 @@ PARTS = tuple(
     )
     for number, files in enumerate((1000, 768, 707, 920), 1)
 )
-CLIPS, SUBGROUPS, STILLS = "clips.csv", "subgroups.csv", "stills"
+CLIPS, STILLS = "clips.csv", "stills"
+LEAST_CLIPS = 50
+"""Fewest clips of a class."""
+OTHER = "other"
 FRAMES = 24
 SHOWN_RATE = 8.0  # frames a second of a video file, where clips have a number of frames instead of a rate
 FORMATS = ("png", "mp4")
@@ -154,7 +156,7 @@ def read_sources(packages: dict[str, Files]) -> tuple[list[Source], Counter[str]
             if not name.endswith(".webp"):
                 continue
             if code in found or code not in emoji:
-                left_out["of an emoji with two files" if code in found else "of unknown emoji"] += 1
+                left_out["second files of an emoji" if code in found else "files of unknown emoji"] += 1
             else:
                 found[code] = Source(emoji[code], f"{name} of {part.package}", data)
     return [found[code] for code in emoji if code in found], left_out
@@ -253,8 +255,8 @@ def build(sources: Sequence[Path], out: Path, shape: Shape = Shape(), jobs: int 
         jobs: Processes that draw.
 
     Returns:
-        `clips` of each split, `stills` of each split, `classes` by column, `left_out` by reason, and `sha256` of the
-        table of clips.
+        `clips` and `stills` of each split, clips of each of the `classes`, number of `things`, what was `left_out` by
+        reason, and `sha256` of the table of clips.
 
     Raises:
         InputError: A package that is missing, wrong or damaged, a folder that exists or that another process writes, or
@@ -275,7 +277,7 @@ def build(sources: Sequence[Path], out: Path, shape: Shape = Shape(), jobs: int 
         drawn.mkdir(exist_ok=True)
         remove_temporaries(drawn)
         drawings = draw_all(found, drawn, shape, jobs)
-        left_out["of loops of too few frames"] += len(found) - len(drawings)
+        left_out["clips of too few frames"] += len(found) - len(drawings)
         built = _fill(complete, drawings, left_out)
         write_notices(
             complete, packages, PARTS, f"put on white, and scaled to {shape.size} pixels, some of their frames"
@@ -287,40 +289,53 @@ def build(sources: Sequence[Path], out: Path, shape: Shape = Shape(), jobs: int 
 def _fill(folder: Path, drawings: Sequence[Drawing], left_out: Counter[str]) -> dict[str, Any]:
     """Move drawings to their splits, and write the tables."""
     kept = keep_first(drawings)
-    left_out["equal to another"] += len(drawings) - len(kept)
+    left_out["equal to another one"] += len(drawings) - len(kept)
     clips = [one for one in kept if one.duration_ms]
-    groups = {one.emoji.group for one in clips}
-    stills = [one for one in kept if not one.duration_ms and one.emoji.group in groups]
-    left_out["of groups without clips"] += len(kept) - len(clips) - len(stills)
-    splits = split_things(stills) | split_things(clips)  # a thing with both is dealt as its clips are
     if not clips:
         raise InputError("the packages hold no animated pictures of so many frames")
-    rows = [_move(one, splits[one.emoji.thing], folder) for one in clips]
-    if stills:
-        write_rows(folder / STILLS / TABLE, [_move(one, splits[one.emoji.thing], folder / STILLS) for one in stills])
-    sizes = Counter(row["subgroup"] for row in rows)
-    large = {name for name, count in sizes.items() if count >= LEAST_PICTURES}
-    labels = [{"path": row["path"], "label": row["subgroup"], "split": row["split"]} for row in rows]
-    write_rows(folder / SUBGROUPS, [row for row in labels if row["label"] in large] or labels)
+    names = name_classes(clips)
+    stills = [one for one in kept if not one.duration_ms and one.emoji.subgroup in names]
+    left_out["stills of subgroups without clips"] += len(kept) - len(clips) - len(stills)
+    splits = split_things(stills) | split_things(clips)  # a thing with both is dealt as its clips are
+    rows, still_rows = (
+        [_move(one, splits[one.emoji.thing], names[one.emoji.subgroup], place) for one in drawn]
+        for drawn, place in ((clips, folder), (stills, folder / STILLS))
+    )
+    if still_rows:
+        write_rows(folder / STILLS / TABLE, still_rows)
     return {
         "clips": Counter(row["split"] for row in rows),
-        "stills": Counter(splits[one.emoji.thing] for one in stills),
-        "classes": {"group": len(groups), "subgroup": len(large)},
+        "stills": Counter(row["split"] for row in still_rows),
+        "classes": Counter(row["label"] for row in rows),
         "things": len({one.emoji.thing for one in clips}),
         "left_out": +left_out,
         "sha256": write_rows(folder / CLIPS, rows),
     }
 
 
-def _move(drawing: Drawing, split: str, folder: Path) -> dict[str, Any]:
+def name_classes(clips: Sequence[Drawn]) -> dict[str, str]:
+    """Name the class of each subgroup: itself, its group, or `OTHER`, the first with `LEAST_CLIPS` clips."""
+    groups = {clip.emoji.subgroup: clip.emoji.group for clip in clips}
+    sizes = Counter(clip.emoji.subgroup for clip in clips)
+    rest = Counter[str]()
+    for subgroup, group in groups.items():
+        rest[group] += sizes[subgroup] if sizes[subgroup] < LEAST_CLIPS else 0
+    return {
+        subgroup: subgroup if sizes[subgroup] >= LEAST_CLIPS else group if rest[group] >= LEAST_CLIPS else OTHER
+        for subgroup, group in groups.items()
+    }
+
+
+def _move(drawing: Drawing, split: str, label: str, folder: Path) -> dict[str, Any]:
     """Move a drawing to its place in a folder, and return its row."""
     emoji = drawing.emoji
-    path = Path(split, emoji.group, f"{emoji.code}{drawing.file.suffix}")
+    path = Path(split, label, f"{emoji.code}{drawing.file.suffix}")
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     drawing.file.rename(folder / path)
     return {
         "path": path.as_posix(),
         "split": split,
+        "label": label,
         "group": emoji.group,
         "subgroup": emoji.subgroup,
         "thing": emoji.thing,
@@ -352,11 +367,10 @@ def main(args: Sequence[str] | None = None) -> None:
     with one_line_errors():
         shape = Shape(given.size, given.format, None if given.rate else given.frames, given.rate)
         built = build(given.source, given.out, shape, given.jobs)
-        for name in ("clips", "stills", "left_out"):
+        for name in ("clips", "stills", "classes", "left_out"):
             counts = ", ".join(f"{count} {key}" for key, count in sorted(built[name].items()))
             print(f"{name.replace('_', ' ')}: {counts or 'none'}")
-        classes = ", ".join(f"{count} by {name}" for name, count in built["classes"].items())
-        print(f"{given.out}: {built['things']} things; classes: {classes}; {CLIPS} sha256 {built['sha256']}")
+        print(f"{given.out}: {built['things']} things, {CLIPS} sha256 {built['sha256']}")
 
 
 if __name__ == "__main__":

@@ -125,18 +125,35 @@ def test_tables(root: Path, tmp_path: Path) -> None:
             source(table)
 
 
+def test_a_sheet_shows_a_clip_from_its_start_to_its_end(root: Path) -> None:
+    sheets = open_source(SplitRequest("sheets", "train", (3, 96, 96), "classification", root=str(root / "ucf")))
+    assert sheets.class_names == ["run", "walk"] and [sheets.read(index)[1] for index in range(6)] == [0] * 3 + [1] * 3
+    image, _ = sheets.read(0)
+    assert isinstance(image, Image.Image) and image.size == (128, 128)
+    cells = np.asarray(image)[16::32, 28::32, 0]
+    assert ((cells.flatten() - 40.0) / 8).round().tolist() == [place * FRAMES // 16 for place in range(16)]
+    with pytest.raises(InputError, match="'sheets' cannot train a generator"):
+        open_source(SplitRequest("sheets", "train", (3, 8, 8), "generation", root=str(root / "ucf")))
+
+
 class Keep(torch.nn.Module):
     in_channels, input_size, num_classes, frame_rate = 3, (4, 8, 8), 2, 4.0
 
 
 def fit(root: Path, callbacks: list[Callback], ckpt_path: Path | None = None, **options: Any) -> list[Tensor]:
+    return [x for x, _ in fit_labelled(root, callbacks, ckpt_path, **options)]
+
+
+def fit_labelled(
+    root: Path, callbacks: list[Callback], ckpt_path: Path | None = None, **options: Any
+) -> list[tuple[Tensor, Tensor]]:
     class Recorder(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net, self.weight, self.seen = Keep(), torch.nn.Parameter(torch.zeros(1)), []
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            self.seen.append(batch[0])
+            self.seen.append(batch)
             return self.weight.sum()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -149,6 +166,24 @@ def fit(root: Path, callbacks: list[Callback], ckpt_path: Path | None = None, **
     with suppress(KeyboardInterrupt, SystemExit):
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module.seen
+
+
+def test_stills_of_some_classes_stand_still_for_a_patch(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train" / "walk").mkdir(parents=True)
+    for name, grey in (("a", 51), ("b", 102)):
+        Image.new("RGB", (8, 8), (grey,) * 3).save(tmp_path / "train" / "walk" / f"{name}.png")
+    monkeypatch.setattr(Keep, "patch_size", (2, 4, 4), raising=False)
+    stills = StillsConfig(0.25, "folder", str(tmp_path))
+    batches = fit_labelled(root, [], num_workers=0, stills=stills)
+    assert [x.shape[2] for x, _ in batches] == [4, 4, 4, 2] * 3
+    for x, labels in batches[3::4]:
+        assert labels.tolist() == [1, 1] and torch.equal(x[:, :, 0], x[:, :, 1])
+        assert sorted(x[:, 0, 0, 0, 0].tolist()) == pytest.approx([51 / 127.5 - 1, 102 / 127.5 - 1])
+    (tmp_path / "train" / "walk").rename(tmp_path / "train" / "swim")
+    with pytest.raises(InputError, match="2 classes, the data set of stills has 1; they first differ in 'run'"):
+        fit(root, [], num_workers=0, stills=stills)
 
 
 class Interrupt(Callback):
