@@ -8,8 +8,10 @@ import hashlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 from torchvision.transforms.functional import pil_to_tensor
@@ -184,7 +186,7 @@ class SheetExtractor(ClipExtractor):
 
     def extract(self, samples: Tensor) -> dict[str, Tensor]:
         clips = samples.permute(0, 2, 3, 4, 1).cpu().numpy()
-        sheets = [draw_sheet([to_item(frame) for frame in clip]) for clip in clips]
+        sheets = [draw_sheet(cast("list[Image.Image]", to_item(clip))) for clip in clips]
         return self.images(torch.stack([pil_to_tensor(sheet) for sheet in sheets]))
 
 
